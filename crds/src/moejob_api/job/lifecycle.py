@@ -1,0 +1,66 @@
+"""When the job runs, stops and is retried, and where its numbers are sent."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import Field
+
+from moejob_api.job.base import ApiModel, CountOrZero, LongText, ObjectName, Seconds, ShortText
+
+
+class Gang(StrEnum):
+    """Who makes sure that all pods start or none."""
+
+    AUTO = "Auto"
+    NATIVE = "Native"
+    VOLCANO = "Volcano"
+    COSCHEDULING = "Coscheduling"
+    KUEUE = "Kueue"
+    NONE = "None"
+
+
+class Lifecycle(ApiModel):
+    """Starting, stopping and retrying. All but gang and queue may change while the job lives."""
+
+    suspend: Annotated[bool, Field(description="Stop the pods after a checkpoint and keep the volume.")] = False
+    backoff_limit: Annotated[
+        CountOrZero, Field(description="Failures that are retried since the last new checkpoint.")
+    ] = 6
+    ttl_seconds_after_finished: Annotated[
+        CountOrZero | None, Field(description="Seconds after which a finished job is deleted. Absent: never.")
+    ] = None
+    active_deadline_seconds: Annotated[
+        Seconds | None, Field(description="Seconds the job may run, suspended time not counted. Absent: for ever.")
+    ] = None
+    progress_deadline_seconds: Annotated[
+        Seconds, Field(description="A run whose ranks are silent for this many seconds is hung and restarted.")
+    ] = 1800
+    gang: Annotated[
+        Gang, Field(description="Gang scheduler. Auto: Kueue with a queue, else Native when the cluster has it, else None.")
+    ] = Gang.AUTO
+    queue: Annotated[ObjectName | None, Field(description="Queue of Kueue or Volcano.")] = None
+
+
+class Wandb(ApiModel):
+    """Weights & Biases; the API key comes from the environment."""
+
+    project: Annotated[ShortText, Field(description="Project name.")]
+    entity: Annotated[ShortText | None, Field(description="Team or user. Absent: the key's default.")] = None
+    group: Annotated[ShortText | None, Field(description="Group of runs.")] = None
+
+
+class MLflow(ApiModel):
+    """MLflow; credentials come from the environment."""
+
+    tracking_uri: Annotated[LongText, Field(description="Address of the tracking server.")]
+    experiment: Annotated[ShortText, Field(description="Experiment name.")] = "moejob"
+
+
+class Tracking(ApiModel):
+    """Where the numbers of the run are sent; a sink that fails never stops a run."""
+
+    tensorboard: Annotated[bool, Field(description="Write TensorBoard events to the run folder.")] = True
+    wandb: Annotated[Wandb | None, Field(description="Send to Weights & Biases.")] = None
+    mlflow: Annotated[MLflow | None, Field(description="Send to MLflow.")] = None

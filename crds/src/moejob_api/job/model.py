@@ -1,0 +1,106 @@
+"""Which model is trained and on which data."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from moejob_api.job.base import ApiModel, Count, CountOrZero, Dtype, LongText, Positive, ShortText
+
+
+class Model(ApiModel):
+    """The model to start from."""
+
+    source: Annotated[
+        LongText,
+        Field(
+            description="Where the model comes from: a Hugging Face name (Qwen/Qwen3-30B-A3B), pvc://claim/path, "
+            "or a path inside the image or on the storage volume."
+        ),
+    ]
+    revision: Annotated[
+        ShortText | None, Field(description="Branch, tag or commit on the hub. Absent: the default branch.")
+    ] = None
+    dtype: Annotated[
+        Literal[Dtype.BFLOAT16, Dtype.FLOAT32],
+        Field(description="Type of the weights during forward and backward. float32 is for CPU runs and for tests."),
+    ] = Dtype.BFLOAT16
+    trust_remote_code: Annotated[
+        bool, Field(description="Run Python code that comes with the model. Only for sources you trust.")
+    ] = False
+
+
+class DataFormat(StrEnum):
+    """How the records of a data set are read."""
+
+    CHAT = "Chat"
+    PROMPT_COMPLETION = "PromptCompletion"
+    TEXT = "Text"
+    PROMPTS = "Prompts"
+
+
+class Overlong(StrEnum):
+    """What happens to a sample longer than maxLength."""
+
+    DROP = "Drop"
+    TRUNCATE = "Truncate"
+    REFUSE = "Refuse"
+
+
+class Dataset(ApiModel):
+    """One source of samples."""
+
+    source: Annotated[
+        LongText,
+        Field(
+            description="A Hugging Face data set name, a .jsonl or .parquet file, a folder of them, or pvc://claim/path."
+        ),
+    ]
+    split: Annotated[ShortText, Field(description="Split of a hub data set; files have none and ignore it.")] = "train"
+    format: Annotated[
+        DataFormat,
+        Field(
+            description="Chat: a list of messages, trained on the assistant's. PromptCompletion: trained on the "
+            "completion. Text: trained on every token. Prompts: for GRPO, answers are generated."
+        ),
+    ]
+    weight: Annotated[
+        Positive, Field(description="Share of this source in the mixture, relative to the other sources.")
+    ] = 1.0
+
+
+class Data(ApiModel):
+    """Training and evaluation data and how they become batches."""
+
+    train: Annotated[
+        tuple[Dataset, ...], Field(min_length=1, max_length=64, description="Sources that are mixed for training.")
+    ]
+    eval: Annotated[
+        tuple[Dataset, ...],
+        Field(max_length=64, description="Sources that are evaluated every training.evalEvery steps."),
+    ] = ()
+    chat_template: Annotated[
+        str | None,
+        Field(max_length=65_536, description="Jinja chat template. Absent: the tokenizer's own."),
+    ] = None
+    max_length: Annotated[
+        Count,
+        Field(
+            description="Longest training sequence in tokens, and the length of a packed row. "
+            "For GRPO: prompt and answer together."
+        ),
+    ] = 4096
+    overlong: Annotated[
+        Overlong,
+        Field(
+            description="A sample longer than maxLength: Drop it (counted in the report), Truncate it at the end, "
+            "or Refuse to train."
+        ),
+    ] = Overlong.DROP
+    packing: Annotated[
+        bool, Field(description="Fill every row with several samples that do not see each other. Off: pad each sample.")
+    ] = True
+    seed: Annotated[CountOrZero, Field(description="Seed of the shuffling and of the mixture.")] = 42
+    shuffle: Annotated[bool, Field(description="Shuffle the samples anew in every epoch.")] = True

@@ -1,0 +1,168 @@
+"""What the operator says about a job. Recomputed as a whole, never patched from memory."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import Field
+
+from moejob_api.job.base import ApiModel
+
+Number = Annotated[int, Field(ge=0)]
+Ratio = Annotated[float, Field(ge=0.0)]
+# RFC 3339, as Kubernetes writes it.
+Timestamp = Annotated[str, Field(json_schema_extra={"format": "date-time"})]
+
+
+class Phase(StrEnum):
+    """Where a job is in its life."""
+
+    PENDING = "Pending"
+    RUNNING = "Running"
+    RESTARTING = "Restarting"
+    SUSPENDED = "Suspended"
+    SUCCEEDED = "Succeeded"
+    FAILED = "Failed"
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing more will happen to the job."""
+        return self in (Phase.SUCCEEDED, Phase.FAILED)
+
+
+class ConditionType(StrEnum):
+    """What a condition is about."""
+
+    ACCEPTED = "Accepted"
+    MODEL_UNCHECKED = "ModelUnchecked"
+    PODS_CREATED = "PodsCreated"
+    RUNNING = "Running"
+    CHECKPOINTED = "Checkpointed"
+    SUCCEEDED = "Succeeded"
+    FAILED = "Failed"
+    SUSPENDED = "Suspended"
+    RESTARTING = "Restarting"
+
+
+class ConditionStatus(StrEnum):
+    """As in Kubernetes."""
+
+    TRUE = "True"
+    FALSE = "False"
+    UNKNOWN = "Unknown"
+
+
+class Condition(ApiModel):
+    """One aspect of the job, as in Kubernetes."""
+
+    type: Annotated[ConditionType, Field(description="What the condition is about.")]
+    status: Annotated[ConditionStatus, Field(description="True, False or Unknown.")]
+    reason: Annotated[str, Field(max_length=1024, description="Why, in one CamelCase word.")]
+    message: Annotated[str, Field(max_length=32_768, description="Why, in a sentence.")] = ""
+    last_transition_time: Annotated[Timestamp, Field(description="When status last changed.")]
+    observed_generation: Annotated[Number | None, Field(description="Generation of the spec this speaks of.")] = None
+
+
+class LayoutStatus(ApiModel):
+    """What the operator derived from spec.parallelism."""
+
+    gpus: Annotated[Number, Field(description="GPUs of trainer and separate rollout pods.")]
+    nodes: Annotated[Number, Field(description="Trainer pods, one on each node.")]
+    gpus_per_pod: Annotated[Number, Field(description="GPUs of one trainer pod.")]
+    tensor: Annotated[Number, Field(description="Tensor parallel size.")]
+    pipeline: Annotated[Number, Field(description="Pipeline stages.")]
+    virtual_pipeline: Annotated[Number, Field(description="Model chunks per stage.")]
+    context: Annotated[Number, Field(description="Context parallel size.")]
+    data: Annotated[Number, Field(description="Data parallel size of the layers without experts.")]
+    expert: Annotated[Number, Field(description="Expert parallel size.")]
+    expert_tensor: Annotated[Number, Field(description="Tensor parallel size of the experts.")]
+    expert_data: Annotated[Number, Field(description="Data parallel size of the experts.")]
+    rollout_gpus: Annotated[Number, Field(description="GPUs of separate rollout pods.")] = 0
+    memory_per_gpu_bytes: Annotated[Number | None, Field(description="Estimated need of the fullest GPU.")] = None
+
+
+class Restarts(ApiModel):
+    """How often something had to be started again."""
+
+    total: Annotated[Number, Field(description="All restarts of the gang.")] = 0
+    since_checkpoint: Annotated[
+        Number, Field(description="Failures since the last new checkpoint; lifecycle.backoffLimit bounds these.")
+    ] = 0
+    pods: Annotated[Number, Field(description="Pods replaced without replacing the gang.")] = 0
+    ranks: Annotated[Number, Field(description="Restarts of ranks inside living pods.")] = 0
+    preemptions: Annotated[Number, Field(description="Restarts that do not count: preemption, eviction, node loss.")] = 0
+
+
+class ReplicaStatus(ApiModel):
+    """Pods of one role."""
+
+    role: Annotated[str, Field(description="trainer or rollout.")]
+    desired: Annotated[Number, Field(description="Pods there should be.")] = 0
+    pending: Annotated[Number, Field(description="Pods not yet running.")] = 0
+    running: Annotated[Number, Field(description="Pods running.")] = 0
+    ready: Annotated[Number, Field(description="Pods whose ranks report progress.")] = 0
+    succeeded: Annotated[Number, Field(description="Pods that finished.")] = 0
+    failed: Annotated[Number, Field(description="Pods that failed.")] = 0
+
+
+class Progress(ApiModel):
+    """Where the run is, as rank 0 last said."""
+
+    step: Annotated[Number, Field(description="Steps done.")]
+    total_steps: Annotated[Number | None, Field(description="Steps of the whole run.")] = None
+    epoch: Annotated[Ratio | None, Field(description="Passes over the data done.")] = None
+    loss: Annotated[float | None, Field(description="Loss of the last step.")] = None
+    reward: Annotated[float | None, Field(description="Mean reward of the last step.")] = None
+    tokens_per_second_per_gpu: Annotated[Ratio | None, Field(description="Speed.")] = None
+    mfu: Annotated[Ratio | None, Field(description="Share of the GPUs' peak that does model FLOPs.")] = None
+    last_checkpoint_step: Annotated[Number | None, Field(description="Step of the newest complete checkpoint.")] = None
+    updated_at: Annotated[Timestamp, Field(description="When this was read.")]
+
+
+class Display(ApiModel):
+    """Formatted texts for kubectl's columns."""
+
+    step: Annotated[str, Field(description="Steps done of all.")] = ""
+    score: Annotated[str, Field(description="Loss or reward.")] = ""
+    speed: Annotated[str, Field(description="Tokens a second a GPU.")] = ""
+    eta: Annotated[str, Field(description="Time left.")] = ""
+
+
+class Goodput(ApiModel):
+    """Where the time went."""
+
+    productive_seconds: Annotated[Ratio, Field(description="Seconds in steps that were kept.")] = 0.0
+    lost_seconds: Annotated[Ratio, Field(description="Seconds in steps that were done again.")] = 0.0
+    starting_seconds: Annotated[Ratio, Field(description="Seconds from the creation of pods to their first step.")] = 0.0
+    lost_gpu_hours: Annotated[Ratio, Field(description="GPU hours lost to failures.")] = 0.0
+
+
+class LastFailure(ApiModel):
+    """The failure seen last."""
+
+    time: Annotated[Timestamp, Field(description="When it was seen.")]
+    pod: Annotated[str, Field(description="Pod.")]
+    node: Annotated[str | None, Field(description="Node.")] = None
+    rank: Annotated[Number | None, Field(description="Global rank, when one rank is to blame.")] = None
+    exit_code: Annotated[int | None, Field(description="Exit code.")] = None
+    reason: Annotated[str, Field(max_length=1024, description="Why, in one CamelCase word.")]
+    message: Annotated[str, Field(max_length=4096, description="Last log line or error.")] = ""
+
+
+class Status(ApiModel):
+    """What the operator sees."""
+
+    phase: Annotated[Phase | None, Field(description="Where the job is in its life.")] = None
+    conditions: Annotated[tuple[Condition, ...], Field(max_length=32, description="What holds and why.")] = ()
+    observed_generation: Annotated[Number | None, Field(description="Generation of the spec this speaks of.")] = None
+    attempt: Annotated[Number, Field(description="Number of the present gang; part of the names of its pods.")] = 0
+    restarts: Annotated[Restarts, Field(description="How often something had to be started again.")] = Restarts()
+    layout: Annotated[LayoutStatus | None, Field(description="What follows from spec.parallelism.")] = None
+    replica_statuses: Annotated[tuple[ReplicaStatus, ...], Field(max_length=8, description="Pods of each role.")] = ()
+    progress: Annotated[Progress | None, Field(description="Where the run is.")] = None
+    display: Annotated[Display | None, Field(description="Formatted texts for kubectl's columns.")] = None
+    goodput: Annotated[Goodput | None, Field(description="Where the time went.")] = None
+    start_time: Annotated[Timestamp | None, Field(description="When pods were first created.")] = None
+    completion_time: Annotated[Timestamp | None, Field(description="When the job succeeded or failed.")] = None
+    last_failure: Annotated[LastFailure | None, Field(description="The failure seen last.")] = None

@@ -1,0 +1,163 @@
+"""How long and how the weights are updated."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from moejob_api.job.base import (
+    ApiModel,
+    Count,
+    CountOrZero,
+    Dtype,
+    Fraction,
+    NonNegative,
+    Positive,
+)
+
+GradientDtype = Literal[Dtype.FLOAT32, Dtype.BFLOAT16]
+Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
+
+
+class Optimizer(ApiModel):
+    """Adam with decoupled weight decay."""
+
+    learning_rate: Annotated[float, Field(gt=0.0, le=10.0, description="Peak learning rate.")] = 1e-5
+    weight_decay: Annotated[NonNegative, Field(description="Decoupled weight decay; norms and biases get none.")] = 0.01
+    beta1: Annotated[Beta, Field(description="Decay of the first moment.")] = 0.9
+    beta2: Annotated[Beta, Field(description="Decay of the second moment.")] = 0.95
+    epsilon: Annotated[Positive, Field(description="Added to the root of the second moment.")] = 1e-8
+
+
+class SchedulerKind(StrEnum):
+    """Shape of the learning rate over the run."""
+
+    CONSTANT = "Constant"
+    LINEAR = "Linear"
+    COSINE = "Cosine"
+    WSD = "WSD"
+
+
+class Scheduler(ApiModel):
+    """Learning rate over the run."""
+
+    kind: Annotated[
+        SchedulerKind, Field(description="Shape after the warm-up. WSD: constant, then a decay over decaySteps.")
+    ] = SchedulerKind.COSINE
+    warmup_steps: Annotated[CountOrZero, Field(description="Steps from zero to the peak.")] = 0
+    minimum_learning_rate: Annotated[NonNegative, Field(description="Learning rate at the end of the decay.")] = 0.0
+    decay_steps: Annotated[
+        Count | None, Field(description="Steps of the decay. Absent: all after the warm-up; WSD needs it.")
+    ] = None
+
+
+class Precision(ApiModel):
+    """Types of what the optimizer keeps. Weights are model.dtype; the optimizer's own copy is always float32."""
+
+    gradients: Annotated[
+        GradientDtype, Field(description="Type in which gradients are accumulated and reduced.")
+    ] = Dtype.FLOAT32
+    moments: Annotated[GradientDtype, Field(description="Type of Adam's two moments.")] = Dtype.FLOAT32
+
+
+class RecomputeGranularity(StrEnum):
+    """How much of the forward pass is done again in the backward pass."""
+
+    NONE = "None"
+    SELECTIVE = "Selective"
+    FULL = "Full"
+
+
+class RecomputeMethod(StrEnum):
+    """Which layers are recomputed under Full."""
+
+    UNIFORM = "Uniform"
+    BLOCK = "Block"
+
+
+class RecomputeModule(StrEnum):
+    """What Selective recomputes."""
+
+    CORE_ATTENTION = "CoreAttention"
+    LATENT_UP_PROJECTION = "LatentUpProjection"
+    NORMS = "Norms"
+    MLP = "MLP"
+    EXPERT_ACTIVATION = "ExpertActivation"
+    SHARED_EXPERTS = "SharedExperts"
+    EXPERTS = "Experts"
+
+
+class Recompute(ApiModel):
+    """Trades compute for activation memory."""
+
+    granularity: Annotated[
+        RecomputeGranularity,
+        Field(description="None keeps everything, Selective drops the named modules, Full drops whole layers."),
+    ] = RecomputeGranularity.NONE
+    modules: Annotated[
+        tuple[RecomputeModule, ...],
+        Field(max_length=7, description="For Selective. Absent: Norms and ExpertActivation (MLP for dense layers)."),
+    ] = ()
+    method: Annotated[
+        RecomputeMethod | None,
+        Field(
+            description="For Full. Uniform keeps the input of every group of `layers` layers; Block recomputes the first "
+            "`layers` layers of each stage. Absent: Uniform."
+        ),
+    ] = None
+    layers: Annotated[Count | None, Field(description="For Full: see method. Absent: 1.")] = None
+
+
+class LoraTarget(StrEnum):
+    """Matrices that get an adapter."""
+
+    QUERY_KEY_VALUE = "QueryKeyValue"
+    ATTENTION_OUTPUT = "AttentionOutput"
+    GATE_UP = "GateUp"
+    DOWN = "Down"
+    EXPERT_GATE_UP = "ExpertGateUp"
+    EXPERT_DOWN = "ExpertDown"
+
+
+class Lora(ApiModel):
+    """Low-rank adapters; everything else is frozen."""
+
+    rank: Annotated[int, Field(ge=1, le=4096, description="Rank of the two matrices of an adapter.")] = 16
+    alpha: Annotated[Positive, Field(description="The adapter's output is scaled by alpha / rank.")] = 32.0
+    dropout: Annotated[Fraction, Field(description="Dropout in front of the adapters.")] = 0.0
+    targets: Annotated[
+        tuple[LoraTarget, ...], Field(min_length=1, max_length=6, description="Matrices that get an adapter.")
+    ] = (LoraTarget.QUERY_KEY_VALUE, LoraTarget.ATTENTION_OUTPUT, LoraTarget.GATE_UP, LoraTarget.DOWN)
+
+
+class Training(ApiModel):
+    """Length of the run, batches, optimizer."""
+
+    max_steps: Annotated[
+        Count | None, Field(description="Steps to train. Exactly one of maxSteps and epochs is given.")
+    ] = None
+    epochs: Annotated[Positive | None, Field(description="Passes over the training data.")] = None
+    global_batch_size: Annotated[
+        Count | None,
+        Field(
+            description="Sequences per optimizer update over all GPUs (packed rows when packing). Required for SFT; "
+            "GRPO takes promptsPerStep x groupSize when absent."
+        ),
+    ] = None
+    micro_batch_size: Annotated[
+        Count, Field(description="Sequences one GPU handles at once; the rest is accumulated.")
+    ] = 1
+    dynamic_batch_tokens: Annotated[
+        Count | None,
+        Field(description="Instead of microBatchSize: fill microbatches with documents up to this many tokens."),
+    ] = None
+    optimizer: Annotated[Optimizer, Field(description="Adam and its settings.")] = Optimizer()
+    scheduler: Annotated[Scheduler, Field(description="Learning rate over the run.")] = Scheduler()
+    clip_grad: Annotated[NonNegative, Field(description="Largest global gradient norm; 0 does not clip.")] = 1.0
+    seed: Annotated[CountOrZero, Field(description="Seed of initialisation, dropout and sampling.")] = 42
+    precision: Annotated[Precision, Field(description="Types of gradients and moments.")] = Precision()
+    recompute: Annotated[Recompute, Field(description="Recompute activations to save memory.")] = Recompute()
+    eval_every: Annotated[Count | None, Field(description="Steps between evaluations. Absent: only at the end.")] = None
+    lora: Annotated[Lora | None, Field(description="Train adapters only. Absent: all weights.")] = None

@@ -1,0 +1,92 @@
+"""The place of every rank: its node, its local rank and its coordinate in every parallel group.
+
+Ranks are numbered as Megatron numbers them (order tp-cp-ep-dp-pp): tensor neighbours are next to each other, then
+context, then data, then pipeline. Experts divide the same ranks a second time: expert tensor, expert, expert data,
+pipeline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from moejob_api.layout.sizes import Layout
+
+
+class Group(StrEnum):
+    """The parallel groups a rank belongs to."""
+
+    TENSOR = "tensor"
+    CONTEXT = "context"
+    DATA = "data"
+    PIPELINE = "pipeline"
+    EXPERT_TENSOR = "expertTensor"
+    EXPERT = "expert"
+    EXPERT_DATA = "expertData"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where one rank runs and which part of the model and of the batch it holds."""
+
+    rank: int
+    node: int
+    local_rank: int
+    tensor: int
+    context: int
+    data: int
+    pipeline: int
+    expert_tensor: int
+    expert: int
+    expert_data: int
+
+
+def place(layout: Layout, rank: int) -> Place:
+    """The place of one rank."""
+    in_stage = layout.gpus // layout.pipeline
+    pipeline, inside = divmod(rank, in_stage)
+    node, local_rank = divmod(rank, layout.gpus_per_pod)
+    return Place(
+        rank=rank,
+        node=node,
+        local_rank=local_rank,
+        tensor=inside % layout.tensor,
+        context=inside // layout.tensor % layout.context,
+        data=inside // (layout.tensor * layout.context),
+        pipeline=pipeline,
+        expert_tensor=inside % layout.expert_tensor,
+        expert=inside // layout.expert_tensor % layout.expert,
+        expert_data=inside // (layout.expert_tensor * layout.expert),
+    )
+
+
+def places(layout: Layout) -> Iterator[Place]:
+    """Every rank in order."""
+    return (place(layout, rank) for rank in range(layout.gpus))
+
+
+def members(layout: Layout, group: Group, rank: int) -> tuple[int, ...]:
+    """The ranks that form `group` with this rank, in the order of their coordinates."""
+    stride, size = _stride_and_size(layout, group)
+    first = rank - rank // stride % size * stride
+    return tuple(range(first, first + stride * size, stride))
+
+
+def _stride_and_size(layout: Layout, group: Group) -> tuple[int, int]:
+    """Distance between neighbours of a group, and how many there are."""
+    match group:
+        case Group.TENSOR:
+            return 1, layout.tensor
+        case Group.CONTEXT:
+            return layout.tensor, layout.context
+        case Group.DATA:
+            return layout.tensor * layout.context, layout.data
+        case Group.PIPELINE:
+            return layout.gpus // layout.pipeline, layout.pipeline
+        case Group.EXPERT_TENSOR:
+            return 1, layout.expert_tensor
+        case Group.EXPERT:
+            return layout.expert_tensor, layout.expert
+        case Group.EXPERT_DATA:
+            return layout.expert_tensor * layout.expert, layout.expert_data

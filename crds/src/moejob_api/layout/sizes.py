@@ -1,0 +1,72 @@
+"""The sizes of every parallel group, derived from spec.parallelism.
+
+Megatron factors the same GPUs twice, and both must be exact:
+
+    layers without experts:  tensor x context x data x pipeline              = GPUs
+    experts:                 expertTensor x expert x expertData x pipeline   = GPUs
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moejob_api.arithmetic import ceil_div
+from moejob_api.job.parallelism import ExpertLayout, Parallelism
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Group sizes in Megatron's terms, and the pods they are packed into."""
+
+    tensor: int
+    pipeline: int
+    virtual_pipeline: int
+    context: int
+    data: int
+    expert: int
+    expert_tensor: int
+    expert_data: int
+    sequence_parallel: bool
+    gpus: int
+    nodes: int
+    gpus_per_pod: int
+
+
+def gpus(parallelism: Parallelism) -> int:
+    """GPUs that the trainer needs."""
+    dense = parallelism.tensor * parallelism.pipeline * parallelism.context * parallelism.data
+    match parallelism.expert_layout:
+        case ExpertLayout.PRODUCT:
+            return dense * parallelism.expert
+        case ExpertLayout.FOLDED:
+            return dense
+
+
+def expert_tensor(parallelism: Parallelism) -> int:
+    """GPUs that share the matrices of one expert."""
+    match parallelism.expert_layout:
+        case ExpertLayout.PRODUCT:
+            return parallelism.tensor
+        case ExpertLayout.FOLDED:
+            return parallelism.expert_tensor or 1
+
+
+def layout(parallelism: Parallelism, gpus_per_node: int) -> Layout:
+    """The layout of a parallelism whose two grids are exact; whether they are is for moejob_api.rules to say."""
+    world = gpus(parallelism)
+    dense_model = parallelism.tensor * parallelism.pipeline * parallelism.context
+    expert_model = expert_tensor(parallelism) * parallelism.expert * parallelism.pipeline
+    return Layout(
+        tensor=parallelism.tensor,
+        pipeline=parallelism.pipeline,
+        virtual_pipeline=parallelism.virtual_pipeline or 1,
+        context=parallelism.context,
+        data=world // dense_model,
+        expert=parallelism.expert,
+        expert_tensor=expert_tensor(parallelism),
+        expert_data=world // expert_model,
+        sequence_parallel=parallelism.sequence_parallel,
+        gpus=world,
+        nodes=ceil_div(world, gpus_per_node),
+        gpus_per_pod=min(world, gpus_per_node),
+    )

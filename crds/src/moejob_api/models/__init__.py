@@ -1,0 +1,1 @@
+"""Models as planning sees them: shapes read from config.json, and how many parameters they have."""

@@ -1,0 +1,126 @@
+"""What a model is made of, as far as planning needs it: layers, heads, experts, vocabulary.
+
+Owns no counting (parameters.py does) and no knowledge of any config.json (families.py does).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Family(StrEnum):
+    """Architectures whose config.json is understood, named as Hugging Face's `model_type`."""
+
+    LLAMA = "llama"
+    QWEN2 = "qwen2"
+    QWEN3 = "qwen3"
+    MIXTRAL = "mixtral"
+    QWEN2_MOE = "qwen2_moe"
+    QWEN3_MOE = "qwen3_moe"
+    QWEN3_NEXT = "qwen3_next"
+    DEEPSEEK_V2 = "deepseek_v2"
+    DEEPSEEK_V3 = "deepseek_v3"
+    GLM4_MOE = "glm4_moe"
+    GPT_OSS = "gpt_oss"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedAttention:
+    """Softmax attention whose query heads share key and value heads in groups."""
+
+    heads: int
+    key_value_heads: int
+    head_dim: int
+    qkv_bias: bool = False
+    output_bias: bool = False
+    head_norm: bool = False
+    sinks: bool = False
+    output_gate: bool = False
+    window: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttention:
+    """Multi-head latent attention (MLA): keys and values come out of one compressed vector a token."""
+
+    heads: int
+    query_rank: int | None
+    key_value_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LinearAttention:
+    """Gated delta rule: a state of fixed size instead of keys and values of every token."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    convolution_width: int
+
+
+@dataclass(frozen=True, slots=True)
+class DenseMLP:
+    """A gated feed-forward network."""
+
+    intermediate: int
+    bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """Routed experts, and a shared one when shared_intermediate is above zero."""
+
+    count: int
+    per_token: int
+    intermediate: int
+    bias: bool = False
+    router_bias: bool = False
+    shared_intermediate: int = 0
+    shared_gate: bool = False
+    # Selection by a per-expert bias without a loss works on sigmoid scores only.
+    sigmoid_scores: bool = False
+
+
+Attention = GroupedAttention | LatentAttention | LinearAttention
+FeedForward = DenseMLP | Experts
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One transformer layer."""
+
+    attention: Attention
+    mlp: FeedForward
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """A whole model. `mtp_layers` are the extra layers that predict further tokens (MTP); most models have none."""
+
+    family: Family
+    hidden: int
+    vocabulary: int
+    tied_embeddings: bool
+    positions: int
+    layers: tuple[Layer, ...]
+    mtp_layers: tuple[Layer, ...] = ()
+
+    @property
+    def experts(self) -> Experts | None:
+        """The experts of the first layer that has any; every layer with experts has the same."""
+        return next((layer.mlp for layer in self.layers if isinstance(layer.mlp, Experts)), None)
+
+    def attentions(self) -> Iterator[Attention]:
+        """Each kind of attention the model has, once."""
+        yield from dict.fromkeys(layer.attention for layer in (*self.layers, *self.mtp_layers))
+
+    def mlps(self) -> Iterator[FeedForward]:
+        """Each kind of feed-forward network the model has, once."""
+        yield from dict.fromkeys(layer.mlp for layer in (*self.layers, *self.mtp_layers))

@@ -1,0 +1,179 @@
+"""The recovery ladder: given what failed, the smallest action that helps, and when to give up.
+
+Pure. The operator and `moejob run` decide by the same function; neither keeps budgets of its own. Ranks restarted in
+place are the launcher's rung, pods and gangs are the caller's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from moejob_api.contract import ExitCode, Outcome
+
+FIRST_DELAY_SECONDS = 1.0
+LONGEST_DELAY_SECONDS = 300.0
+# Ranks that die again and again in the same pods point at the pod or its node: a new pod is tried after this many.
+RESTARTS_IN_PLACE = 2
+# One pod that is replaced again and again without a new checkpoint in between drags the others through a rendezvous
+# each time; a whole new gang is tried after this many.
+PODS_BEFORE_GANG = 2
+
+
+class Cause(StrEnum):
+    """Why something is no longer running."""
+
+    RANK_FAILED = "RankFailed"
+    POD_FAILED = "PodFailed"
+    HUNG = "Hung"
+    # Said by the container's status, never by an exit code alone: 137 is any SIGKILL.
+    OUT_OF_MEMORY = "OutOfMemory"
+    # The cluster took the pod away; the job did nothing wrong.
+    PREEMPTED = "Preempted"
+    NODE_LOST = "NodeLost"
+    BAD_CONFIGURATION = "BadConfiguration"
+
+    @property
+    def counts(self) -> bool:
+        """Whether this failure spends budget."""
+        return self not in (Cause.PREEMPTED, Cause.NODE_LOST)
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """One thing that failed. `pod` is the index in the gang; failures seen together are one decision."""
+
+    pod: int
+    cause: Cause
+    # Whether the launcher and its container still live, so that ranks can be restarted inside.
+    pod_alive: bool = False
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What has been spent since the last newly committed checkpoint."""
+
+    limit: int
+    spent: int = 0
+    in_place: int = 0
+    pods: int = 0
+    # Uncounted restarts in a row: they grow the delay though they cost nothing.
+    uncounted: int = 0
+
+    def renewed(self) -> Budget:
+        """The budget after a new checkpoint: the run moves, so everything before is forgiven."""
+        return Budget(self.limit)
+
+
+@dataclass(frozen=True, slots=True)
+class RestartRanks:
+    """Restart the ranks inside the living pods."""
+
+    after_seconds: float
+    budget: Budget
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReplacePods:
+    """Replace these pods; the ranks of the others are restarted in place."""
+
+    pods: tuple[int, ...]
+    after_seconds: float
+    budget: Budget
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReplaceGang:
+    """Replace every pod under the next attempt."""
+
+    after_seconds: float
+    budget: Budget
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """Fail the job."""
+
+    budget: Budget
+    reason: str
+
+
+Decision = RestartRanks | ReplacePods | ReplaceGang | GiveUp
+
+
+def decide(failures: tuple[Failure, ...], budget: Budget) -> Decision | None:
+    """What to do about everything that failed since the last decision; None when nothing did.
+
+    Failures that are seen together are one failure: a rank that dies takes its peers with it, and charging each of them
+    would spend a budget of six on a gang of eight at once.
+    """
+    if not failures:
+        return None
+    permanent = next((failure for failure in failures if failure.cause is Cause.BAD_CONFIGURATION), None)
+    if permanent is not None:
+        return GiveUp(budget, _reason(permanent))
+    first = _culprit(failures)
+    charged = _charged(first, budget)
+    if charged.spent > charged.limit:
+        return GiveUp(budget, f"{_reason(first)}; {budget.spent} restarts since the last checkpoint, backoffLimit is {budget.limit}")
+    return _smallest(failures, charged, _reason(first))
+
+
+def cause_of_exit(code: int, outcome: Outcome | None = None) -> Cause | None:
+    """The cause behind a launcher's exit code; None when it did what it was asked to do."""
+    if outcome is Outcome.HUNG:
+        return Cause.HUNG
+    match code:
+        case ExitCode.DONE:
+            return None
+        case ExitCode.BAD_CONFIGURATION:
+            return Cause.BAD_CONFIGURATION
+        case ExitCode.SAVED_AND_STOPPED:
+            return Cause.PREEMPTED
+        case _:
+            return Cause.RANK_FAILED if outcome is Outcome.RANK_FAILED else Cause.POD_FAILED
+
+
+def delay_seconds(restarts: int) -> float:
+    """How long to wait before restart number `restarts` (from 1): the first is at once, then it doubles."""
+    if restarts <= 1:
+        return 0.0
+    # The exponent is bounded because 2.0 ** 1024 overflows long before a job gives up with a large backoffLimit.
+    return min(LONGEST_DELAY_SECONDS, FIRST_DELAY_SECONDS * 2.0 ** min(restarts - 1, 16))
+
+
+def _culprit(failures: tuple[Failure, ...]) -> Failure:
+    """The failure that explains the others: one the cluster caused, else one that took its pod, else the first."""
+    uncounted = next((failure for failure in failures if not failure.cause.counts), None)
+    gone = next((failure for failure in failures if not failure.pod_alive), None)
+    return uncounted or gone or failures[0]
+
+
+def _charged(failure: Failure, budget: Budget) -> Budget:
+    if failure.cause.counts:
+        return replace(budget, spent=budget.spent + 1)
+    return replace(budget, uncounted=budget.uncounted + 1)
+
+
+def _smallest(failures: tuple[Failure, ...], charged: Budget, reason: str) -> Decision:
+    """The first rung of the ladder that can hold."""
+    delay = delay_seconds(charged.spent + charged.uncounted)
+    lost = tuple(sorted({failure.pod for failure in failures if not failure.pod_alive}))
+    if not lost and charged.in_place < RESTARTS_IN_PLACE:
+        return RestartRanks(delay, replace(charged, in_place=charged.in_place + 1), reason)
+    # Pod 0 hosts the rendezvous: without it no other pod can be told anything.
+    if 0 in lost or charged.pods >= PODS_BEFORE_GANG:
+        return ReplaceGang(delay, charged, reason)
+    suspects = lost or tuple(sorted({failure.pod for failure in failures}))
+    if 0 in suspects:
+        return ReplaceGang(delay, charged, reason)
+    return ReplacePods(suspects, delay, replace(charged, pods=charged.pods + 1), reason)
+
+
+def _reason(failure: Failure) -> str:
+    text = f"{failure.cause} in pod {failure.pod}"
+    return f"{text}: {failure.message}" if failure.message else text

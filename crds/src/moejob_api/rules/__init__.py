@@ -1,0 +1,38 @@
+"""The rules a job has to keep. Each is a pure function from the spec (and the model's shape) to problems.
+
+Order matters to the reader of the problems only: what is wrong with the numbers by themselves comes before what is
+wrong with them for this model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from moejob_api.job import Spec
+from moejob_api.layout.sizes import layout
+from moejob_api.models.shape import ModelShape
+from moejob_api.problems import Problem, Rule
+from moejob_api.rules.batch_rules import batch_problems
+from moejob_api.rules.model_rules import model_problems
+from moejob_api.rules.object_rules import object_problems
+from moejob_api.rules.rollout_rules import rollout_problems
+
+# When one of these is broken there is no layout to say anything else about.
+GRID_RULES = frozenset({Rule.GPU_COUNT, Rule.EXPERT_GRID, Rule.EXPERT_TENSOR})
+
+
+def layout_problems(spec: Spec, shape: ModelShape | None) -> tuple[Problem, ...]:
+    """Everything wrong with the job but its memory. A model that cannot be seen is not judged."""
+    return tuple(_problems(spec, shape))
+
+
+def _problems(spec: Spec, shape: ModelShape | None) -> Iterator[Problem]:
+    alone = tuple(object_problems(spec))
+    yield from alone
+    if shape is not None:
+        yield from model_problems(spec, shape)
+    if any(problem.rule in GRID_RULES for problem in alone):
+        return
+    sizes = layout(spec.parallelism, spec.resources.gpus_per_node)
+    yield from batch_problems(spec, sizes)
+    yield from rollout_problems(spec, sizes, shape)

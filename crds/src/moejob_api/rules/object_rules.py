@@ -1,0 +1,712 @@
+"""What one job can be refused for without knowing its model: every rule once in Python and once in CEL.
+
+The planner says the Python message, which carries the values. The API server evaluates the CEL twin (`self` is the
+spec, after defaulting) and says the summary. A test runs both on the same jobs through the API server's own code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from moejob_api.job import Method, Spec
+from moejob_api.job.base import Dtype
+from moejob_api.job.grpo import Placement, Sync
+from moejob_api.job.lifecycle import Gang
+from moejob_api.job.model import DataFormat
+from moejob_api.job.moe import Balancing, Dispatcher, Sharding
+from moejob_api.job.parallelism import ExpertLayout
+from moejob_api.job.resources import Accelerator, TolerationOperator
+from moejob_api.job.training import RecomputeGranularity, SchedulerKind
+from moejob_api.layout.sizes import gpus
+from moejob_api.problems import Problem, Rule
+
+# More than any cluster has; keeps products of sizes far from int64, in which CEL computes.
+MAX_GPUS = 1_048_576
+
+Complaint = str | None
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectRule:
+    """One rule: `complaint` is None when it holds, `cel` is true when it holds."""
+
+    rule: Rule
+    path: str
+    complaint: Callable[[Spec], Complaint]
+    cel: str
+    summary: str
+
+
+def object_problems(spec: Spec) -> Iterator[Problem]:
+    """Every rule of this module that the spec breaks."""
+    for rule in OBJECT_RULES:
+        message = rule.complaint(spec)
+        if message is not None:
+            yield Problem(rule.rule, rule.path, message)
+
+
+# --- method ---------------------------------------------------------------------------------------------------------
+
+
+def _grpo_section(spec: Spec) -> Complaint:
+    if (spec.method is Method.GRPO) == (spec.grpo is not None):
+        return None
+    if spec.method is Method.GRPO:
+        return "method is GRPO but there is no grpo section; add one with at least one reward"
+    return "the grpo section has no meaning for method SFT; remove it or set method to GRPO"
+
+
+def _global_batch_given(spec: Spec) -> Complaint:
+    if spec.method is Method.GRPO or spec.training.global_batch_size is not None:
+        return None
+    return "SFT needs globalBatchSize, the sequences of one optimizer update over all GPUs; 64 is a common start"
+
+
+def _data_formats(spec: Spec) -> Complaint:
+    wants_prompts = spec.method is Method.GRPO
+    for index, dataset in enumerate((*spec.data.train, *spec.data.eval)):
+        if (dataset.format is DataFormat.PROMPTS) != wants_prompts:
+            place = "train" if index < len(spec.data.train) else "eval"
+            return (
+                f"{spec.method} cannot use format {dataset.format} of {place} source {dataset.source!r}; "
+                + ("GRPO generates the answers: use Prompts" if wants_prompts else "SFT needs answers: use Chat, PromptCompletion or Text")
+            )
+    return None
+
+
+def _phases_for_offload(spec: Spec) -> Complaint:
+    offloaded = [
+        name
+        for name, on in (
+            ("offloadParameters", spec.memory.offload_parameters),
+            ("offloadGradients", spec.memory.offload_gradients),
+        )
+        if on
+    ]
+    if spec.method is Method.GRPO or not offloaded:
+        return None
+    return (
+        f"{' and '.join(offloaded)} only helps between the phases of GRPO: SFT needs weights and gradients on the GPU in "
+        "every step; use offloadOptimizer: 1, sharding: MegatronFSDP or training.recompute instead"
+    )
+
+
+def _separate_offload(spec: Spec) -> Complaint:
+    if spec.grpo is None or spec.grpo.rollout.placement is Placement.COLOCATED:
+        return None
+    if not (spec.memory.offload_parameters or spec.memory.offload_gradients):
+        return None
+    return (
+        "offloadParameters and offloadGradients make room for a colocated engine; with placement Separate they only "
+        "cost time: remove them"
+    )
+
+
+# --- training -------------------------------------------------------------------------------------------------------
+
+
+def _one_length(spec: Spec) -> Complaint:
+    if (spec.training.max_steps is None) != (spec.training.epochs is None):
+        return None
+    given = "neither" if spec.training.max_steps is None else "both"
+    return f"exactly one of maxSteps and epochs is needed, {given} is given"
+
+
+def _one_microbatch_rule(spec: Spec) -> Complaint:
+    tokens = spec.training.dynamic_batch_tokens
+    if tokens is None:
+        return None
+    if spec.training.micro_batch_size != 1:
+        return (
+            f"dynamicBatchTokens {tokens} and microBatchSize {spec.training.micro_batch_size} both set the microbatch; "
+            "remove microBatchSize"
+        )
+    if tokens < spec.data.max_length:
+        return (
+            f"dynamicBatchTokens {tokens} cannot hold one sequence of data.maxLength {spec.data.max_length}; "
+            f"set it to {spec.data.max_length} or more"
+        )
+    return None
+
+
+def _decay_of_wsd(spec: Spec) -> Complaint:
+    scheduler = spec.training.scheduler
+    if scheduler.kind is SchedulerKind.WSD and scheduler.decay_steps is None:
+        return "kind WSD needs decaySteps, the length of its final decay; a tenth of maxSteps is common"
+    return None
+
+
+def _warmup_within_run(spec: Spec) -> Complaint:
+    steps, warmup = spec.training.max_steps, spec.training.scheduler.warmup_steps
+    if steps is None or warmup <= steps:
+        return None
+    return f"warmupSteps {warmup} is longer than the run of maxSteps {steps}"
+
+
+def _evaluation_data(spec: Spec) -> Complaint:
+    if spec.training.eval_every is None or spec.data.eval:
+        return None
+    return f"evalEvery {spec.training.eval_every} has nothing to evaluate; add data.eval or remove it"
+
+
+def _recompute_settings(spec: Spec) -> Complaint:
+    recompute = spec.training.recompute
+    if recompute.granularity is not RecomputeGranularity.SELECTIVE and recompute.modules:
+        return f"modules are only for granularity Selective, not {recompute.granularity}, which would ignore them; remove modules"
+    layered = recompute.method is not None or recompute.layers is not None
+    if recompute.granularity is not RecomputeGranularity.FULL and layered:
+        return f"method and layers are only for granularity Full, not {recompute.granularity}; remove them"
+    return None
+
+
+def _precision_of_gradients(spec: Spec) -> Complaint:
+    if spec.model.dtype is Dtype.FLOAT32 and spec.training.precision.gradients is Dtype.BFLOAT16:
+        return "gradients in bfloat16 lose what weights in float32 keep; use float32, or model.dtype: bfloat16"
+    return None
+
+
+# --- grpo -----------------------------------------------------------------------------------------------------------
+
+
+def _one_reward_source(spec: Spec) -> Complaint:
+    for index, reward in enumerate(spec.grpo.rewards if spec.grpo else ()):
+        given = [name for name in ("name", "module", "url") if getattr(reward, name) is not None]
+        if len(given) != 1:
+            return f"reward {index} has {' and '.join(given) or 'no source'}; give exactly one of name, module and url"
+    return None
+
+
+def _room_for_prompt(spec: Spec) -> Complaint:
+    if spec.grpo is None or spec.grpo.max_new_tokens < spec.data.max_length:
+        return None
+    return (
+        f"maxNewTokens {spec.grpo.max_new_tokens} leaves no token of data.maxLength {spec.data.max_length} for the prompt; "
+        "raise data.maxLength or lower maxNewTokens"
+    )
+
+
+def _rollout_replicas(spec: Spec) -> Complaint:
+    if spec.grpo is None or spec.grpo.rollout.replicas is None:
+        return None
+    if spec.grpo.rollout.placement is Placement.SEPARATE:
+        return None
+    return "replicas is for placement Separate; colocated engines follow from the trainer's GPUs: remove it"
+
+
+def _rollout_sync(spec: Spec) -> Complaint:
+    if spec.grpo is None:
+        return None
+    rollout = spec.grpo.rollout
+    if rollout.sync is Sync.IPC and rollout.placement is Placement.SEPARATE:
+        return "sync IPC shares memory of one GPU and cannot reach separate pods; use NCCL or Auto"
+    if rollout.sync is Sync.NCCL and rollout.placement is Placement.COLOCATED:
+        return "sync NCCL cannot join two processes on one GPU; colocated engines use IPC: set IPC or Auto"
+    if rollout.sync in (Sync.IPC, Sync.NCCL) and spec.resources.accelerator is Accelerator.CPU:
+        return f"sync {rollout.sync} needs GPUs; on CPU use Gloo, Disk or Auto"
+    return None
+
+
+# --- mixture of experts and memory ----------------------------------------------------------------------------------
+
+
+def _sequence_balancing(spec: Spec) -> Complaint:
+    if spec.moe.balancing is Balancing.SEQ_AUX_LOSS and spec.data.packing:
+        return (
+            "SeqAuxLoss balances within a sequence, and a packed row holds several that it cannot tell apart; "
+            "use AuxLoss or GlobalAuxLoss, or set data.packing: false"
+        )
+    return None
+
+
+def _flex_on_cpu(spec: Spec) -> Complaint:
+    if spec.moe.dispatcher is Dispatcher.FLEX and spec.resources.accelerator is Accelerator.CPU:
+        return "dispatcher Flex needs GPUs; on CPU use AllToAll"
+    return None
+
+
+def _gather_of_dynamic_batches(spec: Spec) -> Complaint:
+    if spec.moe.dispatcher is Dispatcher.ALL_GATHER and spec.training.dynamic_batch_tokens is not None:
+        return "dispatcher AllGather needs microbatches of one length, dynamicBatchTokens makes them differ; use AllToAll"
+    return None
+
+
+def _fully_sharded(spec: Spec) -> Complaint:
+    if spec.memory.sharding is not Sharding.MEGATRON_FSDP:
+        return None
+    if spec.resources.accelerator is Accelerator.CPU:
+        return "MegatronFSDP needs GPUs; on CPU use DistributedOptimizer"
+    if spec.parallelism.pipeline > 1:
+        return (
+            f"MegatronFSDP gathers every layer on every GPU and does not combine with pipeline {spec.parallelism.pipeline}; "
+            "use pipeline: 1 with more data, or DistributedOptimizer"
+        )
+    if spec.training.lora is not None:
+        return "MegatronFSDP cannot save adapters; use DistributedOptimizer for LoRA, whose optimizer state is small anyway"
+    if spec.memory.offload_optimizer > 0:
+        return (
+            f"MegatronFSDP divides optimizer state already and has no host copy for offloadOptimizer "
+            f"{spec.memory.offload_optimizer:g}; set it to 0 or use DistributedOptimizer"
+        )
+    return None
+
+
+def _host_offload_on_cpu(spec: Spec) -> Complaint:
+    memory = spec.memory
+    offloads = memory.offload_optimizer > 0 or memory.offload_activations or memory.offload_parameters or memory.offload_gradients
+    if spec.resources.accelerator is Accelerator.CPU and offloads:
+        return "on CPU everything is in host memory already; remove the offload settings"
+    return None
+
+
+def _activations_to_offload(spec: Spec) -> Complaint:
+    if spec.memory.offload_activations and spec.training.recompute.granularity is RecomputeGranularity.FULL:
+        return "recompute Full keeps no activations that offloadActivations could move; choose one of the two"
+    return None
+
+
+# --- checkpoints and storage ----------------------------------------------------------------------------------------
+
+
+def _one_checkpoint_rhythm(spec: Spec) -> Complaint:
+    if spec.checkpoint.every_steps is None or spec.checkpoint.every_minutes is None:
+        return None
+    return "everySteps and everyMinutes are both given; keep one"
+
+
+def _one_volume(spec: Spec) -> Complaint:
+    if (spec.storage.claim_name is None) != (spec.storage.size is None):
+        return None
+    given = "neither" if spec.storage.size is None else "both"
+    return f"exactly one of claimName (an existing claim) and size (a new one) is needed, {given} is given"
+
+
+# --- resources and lifecycle ----------------------------------------------------------------------------------------
+
+
+def _one_gpu_memory(spec: Spec) -> Complaint:
+    resources = spec.resources
+    if resources.gpu_type is None or resources.gpu_memory_gi_b is None:
+        return None
+    return f"gpuType {resources.gpu_type} and gpuMemoryGiB {resources.gpu_memory_gi_b} both say how much memory a GPU has; keep one"
+
+
+def _cpu_without_gpu_settings(spec: Spec) -> Complaint:
+    resources = spec.resources
+    if resources.accelerator is Accelerator.GPU:
+        return None
+    if resources.gpu_type is None and resources.gpu_memory_gi_b is None and resources.rdma is None:
+        return None
+    return "accelerator CPU has no GPUs; remove gpuType, gpuMemoryGiB and rdma, or set accelerator: GPU"
+
+
+def _one_value_per_variable(spec: Spec) -> Complaint:
+    for variable in spec.resources.env:
+        given = [v for v in (variable.value, variable.secret, variable.config_map) if v is not None]
+        if len(given) != 1:
+            return f"variable {variable.name} needs exactly one of value, secret and configMap, {len(given)} are given"
+        if variable.name.startswith("MOEJOB_"):
+            return f"variable {variable.name} is set by moejob itself; choose another name"
+    return None
+
+
+def _one_source_per_import(spec: Spec) -> Complaint:
+    for index, source in enumerate(spec.resources.env_from):
+        if (source.secret is None) == (source.config_map is None):
+            return f"entry {index} needs exactly one of secret and configMap"
+    return None
+
+
+def _toleration_values(spec: Spec) -> Complaint:
+    for index, toleration in enumerate(spec.resources.tolerations):
+        if toleration.operator is TolerationOperator.EXISTS and toleration.value is not None:
+            return f"toleration {index} has operator Exists and a value; remove one"
+        if toleration.operator is TolerationOperator.EQUAL and toleration.key is None:
+            return f"toleration {index} has no key; add one or use operator Exists"
+    return None
+
+
+def _queue_of_gang(spec: Spec) -> Complaint:
+    gang, queue = spec.lifecycle.gang, spec.lifecycle.queue
+    if gang is Gang.KUEUE and queue is None:
+        return "gang Kueue needs the name of its LocalQueue; set queue"
+    if queue is not None and gang not in (Gang.AUTO, Gang.KUEUE, Gang.VOLCANO):
+        return f"gang {gang} has no queues; remove queue {queue!r} or use Kueue or Volcano"
+    return None
+
+
+# --- layout ---------------------------------------------------------------------------------------------------------
+
+
+def _product_text(spec: Spec) -> str:
+    sizes = spec.parallelism
+    names = ["tensor", "pipeline", "context", "data"]
+    if sizes.expert_layout is ExpertLayout.PRODUCT:
+        names.insert(2, "expert")
+    factors = [f"{name} {getattr(sizes, name)}" for name in names if getattr(sizes, name) > 1]
+    return " x ".join(factors) or "all sizes 1"
+
+
+def _gpu_count(spec: Spec) -> Complaint:
+    count = gpus(spec.parallelism)
+    if count <= MAX_GPUS:
+        return None
+    return f"parallelism needs {count} GPUs ({_product_text(spec)}), more than the {MAX_GPUS} that moejob plans for"
+
+
+def _whole_nodes(spec: Spec) -> Complaint:
+    count, per_node = gpus(spec.parallelism), spec.resources.gpus_per_node
+    if count <= per_node or count % per_node == 0:
+        return None
+    below, above = count // per_node * per_node, -(-count // per_node) * per_node
+    return (
+        f"parallelism needs {count} GPUs ({_product_text(spec)}), which gpusPerNode {per_node} does not divide; "
+        f"change a size so that the product is {below} or {above}, or gpusPerNode to a divisor of {count}"
+    )
+
+
+def _tensor_in_node(spec: Spec) -> Complaint:
+    per_pod = min(gpus(spec.parallelism), spec.resources.gpus_per_node)
+    if per_pod % spec.parallelism.tensor == 0:
+        return None
+    fitting = max(d for d in range(1, spec.parallelism.tensor + 1) if per_pod % d == 0)
+    return (
+        f"a tensor group of {spec.parallelism.tensor} GPUs would straddle nodes of {per_pod} GPUs; "
+        f"change tensor to {fitting}, or gpusPerNode to a multiple of {spec.parallelism.tensor}"
+    )
+
+
+def _product_expert_tensor(spec: Spec) -> Complaint:
+    sizes = spec.parallelism
+    if sizes.expert_layout is ExpertLayout.FOLDED or sizes.expert_tensor in (None, sizes.tensor):
+        return None
+    return (
+        f"expertLayout Product splits every expert over the tensor group of {sizes.tensor}, not over expertTensor "
+        f"{sizes.expert_tensor}; remove expertTensor, or choose expertLayout: Folded"
+    )
+
+
+def _folded_grid(spec: Spec) -> Complaint:
+    sizes = spec.parallelism
+    if sizes.expert_layout is ExpertLayout.PRODUCT:
+        return None
+    inside, share = sizes.tensor * sizes.context * sizes.data, (sizes.expert_tensor or 1) * sizes.expert
+    if inside % share == 0:
+        return None
+    return (
+        f"expertTensor {sizes.expert_tensor or 1} x expert {sizes.expert} = {share} must divide tensor {sizes.tensor} x context "
+        f"{sizes.context} x data {sizes.data} = {inside}, the GPUs of one pipeline stage over which Folded spreads the experts; "
+        f"raise data to a multiple of {share} or lower expert"
+    )
+
+
+def _interleaved_stages(spec: Spec) -> Complaint:
+    chunks = spec.parallelism.virtual_pipeline or 1
+    if chunks == 1 or spec.parallelism.pipeline > 1:
+        return None
+    return f"virtualPipeline {chunks} cuts pipeline stages into chunks, but pipeline is 1; remove it or raise pipeline"
+
+
+def _one_stage_split(spec: Spec) -> Complaint:
+    sizes = spec.parallelism
+    uneven = sizes.first_stage_layers is not None or sizes.last_stage_layers is not None
+    if uneven and (sizes.embedding_counts_as_layer or sizes.loss_counts_as_layer):
+        return (
+            "firstStageLayers and lastStageLayers already say what the ends hold; remove them, or remove "
+            "embeddingCountsAsLayer and lossCountsAsLayer"
+        )
+    return None
+
+
+_GPUS = (
+    "self.parallelism.tensor * self.parallelism.pipeline * self.parallelism.context * self.parallelism.data"
+    " * (self.parallelism.expertLayout == 'Product' ? self.parallelism.expert : 1)"
+)
+_EXPERT_TENSOR = "(has(self.parallelism.expertTensor) ? self.parallelism.expertTensor : 1)"
+_IS_GRPO = "self.method == 'GRPO'"
+_ON_GPU = "self.resources.accelerator == 'GPU'"
+
+OBJECT_RULES: tuple[ObjectRule, ...] = (
+    ObjectRule(
+        Rule.METHOD, "spec.grpo", _grpo_section, f"({_IS_GRPO}) == has(self.grpo)", "grpo is given exactly when method is GRPO"
+    ),
+    ObjectRule(
+        Rule.METHOD,
+        "spec.training.globalBatchSize",
+        _global_batch_given,
+        f"{_IS_GRPO} || has(self.training.globalBatchSize)",
+        "SFT needs globalBatchSize",
+    ),
+    ObjectRule(
+        Rule.METHOD,
+        "spec.data",
+        _data_formats,
+        f"self.data.train.all(d, (d.format == 'Prompts') == ({_IS_GRPO})) && "
+        f"self.data.eval.all(d, (d.format == 'Prompts') == ({_IS_GRPO}))",
+        "GRPO takes data of format Prompts, SFT of any other",
+    ),
+    ObjectRule(
+        Rule.OFFLOAD,
+        "spec.memory",
+        _phases_for_offload,
+        f"{_IS_GRPO} || !(self.memory.offloadParameters || self.memory.offloadGradients)",
+        "offloadParameters and offloadGradients only help between the phases of GRPO; use offloadOptimizer, MegatronFSDP "
+        "or recompute for SFT",
+    ),
+    ObjectRule(
+        Rule.OFFLOAD,
+        "spec.memory",
+        _separate_offload,
+        "!has(self.grpo) || self.grpo.rollout.placement == 'Colocated' || "
+        "!(self.memory.offloadParameters || self.memory.offloadGradients)",
+        "offloadParameters and offloadGradients make room for a colocated engine only",
+    ),
+    ObjectRule(
+        Rule.EXACTLY_ONE,
+        "spec.training",
+        _one_length,
+        "has(self.training.maxSteps) != has(self.training.epochs)",
+        "exactly one of maxSteps and epochs is needed",
+    ),
+    ObjectRule(
+        Rule.CONFLICT,
+        "spec.training.dynamicBatchTokens",
+        _one_microbatch_rule,
+        "!has(self.training.dynamicBatchTokens) || (self.training.microBatchSize == 1 && "
+        "self.training.dynamicBatchTokens >= self.data.maxLength)",
+        "dynamicBatchTokens replaces microBatchSize and must hold one sequence of data.maxLength",
+    ),
+    ObjectRule(
+        Rule.CONFLICT,
+        "spec.training.scheduler",
+        _decay_of_wsd,
+        "self.training.scheduler.kind != 'WSD' || has(self.training.scheduler.decaySteps)",
+        "kind WSD needs decaySteps",
+    ),
+    ObjectRule(
+        Rule.CONFLICT,
+        "spec.training.scheduler.warmupSteps",
+        _warmup_within_run,
+        "!has(self.training.maxSteps) || self.training.scheduler.warmupSteps <= self.training.maxSteps",
+        "warmupSteps is longer than the run",
+    ),
+    ObjectRule(
+        Rule.CONFLICT,
+        "spec.training.evalEvery",
+        _evaluation_data,
+        "!has(self.training.evalEvery) || size(self.data.eval) > 0",
+        "evalEvery needs data.eval",
+    ),
+    ObjectRule(
+        Rule.RECOMPUTE,
+        "spec.training.recompute",
+        _recompute_settings,
+        "(self.training.recompute.granularity == 'Selective' || size(self.training.recompute.modules) == 0) && "
+        "(self.training.recompute.granularity == 'Full' || "
+        "!(has(self.training.recompute.method) || has(self.training.recompute.layers)))",
+        "modules are for granularity Selective; method and layers are for Full",
+    ),
+    ObjectRule(
+        Rule.CONFLICT,
+        "spec.training.precision.gradients",
+        _precision_of_gradients,
+        "self.model.dtype != 'float32' || self.training.precision.gradients == 'float32'",
+        "gradients in bfloat16 need model.dtype bfloat16",
+    ),
+    ObjectRule(
+        Rule.EXACTLY_ONE,
+        "spec.grpo.rewards",
+        _one_reward_source,
+        "!has(self.grpo) || self.grpo.rewards.all(r, "
+        "(has(r.name) ? 1 : 0) + (has(r.module) ? 1 : 0) + (has(r.url) ? 1 : 0) == 1)",
+        "every reward has exactly one of name, module and url",
+    ),
+    ObjectRule(
+        Rule.SEQUENCE_LENGTH,
+        "spec.grpo.maxNewTokens",
+        _room_for_prompt,
+        "!has(self.grpo) || self.grpo.maxNewTokens < self.data.maxLength",
+        "maxNewTokens leaves no token of data.maxLength for the prompt",
+    ),
+    ObjectRule(
+        Rule.ROLLOUT,
+        "spec.grpo.rollout.replicas",
+        _rollout_replicas,
+        "!has(self.grpo) || !has(self.grpo.rollout.replicas) || self.grpo.rollout.placement == 'Separate'",
+        "replicas is for placement Separate",
+    ),
+    ObjectRule(
+        Rule.ROLLOUT,
+        "spec.grpo.rollout.sync",
+        _rollout_sync,
+        "!has(self.grpo) || ("
+        "(self.grpo.rollout.sync != 'IPC' || self.grpo.rollout.placement == 'Colocated') && "
+        "(self.grpo.rollout.sync != 'NCCL' || self.grpo.rollout.placement == 'Separate') && "
+        f"(!(self.grpo.rollout.sync in ['IPC', 'NCCL']) || {_ON_GPU}))",
+        "sync IPC is for Colocated, NCCL for Separate, and both need GPUs",
+    ),
+    ObjectRule(
+        Rule.ROUTING,
+        "spec.moe.balancing",
+        _sequence_balancing,
+        "!has(self.moe.balancing) || self.moe.balancing != 'SeqAuxLoss' || !self.data.packing",
+        "SeqAuxLoss cannot tell the sequences of a packed row apart",
+    ),
+    ObjectRule(
+        Rule.ROUTING,
+        "spec.moe.dispatcher",
+        _flex_on_cpu,
+        f"self.moe.dispatcher != 'Flex' || {_ON_GPU}",
+        "dispatcher Flex needs GPUs",
+    ),
+    ObjectRule(
+        Rule.ROUTING,
+        "spec.moe.dispatcher",
+        _gather_of_dynamic_batches,
+        "self.moe.dispatcher != 'AllGather' || !has(self.training.dynamicBatchTokens)",
+        "dispatcher AllGather needs microbatches of one length",
+    ),
+    ObjectRule(
+        Rule.SHARDING,
+        "spec.memory.sharding",
+        _fully_sharded,
+        f"self.memory.sharding != 'MegatronFSDP' || ({_ON_GPU} && self.parallelism.pipeline == 1 && "
+        "!has(self.training.lora) && self.memory.offloadOptimizer == 0.0)",
+        "MegatronFSDP needs GPUs and does not combine with pipeline, LoRA or offloadOptimizer",
+    ),
+    ObjectRule(
+        Rule.OFFLOAD,
+        "spec.memory",
+        _host_offload_on_cpu,
+        f"{_ON_GPU} || !(self.memory.offloadOptimizer > 0.0 || self.memory.offloadActivations || "
+        "self.memory.offloadParameters || self.memory.offloadGradients)",
+        "on CPU there is nothing to offload",
+    ),
+    ObjectRule(
+        Rule.OFFLOAD,
+        "spec.memory.offloadActivations",
+        _activations_to_offload,
+        "!self.memory.offloadActivations || self.training.recompute.granularity != 'Full'",
+        "recompute Full keeps no activations to offload",
+    ),
+    ObjectRule(
+        Rule.EXACTLY_ONE,
+        "spec.checkpoint",
+        _one_checkpoint_rhythm,
+        "!(has(self.checkpoint.everySteps) && has(self.checkpoint.everyMinutes))",
+        "at most one of everySteps and everyMinutes is given",
+    ),
+    ObjectRule(
+        Rule.EXACTLY_ONE,
+        "spec.storage",
+        _one_volume,
+        "has(self.storage.claimName) != has(self.storage.size)",
+        "exactly one of claimName and size is needed",
+    ),
+    ObjectRule(
+        Rule.EXACTLY_ONE,
+        "spec.resources",
+        _one_gpu_memory,
+        "!(has(self.resources.gpuType) && has(self.resources.gpuMemoryGiB))",
+        "at most one of gpuType and gpuMemoryGiB is given",
+    ),
+    ObjectRule(
+        Rule.CONFLICT,
+        "spec.resources.accelerator",
+        _cpu_without_gpu_settings,
+        f"{_ON_GPU} || !(has(self.resources.gpuType) || has(self.resources.gpuMemoryGiB) || has(self.resources.rdma))",
+        "accelerator CPU has no gpuType, gpuMemoryGiB or rdma",
+    ),
+    ObjectRule(
+        Rule.ENVIRONMENT,
+        "spec.resources.env",
+        _one_value_per_variable,
+        "self.resources.env.all(e, !e.name.startsWith('MOEJOB_') && "
+        "(has(e.value) ? 1 : 0) + (has(e.secret) ? 1 : 0) + (has(e.configMap) ? 1 : 0) == 1)",
+        "every variable has exactly one of value, secret and configMap, and a name that does not start with MOEJOB_",
+    ),
+    ObjectRule(
+        Rule.ENVIRONMENT,
+        "spec.resources.envFrom",
+        _one_source_per_import,
+        "self.resources.envFrom.all(e, has(e.secret) != has(e.configMap))",
+        "every entry has exactly one of secret and configMap",
+    ),
+    ObjectRule(
+        Rule.CONFLICT,
+        "spec.resources.tolerations",
+        _toleration_values,
+        "self.resources.tolerations.all(t, t.operator == 'Exists' ? !has(t.value) : has(t.key))",
+        "a toleration with Exists has no value, one with Equal has a key",
+    ),
+    ObjectRule(
+        Rule.CONFLICT,
+        "spec.lifecycle.queue",
+        _queue_of_gang,
+        "(self.lifecycle.gang != 'Kueue' || has(self.lifecycle.queue)) && "
+        "(!has(self.lifecycle.queue) || self.lifecycle.gang in ['Auto', 'Kueue', 'Volcano'])",
+        "gang Kueue needs a queue; only Auto, Kueue and Volcano take one",
+    ),
+    ObjectRule(
+        Rule.GPU_COUNT,
+        "spec.parallelism",
+        _gpu_count,
+        # Factor by factor, so that no product is formed that int64 cannot hold.
+        " && ".join(
+            [
+                f"self.parallelism.tensor * self.parallelism.pipeline <= {MAX_GPUS}",
+                f"self.parallelism.tensor * self.parallelism.pipeline * self.parallelism.context <= {MAX_GPUS}",
+                "self.parallelism.tensor * self.parallelism.pipeline * self.parallelism.context * self.parallelism.data"
+                f" <= {MAX_GPUS}",
+                f"{_GPUS} <= {MAX_GPUS}",
+            ]
+        ),
+        f"parallelism needs more than {MAX_GPUS} GPUs",
+    ),
+    ObjectRule(
+        Rule.NODE_SIZE,
+        "spec.parallelism",
+        _whole_nodes,
+        f"{_GPUS} <= self.resources.gpusPerNode || ({_GPUS}) % self.resources.gpusPerNode == 0",
+        "the GPUs that parallelism needs must fill whole nodes of gpusPerNode",
+    ),
+    ObjectRule(
+        Rule.TENSOR_IN_NODE,
+        "spec.parallelism.tensor",
+        _tensor_in_node,
+        f"({_GPUS} < self.resources.gpusPerNode ? {_GPUS} : self.resources.gpusPerNode) % self.parallelism.tensor == 0",
+        "a tensor group must not straddle two nodes",
+    ),
+    ObjectRule(
+        Rule.EXPERT_TENSOR,
+        "spec.parallelism.expertTensor",
+        _product_expert_tensor,
+        "self.parallelism.expertLayout == 'Folded' || !has(self.parallelism.expertTensor) || "
+        "self.parallelism.expertTensor == self.parallelism.tensor",
+        "expertLayout Product splits every expert over the tensor group; expertTensor is for Folded",
+    ),
+    ObjectRule(
+        Rule.EXPERT_GRID,
+        "spec.parallelism.expert",
+        _folded_grid,
+        "self.parallelism.expertLayout == 'Product' || "
+        "self.parallelism.tensor * self.parallelism.context * self.parallelism.data % "
+        f"({_EXPERT_TENSOR} * self.parallelism.expert) == 0",
+        "expertTensor x expert must divide tensor x context x data",
+    ),
+    ObjectRule(
+        Rule.VIRTUAL_PIPELINE,
+        "spec.parallelism.virtualPipeline",
+        _interleaved_stages,
+        "!has(self.parallelism.virtualPipeline) || self.parallelism.virtualPipeline == 1 || self.parallelism.pipeline > 1",
+        "virtualPipeline needs pipeline above 1",
+    ),
+    ObjectRule(
+        Rule.CONFLICT,
+        "spec.parallelism",
+        _one_stage_split,
+        "!(has(self.parallelism.firstStageLayers) || has(self.parallelism.lastStageLayers)) || "
+        "!(self.parallelism.embeddingCountsAsLayer || self.parallelism.lossCountsAsLayer)",
+        "firstStageLayers and lastStageLayers exclude embeddingCountsAsLayer and lossCountsAsLayer",
+    ),
+)

@@ -1,0 +1,88 @@
+"""Where the engines of GRPO fit: on the trainer's GPUs or on their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from moejob_api.arithmetic import ceil_div, divisors
+from moejob_api.job import Spec
+from moejob_api.job.grpo import Grpo, Placement
+from moejob_api.layout.sizes import Layout
+from moejob_api.models.shape import Experts, GroupedAttention, LatentAttention, ModelShape
+from moejob_api.problems import Problem, Rule
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutLayout:
+    """Engines of a GRPO job; `gpus` and `nodes` count only what the trainer does not have already."""
+
+    engines: int
+    tensor: int
+    gpus: int
+    nodes: int
+
+
+def rollout_layout(spec: Spec, layout: Layout) -> RolloutLayout | None:
+    """The engines that follow from the job; None for SFT."""
+    if spec.grpo is None:
+        return None
+    rollout = spec.grpo.rollout
+    match rollout.placement:
+        case Placement.COLOCATED:
+            return RolloutLayout(max(1, layout.gpus // rollout.tensor), rollout.tensor, gpus=0, nodes=0)
+        case Placement.SEPARATE:
+            engines = rollout.replicas or 1
+            per_node = max(1, spec.resources.gpus_per_node // rollout.tensor)
+            return RolloutLayout(engines, rollout.tensor, engines * rollout.tensor, ceil_div(engines, per_node))
+
+
+def rollout_problems(spec: Spec, layout: Layout, shape: ModelShape | None) -> Iterator[Problem]:
+    """Every way in which the engines do not fit their GPUs or their model."""
+    if spec.grpo is None:
+        return
+    yield from _node_problems(spec, spec.grpo, layout)
+    if shape is not None:
+        yield from _model_problems(spec.grpo, shape)
+
+
+def _node_problems(spec: Spec, grpo: Grpo, layout: Layout) -> Iterator[Problem]:
+    tensor, path = grpo.rollout.tensor, "spec.grpo.rollout.tensor"
+    match grpo.rollout.placement:
+        case Placement.COLOCATED:
+            if layout.gpus_per_pod % tensor:
+                fitting = max(d for d in divisors(layout.gpus_per_pod) if d <= tensor)
+                yield Problem(
+                    Rule.ROLLOUT,
+                    path,
+                    f"engines of {tensor} GPUs do not fill pods of {layout.gpus_per_pod} GPUs; change tensor to {fitting}",
+                )
+        case Placement.SEPARATE:
+            if tensor > spec.resources.gpus_per_node:
+                yield Problem(
+                    Rule.ROLLOUT,
+                    path,
+                    f"an engine of {tensor} GPUs does not fit on a node of {spec.resources.gpus_per_node}; "
+                    f"change tensor to {spec.resources.gpus_per_node} or less",
+                )
+
+
+def _model_problems(grpo: Grpo, shape: ModelShape) -> Iterator[Problem]:
+    tensor = grpo.rollout.tensor
+    wholes = [
+        (attention.heads, "attention heads")
+        for attention in shape.attentions()
+        if isinstance(attention, (GroupedAttention, LatentAttention))
+    ]
+    wholes += [
+        (mlp.intermediate, "columns of an expert" if isinstance(mlp, Experts) else "feed-forward columns")
+        for mlp in shape.mlps()
+    ]
+    for whole, what in wholes:
+        if whole % tensor:
+            fitting = max(d for d in divisors(whole) if d <= tensor)
+            yield Problem(
+                Rule.ROLLOUT,
+                "spec.grpo.rollout.tensor",
+                f"an engine of {tensor} GPUs cannot divide the model's {whole} {what}; change tensor to {fitting}",
+            )

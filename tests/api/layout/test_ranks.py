@@ -1,0 +1,63 @@
+"""Every rank has one place; groups partition the ranks. That they are Megatron's own is tested beside Megatron."""
+
+from __future__ import annotations
+
+import pytest
+
+from moejob_api.job.parallelism import ExpertLayout, Parallelism
+from moejob_api.layout.ranks import Group, members, place, places
+from moejob_api.layout.sizes import Layout, layout
+
+LAYOUTS = [
+    pytest.param(Parallelism(tensor=2, pipeline=2, expert=4), id="product"),
+    pytest.param(Parallelism(tensor=2, pipeline=2, context=2, expert=2, data=2), id="product with context"),
+    pytest.param(
+        Parallelism(tensor=2, context=2, data=4, expert=8, expert_layout=ExpertLayout.FOLDED), id="folded over all"
+    ),
+    pytest.param(
+        Parallelism(tensor=2, pipeline=3, data=4, expert=2, expert_tensor=2, expert_layout=ExpertLayout.FOLDED),
+        id="folded with expert tensor",
+    ),
+]
+
+
+@pytest.mark.parametrize("asked", LAYOUTS)
+@pytest.mark.parametrize("group", list(Group), ids=str)
+def test_a_group_partitions_the_ranks_and_differs_in_its_own_coordinate_only(asked: Parallelism, group: Group) -> None:
+    sizes = layout(asked, gpus_per_node=8)
+    groups = {members(sizes, group, rank) for rank in range(sizes.gpus)}
+    assert sorted(rank for ranks in groups for rank in ranks) == list(range(sizes.gpus))
+    for ranks in groups:
+        assert [coordinate(sizes, rank, group) for rank in ranks] == list(range(len(ranks)))
+        assert len({others(sizes, rank, group) for rank in ranks}) == 1
+
+
+def test_nodes_take_ranks_in_order() -> None:
+    sizes = layout(Parallelism(tensor=4, data=4), gpus_per_node=8)
+    assert [(p.node, p.local_rank) for p in places(sizes)] == [(rank // 8, rank % 8) for rank in range(16)]
+
+
+FIELD = {
+    Group.TENSOR: "tensor",
+    Group.CONTEXT: "context",
+    Group.DATA: "data",
+    Group.PIPELINE: "pipeline",
+    Group.EXPERT_TENSOR: "expert_tensor",
+    Group.EXPERT: "expert",
+    Group.EXPERT_DATA: "expert_data",
+}
+GRIDS = (
+    (Group.TENSOR, Group.CONTEXT, Group.DATA, Group.PIPELINE),
+    (Group.EXPERT_TENSOR, Group.EXPERT, Group.EXPERT_DATA, Group.PIPELINE),
+)
+
+
+def coordinate(sizes: Layout, rank: int, group: Group) -> int:
+    value: int = getattr(place(sizes, rank), FIELD[group])
+    return value
+
+
+def others(sizes: Layout, rank: int, group: Group) -> tuple[int, ...]:
+    """The coordinates of the same grid that the group does not vary."""
+    grid = next(grid for grid in GRIDS if group in grid)
+    return tuple(coordinate(sizes, rank, other) for other in grid if other is not group)

@@ -1,0 +1,116 @@
+"""The recovery ladder: the smallest action that helps, a budget that is kept exactly, and one reason in words."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moejob_api.contract import ExitCode, Outcome
+from moejob_api.restarts import (
+    LONGEST_DELAY_SECONDS,
+    Budget,
+    Cause,
+    Failure,
+    GiveUp,
+    ReplaceGang,
+    ReplacePods,
+    RestartRanks,
+    cause_of_exit,
+    decide,
+    delay_seconds,
+)
+
+FRESH = Budget(limit=3)
+
+
+def rank_died(pod: int = 1) -> Failure:
+    return Failure(pod, Cause.RANK_FAILED, pod_alive=True, message="rank 5 exited with 1")
+
+
+def pod_died(pod: int = 1, cause: Cause = Cause.POD_FAILED) -> Failure:
+    return Failure(pod, cause)
+
+
+@pytest.mark.parametrize(
+    ("failures", "budget", "kind", "spent"),
+    [
+        pytest.param((rank_died(),), FRESH, RestartRanks, 1, id="a rank is restarted in its pod"),
+        pytest.param((rank_died(0), rank_died(1)), FRESH, RestartRanks, 1, id="ranks that die together count once"),
+        pytest.param((pod_died(1),), FRESH, ReplacePods, 1, id="a lost pod is replaced"),
+        pytest.param((pod_died(1), rank_died(0)), FRESH, ReplacePods, 1, id="its peers' ranks are not a second failure"),
+        pytest.param((pod_died(0),), FRESH, ReplaceGang, 1, id="pod 0 takes the gang with it"),
+        pytest.param((rank_died(),), Budget(3, in_place=2), ReplacePods, 1, id="a pod whose ranks keep dying is replaced"),
+        pytest.param((rank_died(0),), Budget(3, in_place=2), ReplaceGang, 1, id="pod 0 whose ranks keep dying"),
+        pytest.param((pod_died(1),), Budget(3, pods=2), ReplaceGang, 1, id="pods that keep dying take the gang with them"),
+        pytest.param((pod_died(1),), Budget(3, spent=3), GiveUp, 3, id="the budget is spent"),
+        pytest.param((pod_died(1),), Budget(0), GiveUp, 0, id="no retries wanted"),
+        pytest.param((pod_died(1, Cause.PREEMPTED),), Budget(0), ReplacePods, 0, id="preemption is free"),
+        pytest.param((pod_died(1, Cause.NODE_LOST), rank_died(0)), Budget(0), ReplacePods, 0, id="a lost node explains its peers"),
+        pytest.param((pod_died(2, Cause.BAD_CONFIGURATION), rank_died()), FRESH, GiveUp, 0, id="bad configuration is final"),
+    ],
+)
+def test_the_smallest_action_that_helps_is_chosen(
+    failures: tuple[Failure, ...], budget: Budget, kind: type, spent: int
+) -> None:
+    decision = decide(failures, budget)
+    assert isinstance(decision, kind)
+    assert decision.budget.spent == spent
+
+
+def test_nothing_failed_means_nothing_to_decide() -> None:
+    assert decide((), FRESH) is None
+
+
+def test_only_the_lost_pods_are_replaced() -> None:
+    decision = decide((pod_died(3), rank_died(1), pod_died(2)), FRESH)
+    assert isinstance(decision, ReplacePods)
+    assert decision.pods == (2, 3)
+
+
+def test_giving_up_says_what_failed_and_what_was_spent() -> None:
+    decision = decide((rank_died(),), Budget(3, spent=3))
+    assert isinstance(decision, GiveUp)
+    assert decision.reason == (
+        "RankFailed in pod 1: rank 5 exited with 1; 3 restarts since the last checkpoint, backoffLimit is 3"
+    )
+
+
+def test_a_new_checkpoint_renews_the_budget() -> None:
+    assert Budget(3, spent=3, in_place=2, pods=2, uncounted=9).renewed() == FRESH
+
+
+@given(st.lists(st.lists(st.builds(Failure, st.integers(0, 7), st.sampled_from(list(Cause)), st.booleans()), min_size=1), max_size=30), st.integers(0, 10))
+def test_a_job_fails_after_exactly_its_limit_of_counted_failures(history: list[list[Failure]], limit: int) -> None:
+    budget, counted = Budget(limit), 0
+    for failures in history:
+        decision = decide(tuple(failures), budget)
+        assert decision is not None
+        if isinstance(decision, GiveUp):
+            permanent = any(failure.cause is Cause.BAD_CONFIGURATION for failure in failures)
+            assert permanent or counted == limit
+            return
+        counted += decision.budget.spent - budget.spent
+        budget = decision.budget
+        assert budget.spent == counted <= limit
+        assert 0.0 <= decision.after_seconds <= LONGEST_DELAY_SECONDS
+
+
+@given(st.integers(1, 10_000))
+def test_delays_grow_and_are_bounded(restarts: int) -> None:
+    assert delay_seconds(restarts) <= delay_seconds(restarts + 1) <= LONGEST_DELAY_SECONDS
+
+
+@pytest.mark.parametrize(
+    ("code", "outcome", "expected"),
+    [
+        pytest.param(ExitCode.DONE, None, None, id="done"),
+        pytest.param(ExitCode.BAD_CONFIGURATION, None, Cause.BAD_CONFIGURATION, id="bad configuration"),
+        pytest.param(ExitCode.SAVED_AND_STOPPED, Outcome.PREEMPTED, Cause.PREEMPTED, id="saved and stopped"),
+        pytest.param(1, Outcome.RANK_FAILED, Cause.RANK_FAILED, id="a rank failed"),
+        pytest.param(1, Outcome.HUNG, Cause.HUNG, id="hung"),
+        pytest.param(137, None, Cause.POD_FAILED, id="killed without a last word"),
+    ],
+)
+def test_an_exit_code_has_this_cause(code: int, outcome: Outcome | None, expected: Cause | None) -> None:
+    assert cause_of_exit(code, outcome) is expected

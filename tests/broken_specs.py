@@ -1,0 +1,245 @@
+"""Specs that break exactly one rule which one object can decide; the planner and the API server must both refuse them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from moejob_api.problems import Rule
+
+
+@dataclass(frozen=True)
+class Broken:
+    """Sections for builders.spec, the rule they break and a piece of what is said about it."""
+
+    id: str
+    rule: Rule
+    says: str
+    sections: dict[str, Any] = field(default_factory=dict)
+
+
+BROKEN_SPECS: tuple[Broken, ...] = (
+    Broken("grpo without its section", Rule.METHOD, "no grpo section", {"method": "GRPO", "grpo": None}),
+    Broken("sft with a grpo section", Rule.METHOD, "no meaning for method SFT", {"grpo": {"rewards": [{"name": "math"}]}}),
+    Broken("sft without a global batch", Rule.METHOD, "needs globalBatchSize", {"training": {"globalBatchSize": None}}),
+    Broken(
+        "sft on prompts",
+        Rule.METHOD,
+        "SFT needs answers",
+        {"data": {"train": [{"source": "/a.jsonl", "format": "Prompts"}]}},
+    ),
+    Broken(
+        "grpo on chats",
+        Rule.METHOD,
+        "GRPO generates the answers",
+        {"method": "GRPO", "data": {"train": [{"source": "/a.jsonl", "format": "Chat"}]}},
+    ),
+    Broken("sft with offloaded parameters", Rule.OFFLOAD, "offloadOptimizer: 1", {"memory": {"offloadParameters": True}}),
+    Broken("sft with offloaded gradients", Rule.OFFLOAD, "between the phases", {"memory": {"offloadGradients": True}}),
+    Broken(
+        "separate engines with offloaded gradients",
+        Rule.OFFLOAD,
+        "only cost time",
+        {
+            "method": "GRPO",
+            "memory": {"offloadGradients": True},
+            "grpo": {"rewards": [{"name": "math"}], "rollout": {"placement": "Separate"}},
+        },
+    ),
+    Broken("no length", Rule.EXACTLY_ONE, "neither is given", {"training": {"maxSteps": None}}),
+    Broken("two lengths", Rule.EXACTLY_ONE, "both is given", {"training": {"epochs": 2}}),
+    Broken(
+        "two microbatch sizes",
+        Rule.CONFLICT,
+        "remove microBatchSize",
+        {"training": {"microBatchSize": 2, "dynamicBatchTokens": 8192}},
+    ),
+    Broken("dynamic batch below one sequence", Rule.CONFLICT, "4096 or more", {"training": {"dynamicBatchTokens": 4095}}),
+    Broken("wsd without decay", Rule.CONFLICT, "needs decaySteps", {"training": {"scheduler": {"kind": "WSD"}}}),
+    Broken("warm-up beyond the run", Rule.CONFLICT, "longer than the run", {"training": {"scheduler": {"warmupSteps": 101}}}),
+    Broken("evaluation of nothing", Rule.CONFLICT, "nothing to evaluate", {"training": {"evalEvery": 10}}),
+    Broken(
+        "modules under full recompute",
+        Rule.RECOMPUTE,
+        "only for granularity Selective",
+        {"training": {"recompute": {"granularity": "Full", "modules": ["Norms"]}}},
+    ),
+    Broken(
+        "method under selective recompute",
+        Rule.RECOMPUTE,
+        "only for granularity Full",
+        {"training": {"recompute": {"granularity": "Selective", "method": "Uniform"}}},
+    ),
+    Broken(
+        "bfloat16 gradients of float32 weights",
+        Rule.CONFLICT,
+        "lose what weights",
+        {"model": {"dtype": "float32"}, "training": {"precision": {"gradients": "bfloat16"}}},
+    ),
+    Broken(
+        "a reward with two sources",
+        Rule.EXACTLY_ONE,
+        "reward 1 has name and url",
+        {"method": "GRPO", "grpo": {"rewards": [{"name": "a"}, {"name": "b", "url": "http://c"}]}},
+    ),
+    Broken(
+        "a reward without source",
+        Rule.EXACTLY_ONE,
+        "no source",
+        {"method": "GRPO", "grpo": {"rewards": [{"weight": 2}]}},
+    ),
+    Broken(
+        "no room for the prompt",
+        Rule.SEQUENCE_LENGTH,
+        "for the prompt",
+        {"method": "GRPO", "grpo": {"rewards": [{"name": "a"}], "maxNewTokens": 4096}},
+    ),
+    Broken(
+        "replicas of colocated engines",
+        Rule.ROLLOUT,
+        "placement Separate",
+        {"method": "GRPO", "grpo": {"rewards": [{"name": "a"}], "rollout": {"replicas": 2}}},
+    ),
+    Broken(
+        "ipc to separate pods",
+        Rule.ROLLOUT,
+        "cannot reach separate pods",
+        {"method": "GRPO", "grpo": {"rewards": [{"name": "a"}], "rollout": {"placement": "Separate", "sync": "IPC"}}},
+    ),
+    Broken(
+        "nccl to colocated engines",
+        Rule.ROLLOUT,
+        "colocated engines use IPC",
+        {"method": "GRPO", "grpo": {"rewards": [{"name": "a"}], "rollout": {"sync": "NCCL"}}},
+    ),
+    Broken(
+        "ipc on cpu",
+        Rule.ROLLOUT,
+        "needs GPUs",
+        {
+            "method": "GRPO",
+            "resources": {"accelerator": "CPU"},
+            "grpo": {"rewards": [{"name": "a"}], "rollout": {"sync": "IPC"}},
+        },
+    ),
+    Broken("sequence balancing of packed rows", Rule.ROUTING, "packed row", {"moe": {"balancing": "SeqAuxLoss"}}),
+    Broken(
+        "flex on cpu", Rule.ROUTING, "needs GPUs", {"moe": {"dispatcher": "Flex"}, "resources": {"accelerator": "CPU"}}
+    ),
+    Broken(
+        "gathering dynamic batches",
+        Rule.ROUTING,
+        "one length",
+        {"moe": {"dispatcher": "AllGather"}, "training": {"dynamicBatchTokens": 8192}},
+    ),
+    Broken(
+        "fsdp on cpu",
+        Rule.SHARDING,
+        "needs GPUs",
+        {"memory": {"sharding": "MegatronFSDP"}, "resources": {"accelerator": "CPU"}},
+    ),
+    Broken(
+        "fsdp with a pipeline",
+        Rule.SHARDING,
+        "does not combine with pipeline 2",
+        {"memory": {"sharding": "MegatronFSDP"}, "parallelism": {"pipeline": 2}},
+    ),
+    Broken(
+        "fsdp with lora", Rule.SHARDING, "adapters", {"memory": {"sharding": "MegatronFSDP"}, "training": {"lora": {}}}
+    ),
+    Broken(
+        "fsdp with an offloaded optimizer",
+        Rule.SHARDING,
+        "offloadOptimizer 0.5",
+        {"memory": {"sharding": "MegatronFSDP", "offloadOptimizer": 0.5}},
+    ),
+    Broken(
+        "offload on cpu",
+        Rule.OFFLOAD,
+        "host memory already",
+        {"memory": {"offloadOptimizer": 1.0}, "resources": {"accelerator": "CPU"}},
+    ),
+    Broken(
+        "offload under full recompute",
+        Rule.OFFLOAD,
+        "choose one of the two",
+        {"memory": {"offloadActivations": True}, "training": {"recompute": {"granularity": "Full"}}},
+    ),
+    Broken(
+        "two checkpoint rhythms", Rule.EXACTLY_ONE, "keep one", {"checkpoint": {"everySteps": 10, "everyMinutes": 10}}
+    ),
+    Broken("no volume", Rule.EXACTLY_ONE, "neither is given", {"storage": {"size": None}}),
+    Broken("two volumes", Rule.EXACTLY_ONE, "both is given", {"storage": {"claimName": "mine"}}),
+    Broken(
+        "two gpu memories", Rule.EXACTLY_ONE, "keep one", {"resources": {"gpuType": "H100", "gpuMemoryGiB": 80}}
+    ),
+    Broken(
+        "gpu type on cpu", Rule.CONFLICT, "has no GPUs", {"resources": {"accelerator": "CPU", "gpuType": "H100"}}
+    ),
+    Broken(
+        "a variable without value", Rule.ENVIRONMENT, "0 are given", {"resources": {"env": [{"name": "A"}]}}
+    ),
+    Broken(
+        "a variable with two values",
+        Rule.ENVIRONMENT,
+        "2 are given",
+        {"resources": {"env": [{"name": "A", "value": "1", "secret": {"name": "s", "key": "k"}}]}},
+    ),
+    Broken(
+        "a variable of moejob's own",
+        Rule.ENVIRONMENT,
+        "set by moejob itself",
+        {"resources": {"env": [{"name": "MOEJOB_UID", "value": "1"}]}},
+    ),
+    Broken(
+        "an import without source", Rule.ENVIRONMENT, "entry 0", {"resources": {"envFrom": [{}]}}
+    ),
+    Broken(
+        "a toleration with exists and value",
+        Rule.CONFLICT,
+        "remove one",
+        {"resources": {"tolerations": [{"key": "a", "operator": "Exists", "value": "b"}]}},
+    ),
+    Broken("a toleration without key", Rule.CONFLICT, "no key", {"resources": {"tolerations": [{"value": "b"}]}}),
+    Broken("kueue without queue", Rule.CONFLICT, "LocalQueue", {"lifecycle": {"gang": "Kueue"}}),
+    Broken("a queue without queues", Rule.CONFLICT, "has no queues", {"lifecycle": {"gang": "Native", "queue": "a"}}),
+    Broken(
+        "more GPUs than exist",
+        Rule.GPU_COUNT,
+        "1048576",
+        {"parallelism": {"data": 65536, "pipeline": 65536, "context": 65536, "expert": 65536}},
+    ),
+    Broken(
+        "GPUs that do not fill nodes",
+        Rule.NODE_SIZE,
+        "12 GPUs (tensor 4 x expert 3), which gpusPerNode 8 does not divide",
+        {"parallelism": {"tensor": 4, "expert": 3}},
+    ),
+    Broken(
+        "a tensor group across nodes",
+        Rule.TENSOR_IN_NODE,
+        "straddle nodes of 8 GPUs; change tensor to 8",
+        {"parallelism": {"tensor": 16}},
+    ),
+    Broken(
+        "expert tensor under product",
+        Rule.EXPERT_TENSOR,
+        "not over expertTensor 1",
+        {"parallelism": {"tensor": 2, "expertTensor": 1}},
+    ),
+    Broken(
+        "folded experts that do not divide a stage",
+        Rule.EXPERT_GRID,
+        "expertTensor 1 x expert 32 = 32 must divide tensor 1 x context 1 x data 4 = 4",
+        {"parallelism": {"pipeline": 16, "expert": 32, "data": 4, "expertLayout": "Folded"}},
+    ),
+    Broken(
+        "chunks of one stage", Rule.VIRTUAL_PIPELINE, "pipeline is 1", {"parallelism": {"virtualPipeline": 2}}
+    ),
+    Broken(
+        "two ways to cut the layers",
+        Rule.CONFLICT,
+        "remove them",
+        {"parallelism": {"pipeline": 2, "firstStageLayers": 20, "lossCountsAsLayer": True}},
+    ),
+)
