@@ -1,0 +1,144 @@
+"""YAML text as nodes, bounded so that none can exhaust stack or memory. Knows nothing of values or jobs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import yaml
+from yaml.events import (
+    AliasEvent,
+    CollectionEndEvent,
+    DocumentEndEvent,
+    DocumentStartEvent,
+    Event,
+    MappingStartEvent,
+    ScalarEvent,
+    SequenceStartEvent,
+)
+
+from moejob_api.documents.syntax import UnreadableError, explained
+
+MAX_DEPTH = 64
+# Of one document with its aliases written out: a character counts 1, a node 16. etcd refuses objects of 1.5 MiB.
+MAX_SIZE = 2 * 1024 * 1024
+_NODE_SIZE = 16
+
+
+@dataclass(slots=True)
+class Word:
+    """A scalar; `is_plain` when its text decides what it stands for."""
+
+    text: str
+    is_plain: bool
+    tag: str | None
+    line: int
+    size: int
+    height: int = 0
+
+
+@dataclass(slots=True)
+class Group:
+    """A list, or a mapping whose items are its keys and values in turn; nodes with an alias are shared."""
+
+    is_mapping: bool
+    in_brackets: bool
+    tag: str | None
+    line: int
+    anchor: str | None
+    items: list[Node] = field(default_factory=list)
+    size: int = _NODE_SIZE
+    height: int = 1
+
+
+Node = Word | Group
+
+
+def nodes(text: str) -> Iterator[Node]:
+    """The root of every document."""
+    return _Composer().roots(_events(text))
+
+
+def _events(text: str) -> Iterator[Event]:
+    parser = yaml.CLoader(text)
+    try:
+        while (event := parser.get_event()) is not None:
+            yield event
+    except yaml.YAMLError as error:
+        raise explained(error, text) from None
+
+
+@dataclass(slots=True)
+class _Composer:
+    open: list[Group] = field(default_factory=list)
+    anchors: dict[str, Node] = field(default_factory=dict)
+    root: Node | None = None
+
+    def roots(self, events: Iterator[Event]) -> Iterator[Node]:
+        for event in events:
+            match event:
+                case DocumentStartEvent():
+                    self._begin(event)
+                case ScalarEvent():
+                    self._add(self._word(event), event.anchor)
+                case AliasEvent():
+                    self._add(self._named(event), None)
+                case MappingStartEvent() | SequenceStartEvent():
+                    self._enter(event)
+                case CollectionEndEvent():
+                    group = self.open.pop()
+                    self._add(group, group.anchor)
+                case DocumentEndEvent() if self.root is not None:
+                    yield self.root
+                case _:
+                    pass
+
+    def _begin(self, event: DocumentStartEvent) -> None:
+        if event.version or event.tags:
+            raise UnreadableError("kubectl takes no lines that begin with %; remove them", _line(event))
+        self.anchors = {}
+
+    def _enter(self, event: MappingStartEvent | SequenceStartEvent) -> None:
+        # Checked on the way in as well: the parser keeps state for every bracket that is open.
+        if len(self.open) >= MAX_DEPTH:
+            raise _too_deep(_line(event))
+        is_mapping = isinstance(event, MappingStartEvent)
+        self.open.append(Group(is_mapping, bool(event.flow_style), event.tag, _line(event), event.anchor))
+
+    def _add(self, node: Node, anchor: str | None) -> None:
+        if anchor is not None:
+            self.anchors[anchor] = node
+        if not self.open:
+            self.root = node
+            return
+        parent = self.open[-1]
+        parent.items.append(node)
+        parent.size += node.size
+        parent.height = max(parent.height, node.height + 1)
+        if parent.size > MAX_SIZE:
+            raise UnreadableError("too large once its aliases are written out; a job is a few kilobytes", node.line)
+        if parent.height > MAX_DEPTH:
+            raise _too_deep(node.line)
+
+    def _word(self, event: ScalarEvent) -> Word:
+        is_plain = event.implicit[0]
+        if is_plain and "?" in event.value and self.open and self.open[-1].in_brackets:
+            raise UnreadableError(
+                f"kubectl stops at the ? of {event.value} between brackets; put it in quotes", _line(event)
+            )
+        return Word(event.value, is_plain, event.tag, _line(event), _NODE_SIZE + len(event.value))
+
+    def _named(self, event: AliasEvent) -> Node:
+        if event.anchor not in self.anchors:
+            raise UnreadableError(
+                f"*{event.anchor} stands for nothing: no &{event.anchor} is complete before it", _line(event)
+            )
+        return self.anchors[event.anchor]
+
+
+def _line(event: Event) -> int:
+    return 0 if event.start_mark is None else event.start_mark.line + 1
+
+
+def _too_deep(line: int) -> UnreadableError:
+    return UnreadableError(f"nested more than {MAX_DEPTH} levels deep; a job needs no more than ten", line)

@@ -1,0 +1,133 @@
+"""Files, text and API bodies as jobs. Whatever is wrong with them is an InvalidSpec, never another error."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import JsonValue, ValidationError
+
+from moejob_api.crd.fields import job_fields
+from moejob_api.documents.syntax import UnreadableError
+from moejob_api.documents.tree import trees
+from moejob_api.documents.values import holds_null, plain, without_nulls
+from moejob_api.documents.wording import problems_of, wrong_kind
+from moejob_api.job import KIND, Metadata, MoETrainingJob
+from moejob_api.problems import InvalidSpec, Problem, Rule
+
+# The most that etcd can hold is half as much again.
+MAX_BYTES = 1024 * 1024
+STANDARD_INPUT = "-"
+
+_METADATA = frozenset(field.alias or name for name, field in Metadata.model_fields.items())
+
+
+def read_file(path: str | Path) -> MoETrainingJob:
+    """The job in a YAML or JSON file; `-` reads standard input."""
+    name = "standard input" if str(path) == STANDARD_INPUT else str(path)
+    try:
+        return read_job(_content(str(path)), name)
+    except OSError as error:
+        raise _unreadable(f"{name}: {_reason(error)}") from None
+
+
+def read_job(text: bytes | str, name: str) -> MoETrainingJob:
+    """The job in a YAML or JSON text; `name` is how messages call the text."""
+    try:
+        documents = trees(_decoded(text))
+    except UnreadableError as error:
+        place = name if error.line is None else f"{name}, line {error.line}"
+        raise _unreadable(f"{place}: {error.reason}", error.path) from None
+    if not documents:
+        raise _unreadable(f"{name}: holds no document; write a {KIND} into it")
+    if len(documents) > 1:
+        raise _unreadable(_several(documents, name))
+    if not isinstance(documents[0], dict):
+        raise _unreadable(f"{name}: holds {_noun(documents[0])} where the fields of a {KIND} should be")
+    return parse_job(documents[0])
+
+
+def parse_job(raw: Mapping[str, Any]) -> MoETrainingJob:
+    """The job in an API object; what Kubernetes keeps in metadata for itself is ignored."""
+    refused = wrong_kind(raw)
+    if refused is not None:
+        raise InvalidSpec((refused,))
+    tree = plain({name: _own(name, value) for name, value in raw.items()})
+    body = without_nulls(tree, job_fields()) if holds_null(tree) else tree
+    try:
+        return MoETrainingJob.model_validate_json(json.dumps(body), by_alias=True, by_name=False)
+    except ValidationError as error:
+        raise InvalidSpec(problems_of(error, body)) from None
+
+
+def _own(name: object, value: object) -> object:
+    if name != "metadata" or not isinstance(value, Mapping):
+        return value
+    return {key: inner for key, inner in value.items() if key in _METADATA}
+
+
+def _content(path: str) -> bytes:
+    if path == STANDARD_INPUT:
+        return sys.stdin.buffer.read(MAX_BYTES + 1)
+    with Path(path).open("rb") as file:
+        return file.read(MAX_BYTES + 1)
+
+
+def _reason(error: OSError) -> str:
+    match error:
+        case FileNotFoundError():
+            return "no such file; check the path"
+        case IsADirectoryError():
+            return "a folder, not a file; name one file in it"
+        case PermissionError():
+            return "not readable for you; check its permissions"
+        case _:
+            return f"cannot be read: {error.strerror or error}"
+
+
+def _decoded(text: bytes | str) -> str:
+    if len(text) > MAX_BYTES:
+        raise UnreadableError(f"larger than {MAX_BYTES // 1024} KiB; a job is a few kilobytes")
+    if isinstance(text, bytes):
+        text = _utf8(text)
+    if any("\ud800" <= character <= "\udfff" for character in text if character > "\x7f"):
+        raise UnreadableError("holds half of a character (a lone surrogate); save it as UTF-8")
+    return text.removeprefix("\ufeff")
+
+
+def _utf8(text: bytes) -> str:
+    if text.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise UnreadableError("is UTF-16; save it as UTF-8")
+    if b"\0" in text:
+        raise UnreadableError("is not text but binary; name the job's YAML file")
+    try:
+        return text.decode()
+    except UnicodeDecodeError as error:
+        line = text.count(b"\n", 0, error.start) + 1
+        raise UnreadableError(f"byte 0x{text[error.start]:02x} is not UTF-8; save the file as UTF-8", line) from None
+
+
+def _several(documents: list[JsonValue], name: str) -> str:
+    kinds = [str(tree.get("kind", "no kind")) if isinstance(tree, dict) else _noun(tree) for tree in documents]
+    shown = ", ".join(kinds[:5]) + (", ..." if len(kinds) > 5 else "")
+    return (
+        f"{name}: holds {len(documents)} documents ({shown}); keep one {KIND} in a file, "
+        "for example with: csplit -z FILE '/^---/' '{*}'"
+    )
+
+
+def _noun(tree: JsonValue) -> str:
+    match tree:
+        case list():
+            return "a list"
+        case str():
+            return "text"
+        case _:
+            return f"the value {json.dumps(tree)}"
+
+
+def _unreadable(message: str, path: str = "") -> InvalidSpec:
+    return InvalidSpec((Problem(Rule.UNREADABLE, path, message),))

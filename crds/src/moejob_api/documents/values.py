@@ -1,0 +1,93 @@
+"""Plain values as the API server takes them in: numbers narrowed, nulls dropped, nothing that JSON cannot say."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from pydantic import JsonValue
+
+from moejob_api.crd.fields import Field, Kind
+from moejob_api.documents.nodes import MAX_DEPTH
+from moejob_api.documents.scalars import narrowed
+from moejob_api.problems import InvalidSpec, Problem, Rule
+
+
+def plain(value: object, path: str = "", depth: int = 0) -> JsonValue:
+    """A copy of a raw body in which only what JSON has is left; raises InvalidSpec for anything else."""
+    if depth > MAX_DEPTH:
+        raise _refused(path, f"is nested more than {MAX_DEPTH} levels deep; a job needs no more than ten")
+    match value:
+        case None | bool():
+            return value
+        case str():
+            return _text(value, path)
+        case int() | float():
+            return _number(value, path)
+        case Mapping():
+            return {
+                _name(key, path): plain(inner, f"{path}.{key}" if path else str(key), depth + 1)
+                for key, inner in value.items()
+            }
+        case Sequence() if not isinstance(value, bytes | bytearray):
+            return [plain(inner, f"{path}[{index}]", depth + 1) for index, inner in enumerate(value)]
+        case _:
+            raise _refused(
+                path, f"is a {type(value).__name__}, which is no JSON; use text, numbers, lists and mappings"
+            )
+
+
+def _name(key: object, path: str) -> str:
+    if not isinstance(key, str):
+        raise _refused(path, f"has the name {key!r}, which is no text; put it in quotes")
+    return _text(key, path)
+
+
+def _text(value: str, path: str) -> str:
+    if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
+        raise _refused(path, "holds half of a character (a lone surrogate); write the whole character")
+    return value
+
+
+def _number(value: float, path: str) -> int | float:
+    try:
+        number = narrowed(float(value))
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise _refused(path, "is not a number that Kubernetes can store; use a finite one")
+    # A whole number that float rounds is kept as it is.
+    return value if isinstance(value, int) and isinstance(number, int) else number
+
+
+def without_nulls(value: JsonValue, field: Field | None) -> JsonValue:
+    """A value without the nulls that the API server drops: those of fields it knows and of map entries."""
+    if field is None:
+        return value
+    match value:
+        case dict():
+            kept = {name: inner for name, inner in value.items() if inner is not None or not _knows(field, name)}
+            return {name: without_nulls(inner, field.fields.get(name, field.element)) for name, inner in kept.items()}
+        case list():
+            return [without_nulls(inner, field.element) for inner in value]
+        case _:
+            return value
+
+
+def holds_null(value: JsonValue) -> bool:
+    """Whether there is a null at any depth."""
+    match value:
+        case dict():
+            return any(inner is None or holds_null(inner) for inner in value.values())
+        case list():
+            return any(holds_null(inner) for inner in value)
+        case _:
+            return False
+
+
+def _knows(field: Field, name: str) -> bool:
+    return name in field.fields or field.kind is Kind.MAP
+
+
+def _refused(path: str, message: str) -> InvalidSpec:
+    return InvalidSpec((Problem(Rule.FIELD, path, message),))

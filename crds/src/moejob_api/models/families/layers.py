@@ -1,0 +1,141 @@
+"""What the families have in common: heads, windows, which layers hold experts, and the finished model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from moejob_api.models.reader import MOST_LAYERS, ConfigReader
+from moejob_api.models.shape import (
+    Attention,
+    DenseMLP,
+    Experts,
+    Family,
+    FeedForward,
+    GroupedAttention,
+    Layer,
+    ModelShape,
+)
+
+FULL = "full_attention"
+SLIDING = "sliding_attention"
+
+
+def model(config: ConfigReader, family: Family, layers: tuple[Layer, ...], mtp: int = 0) -> ModelShape:
+    """The finished model; `mtp` further layers are like the last one, as in Megatron."""
+    return ModelShape(
+        family=family,
+        hidden=config.size("hidden_size"),
+        vocabulary=config.size("vocab_size"),
+        tied_embeddings=config.flag("tie_word_embeddings"),
+        positions=config.size("max_position_embeddings"),
+        layers=layers,
+        mtp_layers=(layers[-1],) * mtp,
+    )
+
+
+def layer_count(config: ConfigReader) -> int:
+    """How many layers the model has."""
+    return config.size("num_hidden_layers", largest=MOST_LAYERS)
+
+
+def stacked(attentions: Iterable[Attention], mlps: Iterable[FeedForward]) -> tuple[Layer, ...]:
+    """The layers, equal ones as one object: counting groups them by identity before it compares."""
+    kinds: dict[tuple[int, int], Layer] = {}
+    return tuple(
+        kinds.setdefault((id(attention), id(mlp)), Layer(attention, mlp))
+        for attention, mlp in zip(attentions, mlps, strict=True)
+    )
+
+
+def mtp_count(config: ConfigReader) -> int:
+    """How many further layers predict further tokens; Transformers takes one when the file does not say."""
+    key = "num_mtp_layers" if "num_nextn_predict_layers" not in config.values else "num_nextn_predict_layers"
+    return config.size(key, absent=1, smallest=0, largest=MOST_LAYERS)
+
+
+def heads_divide_hidden(config: ConfigReader) -> None:
+    """Refuses what Transformers refuses for some families: a hidden size that the heads do not divide."""
+    hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
+    if hidden % heads:
+        config.refuse_model(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
+
+
+def grouped_attention(
+    config: ConfigReader, *, head_dim: int | None = None, key_value_heads: int | None = None
+) -> GroupedAttention:
+    """Attention with key and value heads in groups, without any of the extras.
+
+    `head_dim` and `key_value_heads` are what missing keys mean. Without the first it is hidden / heads; without the
+    second the key is required, for Transformers would put in the number of one certain model.
+    """
+    heads = config.size("num_attention_heads")
+    grouped = _key_value_heads(config, heads, key_value_heads)
+    if heads % grouped:
+        config.refuse_model(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {grouped}")
+    return GroupedAttention(heads=heads, key_value_heads=grouped, head_dim=_head_dim(config, heads, head_dim))
+
+
+def _key_value_heads(config: ConfigReader, heads: int, absent: int | None) -> int:
+    if config.is_null("num_key_value_heads"):
+        return heads
+    return config.size("num_key_value_heads", absent)
+
+
+def _head_dim(config: ConfigReader, heads: int, absent: int | None) -> int:
+    # Where a family has a head size of its own, Transformers refuses null as it refuses text.
+    if absent is not None:
+        return config.size("head_dim", absent)
+    hidden = config.size("hidden_size")
+    stated = config.size_or_none("head_dim")
+    if stated is None and hidden < heads:
+        config.refuse_model(f"hidden_size {hidden} leaves nothing for each of num_attention_heads {heads}")
+    return stated or hidden // heads
+
+
+def dense_mlp(config: ConfigReader) -> DenseMLP:
+    """The feed-forward network of a layer without experts."""
+    return DenseMLP(config.size("intermediate_size"))
+
+
+def mixed(config: ConfigReader, experts: Experts, sparse: list[bool]) -> list[FeedForward]:
+    """Experts where `sparse` says so, a dense network elsewhere; its size is read only if a layer needs it."""
+    if experts.per_token > experts.count:
+        config.refuse_model(f"num_experts_per_tok {experts.per_token} is more than the {experts.count} experts")
+    if all(sparse):
+        return [experts] * len(sparse)
+    dense = dense_mlp(config)
+    return [experts if is_sparse else dense for is_sparse in sparse]
+
+
+def sparse_by_step(config: ConfigReader) -> list[bool]:
+    """Which layers hold experts in Qwen's way: every n-th, except those listed as plain."""
+    step = config.size("decoder_sparse_step", absent=1)
+    plain = config.indices("mlp_only_layers")
+    return [index not in plain and (index + 1) % step == 0 for index in range(layer_count(config))]
+
+
+def sparse_after(config: ConfigReader, absent: int) -> list[bool]:
+    """Which layers hold experts in DeepSeek's way: all but the first few."""
+    config.only("moe_layer_freq", 1, "Transformers builds experts in every layer whatever it says")
+    dense = config.size("first_k_dense_replace", absent=absent, smallest=0)
+    return [index >= dense for index in range(layer_count(config))]
+
+
+def optional_window(config: ConfigReader) -> int | None:
+    """The sliding window of Qwen's models, where sliding_window counts only when use_sliding_window says so."""
+    return window_or_none(config, absent=4096) if config.flag("use_sliding_window") else None
+
+
+def window_or_none(config: ConfigReader, absent: int) -> int | None:
+    """The sliding window, `absent` where the key is missing; null switches it off."""
+    return None if config.is_null("sliding_window") else config.size("sliding_window", absent=absent)
+
+
+def windowed(
+    config: ConfigReader, full: GroupedAttention, window: int | None, slides: list[bool]
+) -> list[GroupedAttention]:
+    """The attention of each layer; `slides` says which have the window when the file has no layer_types."""
+    kinds = config.kinds("layer_types", (FULL, SLIDING), len(slides))
+    sliding = replace(full, window=window)
+    return [sliding if slide else full for slide in (slides if kinds is None else [k == SLIDING for k in kinds])]

@@ -1,0 +1,304 @@
+"""What config.json files are understood as, and what is said about those that are not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from model_configs import MISSING, ODD, SMALL, any_config, config
+from moejob_api.models.families import shape_of
+from moejob_api.models.parameters import active_parameters, model_weights, mtp_weights, parameters
+from moejob_api.models.shape import (
+    DenseMLP,
+    Experts,
+    Family,
+    GroupedAttention,
+    LatentAttention,
+    Layer,
+    LinearAttention,
+    ModelShape,
+)
+from moejob_api.problems import InvalidSpec, Problem, Rule
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.sampled_from([0, -1, 10**30, -(10**30), 10**4000, 2**31])
+    | st.floats()
+    | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=6) | st.dictionaries(st.text(max_size=20), inner, max_size=4),
+    max_leaves=10,
+)
+KEYS = sorted({key for changes in (*SMALL.values(), *(odd[2] for odd in ODD)) for key in changes} | {"model_type"})
+
+
+def problem(values: object) -> Problem:
+    """The one problem of a config that is refused."""
+    with pytest.raises(InvalidSpec) as caught:
+        shape_of(values)
+    (only,) = caught.value.problems
+    assert only.path == "spec.model.source"
+    return only
+
+
+def test_a_grouped_model_is_read_whole() -> None:
+    layer = Layer(GroupedAttention(6, 2, 10, head_norm=True), Experts(8, 3, 18))
+    assert shape_of(config(Family.QWEN3_MOE)) == ModelShape(Family.QWEN3_MOE, 24, 40, False, 64, (layer,) * 5)
+
+
+def test_a_latent_model_is_read_whole() -> None:
+    attention = LatentAttention(6, 22, 16, 8, 4, 12)
+    dense = Layer(attention, DenseMLP(14))
+    sparse = Layer(attention, Experts(8, 3, 18, shared_intermediate=36, sigmoid_scores=True))
+    expected = ModelShape(Family.DEEPSEEK_V3, 24, 40, False, 64, (dense,) * 2 + (sparse,) * 3, (sparse,))
+    assert shape_of(config(Family.DEEPSEEK_V3)) == expected
+
+
+def test_a_hybrid_model_is_read_whole() -> None:
+    experts = Experts(8, 3, 18, shared_intermediate=20, shared_gate=True)
+    linear = Layer(LinearAttention(3, 9, 6, 4, 5), experts)
+    full = Layer(GroupedAttention(6, 2, 10, head_norm=True, output_gate=True), experts)
+    expected = ModelShape(Family.QWEN3_NEXT, 24, 40, False, 64, (linear, linear, linear, full, linear))
+    assert shape_of(config(Family.QWEN3_NEXT)) == expected
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "sparse"),
+    [
+        pytest.param(Family.MIXTRAL, {}, [0, 1, 2, 3, 4], id="mixtral has experts everywhere"),
+        pytest.param(Family.QWEN3_MOE, {"decoder_sparse_step": 2}, [1, 3], id="every second layer"),
+        pytest.param(Family.QWEN3_MOE, {"mlp_only_layers": [0, 4]}, [1, 2, 3], id="all but those listed"),
+        pytest.param(Family.QWEN2_MOE, {"decoder_sparse_step": 2, "mlp_only_layers": [3]}, [1], id="both"),
+        pytest.param(Family.DEEPSEEK_V2, {"first_k_dense_replace": MISSING}, [0, 1, 2, 3, 4], id="V2 from the start"),
+        pytest.param(Family.DEEPSEEK_V3, {"first_k_dense_replace": MISSING}, [3, 4], id="V3 after three"),
+        pytest.param(Family.GLM4_MOE, {"first_k_dense_replace": MISSING}, [1, 2, 3, 4], id="GLM after one"),
+    ],
+)
+def test_experts_are_in_the_layers_that_the_config_says(
+    family: Family, changes: dict[str, Any], sparse: list[int]
+) -> None:
+    layers = shape_of(config(family, **changes)).layers
+    assert [index for index, layer in enumerate(layers) if isinstance(layer.mlp, Experts)] == sparse
+
+
+@pytest.mark.parametrize(
+    ("changes", "count"),
+    [
+        pytest.param({"num_nextn_predict_layers": 2}, 2, id="two"),
+        pytest.param({"num_nextn_predict_layers": 0}, 0, id="none"),
+        pytest.param({"num_nextn_predict_layers": MISSING}, 1, id="one by default"),
+        pytest.param({"num_nextn_predict_layers": MISSING, "num_mtp_layers": 3}, 3, id="by its newer name"),
+    ],
+)
+@pytest.mark.parametrize("family", [Family.DEEPSEEK_V3, Family.GLM4_MOE])
+def test_layers_that_predict_further_tokens_are_like_the_last_layer(
+    family: Family, changes: dict[str, Any], count: int
+) -> None:
+    shape = shape_of(config(family, **changes))
+    assert shape.mtp_layers == (shape.layers[-1],) * count
+
+
+def test_kimi_is_a_deepseek_v3() -> None:
+    kimi = config(Family.DEEPSEEK_V3, model_type="kimi_k2")
+    assert shape_of(kimi) == shape_of(config(Family.DEEPSEEK_V3))
+
+
+def test_the_dense_size_is_not_needed_where_every_layer_has_experts() -> None:
+    assert shape_of(config(Family.QWEN3_MOE, intermediate_size=MISSING)) == shape_of(config(Family.QWEN3_MOE))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        pytest.param(
+            Family.LLAMA,
+            {"hidden_size": MISSING},
+            "config.json has no hidden_size; expected a whole number from 1 to 2147483647",
+            id="a missing size",
+        ),
+        pytest.param(
+            Family.LLAMA,
+            {"hidden_size": None},
+            "config.json: hidden_size is null; expected a whole number from 1 to 2147483647",
+            id="null",
+        ),
+        pytest.param(
+            Family.LLAMA, {"hidden_size": -4}, "hidden_size is -4; expected a whole number from 1", id="negative"
+        ),
+        pytest.param(Family.LLAMA, {"vocab_size": 0}, "vocab_size is 0; expected", id="zero"),
+        pytest.param(Family.LLAMA, {"vocab_size": True}, "vocab_size is true; expected", id="a switch for a size"),
+        pytest.param(Family.LLAMA, {"vocab_size": "40"}, "vocab_size is '40'; expected", id="text for a size"),
+        pytest.param(Family.LLAMA, {"vocab_size": 40.0}, "vocab_size is 40.0; expected", id="a fraction for a size"),
+        pytest.param(Family.LLAMA, {"hidden_size": 10**30}, f"hidden_size is {10**30}; expected", id="absurd"),
+        pytest.param(
+            Family.LLAMA,
+            {"hidden_size": 10**5000},
+            "hidden_size is a number of too many digits; expected",
+            id="unprintable",
+        ),
+        pytest.param(
+            Family.LLAMA,
+            {"num_hidden_layers": 10**9},
+            "num_hidden_layers is 1000000000; expected a whole number from 1 to 10000",
+            id="too many layers",
+        ),
+        pytest.param(
+            Family.DEEPSEEK_V3,
+            {"num_nextn_predict_layers": 10**9},
+            "num_nextn_predict_layers is 1000000000; expected a whole number from 0 to 10000",
+            id="too many further layers",
+        ),
+        pytest.param(
+            Family.LLAMA, {"attention_bias": "yes"}, "attention_bias is 'yes'; expected true or false", id="a switch"
+        ),
+        pytest.param(
+            Family.LLAMA, {"hidden_size": 25}, "hidden_size 25 is not a multiple of num_attention_heads 6", id="heads"
+        ),
+        pytest.param(
+            Family.QWEN2,
+            {"num_key_value_heads": 4},
+            "num_attention_heads 6 is not a multiple of num_key_value_heads 4",
+            id="heads in uneven groups",
+        ),
+        pytest.param(
+            Family.MIXTRAL, {"num_key_value_heads": MISSING}, "config.json has no num_key_value_heads", id="no groups"
+        ),
+        pytest.param(
+            Family.QWEN2,
+            {"head_dim": MISSING, "hidden_size": 4},
+            "hidden_size 4 leaves nothing for each of num_attention_heads 6",
+            id="more heads than hidden",
+        ),
+        pytest.param(
+            Family.MIXTRAL, {"num_experts_per_tok": 9}, "num_experts_per_tok 9 is more than the 8 experts", id="experts"
+        ),
+        pytest.param(
+            Family.QWEN3_NEXT,
+            {"linear_num_value_heads": 8},
+            "linear_num_value_heads 8 is not a multiple of linear_num_key_heads 3",
+            id="linear heads",
+        ),
+        pytest.param(
+            Family.QWEN3_MOE,
+            {"mlp_only_layers": [1, "2"]},
+            "mlp_only_layers is [1, '2']; expected a list of layer indices",
+            id="a list of layers",
+        ),
+        pytest.param(
+            Family.QWEN3_MOE,
+            {"decoder_sparse_step": 2, "intermediate_size": MISSING},
+            "config.json has no intermediate_size",
+            id="dense layers of no size",
+        ),
+        pytest.param(
+            Family.GPT_OSS,
+            {"layer_types": ["full_attention"] * 4},
+            "expected a list of 5 entries (num_hidden_layers), each full_attention or sliding_attention",
+            id="too few layer types",
+        ),
+        pytest.param(
+            Family.QWEN3_NEXT,
+            {"layer_types": ["sliding_attention"] * 5},
+            "expected a list of 5 entries (num_hidden_layers), each linear_attention or full_attention",
+            id="an unknown layer type",
+        ),
+        pytest.param(
+            Family.DEEPSEEK_V3,
+            {"moe_layer_freq": 2},
+            "moe_layer_freq is 2; expected 1: Transformers builds experts in every layer whatever it says",
+            id="a frequency that is not followed",
+        ),
+        pytest.param(
+            Family.DEEPSEEK_V3,
+            {"scoring_func": "softmax"},
+            "scoring_func is 'softmax'; expected 'sigmoid'",
+            id="scores",
+        ),
+        pytest.param(Family.DEEPSEEK_V2, {"mlp_bias": True}, "mlp_bias is true; expected false", id="a bias"),
+    ],
+)
+def test_a_config_that_is_no_model_is_refused_with_key_value_and_expectation(
+    family: Family, changes: dict[str, Any], message: str
+) -> None:
+    refusal = problem(config(family, **changes))
+    assert refusal.rule is Rule.MODEL_CONFIG
+    assert refusal.message.startswith("config.json")
+    assert message in refusal.message
+
+
+def test_the_message_begins_with_where_the_config_came_from() -> None:
+    with pytest.raises(InvalidSpec, match=r"^spec\.model\.source: /models/a/config\.json: vocab_size is 0;"):
+        shape_of(config(Family.LLAMA, vocab_size=0), "/models/a/config.json")
+
+
+def test_an_unknown_family_is_refused_with_the_known_ones() -> None:
+    refusal = problem({"model_type": "gemma3_text"})
+    assert refusal.rule is Rule.MODEL_FAMILY
+    assert "model_type 'gemma3_text' is not supported; use a model whose model_type is one of llama, qwen2," in (
+        refusal.message
+    )
+    assert all(family in refusal.message for family in Family)
+
+
+def test_a_model_that_sees_pictures_is_refused() -> None:
+    refusal = problem({"model_type": "glm4v_moe", "text_config": config(Family.GLM4_MOE)})
+    assert refusal.rule is Rule.MODEL_FAMILY
+    assert "text_config says that this model reads more than text" in refusal.message
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        pytest.param([1], "config.json holds [1]; expected a JSON object", id="a list"),
+        pytest.param(None, "config.json holds null; expected a JSON object", id="null"),
+        pytest.param({}, "config.json: model_type is null; expected one of llama", id="nothing"),
+        pytest.param({"model_type": 3}, "config.json: model_type is 3; expected one of llama", id="a number"),
+    ],
+)
+def test_what_is_not_a_config_is_refused(values: object, message: str) -> None:
+    refusal = problem(values)
+    assert refusal.rule is Rule.MODEL_CONFIG
+    assert refusal.message.startswith(message)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        pytest.param("a" * 10_000, id="a long text"),
+        pytest.param(list(range(10_000)), id="a long list"),
+        pytest.param({"a": ["b" * 10_000]}, id="an object"),
+        pytest.param(10**4000, id="a long number"),
+    ],
+)
+def test_a_message_stays_short_whatever_the_value(value: object) -> None:
+    assert len(problem(config(Family.LLAMA, vocab_size=value)).message) < 300
+
+
+@pytest.mark.parametrize("family", list(Family))
+@given(data=st.data())
+def test_any_config_of_a_family_has_a_shape_and_whole_counts(family: Family, data: st.DataObject) -> None:
+    shape = shape_of(data.draw(any_config(family)))
+    weights = model_weights(shape) + mtp_weights(shape)
+    assert 0 < active_parameters(shape) <= parameters(shape) <= weights.total
+    assert weights.routed == 0 or shape.experts is not None
+
+
+@pytest.mark.parametrize("family", list(Family))
+@given(changes=st.dictionaries(st.sampled_from(KEYS), JSON | st.just(MISSING), min_size=1, max_size=3))
+def test_a_broken_config_is_counted_or_refused_but_never_crashes(family: Family, changes: dict[str, Any]) -> None:
+    try:
+        shape = shape_of(config(family, **changes))
+    except InvalidSpec:
+        return
+    assert parameters(shape) > 0
+    assert active_parameters(shape) > 0
+
+
+@given(values=JSON)
+def test_any_json_at_all_is_refused_or_counted(values: object) -> None:
+    with pytest.raises(InvalidSpec):
+        shape_of(values)
