@@ -1,4 +1,4 @@
-"""Our rank map and stage split against what Megatron itself builds, on 8, 16 and 64 ranks of torch's fake process group."""
+"""Our rank map and stage split against what Megatron itself builds, on torch's fake process group."""
 
 from __future__ import annotations
 
@@ -58,7 +58,9 @@ def test_every_rank_has_the_groups_megatron_gives_it(asked: Parallelism) -> None
         ),
         pytest.param(Parallelism(pipeline=4, virtual_pipeline=3), 48, id="interleaved"),
         pytest.param(
-            Parallelism(pipeline=4, virtual_pipeline=2, first_stage_layers=4, last_stage_layers=6), 26, id="uneven interleaved"
+            Parallelism(pipeline=4, virtual_pipeline=2, first_stage_layers=4, last_stage_layers=6),
+            26,
+            id="uneven interleaved",
         ),
         pytest.param(
             Parallelism(pipeline=4, virtual_pipeline=2, embedding_counts_as_layer=True, loss_counts_as_layer=True),

@@ -1,0 +1,112 @@
+# The only entry point. Needs python3 >= 3.11, git and make; everything else is fetched, pinned and hashed, on first use.
+# Environments are built on demand into .venv/; what they are built from is kept in $MOEJOB_CACHE, outside the tree.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+MAKEFLAGS += --no-print-directory
+.DEFAULT_GOAL := help
+
+export PYTHON ?= python3
+# Passed on to pytest: make test-operator ARGS="-k layout -x"
+ARGS ?=
+
+operator := .venv/operator/bin
+trainer := .venv/trainer/bin
+rollout := .venv/rollout/bin
+
+help: ## Say what each target does
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | awk -F '\t' '{ printf "  %-14s %s\n", $$1, $$2 }'
+
+# What a tool says matters when it fails.
+quietly = said=$$($(1) 2>&1) || { echo "$$said"; exit 1; }
+
+
+# Environments. The name of a stamp carries a hash of all that the environment is built from: a file's date says nothing
+# after a checkout.
+
+built = .venv/$(1)/.built-$(shell cat requirements/$(1).txt requirements/tools.txt scripts/environment VERSION \
+	$(patsubst %,%/pyproject.toml,$(2)) | sha256sum | cut -c 1-16)
+operator_built := $(call built,operator,crds operator cli)
+trainer_built := $(call built,trainer,crds trainer)
+rollout_built := $(call built,rollout)
+
+$(operator_built):
+	@scripts/environment operator $@ crds operator cli
+
+$(trainer_built):
+	@scripts/environment trainer $@ crds trainer
+
+$(rollout_built):
+	@scripts/environment rollout $@
+
+setup: $(operator_built) $(trainer_built) $(rollout_built) ## Build the three environments
+	@:
+
+
+# Checks.
+
+fmt: $(operator_built) ## Format and fix what can be fixed
+	@$(operator)/ruff check --quiet --fix-only
+	@$(operator)/ruff format --quiet
+
+lint: $(operator_built) ## Check format, style and the import rules
+	@$(operator)/ruff format --quiet --check --diff
+	@$(operator)/ruff check --quiet
+	@$(call quietly,PYTHONPATH=crds/src:operator/src:trainer/src:cli/src:scripts $(operator)/lint-imports --no-logo --no-cache)
+
+types: $(operator_built) $(trainer_built) ## Check types, strictly, against what each package runs with
+	@$(call quietly,$(operator)/mypy --cache-dir .mypy_cache/operator $(wildcard crds/src operator/src cli/src scripts \
+		benchmarks tests/*.py $(patsubst %,tests/%,api operator cli chart cluster rollout)))
+	@$(call quietly,$(trainer)/mypy --cache-dir .mypy_cache/trainer trainer/src tests/trainer)
+
+generate: $(operator_built) ## Write the CRD that the models describe
+	@$(operator)/python -m moejob_api.crd
+
+verify: lint types ## All of that, and that nothing generated is stale
+	@$(operator)/python -m moejob_api.crd --check
+
+
+# Tests, in the environment of what they test.
+
+test: test-operator test-trainer test-rollout ## Run every test that needs neither GPU nor cluster
+
+test-operator: $(operator_built) ## Test api, operator, cli and chart
+	@$(operator)/pytest $(wildcard $(patsubst %,tests/%,api cli operator chart)) $(ARGS)
+
+test-trainer: $(trainer_built) ## Test the trainer
+	@$(trainer)/pytest tests/trainer $(ARGS)
+
+test-rollout: $(rollout_built) ## Test what runs beside vLLM
+	@$(rollout)/pytest tests/rollout $(ARGS)
+
+bench: $(operator_built) ## Measure planning
+	@$(operator)/python -m benchmarks.planning
+
+demo: $(operator_built) ## Plan every example
+	@for job in $(wildcard examples/*.yaml); do echo "--- $$job"; $(operator)/moejob plan "$$job"; done
+
+
+# Closures. Order matters: what comes later is held to the versions chosen earlier, so that the tools install on top of
+# any of the three. A pin stays until it is named: make lock UPGRADE="kopf ruff", or UPGRADE=all.
+
+UPGRADE ?=
+upgrades := $(if $(filter all,$(UPGRADE)),--upgrade,$(addprefix --upgrade-package ,$(UPGRADE)))
+compile = UV_CUSTOM_COMPILE_COMMAND="make lock" scripts/uv --quiet pip compile \
+	--config-file requirements/uv.toml --python-version 3.11 --python-platform x86_64-manylinux_2_31 \
+	--generate-hashes --no-emit-index-url --no-emit-find-links $(upgrades) $(patsubst %,--constraints requirements/%.txt,$(3)) \
+	--output-file requirements/$(1).txt $(patsubst %,requirements/%.in,$(2))
+
+lock: ## Pin and hash the closures of requirements/*.in
+	@$(call compile,uv,uv)
+	@$(call compile,operator,operator)
+	@$(call compile,trainer,trainer,operator)
+	@$(call compile,tools,tools,operator trainer)
+	@$(call compile,rollout,rollout,tools)
+	@$(call compile,trainer-gpu,trainer gpu,trainer tools)
+
+clean: ## Remove the environments and all build output; the cache stays
+	@rm -rf .venv .hypothesis .mypy_cache .pytest_cache .ruff_cache \
+		$(foreach dist,crds operator trainer cli,$(dist)/dist $(dist)/build)
+	@find $(wildcard crds operator trainer cli tests benchmarks scripts) -name __pycache__ -prune -exec rm -rf {} +
+
+.PHONY: help setup fmt lint types generate verify test test-operator test-trainer test-rollout bench demo lock clean

@@ -1,0 +1,47 @@
+"""Owns the import contracts that import-linter lacks; what they apply to is in .importlinter."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from importlinter import Contract, ContractCheck, fields, output
+from importlinter.contracts.forbidden import ForbiddenContract
+
+if TYPE_CHECKING:
+    from grimp import ImportGraph
+
+
+class OnlyContract(Contract):
+    """A package imports itself, the standard library and the named packages, and nothing else."""
+
+    # import-linter puts the value in the field's place.
+    package: Any = fields.StringField()
+    allowed: Any = fields.SetField(subfield=fields.StringField())
+
+    def check(self, graph: ImportGraph, verbose: bool) -> ContractCheck:  # noqa: ARG002
+        allowed = {self.package, *self.allowed, *sys.stdlib_module_names}
+        strangers = [
+            (importer, imported)
+            for importer in sorted({self.package, *graph.find_descendants(self.package)})
+            for imported in sorted(graph.find_modules_directly_imported_by(importer))
+            if imported.partition(".")[0] not in allowed
+        ]
+        return ContractCheck(kept=not strangers, metadata={"strangers": strangers})
+
+    def render_broken_contract(self, check: ContractCheck) -> None:
+        for importer, imported in check.metadata["strangers"]:
+            output.print_error(f"{importer} imports {imported}, which is not among {', '.join(sorted(self.allowed))}")
+
+
+class ForbiddenWherePresentContract(ForbiddenContract):
+    """`forbidden` that warns of a source module which does not exist, where the original stops."""
+
+    source_modules: Any = ForbiddenContract.source_modules
+
+    def check(self, graph: ImportGraph, verbose: bool) -> ContractCheck:
+        absent = {module for module in self.source_modules if str(module) not in graph.modules}
+        self.source_modules -= absent
+        checked = super().check(graph, verbose)
+        checked.warnings.extend(f"{module} does not exist" for module in sorted(map(str, absent)))
+        return checked

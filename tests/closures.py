@@ -1,0 +1,96 @@
+"""Owns what requirements/*.txt say, and what an environment really holds."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterable, Mapping
+from importlib.machinery import EXTENSION_SUFFIXES
+from importlib.metadata import Distribution, distributions
+from pathlib import Path, PurePosixPath
+
+ROOT = Path(__file__).parent.parent
+OWN = frozenset({"moejob", "moejob-api", "moejob-operator", "moejob-trainer"})
+
+_PIN = re.compile(r"^([a-z0-9-]+)==(\S+) \\$", re.MULTILINE)
+# A bare .so at the top of a wheel is one of NVIDIA's C libraries; a Python module names its interpreter.
+_MODULES = (".py", *(suffix for suffix in EXTENSION_SUFFIXES if suffix != ".so"))
+
+# In a process of its own: what a hundred packages do to the interpreter as they load is not the other tests' business.
+_IMPORT_ALL = """
+import importlib, json, sys
+
+errors = {}
+for name, preparation in json.load(sys.stdin):
+    try:
+        exec(preparation)
+        importlib.import_module(name)
+    except Exception as error:
+        errors[name] = repr(error)
+with open(sys.argv[1], "w") as answer:
+    json.dump(errors, answer)
+"""
+
+
+def pins(name: str) -> dict[str, str]:
+    """The version of each distribution in requirements/NAME.txt."""
+    return dict(_PIN.findall((ROOT / "requirements" / f"{name}.txt").read_text()))
+
+
+def installed() -> dict[str, Distribution]:
+    """The distributions of this environment by their normalized names, ours left out."""
+    found = {re.sub(r"[-_.]+", "-", dist.name).lower(): dist for dist in _distributions()}
+    return {name: dist for name, dist in found.items() if name not in OWN}
+
+
+def wrong_versions(name: str) -> dict[str, tuple[str, str | None]]:
+    """Pinned and installed version of each distribution of requirements/NAME.txt where the two differ."""
+    held = {found: dist.version for found, dist in installed().items()}
+    return {
+        pinned: (version, held.get(pinned)) for pinned, version in pins(name).items() if held.get(pinned) != version
+    }
+
+
+def strays(name: str) -> set[str]:
+    """What is installed and neither in requirements/NAME.txt nor a tool."""
+    return installed().keys() - pins(name).keys() - pins("tools").keys()
+
+
+def modules(name: str) -> dict[str, list[str]]:
+    """The modules at the top of each distribution of requirements/NAME.txt, as far as it is installed."""
+    found = installed()
+    return {pinned: top_modules(found[pinned]) for pinned in pins(name) if pinned in found}
+
+
+def top_modules(dist: Distribution) -> list[str]:
+    """The importable modules nearest the root: `yaml`, and `cuda.pathfinder` where `cuda` itself is but a namespace."""
+    files = [PurePosixPath(file) for file in dist.files or ()]
+    packages = {file.parent for file in files if file.name == "__init__.py"}
+    code = (_module(file) for file in files if file.name.endswith(_MODULES))
+    tops = {module for module in code if _importable(module) and not packages.intersection(module.parents)}
+    return sorted(".".join(module.parts) for module in tops)
+
+
+def import_errors(names: list[str], answer: Path, preparations: Mapping[str, str] | None = None) -> dict[str, str]:
+    """What each import raises that fails; a module with a preparation comes last, after that code has run."""
+    order = sorted(((name, (preparations or {}).get(name, "")) for name in names), key=lambda entry: entry[1] != "")
+    command = [sys.executable, "-W", "ignore", "-c", _IMPORT_ALL, str(answer)]
+    subprocess.run(command, input=json.dumps(order), text=True, check=True, cwd=answer.parent)
+    errors: dict[str, str] = json.loads(answer.read_text())
+    return errors
+
+
+def _distributions() -> Iterable[Distribution]:
+    # Not sys.path: whoever imports setuptools adds its vendored packages there.
+    return distributions(path=sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}))
+
+
+def _module(file: PurePosixPath) -> PurePosixPath:
+    return file.parent if file.name == "__init__.py" else file.with_name(file.name.partition(".")[0])
+
+
+def _importable(module: PurePosixPath) -> bool:
+    return all(part.isidentifier() for part in module.parts)

@@ -1,0 +1,35 @@
+"""The rollout environment is its closure and the tools, nothing else, and all of it loads."""
+
+from __future__ import annotations
+
+import pytest
+
+from closures import import_errors, modules, strays, wrong_versions
+
+MODULES = modules("rollout")
+# The server imports most of what vLLM needs; the package alone almost nothing.
+NAMES = [*(module for tops in MODULES.values() for module in tops), "vllm.entrypoints.openai.api_server"]
+# Wheels of shared libraries that torch loads by path: nothing in them can be imported.
+LIBRARIES = ("cuda-toolkit", "nvidia-")
+
+
+@pytest.fixture(scope="module")
+def errors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return import_errors(NAMES, tmp_path_factory.mktemp("imports") / "errors.json")
+
+
+@pytest.mark.parametrize("module", NAMES)
+def test_every_module_of_the_closure_loads(module: str, errors: dict[str, str]) -> None:
+    assert errors.get(module) is None
+
+
+def test_every_distribution_of_the_closure_has_a_module_or_is_a_library_of_nvidia() -> None:
+    assert [name for name, tops in MODULES.items() if not tops and not name.startswith(LIBRARIES)] == []
+
+
+def test_versions_are_the_pinned_ones() -> None:
+    assert wrong_versions("rollout") == {}
+
+
+def test_nothing_else_is_installed() -> None:
+    assert strays("rollout") == set()

@@ -1,0 +1,49 @@
+"""The trainer environment is its closure and the tools, nothing else, and all of it loads."""
+
+from __future__ import annotations
+
+import pytest
+
+from closures import import_errors, modules, strays, wrong_versions
+
+MODULES = modules("trainer")
+NAMES = [module for tops in MODULES.values() for module in tops]
+# Wheels of shared libraries that torch loads by path: nothing in them can be imported.
+LIBRARIES = ("cuda-toolkit", "nvidia-")
+
+# The bridge's LoRA layers name Transformer Engine's classes as they load. Megatron decides whether it has Transformer
+# Engine when it is first imported: that must come before the stand-in.
+PREPARATIONS = {
+    "megatron.bridge": """
+import sys, types
+import torch, megatron.core.extensions.transformer_engine
+
+engine = types.ModuleType("transformer_engine")
+engine.pytorch = types.ModuleType("transformer_engine.pytorch")
+engine.pytorch.Linear = engine.pytorch.LayerNormLinear = torch.nn.Linear
+engine.pytorch.ops = types.SimpleNamespace(Sequential=torch.nn.Sequential)
+sys.modules[engine.__name__], sys.modules[engine.pytorch.__name__] = engine, engine.pytorch
+"""
+}
+
+
+@pytest.fixture(scope="module")
+def errors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return import_errors(NAMES, tmp_path_factory.mktemp("imports") / "errors.json", PREPARATIONS)
+
+
+@pytest.mark.parametrize("module", NAMES)
+def test_every_module_of_the_closure_loads(module: str, errors: dict[str, str]) -> None:
+    assert errors.get(module) is None
+
+
+def test_every_distribution_of_the_closure_has_a_module_or_is_a_library_of_nvidia() -> None:
+    assert [name for name, tops in MODULES.items() if not tops and not name.startswith(LIBRARIES)] == []
+
+
+def test_versions_are_the_pinned_ones() -> None:
+    assert wrong_versions("trainer") == {}
+
+
+def test_nothing_else_is_installed() -> None:
+    assert strays("trainer") == set()
