@@ -1,4 +1,4 @@
-"""Specs that break exactly one rule which one object can decide; the planner and the API server must both refuse them."""
+"""Specs that break exactly one rule of those one object can decide; planner and API server must both refuse them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ class Broken:
 
 BROKEN_SPECS: tuple[Broken, ...] = (
     Broken("grpo without its section", Rule.METHOD, "no grpo section", {"method": "GRPO", "grpo": None}),
-    Broken("sft with a grpo section", Rule.METHOD, "no meaning for method SFT", {"grpo": {"rewards": [{"name": "math"}]}}),
+    Broken(
+        "sft with a grpo section", Rule.METHOD, "no meaning for method SFT", {"grpo": {"rewards": [{"name": "math"}]}}
+    ),
     Broken("sft without a global batch", Rule.METHOD, "needs globalBatchSize", {"training": {"globalBatchSize": None}}),
     Broken(
         "sft on prompts",
@@ -34,7 +36,9 @@ BROKEN_SPECS: tuple[Broken, ...] = (
         "GRPO generates the answers",
         {"method": "GRPO", "data": {"train": [{"source": "/a.jsonl", "format": "Chat"}]}},
     ),
-    Broken("sft with offloaded parameters", Rule.OFFLOAD, "offloadOptimizer: 1", {"memory": {"offloadParameters": True}}),
+    Broken(
+        "sft with offloaded parameters", Rule.OFFLOAD, "offloadOptimizer: 1", {"memory": {"offloadParameters": True}}
+    ),
     Broken("sft with offloaded gradients", Rule.OFFLOAD, "between the phases", {"memory": {"offloadGradients": True}}),
     Broken(
         "separate engines with offloaded gradients",
@@ -54,9 +58,16 @@ BROKEN_SPECS: tuple[Broken, ...] = (
         "remove microBatchSize",
         {"training": {"microBatchSize": 2, "dynamicBatchTokens": 8192}},
     ),
-    Broken("dynamic batch below one sequence", Rule.CONFLICT, "4096 or more", {"training": {"dynamicBatchTokens": 4095}}),
+    Broken(
+        "dynamic batch below one sequence", Rule.CONFLICT, "4096 or more", {"training": {"dynamicBatchTokens": 4095}}
+    ),
     Broken("wsd without decay", Rule.CONFLICT, "needs decaySteps", {"training": {"scheduler": {"kind": "WSD"}}}),
-    Broken("warm-up beyond the run", Rule.CONFLICT, "longer than the run", {"training": {"scheduler": {"warmupSteps": 101}}}),
+    Broken(
+        "warm-up beyond the run",
+        Rule.CONFLICT,
+        "longer than the run",
+        {"training": {"scheduler": {"warmupSteps": 101}}},
+    ),
     Broken("evaluation of nothing", Rule.CONFLICT, "nothing to evaluate", {"training": {"evalEvery": 10}}),
     Broken(
         "modules under full recompute",
@@ -170,15 +181,9 @@ BROKEN_SPECS: tuple[Broken, ...] = (
     ),
     Broken("no volume", Rule.EXACTLY_ONE, "neither is given", {"storage": {"size": None}}),
     Broken("two volumes", Rule.EXACTLY_ONE, "both is given", {"storage": {"claimName": "mine"}}),
-    Broken(
-        "two gpu memories", Rule.EXACTLY_ONE, "keep one", {"resources": {"gpuType": "H100", "gpuMemoryGiB": 80}}
-    ),
-    Broken(
-        "gpu type on cpu", Rule.CONFLICT, "has no GPUs", {"resources": {"accelerator": "CPU", "gpuType": "H100"}}
-    ),
-    Broken(
-        "a variable without value", Rule.ENVIRONMENT, "0 are given", {"resources": {"env": [{"name": "A"}]}}
-    ),
+    Broken("two gpu memories", Rule.EXACTLY_ONE, "keep one", {"resources": {"gpuType": "H100", "gpuMemoryGiB": 80}}),
+    Broken("gpu type on cpu", Rule.CONFLICT, "has no GPUs", {"resources": {"accelerator": "CPU", "gpuType": "H100"}}),
+    Broken("a variable without value", Rule.ENVIRONMENT, "0 are given", {"resources": {"env": [{"name": "A"}]}}),
     Broken(
         "a variable with two values",
         Rule.ENVIRONMENT,
@@ -191,9 +196,7 @@ BROKEN_SPECS: tuple[Broken, ...] = (
         "set by moejob itself",
         {"resources": {"env": [{"name": "MOEJOB_UID", "value": "1"}]}},
     ),
-    Broken(
-        "an import without source", Rule.ENVIRONMENT, "entry 0", {"resources": {"envFrom": [{}]}}
-    ),
+    Broken("an import without source", Rule.ENVIRONMENT, "entry 0", {"resources": {"envFrom": [{}]}}),
     Broken(
         "a toleration with exists and value",
         Rule.CONFLICT,
@@ -233,9 +236,7 @@ BROKEN_SPECS: tuple[Broken, ...] = (
         "expertTensor 1 x expert 32 = 32 must divide tensor 1 x context 1 x data 4 = 4",
         {"parallelism": {"pipeline": 16, "expert": 32, "data": 4, "expertLayout": "Folded"}},
     ),
-    Broken(
-        "chunks of one stage", Rule.VIRTUAL_PIPELINE, "pipeline is 1", {"parallelism": {"virtualPipeline": 2}}
-    ),
+    Broken("chunks of one stage", Rule.VIRTUAL_PIPELINE, "pipeline is 1", {"parallelism": {"virtualPipeline": 2}}),
     Broken(
         "two ways to cut the layers",
         Rule.CONFLICT,

@@ -35,7 +35,7 @@ class Role(StrEnum):
 
 
 class Environment(StrEnum):
-    """Variables that the operator (or `moejob run`) sets for the launcher. All others starting with MOEJOB_ are refused."""
+    """Variables that the operator (or `moejob run`) sets for the launcher; a job may set none starting with MOEJOB_."""
 
     JOB = "MOEJOB_JOB"
     NAMESPACE = "MOEJOB_NAMESPACE"

@@ -119,7 +119,10 @@ def decide(failures: tuple[Failure, ...], budget: Budget) -> Decision | None:
     first = _culprit(failures)
     charged = _charged(first, budget)
     if charged.spent > charged.limit:
-        return GiveUp(budget, f"{_reason(first)}; {budget.spent} restarts since the last checkpoint, backoffLimit is {budget.limit}")
+        return GiveUp(
+            budget,
+            f"{_reason(first)}; {budget.spent} restarts since the last checkpoint, backoffLimit is {budget.limit}",
+        )
     return _smallest(failures, charged, _reason(first))
 
 

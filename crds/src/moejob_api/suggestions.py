@@ -52,9 +52,11 @@ Judge = Callable[[Spec], Fit | None]
 def suggestions(spec: Spec, shape: ModelShape | None, wanted_gpus: int, judge: Judge) -> tuple[Suggestion, ...]:
     """Accepted layouts on the wanted GPUs, nearest first, then on the nearest other counts."""
     same = [wanted_gpus] if _fills_nodes(wanted_gpus, spec.resources.gpus_per_node) else []
-    found = _nearest(spec, shape, same, wanted_gpus, judge, SAME_COUNT_LIMIT)
     others = [count for count in _other_counts(wanted_gpus, spec.resources.gpus_per_node) if count not in same]
-    return (*found, *_nearest(spec, shape, others, wanted_gpus, judge, OTHER_COUNT_LIMIT))
+    return (
+        *islice(_accepted(spec, _ranked(spec, shape, same, wanted_gpus), judge), SAME_COUNT_LIMIT),
+        *islice(_accepted(spec, _ranked(spec, shape, others, wanted_gpus), judge), OTHER_COUNT_LIMIT),
+    )
 
 
 def distance(asked: Parallelism, candidate: Parallelism, wanted_gpus: int) -> float:
@@ -63,14 +65,16 @@ def distance(asked: Parallelism, candidate: Parallelism, wanted_gpus: int) -> fl
     moved = sum(abs(log2(getattr(candidate, name) / getattr(asked, name))) for name in sizes)
     if asked.expert_tensor is not None and asked.expert_layout is ExpertLayout.FOLDED:
         moved += abs(log2((candidate.expert_tensor or 1) / asked.expert_tensor))
-    split = (asked.virtual_pipeline or 1) != (candidate.virtual_pipeline or 1)
-    split += _split_of(asked) != _split_of(candidate)
-    return moved + SPLIT_COST * split + GPU_DOUBLING_COST * abs(log2(gpus(candidate) / wanted_gpus))
+    splits = ((asked.virtual_pipeline or 1) != (candidate.virtual_pipeline or 1)) + (
+        _split_of(asked) != _split_of(candidate)
+    )
+    return moved + SPLIT_COST * splits + GPU_DOUBLING_COST * abs(log2(gpus(candidate) / wanted_gpus))
 
 
-def _nearest(
-    spec: Spec, shape: ModelShape | None, counts: list[int], wanted_gpus: int, judge: Judge, limit: int
-) -> list[Suggestion]:
+def _ranked(
+    spec: Spec, shape: ModelShape | None, counts: list[int], wanted_gpus: int
+) -> list[tuple[float, Parallelism]]:
+    """Candidates on any of the counts with their distances, nearest first."""
     candidates = [
         (distance(spec.parallelism, candidate, wanted_gpus), candidate)
         for count in counts
@@ -78,12 +82,14 @@ def _nearest(
     ]
     # Ties are broken by the sizes themselves, so that the same job always gets the same advice.
     candidates.sort(key=lambda entry: (round(entry[0], 6), entry[1].tensor, entry[1].pipeline, entry[1].expert))
-    accepted = (
-        Suggestion(candidate, fit, cost)
-        for cost, candidate in candidates[:CANDIDATES_TRIED]
-        if (fit := judge(spec.model_copy(update={"parallelism": candidate}))) is not None
-    )
-    return list(islice(accepted, limit))
+    return candidates[:CANDIDATES_TRIED]
+
+
+def _accepted(spec: Spec, ranked: list[tuple[float, Parallelism]], judge: Judge) -> Iterator[Suggestion]:
+    for cost, candidate in ranked:
+        fit = judge(spec.model_copy(update={"parallelism": candidate}))
+        if fit is not None:
+            yield Suggestion(candidate, fit, cost)
 
 
 def _candidates(spec: Spec, shape: ModelShape | None, count: int) -> Iterator[Parallelism]:
@@ -160,7 +166,9 @@ def _other_counts(wanted: int, per_node: int) -> list[int]:
         return [*inside, 2 * per_node, 4 * per_node]
     nodes = ceil_div(wanted, per_node)
     near = {nodes - 1, nodes, nodes + 1, nodes // 2, nodes * 2, nodes * 4, nodes * 8}
-    return sorted((n * per_node for n in near if n >= 1 and n * per_node != wanted), key=lambda n: abs(log2(n / wanted)))
+    return sorted(
+        (n * per_node for n in near if n >= 1 and n * per_node != wanted), key=lambda n: abs(log2(n / wanted))
+    )
 
 
 def _head_divisor(shape: ModelShape | None) -> int | None:

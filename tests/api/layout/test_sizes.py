@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from builders import spec
 from hypothesis import given
 from hypothesis import strategies as st
 
+from builders import spec
 from moejob_api.job.parallelism import ExpertLayout, Parallelism
 from moejob_api.layout.sizes import Layout, gpus, layout
 

@@ -119,7 +119,7 @@ def test_a_token_meets_as_many_parameters_as_the_name_says(name: str, billions: 
 
 @pytest.mark.parametrize("name", catalog.names())
 def test_every_name_has_a_shape(name: str) -> None:
-    assert shape(name).positions >= 4096
+    assert shape(name).positions >= 2048
 
 
 @pytest.mark.parametrize("name", sorted(set(catalog.names()) - set(catalog.shipped())))

@@ -122,8 +122,8 @@ def test_a_link_that_leads_nowhere_is_refused(tmp_path: Path) -> None:
     assert refusal(str(tmp_path)).startswith(f"there is no {tmp_path}/config.json that can be read")
 
 
-def test_a_name_longer_than_the_disk_allows_is_refused(tmp_path: Path) -> None:
-    assert refusal(f"{tmp_path}/{'a' * 4000}").startswith("there is no ")
+def test_a_name_longer_than_the_disk_allows_is_refused() -> None:
+    assert refusal(f"./{'a' * 4000}").startswith("there is no ")
 
 
 @pytest.mark.parametrize(

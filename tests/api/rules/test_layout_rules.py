@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from builders import dense_model, latent_model, moe_model, spec
 
+from builders import dense_model, latent_model, moe_model, spec
 from moejob_api.models.shape import (
-    DenseMLP,
     Experts,
     Family,
     GroupedAttention,
@@ -238,7 +237,10 @@ LINEAR = ModelShape(
         ),
         pytest.param(
             QWEN,
-            {"method": "GRPO", "grpo": {"rewards": [{"name": "a"}], "rollout": {"placement": "Separate", "tensor": 16}}},
+            {
+                "method": "GRPO",
+                "grpo": {"rewards": [{"name": "a"}], "rollout": {"placement": "Separate", "tensor": 16}},
+            },
             Rule.ROLLOUT,
             "does not fit on a node of 8",
             id="separate engine across nodes",

@@ -116,7 +116,7 @@ class _Composer:
         parent.size += node.size
         parent.height = max(parent.height, node.height + 1)
         if parent.size > MAX_SIZE:
-            raise UnreadableError("too large once its aliases are written out; a job is a few kilobytes", node.line)
+            raise UnreadableError("too large with its aliases written out; a job is a few kilobytes", node.line)
         if parent.height > MAX_DEPTH:
             raise _too_deep(node.line)
 

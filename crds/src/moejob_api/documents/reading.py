@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ from pydantic import JsonValue, ValidationError
 from moejob_api.crd.fields import job_fields
 from moejob_api.documents.syntax import UnreadableError
 from moejob_api.documents.tree import trees
-from moejob_api.documents.values import holds_null, plain, without_nulls
+from moejob_api.documents.values import holds_null, plain_fields, without_nulls
 from moejob_api.documents.wording import problems_of, wrong_kind
 from moejob_api.job import KIND, Metadata, MoETrainingJob
 from moejob_api.problems import InvalidSpec, Problem, Rule
@@ -52,10 +53,10 @@ def read_job(text: bytes | str, name: str) -> MoETrainingJob:
 
 def parse_job(raw: Mapping[str, Any]) -> MoETrainingJob:
     """The job in an API object; what Kubernetes keeps in metadata for itself is ignored."""
-    refused = wrong_kind(raw)
+    tree = plain_fields({name: _own(name, value) for name, value in raw.items()})
+    refused = wrong_kind(tree)
     if refused is not None:
         raise InvalidSpec((refused,))
-    tree = plain({name: _own(name, value) for name, value in raw.items()})
     body = without_nulls(tree, job_fields()) if holds_null(tree) else tree
     try:
         return MoETrainingJob.model_validate_json(json.dumps(body), by_alias=True, by_name=False)
@@ -72,6 +73,8 @@ def _own(name: object, value: object) -> object:
 def _content(path: str) -> bytes:
     if path == STANDARD_INPUT:
         return sys.stdin.buffer.read(MAX_BYTES + 1)
+    if "\0" in path:
+        raise OSError(errno.EINVAL, "its name holds a NUL character")
     with Path(path).open("rb") as file:
         return file.read(MAX_BYTES + 1)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from pydantic import JsonValue
 
@@ -25,16 +26,20 @@ def plain(value: object, path: str = "", depth: int = 0) -> JsonValue:
         case int() | float():
             return _number(value, path)
         case Mapping():
-            return {
-                _name(key, path): plain(inner, f"{path}.{key}" if path else str(key), depth + 1)
-                for key, inner in value.items()
-            }
+            return plain_fields(value, path, depth)
         case Sequence() if not isinstance(value, bytes | bytearray):
             return [plain(inner, f"{path}[{index}]", depth + 1) for index, inner in enumerate(value)]
         case _:
             raise _refused(
                 path, f"is a {type(value).__name__}, which is no JSON; use text, numbers, lists and mappings"
             )
+
+
+def plain_fields(value: Mapping[Any, object], path: str = "", depth: int = 0) -> dict[str, JsonValue]:
+    """The same of a mapping."""
+    return {
+        _name(key, path): plain(inner, f"{path}.{key}" if path else str(key), depth + 1) for key, inner in value.items()
+    }
 
 
 def _name(key: object, path: str) -> str:

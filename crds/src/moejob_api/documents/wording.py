@@ -15,6 +15,8 @@ from moejob_api.job import GROUP, KIND, VERSION
 from moejob_api.problems import Problem, Rule
 
 MAX_PROBLEMS = 20
+# Several errors may make one problem; beyond this nobody reads on, and a flood would take seconds to word.
+_MAX_WORDED = 100
 _SHOWN_CHARACTERS = 40
 _SHOWN_NAMES = 12
 # Names longer than any field are not compared: difflib takes quadratic time.
@@ -38,7 +40,8 @@ def problems_of(error: ValidationError, tree: JsonValue) -> tuple[Problem, ...]:
     problems: dict[str, Problem] = {}
     # A misspelt field is one problem, not also a missing one.
     meant: set[str] = set()
-    for found in error.errors(include_url=False, include_context=False, include_input=False):
+    errors = error.errors(include_url=False, include_context=False, include_input=False)
+    for found in errors[:_MAX_WORDED]:
         place = _place(tree, found["loc"], is_missing=found["type"] == "missing")
         path = dotted(place)
         if path in problems:
@@ -49,7 +52,10 @@ def problems_of(error: ValidationError, tree: JsonValue) -> tuple[Problem, ...]:
         else:
             message = _message(found["type"], found["loc"], place, tree)
         problems[path] = Problem(Rule.FIELD, path, message)
-    return _first([problem for path, problem in problems.items() if path not in meant and not _holds(path, problems)])
+    told = [problem for path, problem in problems.items() if path not in meant and not _holds(path, problems)]
+    if len(told) <= MAX_PROBLEMS and len(errors) <= _MAX_WORDED:
+        return tuple(told)
+    return (*told[:MAX_PROBLEMS], Problem(Rule.FIELD, "", "there are more problems; fix these first"))
 
 
 def _holds(path: str, problems: Mapping[str, Problem]) -> bool:
@@ -57,7 +63,7 @@ def _holds(path: str, problems: Mapping[str, Problem]) -> bool:
     return any(other.startswith((f"{path}.", f"{path}[")) for other in problems)
 
 
-def wrong_kind(raw: Mapping[str, Any]) -> Problem | None:
+def wrong_kind(raw: Mapping[str, JsonValue]) -> Problem | None:
     """Why an object is no MoETrainingJob of this version; None when it says that it is one."""
     version, kind, wanted = raw.get("apiVersion"), raw.get("kind"), f"{GROUP}/{VERSION}"
     if kind is None:
@@ -89,13 +95,6 @@ def dotted(place: Place) -> str:
         else:
             path += f"[{json.dumps(_cut(step), ensure_ascii=False)}]"
     return path
-
-
-def _first(problems: list[Problem]) -> tuple[Problem, ...]:
-    if len(problems) <= MAX_PROBLEMS:
-        return tuple(problems)
-    more = Problem(Rule.FIELD, "", f"and {len(problems) - MAX_PROBLEMS} more problems; fix these first")
-    return (*problems[:MAX_PROBLEMS], more)
 
 
 def _place(tree: JsonValue, loc: Place, *, is_missing: bool) -> Place:

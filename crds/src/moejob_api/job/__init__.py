@@ -1,5 +1,5 @@
 """The MoETrainingJob as frozen models, one file a topic. Types and bounds only; rules live in moejob_api.rules."""
 
-from moejob_api.job.job import GROUP, KIND, PLURAL, VERSION, Metadata, Method, MoETrainingJob, Spec
+from moejob_api.job.job import GROUP, KIND, MAX_NAME, PLURAL, VERSION, Metadata, Method, MoETrainingJob, Spec
 
-__all__ = ["GROUP", "KIND", "PLURAL", "VERSION", "Metadata", "Method", "MoETrainingJob", "Spec"]
+__all__ = ["GROUP", "KIND", "MAX_NAME", "PLURAL", "VERSION", "Metadata", "Method", "MoETrainingJob", "Spec"]

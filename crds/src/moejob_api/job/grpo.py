@@ -22,9 +22,9 @@ class KlKind(StrEnum):
 class Kl(ApiModel):
     """Penalty for leaving the reference model."""
 
-    kind: Annotated[KlKind, Field(description="Estimator: K1 log-ratio, K2 half its square, K3 unbiased and positive.")] = (
-        KlKind.K3
-    )
+    kind: Annotated[
+        KlKind, Field(description="Estimator: K1 log-ratio, K2 half its square, K3 unbiased and positive.")
+    ] = KlKind.K3
     coefficient: Annotated[
         NonNegative, Field(description="Weight of the penalty. 0: no reference model is loaded.")
     ] = 0.0
@@ -59,9 +59,7 @@ class Reward(ApiModel):
     module: Annotated[
         ShortText | None, Field(description="A Python function, package.module:function, present in the image.")
     ] = None
-    url: Annotated[
-        LongText | None, Field(description="An HTTP service that scores a batch of answers.")
-    ] = None
+    url: Annotated[LongText | None, Field(description="An HTTP service that scores a batch of answers.")] = None
     weight: Annotated[float, Field(ge=-1e6, le=1e6, description="Factor of this reward in the sum.")] = 1.0
 
 
@@ -87,7 +85,11 @@ class Rollout(ApiModel):
 
     placement: Annotated[
         Placement,
-        Field(description="Colocated: on the trainer's GPUs, asleep while it trains. Separate: pods and GPUs of their own."),
+        Field(
+            description=(
+                "Colocated: on the trainer's GPUs, asleep while it trains. Separate: pods and GPUs of their own."
+            )
+        ),
     ] = Placement.COLOCATED
     replicas: Annotated[
         GroupSize | None, Field(description="Separate only: engines, each of `tensor` GPUs. Absent: 1.")
@@ -101,9 +103,7 @@ class Rollout(ApiModel):
             description="Share of GPU memory an engine may take. Colocated engines share with what the trainer keeps.",
         ),
     ] = 0.85
-    sync: Annotated[
-        Sync, Field(description="Auto: IPC when colocated, NCCL when separate, Disk on CPU.")
-    ] = Sync.AUTO
+    sync: Annotated[Sync, Field(description="Auto: IPC when colocated, NCCL when separate, Disk on CPU.")] = Sync.AUTO
 
 
 class Grpo(ApiModel):
@@ -119,9 +119,9 @@ class Grpo(ApiModel):
     clip_low: Annotated[Fraction, Field(description="Lower clip: ratios below 1 - clipLow are clipped.")] = 0.2
     clip_high: Annotated[Positive, Field(description="Upper clip: ratios above 1 + clipHigh are clipped.")] = 0.2
     kl: Annotated[Kl, Field(description="Penalty for leaving the reference model.")] = Kl()
-    advantage: Annotated[
-        Advantage, Field(description="GRPO divides by the group's deviation; DrGRPO does not.")
-    ] = Advantage.GRPO
+    advantage: Annotated[Advantage, Field(description="GRPO divides by the group's deviation; DrGRPO does not.")] = (
+        Advantage.GRPO
+    )
     loss_aggregation: Annotated[
         LossAggregation, Field(description="Mean over all tokens, over sequences of their means, or over groups.")
     ] = LossAggregation.TOKEN
@@ -135,9 +135,9 @@ class Grpo(ApiModel):
     routing_replay: Annotated[
         bool, Field(description="Train on the experts the engine chose instead of routing anew.")
     ] = False
-    dynamic_sampling: Annotated[
-        bool, Field(description="Replace groups whose answers all got the same reward.")
-    ] = False
+    dynamic_sampling: Annotated[bool, Field(description="Replace groups whose answers all got the same reward.")] = (
+        False
+    )
     rewards: Annotated[
         tuple[Reward, ...], Field(min_length=1, max_length=32, description="Rewards; their weighted sum counts.")
     ]

@@ -20,7 +20,7 @@ from moejob_api.job.training import Training
 
 GROUP = "moejob.dev"
 VERSION = "v1alpha1"
-KIND = "MoETrainingJob"
+KIND: Literal["MoETrainingJob"] = "MoETrainingJob"
 PLURAL = "moetrainingjobs"
 
 # Pods are called {job}-{role}-{attempt}-{index} and their host names must fit a DNS label of 63 characters.

@@ -38,7 +38,8 @@ class Lifecycle(ApiModel):
         Seconds, Field(description="A run whose ranks are silent for this many seconds is hung and restarted.")
     ] = 1800
     gang: Annotated[
-        Gang, Field(description="Gang scheduler. Auto: Kueue with a queue, else Native when the cluster has it, else None.")
+        Gang,
+        Field(description="Gang scheduler. Auto: Kueue with a queue, else Native when the cluster has it, else None."),
     ] = Gang.AUTO
     queue: Annotated[ObjectName | None, Field(description="Queue of Kueue or Volcano.")] = None
 

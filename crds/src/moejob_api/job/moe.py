@@ -46,15 +46,16 @@ class MoE(ApiModel):
     ] = None
     aux_loss_coefficient: Annotated[NonNegative, Field(description="Weight of the balancing loss.")] = 1e-3
     z_loss_coefficient: Annotated[NonNegative, Field(description="Weight of the router z-loss; 0 is off.")] = 0.0
-    expert_bias_update_rate: Annotated[
-        NonNegative, Field(description="Step of the routing bias under ExpertBias.")
-    ] = 1e-3
+    expert_bias_update_rate: Annotated[NonNegative, Field(description="Step of the routing bias under ExpertBias.")] = (
+        1e-3
+    )
     capacity_factor: Annotated[
         Positive | None,
         Field(description="Tokens an expert takes, as a multiple of an even share; more are dropped. Absent: no drop."),
     ] = None
     dispatcher: Annotated[
-        Dispatcher, Field(description="AllToAll; AllGather suits few experts per token's worth of GPUs; Flex is DeepEP.")
+        Dispatcher,
+        Field(description="AllToAll; AllGather suits few experts per token's worth of GPUs; Flex is DeepEP."),
     ] = Dispatcher.ALL_TO_ALL
 
 

@@ -20,7 +20,9 @@ class ExpertLayout(StrEnum):
 class Parallelism(ApiModel):
     """Sizes of the parallel groups; the number of GPUs follows from them."""
 
-    tensor: Annotated[GroupSize, Field(description="GPUs that share every matrix of a layer (TP), inside one node.")] = 1
+    tensor: Annotated[
+        GroupSize, Field(description="GPUs that share every matrix of a layer (TP), inside one node.")
+    ] = 1
     pipeline: Annotated[GroupSize, Field(description="Stages the layers are cut into (PP).")] = 1
     expert: Annotated[GroupSize, Field(description="GPUs that share the experts of a layer (EP).")] = 1
     context: Annotated[GroupSize, Field(description="GPUs that share every sequence (CP).")] = 1
@@ -35,7 +37,9 @@ class Parallelism(ApiModel):
     expert_tensor: Annotated[
         GroupSize | None,
         Field(
-            description="GPUs that share the matrices of one expert (ETP). Absent: 1 for Folded; Product always takes tensor."
+            description=(
+                "GPUs that share the matrices of one expert (ETP). Absent: 1 for Folded; Product always takes tensor."
+            )
         ),
     ] = None
     virtual_pipeline: Annotated[

@@ -104,9 +104,9 @@ class Rdma(ApiModel):
 
     resource: Annotated[QualifiedName, Field(description="Extended resource of the cards, e.g. rdma/hca.")]
     count: Annotated[GroupSize, Field(description="Cards per pod.")] = 1
-    networks: Annotated[
-        LongText | None, Field(description="Value of the k8s.v1.cni.cncf.io/networks annotation.")
-    ] = None
+    networks: Annotated[LongText | None, Field(description="Value of the k8s.v1.cni.cncf.io/networks annotation.")] = (
+        None
+    )
 
 
 class Resources(ApiModel):
@@ -120,10 +120,15 @@ class Resources(ApiModel):
     gpu_resource: Annotated[QualifiedName, Field(description="Extended resource of the GPUs.")] = "nvidia.com/gpu"
     gpu_type: Annotated[
         GpuType | None,
-        Field(description="Known GPU; its memory bounds the plan. Absent, like gpuMemoryGiB: nothing is refused for memory."),
+        Field(
+            description=(
+                "Known GPU; its memory bounds the plan. Absent, like gpuMemoryGiB: nothing is refused for memory."
+            )
+        ),
     ] = None
     gpu_memory_gi_b: Annotated[
-        int | None, Field(ge=1, le=4096, alias="gpuMemoryGiB", description="Memory of one GPU in GiB, instead of gpuType.")
+        int | None,
+        Field(ge=1, le=4096, alias="gpuMemoryGiB", description="Memory of one GPU in GiB, instead of gpuType."),
     ] = None
     cpu: Annotated[Quantity | None, Field(description="CPU request of a pod. Absent: none.")] = None
     memory: Annotated[Quantity | None, Field(description="Memory request and limit of a pod. Absent: none.")] = None
@@ -132,9 +137,9 @@ class Resources(ApiModel):
     rollout_image: Annotated[
         LongText | None, Field(description="Image of separate rollout pods. Absent: the operator's default.")
     ] = None
-    image_pull_policy: Annotated[
-        ImagePullPolicy, Field(description="When images are pulled.")
-    ] = ImagePullPolicy.IF_NOT_PRESENT
+    image_pull_policy: Annotated[ImagePullPolicy, Field(description="When images are pulled.")] = (
+        ImagePullPolicy.IF_NOT_PRESENT
+    )
     image_pull_secrets: Annotated[
         tuple[ObjectName, ...], Field(max_length=16, description="Secrets with registry credentials.")
     ] = ()

@@ -91,7 +91,9 @@ class Restarts(ApiModel):
     ] = 0
     pods: Annotated[Number, Field(description="Pods replaced without replacing the gang.")] = 0
     ranks: Annotated[Number, Field(description="Restarts of ranks inside living pods.")] = 0
-    preemptions: Annotated[Number, Field(description="Restarts that do not count: preemption, eviction, node loss.")] = 0
+    preemptions: Annotated[
+        Number, Field(description="Restarts that do not count: preemption, eviction, node loss.")
+    ] = 0
 
 
 class ReplicaStatus(ApiModel):
@@ -134,7 +136,9 @@ class Goodput(ApiModel):
 
     productive_seconds: Annotated[Ratio, Field(description="Seconds in steps that were kept.")] = 0.0
     lost_seconds: Annotated[Ratio, Field(description="Seconds in steps that were done again.")] = 0.0
-    starting_seconds: Annotated[Ratio, Field(description="Seconds from the creation of pods to their first step.")] = 0.0
+    starting_seconds: Annotated[Ratio, Field(description="Seconds from the creation of pods to their first step.")] = (
+        0.0
+    )
     lost_gpu_hours: Annotated[Ratio, Field(description="GPU hours lost to failures.")] = 0.0
 
 

@@ -14,12 +14,15 @@ class Checkpoint(ApiModel):
     """When the run is saved and what is kept."""
 
     every_steps: Annotated[
-        Count | None, Field(description="Steps between checkpoints. At most one of everySteps and everyMinutes is given.")
+        Count | None,
+        Field(description="Steps between checkpoints. At most one of everySteps and everyMinutes is given."),
     ] = None
     every_minutes: Annotated[
         Positive | None, Field(description="Minutes between checkpoints. Absent, with everySteps absent: 30.")
     ] = None
-    keep: Annotated[int, Field(ge=1, le=10_000, description="Complete checkpoints that are kept, the newest first.")] = 2
+    keep: Annotated[
+        int, Field(ge=1, le=10_000, description="Complete checkpoints that are kept, the newest first.")
+    ] = 2
     asynchronous: Annotated[
         bool, Field(alias="async", description="Write in the background while training goes on.")
     ] = True
@@ -48,14 +51,14 @@ class Storage(ApiModel):
     claim_name: Annotated[
         ObjectName | None, Field(description="An existing PersistentVolumeClaim. It outlives the job.")
     ] = None
-    size: Annotated[
-        Quantity | None, Field(description="Size of a new claim, deleted with the job.")
-    ] = None
+    size: Annotated[Quantity | None, Field(description="Size of a new claim, deleted with the job.")] = None
     storage_class: Annotated[
         ObjectName | None, Field(description="Storage class of the new claim. Absent: the cluster's default.")
     ] = None
     access_modes: Annotated[
         tuple[AccessMode, ...],
-        Field(min_length=1, max_length=2, description="Access modes of the new claim; several nodes need ReadWriteMany."),
+        Field(
+            min_length=1, max_length=2, description="Access modes of the new claim; several nodes need ReadWriteMany."
+        ),
     ] = (AccessMode.READ_WRITE_MANY,)
     mount_path: Annotated[AbsolutePath, Field(description="Where every pod sees the volume.")] = "/moejob"

@@ -56,9 +56,9 @@ class Scheduler(ApiModel):
 class Precision(ApiModel):
     """Types of what the optimizer keeps. Weights are model.dtype; the optimizer's own copy is always float32."""
 
-    gradients: Annotated[
-        GradientDtype, Field(description="Type in which gradients are accumulated and reduced.")
-    ] = Dtype.FLOAT32
+    gradients: Annotated[GradientDtype, Field(description="Type in which gradients are accumulated and reduced.")] = (
+        Dtype.FLOAT32
+    )
     moments: Annotated[GradientDtype, Field(description="Type of Adam's two moments.")] = Dtype.FLOAT32
 
 
@@ -103,8 +103,8 @@ class Recompute(ApiModel):
     method: Annotated[
         RecomputeMethod | None,
         Field(
-            description="For Full. Uniform keeps the input of every group of `layers` layers; Block recomputes the first "
-            "`layers` layers of each stage. Absent: Uniform."
+            description="For Full. Uniform keeps the input of every group of `layers` layers; Block recomputes the "
+            "first `layers` layers of each stage. Absent: Uniform."
         ),
     ] = None
     layers: Annotated[Count | None, Field(description="For Full: see method. Absent: 1.")] = None

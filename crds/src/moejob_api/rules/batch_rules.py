@@ -34,7 +34,9 @@ def batch(spec: Spec, layout: Layout) -> Batch:
         count = -(-of_rank // micro)
     else:
         # Only the longest samples are known before the data is; shorter ones give fewer microbatches.
-        count = round_up(-(-of_rank * spec.data.max_length // tokens), layout.pipeline if layout.virtual_pipeline > 1 else 1)
+        count = round_up(
+            -(-of_rank * spec.data.max_length // tokens), layout.pipeline if layout.virtual_pipeline > 1 else 1
+        )
     return Batch(
         sequences=sequences,
         micro_sequences=micro,
@@ -82,8 +84,8 @@ def _sequence_problems(spec: Spec, layout: Layout) -> Iterator[Problem]:
             yield Problem(
                 Rule.SEQUENCE_LENGTH,
                 path,
-                f"{name} {length} does not divide over context {layout.context} (two chunks each when above 1) and tensor "
-                f"{layout.tensor}; change it to {round_up(length, divisor)}",
+                f"{name} {length} does not divide over context {layout.context} (two chunks each when above 1) and "
+                f"tensor {layout.tensor}; change it to {round_up(length, divisor)}",
             )
 
 
@@ -95,8 +97,9 @@ def _rollout_batch_problems(spec: Spec) -> Iterator[Problem]:
         yield Problem(
             Rule.GLOBAL_BATCH,
             "spec.training.globalBatchSize",
-            f"the {answers} answers of a step (promptsPerStep {spec.grpo.prompts_per_step} x groupSize {spec.grpo.group_size}) "
-            f"do not divide into updates of globalBatchSize {update}; change it to a divisor of {answers}, or remove it",
+            f"the {answers} answers of a step (promptsPerStep {spec.grpo.prompts_per_step} x groupSize "
+            f"{spec.grpo.group_size}) do not divide into updates of globalBatchSize {update}; change it to a divisor "
+            f"of {answers}, or remove it",
         )
 
 
@@ -118,8 +121,8 @@ def _static_batch_problems(spec: Spec, layout: Layout) -> Iterator[Problem]:
         yield Problem(
             Rule.GLOBAL_BATCH,
             "spec.training.globalBatchSize",
-            f"globalBatchSize {sequences} does not divide into microbatches of {micro} on {layout.data} data-parallel ranks; "
-            f"change it to {_multiples(sequences, share)}",
+            f"globalBatchSize {sequences} does not divide into microbatches of {micro} on {layout.data} data-parallel "
+            f"ranks; change it to {_multiples(sequences, share)}",
         )
         return
     microbatches = sequences // share
@@ -128,9 +131,9 @@ def _static_batch_problems(spec: Spec, layout: Layout) -> Iterator[Problem]:
         yield Problem(
             Rule.MICROBATCHES,
             "spec.training.globalBatchSize",
-            f"virtualPipeline {layout.virtual_pipeline} needs microbatches in multiples of pipeline {layout.pipeline}, "
-            f"globalBatchSize {sequences} gives {microbatches}; change it to {_multiples(sequences, step)}, or remove "
-            "virtualPipeline",
+            f"virtualPipeline {layout.virtual_pipeline} needs microbatches in multiples of pipeline "
+            f"{layout.pipeline}, globalBatchSize {sequences} gives {microbatches}; change it to "
+            f"{_multiples(sequences, step)}, or remove virtualPipeline",
         )
 
 

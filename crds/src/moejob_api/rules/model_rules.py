@@ -48,7 +48,9 @@ def _layer_problems(spec: Spec, shape: ModelShape) -> Iterator[Problem]:
         problem = f"{what} do not divide over {sizes.pipeline} pipeline stages"
     else:
         problem = f"virtualPipeline {chunks} does not divide stages of {_distinct(counts)} layers into equal chunks"
-    yield Problem(Rule.LAYERS, "spec.parallelism.pipeline", f"{problem}; {_split_advice(layers, sizes.pipeline, chunks)}")
+    yield Problem(
+        Rule.LAYERS, "spec.parallelism.pipeline", f"{problem}; {_split_advice(layers, sizes.pipeline, chunks)}"
+    )
 
 
 def _ends(spec: Spec) -> str:
@@ -65,11 +67,12 @@ def _distinct(counts: tuple[int, ...]) -> str:
 
 
 def _split_advice(layers: int, pipeline: int, chunks: int) -> str:
-    splits = stage_splits(layers, pipeline, chunks)
-    if splits:
-        return f"set {_split_text(splits[0])}"
-    if chunks > 1 and stage_splits(layers, pipeline):
-        return "leave virtualPipeline out"
+    """The split that works, with as many of the chunks that were asked for as do."""
+    for fewer in range(chunks, 0, -1):
+        splits = stage_splits(layers, pipeline, fewer)
+        if splits:
+            chunk_text = "" if fewer == chunks else " and virtualPipeline " + str(fewer)
+            return f"set {_split_text(splits[0])}{chunk_text}"
     fitting = [d for d in divisors(layers) if d <= pipeline]
     return f"change pipeline to {fitting[-1]}"
 
@@ -86,7 +89,10 @@ def _split_text(split: StageSplit) -> str:
         if on
     ]
     if not counted:
-        return "no firstStageLayers, lastStageLayers, embeddingCountsAsLayer or lossCountsAsLayer: the layers divide evenly"
+        return (
+            "no firstStageLayers, lastStageLayers, embeddingCountsAsLayer or lossCountsAsLayer: the layers divide "
+            "evenly"
+        )
     return " and ".join(counted) + " to true"
 
 
@@ -112,8 +118,8 @@ def _head_problems(spec: Spec, attention: Attention) -> Iterator[Problem]:
                 yield Problem(
                     Rule.SEQUENCE_LENGTH,
                     "spec.parallelism.context",
-                    f"context {spec.parallelism.context} would cut the sequence, but the model's linear attention carries a "
-                    "state along it; change context to 1",
+                    f"context {spec.parallelism.context} would cut the sequence, but the model's linear attention "
+                    "carries a state along it; change context to 1",
                 )
 
 
@@ -127,13 +133,15 @@ def _width_problems(spec: Spec, mlp: DenseMLP | Experts) -> Iterator[Problem]:
             path = "tensor" if shared == tensor else "expertTensor"
             yield from _divides(Rule.WIDTH, path, shared, mlp.intermediate, "columns of an expert")
             if mlp.shared_intermediate:
-                yield from _divides(Rule.WIDTH, "tensor", tensor, mlp.shared_intermediate, "columns of the shared expert")
+                yield from _divides(
+                    Rule.WIDTH, "tensor", tensor, mlp.shared_intermediate, "columns of the shared expert"
+                )
             if mlp.bias and shared > 1:
                 yield Problem(
                     Rule.EXPERT_TENSOR,
                     f"spec.parallelism.{path}",
-                    f"the model's experts have biases, which cannot be split over {shared} GPUs; "
-                    "set expertLayout: Folded with expertTensor: 1",
+                    f"the model's experts have biases, which cannot be split over {shared} GPUs; set expertLayout: "
+                    "Folded with expertTensor: 1",
                 )
 
 
@@ -157,8 +165,8 @@ def _routing_problems(spec: Spec, shape: ModelShape) -> Iterator[Problem]:
         yield Problem(
             Rule.SEQUENCE_PARALLEL,
             "spec.parallelism.sequence",
-            f"training experts with tensor {tensor} needs sequence parallelism, or every tensor rank would route the same "
-            "tokens; remove sequence: false",
+            f"training experts with tensor {tensor} needs sequence parallelism, or every tensor rank would route the "
+            "same tokens; remove sequence: false",
         )
     if experts is None:
         if spec.grpo is not None and spec.grpo.routing_replay:
@@ -192,7 +200,8 @@ def _recompute_problems(spec: Spec, shape: ModelShape) -> Iterator[Problem]:
         yield Problem(
             Rule.RECOMPUTE,
             f"{path}.layers",
-            f"layers {recompute.layers} is more than the {fewest} layers of the smallest chunk; lower it to {max(fewest, 1)}",
+            f"layers {recompute.layers} is more than the {fewest} layers of the smallest chunk; lower it to "
+            f"{max(fewest, 1)}",
         )
 
 

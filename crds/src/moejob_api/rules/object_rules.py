@@ -68,9 +68,10 @@ def _data_formats(spec: Spec) -> Complaint:
     for index, dataset in enumerate((*spec.data.train, *spec.data.eval)):
         if (dataset.format is DataFormat.PROMPTS) != wants_prompts:
             place = "train" if index < len(spec.data.train) else "eval"
-            return (
-                f"{spec.method} cannot use format {dataset.format} of {place} source {dataset.source!r}; "
-                + ("GRPO generates the answers: use Prompts" if wants_prompts else "SFT needs answers: use Chat, PromptCompletion or Text")
+            return f"{spec.method} cannot use format {dataset.format} of {place} source {dataset.source!r}; " + (
+                "GRPO generates the answers: use Prompts"
+                if wants_prompts
+                else "SFT needs answers: use Chat, PromptCompletion or Text"
             )
     return None
 
@@ -87,8 +88,8 @@ def _phases_for_offload(spec: Spec) -> Complaint:
     if spec.method is Method.GRPO or not offloaded:
         return None
     return (
-        f"{' and '.join(offloaded)} only helps between the phases of GRPO: SFT needs weights and gradients on the GPU in "
-        "every step; use offloadOptimizer: 1, sharding: MegatronFSDP or training.recompute instead"
+        f"offloading by {' and '.join(offloaded)} only helps between the phases of GRPO: SFT needs weights and gradients "
+        "on the GPU in every step; use offloadOptimizer: 1, sharding: MegatronFSDP or training.recompute instead"
     )
 
 
@@ -119,13 +120,13 @@ def _one_microbatch_rule(spec: Spec) -> Complaint:
         return None
     if spec.training.micro_batch_size != 1:
         return (
-            f"dynamicBatchTokens {tokens} and microBatchSize {spec.training.micro_batch_size} both set the microbatch; "
-            "remove microBatchSize"
+            f"dynamicBatchTokens {tokens} and microBatchSize {spec.training.micro_batch_size} both set the "
+            "microbatch; remove microBatchSize"
         )
     if tokens < spec.data.max_length:
         return (
-            f"dynamicBatchTokens {tokens} cannot hold one sequence of data.maxLength {spec.data.max_length}; "
-            f"set it to {spec.data.max_length} or more"
+            f"dynamicBatchTokens {tokens} cannot hold one sequence of data.maxLength {spec.data.max_length}; set it "
+            f"to {spec.data.max_length} or more"
         )
     return None
 
@@ -153,7 +154,10 @@ def _evaluation_data(spec: Spec) -> Complaint:
 def _recompute_settings(spec: Spec) -> Complaint:
     recompute = spec.training.recompute
     if recompute.granularity is not RecomputeGranularity.SELECTIVE and recompute.modules:
-        return f"modules are only for granularity Selective, not {recompute.granularity}, which would ignore them; remove modules"
+        return (
+            f"modules are only for granularity Selective, not {recompute.granularity}, which would ignore them; "
+            "remove modules"
+        )
     layered = recompute.method is not None or recompute.layers is not None
     if recompute.granularity is not RecomputeGranularity.FULL and layered:
         return f"method and layers are only for granularity Full, not {recompute.granularity}; remove them"
@@ -181,8 +185,8 @@ def _room_for_prompt(spec: Spec) -> Complaint:
     if spec.grpo is None or spec.grpo.max_new_tokens < spec.data.max_length:
         return None
     return (
-        f"maxNewTokens {spec.grpo.max_new_tokens} leaves no token of data.maxLength {spec.data.max_length} for the prompt; "
-        "raise data.maxLength or lower maxNewTokens"
+        f"maxNewTokens {spec.grpo.max_new_tokens} leaves no token of data.maxLength {spec.data.max_length} for the "
+        "prompt; raise data.maxLength or lower maxNewTokens"
     )
 
 
@@ -213,8 +217,8 @@ def _rollout_sync(spec: Spec) -> Complaint:
 def _sequence_balancing(spec: Spec) -> Complaint:
     if spec.moe.balancing is Balancing.SEQ_AUX_LOSS and spec.data.packing:
         return (
-            "SeqAuxLoss balances within a sequence, and a packed row holds several that it cannot tell apart; "
-            "use AuxLoss or GlobalAuxLoss, or set data.packing: false"
+            "SeqAuxLoss balances within a sequence, and a packed row holds several that it cannot tell apart; use "
+            "AuxLoss or GlobalAuxLoss, or set data.packing: false"
         )
     return None
 
@@ -227,7 +231,9 @@ def _flex_on_cpu(spec: Spec) -> Complaint:
 
 def _gather_of_dynamic_batches(spec: Spec) -> Complaint:
     if spec.moe.dispatcher is Dispatcher.ALL_GATHER and spec.training.dynamic_batch_tokens is not None:
-        return "dispatcher AllGather needs microbatches of one length, dynamicBatchTokens makes them differ; use AllToAll"
+        return (
+            "dispatcher AllGather needs microbatches of one length, dynamicBatchTokens makes them differ; use AllToAll"
+        )
     return None
 
 
@@ -238,14 +244,17 @@ def _fully_sharded(spec: Spec) -> Complaint:
         return "MegatronFSDP needs GPUs; on CPU use DistributedOptimizer"
     if spec.parallelism.pipeline > 1:
         return (
-            f"MegatronFSDP gathers every layer on every GPU and does not combine with pipeline {spec.parallelism.pipeline}; "
-            "use pipeline: 1 with more data, or DistributedOptimizer"
+            "MegatronFSDP gathers every layer on every GPU and does not combine with pipeline "
+            f"{spec.parallelism.pipeline}; use pipeline: 1 with more data, or DistributedOptimizer"
         )
     if spec.training.lora is not None:
-        return "MegatronFSDP cannot save adapters; use DistributedOptimizer for LoRA, whose optimizer state is small anyway"
+        return (
+            "MegatronFSDP cannot save adapters; use DistributedOptimizer for LoRA, whose optimizer state is small "
+            "anyway"
+        )
     if spec.memory.offload_optimizer > 0:
         return (
-            f"MegatronFSDP divides optimizer state already and has no host copy for offloadOptimizer "
+            "MegatronFSDP divides optimizer state already and has no host copy for offloadOptimizer "
             f"{spec.memory.offload_optimizer:g}; set it to 0 or use DistributedOptimizer"
         )
     return None
@@ -253,7 +262,12 @@ def _fully_sharded(spec: Spec) -> Complaint:
 
 def _host_offload_on_cpu(spec: Spec) -> Complaint:
     memory = spec.memory
-    offloads = memory.offload_optimizer > 0 or memory.offload_activations or memory.offload_parameters or memory.offload_gradients
+    offloads = (
+        memory.offload_optimizer > 0
+        or memory.offload_activations
+        or memory.offload_parameters
+        or memory.offload_gradients
+    )
     if spec.resources.accelerator is Accelerator.CPU and offloads:
         return "on CPU everything is in host memory already; remove the offload settings"
     return None
@@ -288,7 +302,10 @@ def _one_gpu_memory(spec: Spec) -> Complaint:
     resources = spec.resources
     if resources.gpu_type is None or resources.gpu_memory_gi_b is None:
         return None
-    return f"gpuType {resources.gpu_type} and gpuMemoryGiB {resources.gpu_memory_gi_b} both say how much memory a GPU has; keep one"
+    return (
+        f"gpuType {resources.gpu_type} and gpuMemoryGiB {resources.gpu_memory_gi_b} both say how much memory a GPU "
+        "has; keep one"
+    )
 
 
 def _cpu_without_gpu_settings(spec: Spec) -> Complaint:
@@ -301,12 +318,17 @@ def _cpu_without_gpu_settings(spec: Spec) -> Complaint:
 
 
 def _one_value_per_variable(spec: Spec) -> Complaint:
+    seen: set[str] = set()
     for variable in spec.resources.env:
         given = [v for v in (variable.value, variable.secret, variable.config_map) if v is not None]
         if len(given) != 1:
             return f"variable {variable.name} needs exactly one of value, secret and configMap, {len(given)} are given"
         if variable.name.startswith("MOEJOB_"):
             return f"variable {variable.name} is set by moejob itself; choose another name"
+        # The API server says this of itself: the list is keyed by name.
+        if variable.name in seen:
+            return f"variable {variable.name} is given twice; keep one"
+        seen.add(variable.name)
     return None
 
 
@@ -356,7 +378,7 @@ def _gpu_count(spec: Spec) -> Complaint:
 
 def _whole_nodes(spec: Spec) -> Complaint:
     count, per_node = gpus(spec.parallelism), spec.resources.gpus_per_node
-    if count <= per_node or count % per_node == 0:
+    if count > MAX_GPUS or count <= per_node or count % per_node == 0:
         return None
     below, above = count // per_node * per_node, -(-count // per_node) * per_node
     return (
@@ -366,13 +388,14 @@ def _whole_nodes(spec: Spec) -> Complaint:
 
 
 def _tensor_in_node(spec: Spec) -> Complaint:
-    per_pod = min(gpus(spec.parallelism), spec.resources.gpus_per_node)
-    if per_pod % spec.parallelism.tensor == 0:
+    count = gpus(spec.parallelism)
+    per_pod = min(count, spec.resources.gpus_per_node)
+    if count > MAX_GPUS or per_pod % spec.parallelism.tensor == 0:
         return None
     fitting = max(d for d in range(1, spec.parallelism.tensor + 1) if per_pod % d == 0)
     return (
-        f"a tensor group of {spec.parallelism.tensor} GPUs would straddle nodes of {per_pod} GPUs; "
-        f"change tensor to {fitting}, or gpusPerNode to a multiple of {spec.parallelism.tensor}"
+        f"a tensor group of {spec.parallelism.tensor} GPUs would straddle nodes of {per_pod} GPUs; change tensor to "
+        f"{fitting}, or gpusPerNode to a multiple of {spec.parallelism.tensor}"
     )
 
 
@@ -394,9 +417,9 @@ def _folded_grid(spec: Spec) -> Complaint:
     if inside % share == 0:
         return None
     return (
-        f"expertTensor {sizes.expert_tensor or 1} x expert {sizes.expert} = {share} must divide tensor {sizes.tensor} x context "
-        f"{sizes.context} x data {sizes.data} = {inside}, the GPUs of one pipeline stage over which Folded spreads the experts; "
-        f"raise data to a multiple of {share} or lower expert"
+        f"expertTensor {sizes.expert_tensor or 1} x expert {sizes.expert} = {share} must divide tensor {sizes.tensor} "
+        f"x context {sizes.context} x data {sizes.data} = {inside}, the GPUs of one pipeline stage over which Folded "
+        f"spreads the experts; raise data to a multiple of {share} or lower expert"
     )
 
 
@@ -419,16 +442,29 @@ def _one_stage_split(spec: Spec) -> Complaint:
 
 
 _GPUS = (
-    "self.parallelism.tensor * self.parallelism.pipeline * self.parallelism.context * self.parallelism.data"
-    " * (self.parallelism.expertLayout == 'Product' ? self.parallelism.expert : 1)"
+    "self.parallelism.tensor * self.parallelism.pipeline * self.parallelism.context * self.parallelism.data * "
+    "(self.parallelism.expertLayout == 'Product' ? self.parallelism.expert : 1)"
 )
 _EXPERT_TENSOR = "(has(self.parallelism.expertTensor) ? self.parallelism.expertTensor : 1)"
 _IS_GRPO = "self.method == 'GRPO'"
 _ON_GPU = "self.resources.accelerator == 'GPU'"
 
+# Factor by factor, so that no product is formed that int64 cannot hold; the other rules on products hide behind it.
+_PRODUCTS = (
+    "self.parallelism.tensor * self.parallelism.pipeline",
+    "self.parallelism.tensor * self.parallelism.pipeline * self.parallelism.context",
+    "self.parallelism.tensor * self.parallelism.pipeline * self.parallelism.context * self.parallelism.data",
+    _GPUS,
+)
+_COUNTABLE = " && ".join(f"{product} <= {MAX_GPUS}" for product in _PRODUCTS)
+
 OBJECT_RULES: tuple[ObjectRule, ...] = (
     ObjectRule(
-        Rule.METHOD, "spec.grpo", _grpo_section, f"({_IS_GRPO}) == has(self.grpo)", "grpo is given exactly when method is GRPO"
+        Rule.METHOD,
+        "spec.grpo",
+        _grpo_section,
+        f"({_IS_GRPO}) == has(self.grpo)",
+        "grpo is given exactly when method is GRPO",
     ),
     ObjectRule(
         Rule.METHOD,
@@ -441,8 +477,8 @@ OBJECT_RULES: tuple[ObjectRule, ...] = (
         Rule.METHOD,
         "spec.data",
         _data_formats,
-        f"self.data.train.all(d, (d.format == 'Prompts') == ({_IS_GRPO})) && "
-        f"self.data.eval.all(d, (d.format == 'Prompts') == ({_IS_GRPO}))",
+        f"self.data.train.all(d, (d.format == 'Prompts') == ({_IS_GRPO})) && self.data.eval.all(d, (d.format == "
+        f"'Prompts') == ({_IS_GRPO}))",
         "GRPO takes data of format Prompts, SFT of any other",
     ),
     ObjectRule(
@@ -450,15 +486,15 @@ OBJECT_RULES: tuple[ObjectRule, ...] = (
         "spec.memory",
         _phases_for_offload,
         f"{_IS_GRPO} || !(self.memory.offloadParameters || self.memory.offloadGradients)",
-        "offloadParameters and offloadGradients only help between the phases of GRPO; use offloadOptimizer, MegatronFSDP "
-        "or recompute for SFT",
+        "offloadParameters and offloadGradients only help between the phases of GRPO; use offloadOptimizer, "
+        "MegatronFSDP or recompute for SFT",
     ),
     ObjectRule(
         Rule.OFFLOAD,
         "spec.memory",
         _separate_offload,
-        "!has(self.grpo) || self.grpo.rollout.placement == 'Colocated' || "
-        "!(self.memory.offloadParameters || self.memory.offloadGradients)",
+        "!has(self.grpo) || self.grpo.rollout.placement == 'Colocated' || !(self.memory.offloadParameters || "
+        "self.memory.offloadGradients)",
         "offloadParameters and offloadGradients make room for a colocated engine only",
     ),
     ObjectRule(
@@ -502,8 +538,8 @@ OBJECT_RULES: tuple[ObjectRule, ...] = (
         "spec.training.recompute",
         _recompute_settings,
         "(self.training.recompute.granularity == 'Selective' || size(self.training.recompute.modules) == 0) && "
-        "(self.training.recompute.granularity == 'Full' || "
-        "!(has(self.training.recompute.method) || has(self.training.recompute.layers)))",
+        "(self.training.recompute.granularity == 'Full' || !(has(self.training.recompute.method) || "
+        "has(self.training.recompute.layers)))",
         "modules are for granularity Selective; method and layers are for Full",
     ),
     ObjectRule(
@@ -517,8 +553,8 @@ OBJECT_RULES: tuple[ObjectRule, ...] = (
         Rule.EXACTLY_ONE,
         "spec.grpo.rewards",
         _one_reward_source,
-        "!has(self.grpo) || self.grpo.rewards.all(r, "
-        "(has(r.name) ? 1 : 0) + (has(r.module) ? 1 : 0) + (has(r.url) ? 1 : 0) == 1)",
+        "!has(self.grpo) || self.grpo.rewards.all(r, (has(r.name) ? 1 : 0) + (has(r.module) ? 1 : 0) + (has(r.url) ? "
+        "1 : 0) == 1)",
         "every reward has exactly one of name, module and url",
     ),
     ObjectRule(
@@ -539,8 +575,7 @@ OBJECT_RULES: tuple[ObjectRule, ...] = (
         Rule.ROLLOUT,
         "spec.grpo.rollout.sync",
         _rollout_sync,
-        "!has(self.grpo) || ("
-        "(self.grpo.rollout.sync != 'IPC' || self.grpo.rollout.placement == 'Colocated') && "
+        "!has(self.grpo) || ((self.grpo.rollout.sync != 'IPC' || self.grpo.rollout.placement == 'Colocated') && "
         "(self.grpo.rollout.sync != 'NCCL' || self.grpo.rollout.placement == 'Separate') && "
         f"(!(self.grpo.rollout.sync in ['IPC', 'NCCL']) || {_ON_GPU}))",
         "sync IPC is for Colocated, NCCL for Separate, and both need GPUs",
@@ -621,8 +656,8 @@ OBJECT_RULES: tuple[ObjectRule, ...] = (
         Rule.ENVIRONMENT,
         "spec.resources.env",
         _one_value_per_variable,
-        "self.resources.env.all(e, !e.name.startsWith('MOEJOB_') && "
-        "(has(e.value) ? 1 : 0) + (has(e.secret) ? 1 : 0) + (has(e.configMap) ? 1 : 0) == 1)",
+        "self.resources.env.all(e, !e.name.startsWith('MOEJOB_') && (has(e.value) ? 1 : 0) + (has(e.secret) ? 1 : 0) "
+        "+ (has(e.configMap) ? 1 : 0) == 1)",
         "every variable has exactly one of value, secret and configMap, and a name that does not start with MOEJOB_",
     ),
     ObjectRule(
@@ -643,37 +678,29 @@ OBJECT_RULES: tuple[ObjectRule, ...] = (
         Rule.CONFLICT,
         "spec.lifecycle.queue",
         _queue_of_gang,
-        "(self.lifecycle.gang != 'Kueue' || has(self.lifecycle.queue)) && "
-        "(!has(self.lifecycle.queue) || self.lifecycle.gang in ['Auto', 'Kueue', 'Volcano'])",
+        "(self.lifecycle.gang != 'Kueue' || has(self.lifecycle.queue)) && (!has(self.lifecycle.queue) || "
+        "self.lifecycle.gang in ['Auto', 'Kueue', 'Volcano'])",
         "gang Kueue needs a queue; only Auto, Kueue and Volcano take one",
     ),
     ObjectRule(
         Rule.GPU_COUNT,
         "spec.parallelism",
         _gpu_count,
-        # Factor by factor, so that no product is formed that int64 cannot hold.
-        " && ".join(
-            [
-                f"self.parallelism.tensor * self.parallelism.pipeline <= {MAX_GPUS}",
-                f"self.parallelism.tensor * self.parallelism.pipeline * self.parallelism.context <= {MAX_GPUS}",
-                "self.parallelism.tensor * self.parallelism.pipeline * self.parallelism.context * self.parallelism.data"
-                f" <= {MAX_GPUS}",
-                f"{_GPUS} <= {MAX_GPUS}",
-            ]
-        ),
+        _COUNTABLE,
         f"parallelism needs more than {MAX_GPUS} GPUs",
     ),
     ObjectRule(
         Rule.NODE_SIZE,
         "spec.parallelism",
         _whole_nodes,
-        f"{_GPUS} <= self.resources.gpusPerNode || ({_GPUS}) % self.resources.gpusPerNode == 0",
+        f"!({_COUNTABLE}) || {_GPUS} <= self.resources.gpusPerNode || ({_GPUS}) % self.resources.gpusPerNode == 0",
         "the GPUs that parallelism needs must fill whole nodes of gpusPerNode",
     ),
     ObjectRule(
         Rule.TENSOR_IN_NODE,
         "spec.parallelism.tensor",
         _tensor_in_node,
+        f"!({_COUNTABLE}) || "
         f"({_GPUS} < self.resources.gpusPerNode ? {_GPUS} : self.resources.gpusPerNode) % self.parallelism.tensor == 0",
         "a tensor group must not straddle two nodes",
     ),
@@ -689,16 +716,16 @@ OBJECT_RULES: tuple[ObjectRule, ...] = (
         Rule.EXPERT_GRID,
         "spec.parallelism.expert",
         _folded_grid,
-        "self.parallelism.expertLayout == 'Product' || "
-        "self.parallelism.tensor * self.parallelism.context * self.parallelism.data % "
-        f"({_EXPERT_TENSOR} * self.parallelism.expert) == 0",
+        "self.parallelism.expertLayout == 'Product' || self.parallelism.tensor * self.parallelism.context * "
+        f"self.parallelism.data % ({_EXPERT_TENSOR} * self.parallelism.expert) == 0",
         "expertTensor x expert must divide tensor x context x data",
     ),
     ObjectRule(
         Rule.VIRTUAL_PIPELINE,
         "spec.parallelism.virtualPipeline",
         _interleaved_stages,
-        "!has(self.parallelism.virtualPipeline) || self.parallelism.virtualPipeline == 1 || self.parallelism.pipeline > 1",
+        "!has(self.parallelism.virtualPipeline) || self.parallelism.virtualPipeline == 1 || "
+        "self.parallelism.pipeline > 1",
         "virtualPipeline needs pipeline above 1",
     ),
     ObjectRule(

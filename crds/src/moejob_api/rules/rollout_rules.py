@@ -55,15 +55,16 @@ def _node_problems(spec: Spec, grpo: Grpo, layout: Layout) -> Iterator[Problem]:
                 yield Problem(
                     Rule.ROLLOUT,
                     path,
-                    f"engines of {tensor} GPUs do not fill pods of {layout.gpus_per_pod} GPUs; change tensor to {fitting}",
+                    f"engines of {tensor} GPUs do not fill pods of {layout.gpus_per_pod} GPUs; change tensor to "
+                    f"{fitting}",
                 )
         case Placement.SEPARATE:
             if tensor > spec.resources.gpus_per_node:
                 yield Problem(
                     Rule.ROLLOUT,
                     path,
-                    f"an engine of {tensor} GPUs does not fit on a node of {spec.resources.gpus_per_node}; "
-                    f"change tensor to {spec.resources.gpus_per_node} or less",
+                    f"an engine of {tensor} GPUs does not fit on a node of {spec.resources.gpus_per_node}; change "
+                    f"tensor to {spec.resources.gpus_per_node} or less",
                 )
 
 

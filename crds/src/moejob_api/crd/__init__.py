@@ -1,0 +1,1 @@
+"""The CustomResourceDefinition, made from the models and the rules; knows nothing of reading jobs."""

@@ -1,0 +1,54 @@
+"""Writes the CustomResourceDefinition to where kubectl and Helm look for it; with --check, only says what is stale."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+
+from moejob_api.crd.definition import definition
+from moejob_api.documents.writing import yaml_text
+
+FILES = (Path("crds/moetrainingjobs.yaml"), Path("charts/moejob/crds/moetrainingjobs.yaml"))
+_HEADER = "# Generated from the models in crds/src/moejob_api/job by `make generate`. Change those, not this file.\n"
+_SHOWN_LINES = 40
+
+
+def crd_text() -> str:
+    """The file as it should be."""
+    return _HEADER + yaml_text(definition())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write both files, or compare them; 1 when --check finds a difference."""
+    parser = argparse.ArgumentParser(prog="python -m moejob_api.crd", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail when a file is stale")
+    parser.add_argument("--root", type=Path, default=Path(), help="the repository; default: the current folder")
+    given = parser.parse_args(arguments)
+    wanted = crd_text()
+    paths = [given.root / file for file in FILES]
+    if given.check:
+        stale = [path for path in paths if _is_stale(path, wanted)]
+        return 1 if stale else 0
+    for path in paths:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(wanted, encoding="utf-8")
+    return 0
+
+
+def _is_stale(path: Path, wanted: str) -> bool:
+    found = path.read_text(encoding="utf-8") if path.exists() else ""
+    if found == wanted:
+        return False
+    lines = difflib.unified_diff(found.splitlines(), wanted.splitlines(), str(path), "make generate", lineterm="", n=1)
+    for line in islice(lines, _SHOWN_LINES):
+        sys.stdout.write(f"{line}\n")
+    sys.stdout.write(f"{path} is stale; run: make generate\n")
+    return True
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+"""The whole CustomResourceDefinition: names, columns, schema and rules put together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pydantic import JsonValue
+
+from moejob_api.crd.fields import Field, job_fields
+from moejob_api.crd.immutability import immutability_rules
+from moejob_api.crd.structural import LIST_KEYS, Schema, schema_of
+from moejob_api.job import GROUP, KIND, PLURAL, VERSION
+from moejob_api.rules.object_rules import OBJECT_RULES, ObjectRule
+
+# Name, type, path, and whether it takes -o wide to see it. NAME comes first by itself.
+COLUMNS = (
+    ("Method", "string", ".spec.method", False),
+    ("Phase", "string", ".status.phase", False),
+    ("GPUs", "integer", ".status.layout.gpus", False),
+    ("Nodes", "integer", ".status.layout.nodes", False),
+    ("Step", "string", ".status.display.step", False),
+    ("Score", "string", ".status.display.score", False),
+    ("Speed", "string", ".status.display.speed", True),
+    ("ETA", "string", ".status.display.eta", True),
+    ("Restarts", "integer", ".status.restarts.total", True),
+    ("Age", "date", ".metadata.creationTimestamp", False),
+)
+
+
+def definition(rules: Sequence[ObjectRule] = OBJECT_RULES) -> Schema:
+    """The CustomResourceDefinition of a MoETrainingJob."""
+    return {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {"name": f"{PLURAL}.{GROUP}"},
+        "spec": {
+            "group": GROUP,
+            "names": {
+                "kind": KIND,
+                "listKind": f"{KIND}List",
+                "plural": PLURAL,
+                "singular": KIND.lower(),
+                "shortNames": ["moejob", "mtj"],
+                # A job owns pods and services, which `kubectl get all` shows; it should not hide behind them.
+                "categories": ["all"],
+            },
+            "scope": "Namespaced",
+            "versions": [_version(job_fields(), rules)],
+        },
+    }
+
+
+def _version(job: Field, rules: Sequence[ObjectRule]) -> Schema:
+    return {
+        "name": VERSION,
+        "served": True,
+        "storage": True,
+        "subresources": {"status": {}},
+        "additionalPrinterColumns": [
+            {"name": name, "type": kind, "jsonPath": path} | ({"priority": 1} if is_wide else {})
+            for name, kind, path, is_wide in COLUMNS
+        ],
+        "schema": {"openAPIV3Schema": _root(job, rules)},
+    }
+
+
+def _root(job: Field, rules: Sequence[ObjectRule]) -> Schema:
+    stale = [path for path in LIST_KEYS if job.at(path) is None]
+    if stale:
+        raise LookupError(f"LIST_KEYS names lists that no longer exist: {', '.join(stale)}")
+    spec, status = job.fields["spec"], job.fields["status"]
+    of_spec = [_object_rule(rule, spec) for rule in rules] + immutability_rules(spec)
+    return {
+        "description": job.description,
+        "type": "object",
+        "required": ["spec"],
+        "x-kubernetes-validations": _name_rules(job.fields["metadata"].fields["name"]),
+        "properties": {
+            # These three are the API server's own: it checks them and lets nothing be said about them here.
+            "apiVersion": {"type": "string"},
+            "kind": {"type": "string"},
+            "metadata": {"type": "object"},
+            "spec": {**schema_of(spec, "spec"), "x-kubernetes-validations": of_spec},
+            "status": schema_of(status, "status"),
+        },
+    }
+
+
+def _object_rule(rule: ObjectRule, spec: Field) -> JsonValue:
+    path = rule.path.removeprefix("spec.")
+    found: Schema = {"rule": rule.cel, "message": rule.summary}
+    # The API server takes only paths that lead through objects.
+    return found if spec.at(path) is None else found | {"fieldPath": f".{path}"}
+
+
+def _name_rules(name: Field) -> list[JsonValue]:
+    return [
+        {
+            "rule": f"size(self.metadata.name) <= {name.longest}",
+            "message": f"metadata.name has more than {name.longest} characters; the names of pods are made from it and "
+            "must fit a DNS label",
+        },
+        {
+            "rule": f"self.metadata.name.matches('{name.pattern}')",
+            "message": "metadata.name must be lower-case letters, digits and '-', beginning with a letter "
+            "and not ending with '-'",
+        },
+    ]
