@@ -68,7 +68,7 @@ verify: lint types ## All of that, and that nothing generated is stale
 
 # Tests, in the environment of what they test.
 
-test: test-operator test-trainer test-rollout ## Run every test that needs neither GPU nor cluster
+test: test-operator test-trainer test-rollout test-cluster ## Run every test that needs no GPU
 
 test-operator: $(operator_built) ## Test api, operator, cli and chart
 	@$(operator)/pytest $(wildcard $(patsubst %,tests/%,api cli operator chart)) $(ARGS)
@@ -78,6 +78,13 @@ test-trainer: $(trainer_built) ## Test the trainer
 
 test-rollout: $(rollout_built) ## Test what runs beside vLLM
 	@$(rollout)/pytest tests/rollout $(ARGS)
+
+# Builds the cluster programs that it lacks, and skips by name where it cannot; so it does not wait for control-plane.
+test-cluster: $(operator_built) ## Test on a real control plane
+	@$(operator)/pytest tests/cluster -rs --no-fold-skipped $(ARGS)
+
+control-plane: $(operator_built) ## Build the Kubernetes programs that this machine lacks
+	@PYTHONPATH=tests $(operator)/python -m cluster.binaries
 
 bench: $(operator_built) ## Measure planning
 	@$(operator)/python -m benchmarks.planning
@@ -109,4 +116,4 @@ clean: ## Remove the environments and all build output; the cache stays
 		$(foreach dist,crds operator trainer cli,$(dist)/dist $(dist)/build)
 	@find $(wildcard crds operator trainer cli tests benchmarks scripts) -name __pycache__ -prune -exec rm -rf {} +
 
-.PHONY: help setup fmt lint types generate verify test test-operator test-trainer test-rollout bench demo lock clean
+.PHONY: help setup fmt lint types generate verify test test-operator test-trainer test-rollout test-cluster control-plane bench demo lock clean

@@ -88,8 +88,8 @@ def _phases_for_offload(spec: Spec) -> Complaint:
     if spec.method is Method.GRPO or not offloaded:
         return None
     return (
-        f"offloading by {' and '.join(offloaded)} only helps between the phases of GRPO: SFT needs weights and gradients "
-        "on the GPU in every step; use offloadOptimizer: 1, sharding: MegatronFSDP or training.recompute instead"
+        f"offloading by {' and '.join(offloaded)} only helps between the phases of GRPO: SFT needs weights and "
+        "gradients on the GPU in every step; use offloadOptimizer: 1, sharding: MegatronFSDP or training.recompute instead"
     )
 
 

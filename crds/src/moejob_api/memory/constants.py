@@ -1,0 +1,43 @@
+"""Every number of the memory estimate that no config.json and no layout says; docs/memory.md tells their origin."""
+
+from __future__ import annotations
+
+from moejob_api.hardware import GIB
+
+# Megatron pads the vocabulary so that every tensor rank gets a multiple of this many rows.
+VOCABULARY_MULTIPLE = 128
+
+# The loss reads the logits of this many tokens at a time: large enough for a full-speed matrix product, small enough
+# that full-vocabulary logits never exist. The trainer imports it.
+LOSS_CHUNK_TOKENS = 2048
+
+# Rows that reach the fullest GPU of an expert group, as a multiple of an even share, when nothing is dropped.
+IMBALANCE_BALANCED = 1.25
+IMBALANCE_UNBALANCED = 1.5
+
+# int64 positions: where a row came from and where it goes back to, for tokens and once more for the sort by expert.
+INDEX_BYTES = 8
+
+# CUDA context, cuBLAS and cuDNN workspaces, compiled kernels: 2.0 GiB beside the allocator on an H200.
+CONTEXT_BYTES = 2 * GIB
+# Buffers of one NCCL communicator; the world is one, every parallel group larger than 1 another.
+COMMUNICATOR_BYTES = GIB // 4
+# What the caching allocator cannot give back beyond what tensors ask for, as a share of what comes and goes in a step.
+FRAGMENTATION = 0.08
+# A rank's own host memory: the interpreter, torch, data loading.
+HOST_PROCESS_BYTES = 4 * GIB
+CPU_RANK_BYTES = GIB
+
+# Weights of a layer that is being computed and of the next one on its way: Megatron-FSDP's double buffer.
+FSDP_UNITS = 2
+
+# A vLLM engine beside weights and KV cache: context, CUDA graphs, activations of its largest prefill. On one H200 it
+# was 2.6 GiB for Qwen3-30B-A3B.
+ENGINE_WORKSPACE_BYTES = 3 * GIB
+# What stays on the GPU of an engine that sleeps.
+ENGINE_ASLEEP_BYTES = 3 * GIB // 2
+ENGINE_VOCABULARY_MULTIPLE = 64
+# Fewer sequences at once than this and an engine spends its time reading weights.
+USEFUL_SEQUENCES = 32
+# Weights travel to the engine in buckets of this size, on top of one whole tensor that is being gathered.
+SYNC_BUCKET_BYTES = GIB

@@ -1,0 +1,39 @@
+"""Bytes on the volume: one checkpoint, one export."""
+
+from __future__ import annotations
+
+from moejob_api.job import Spec
+from moejob_api.job.base import Dtype
+from moejob_api.job.training import Lora
+from moejob_api.memory.adapters import adapter_weights
+from moejob_api.memory.kept import FLOAT32_BYTES
+from moejob_api.memory.kinds import router_parameters
+from moejob_api.memory.share import router_is_frozen
+from moejob_api.models.parameters import layer_kinds, mtp_parameters, parameters
+from moejob_api.models.shape import ModelShape
+
+
+def checkpoint_bytes(shape: ModelShape, spec: Spec) -> int:
+    """One checkpoint: the weights, and for each trained parameter its float32 copy and two moments."""
+    lora = spec.training.lora
+    whole = parameters(shape) + mtp_parameters(shape)
+    adapters = 0 if lora is None else _adapters(shape, lora)
+    trained = whole - _frozen(shape, spec) if lora is None else adapters
+    master = 0 if spec.model.dtype is Dtype.FLOAT32 else FLOAT32_BYTES
+    state = master + 2 * spec.training.precision.moments.size_bytes
+    return (whole + adapters) * spec.model.dtype.size_bytes + trained * state
+
+
+def export_bytes(shape: ModelShape, spec: Spec) -> int:
+    """The exported model; adapters are merged into it."""
+    return (parameters(shape) + mtp_parameters(shape)) * spec.model.dtype.size_bytes
+
+
+def _adapters(shape: ModelShape, lora: Lora) -> int:
+    return sum(adapter_weights(shape.hidden, layer, lora).total * count for layer, count in layer_kinds(shape))
+
+
+def _frozen(shape: ModelShape, spec: Spec) -> int:
+    if not router_is_frozen(spec):
+        return 0
+    return sum(router_parameters(shape.hidden, layer) * count for layer, count in layer_kinds(shape))

@@ -1,0 +1,216 @@
+"""The plan of a job: what it takes, why it is refused, what would be accepted instead.
+
+The same function answers `moejob plan`, the admission webhook and the reconciler. It reads nothing: the model's shape
+is handed in, or None when nobody could see the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from moejob_api.arithmetic import ceil_div
+from moejob_api.hardware import memory_limit_bytes
+from moejob_api.job import Spec
+from moejob_api.job.resources import Accelerator
+from moejob_api.layout.sizes import Layout, gpus, layout
+from moejob_api.memory import MemoryEstimate, checkpoint_bytes, estimate, export_bytes, remedies
+from moejob_api.models.shape import ModelShape
+from moejob_api.problems import Problem, Rule
+from moejob_api.quantities import GIB, bytes_of, readable
+from moejob_api.rules import GRID_RULES, layout_problems
+from moejob_api.rules.batch_rules import batch
+from moejob_api.rules.object_rules import MAX_GPUS
+from moejob_api.rules.rollout_rules import RolloutLayout, rollout_layout
+from moejob_api.suggestions import Fit, Suggestion, suggestions
+
+# Above this share of idle time a pipeline is worth a word.
+NOTABLE_BUBBLE = 0.25
+REMEDIES_NAMED = 3
+# A change of parallelism cannot mend these, so looking for one would only take time.
+MENDED_ELSEWHERE = frozenset(
+    {Rule.METHOD, Rule.EXACTLY_ONE, Rule.CONFLICT, Rule.ENVIRONMENT, Rule.OFFLOAD, Rule.STORAGE, Rule.LORA}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything that follows from a job; accepted when there are no problems."""
+
+    spec: Spec
+    shape: ModelShape | None
+    layout: Layout | None
+    rollout: RolloutLayout | None
+    memory: MemoryEstimate | None
+    limit_bytes: int | None
+    problems: tuple[Problem, ...]
+    warnings: tuple[Problem, ...]
+    suggestions: tuple[Suggestion, ...]
+
+    @property
+    def accepted(self) -> bool:
+        """Whether the job may run."""
+        return not self.problems
+
+
+def plan(spec: Spec, shape: ModelShape | None, available_gpus: int | None = None) -> Plan:
+    """The plan of a spec for a model of this shape, on exactly `available_gpus` trainer GPUs when given."""
+    verdict = _verdict(spec, shape, available_gpus)
+    return Plan(
+        spec=spec,
+        shape=shape,
+        layout=verdict.layout,
+        rollout=rollout_layout(spec, verdict.layout) if verdict.layout else None,
+        memory=verdict.memory,
+        limit_bytes=memory_limit_bytes(spec.resources),
+        problems=verdict.problems,
+        warnings=tuple(_warnings(spec, shape, verdict.layout)),
+        suggestions=_suggestions(spec, shape, verdict, available_gpus or gpus(spec.parallelism)),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Verdict:
+    problems: tuple[Problem, ...]
+    layout: Layout | None
+    memory: MemoryEstimate | None
+
+
+def _verdict(spec: Spec, shape: ModelShape | None, available_gpus: int | None) -> _Verdict:
+    problems = layout_problems(spec, shape)
+    problems += tuple(_count_problems(spec, available_gpus))
+    if any(problem.rule in GRID_RULES for problem in problems):
+        return _Verdict(problems, None, None)
+    sizes = layout(spec.parallelism, spec.resources.gpus_per_node)
+    # An estimate of a layout that cannot be built would only mislead.
+    if shape is None or any(problem.path.startswith("spec.parallelism") for problem in problems):
+        return _Verdict(problems, sizes, None)
+    need = estimate(spec, shape, sizes)
+    problems += (
+        *_memory_problems(spec, shape, sizes, need),
+        *_host_problems(spec, shape, sizes, need),
+        *_storage_problems(spec, shape),
+    )
+    return _Verdict(problems, sizes, need)
+
+
+def _count_problems(spec: Spec, available: int | None) -> Iterator[Problem]:
+    needed = gpus(spec.parallelism)
+    if available is not None and needed != available:
+        yield Problem(
+            Rule.GPU_COUNT,
+            "spec.parallelism",
+            f"parallelism takes {needed} GPUs, {available} are there; see the suggestions for layouts on {available}",
+        )
+
+
+def _memory_problems(spec: Spec, shape: ModelShape, sizes: Layout, need: MemoryEstimate) -> Iterator[Problem]:
+    limit = memory_limit_bytes(spec.resources)
+    if limit is None or need.fits(limit):
+        return
+    ways = [f"{remedy} ({readable(remedy.bytes)})" for remedy in remedies(spec, shape, sizes, limit)[:REMEDIES_NAMED]]
+    advice = f"it would fit with {'; or '.join(ways)}" if ways else "no memory setting makes it fit: use more GPUs"
+    if need.bytes > limit:
+        what = f"a GPU of stage {need.stage} needs {readable(need.bytes)} during {need.peak.phase}"
+        yield Problem(Rule.MEMORY, "spec.parallelism", f"{what}, {_has(spec)} {readable(limit)}; {advice}")
+    if need.engine is not None and not need.engine.runs:
+        what = f"an engine of {need.engine.gpus} GPUs needs {readable(need.engine.least_bytes)} of each"
+        yield Problem(
+            Rule.MEMORY,
+            "spec.grpo.rollout",
+            f"{what} for weights and one sequence, gpuMemoryUtilization leaves it "
+            f" {readable(need.engine.reserved or 0)}; {advice}",
+        )
+
+
+def _has(spec: Spec) -> str:
+    return f"{spec.resources.gpu_type} has" if spec.resources.gpu_type else "gpuMemoryGiB says"
+
+
+def _host_problems(spec: Spec, shape: ModelShape, sizes: Layout, need: MemoryEstimate) -> Iterator[Problem]:
+    if spec.resources.memory is None:
+        return
+    asked = bytes_of(spec.resources.memory)
+    # /dev/shm is memory-backed and counts against the pod's limit.
+    shared = bytes_of(spec.resources.shared_memory)
+    needed = need.host_bytes_per_pod + shared
+    if asked >= needed:
+        return
+    waiting = spec.model_copy(update={"checkpoint": spec.checkpoint.model_copy(update={"asynchronous": False})})
+    fits_when_waiting = asked >= estimate(waiting, shape, sizes).host_bytes_per_pod + shared
+    yield Problem(
+        Rule.MEMORY,
+        "spec.resources.memory",
+        f"a pod needs {readable(needed)} of host memory, sharedMemory {spec.resources.shared_memory} included, "
+        f"and would be killed at {spec.resources.memory}; set memory to {ceil_div(needed, GIB)}Gi"
+        + (", or checkpoint.async to false" if fits_when_waiting else ""),
+    )
+
+
+def _storage_problems(spec: Spec, shape: ModelShape) -> Iterator[Problem]:
+    storage = spec.storage
+    if storage.size is None:
+        return
+    # One more than is kept: the oldest goes only when the newest is complete.
+    one, count = checkpoint_bytes(shape, spec), spec.checkpoint.keep + 1
+    needed = one * count + (export_bytes(shape, spec) if spec.checkpoint.export_hugging_face else 0)
+    if bytes_of(storage.size) < needed:
+        yield Problem(
+            Rule.STORAGE,
+            "spec.storage.size",
+            f"{storage.size} cannot hold {count} checkpoints of {readable(one)} (keep {spec.checkpoint.keep} and "
+            f"the one being written) and the export; set size to {ceil_div(needed, GIB)}Gi or lower checkpoint.keep",
+        )
+
+
+def _warnings(spec: Spec, shape: ModelShape | None, sizes: Layout | None) -> Iterator[Problem]:
+    if shape is not None and spec.data.max_length > shape.positions:
+        yield Problem(
+            Rule.POSITIONS,
+            "spec.data.maxLength",
+            f"maxLength {spec.data.max_length} is beyond the {shape.positions} positions the model was made for",
+        )
+    if sizes is None:
+        return
+    if sizes.nodes > 1 and "ReadWriteMany" not in spec.storage.access_modes and spec.storage.claim_name is None:
+        yield Problem(
+            Rule.STORAGE,
+            "spec.storage.accessModes",
+            f"{sizes.nodes} nodes share the volume, which most storage allows with ReadWriteMany only",
+        )
+    yield from _bubble_warnings(spec, sizes)
+    if spec.resources.accelerator is Accelerator.GPU and memory_limit_bytes(spec.resources) is None:
+        yield Problem(
+            Rule.MEMORY,
+            "spec.resources.gpuType",
+            "without gpuType or gpuMemoryGiB nothing is refused for memory; compare the need below with your GPUs",
+        )
+
+
+def _bubble_warnings(spec: Spec, sizes: Layout) -> Iterator[Problem]:
+    if sizes.pipeline == 1:
+        return
+    count = batch(spec, sizes).microbatches
+    waiting = (sizes.pipeline - 1) / sizes.virtual_pipeline
+    bubble = waiting / (waiting + count)
+    if bubble >= NOTABLE_BUBBLE:
+        yield Problem(
+            Rule.MICROBATCHES,
+            "spec.training.globalBatchSize",
+            f"{count} microbatches on {sizes.pipeline} stages leave the GPUs idle for {bubble:.0%} of a step; raise "
+            "globalBatchSize, lower pipeline or set virtualPipeline",
+        )
+
+
+def _suggestions(spec: Spec, shape: ModelShape | None, verdict: _Verdict, wanted: int) -> tuple[Suggestion, ...]:
+    hopeless = any(p.rule in MENDED_ELSEWHERE and "parallelism" not in p.path for p in verdict.problems)
+    if not verdict.problems or hopeless or wanted > MAX_GPUS:
+        return ()
+
+    def judge(candidate: Spec) -> Fit | None:
+        judged = _verdict(candidate, shape, None)
+        if judged.problems or judged.layout is None:
+            return None
+        return Fit(judged.layout.gpus, judged.layout.nodes, judged.memory.bytes if judged.memory else None)
+
+    return suggestions(spec, shape, wanted, judge)

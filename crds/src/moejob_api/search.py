@@ -1,0 +1,286 @@
+"""The best layouts of a job on a number of GPUs: every valid one is weighed, memory decides, then time.
+
+What may change: the parallel sizes and how layers are cut, microBatchSize, recomputation, and, when nothing else fits,
+offloadOptimizer. Everything else stays as the job has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from moejob_api.arithmetic import divisors
+from moejob_api.cost import Cost, step_cost
+from moejob_api.cost.estimate import step_seconds
+from moejob_api.cost.rates import Machine
+from moejob_api.hardware import GIB, Hardware, memory_limit_bytes
+from moejob_api.job import Spec
+from moejob_api.job.moe import Sharding
+from moejob_api.job.parallelism import ExpertLayout, Parallelism
+from moejob_api.job.training import Recompute, RecomputeGranularity
+from moejob_api.layout.sizes import Layout, layout
+from moejob_api.layout.stages import stage_splits
+from moejob_api.memory import MemoryEstimate, estimate
+from moejob_api.memory.case import prepared
+from moejob_api.memory.estimate import fits
+from moejob_api.memory.kinds import Kinds, layers_by_kind
+from moejob_api.models.shape import (
+    Attention,
+    DenseMLP,
+    FeedForward,
+    GroupedAttention,
+    LatentAttention,
+    LinearAttention,
+    ModelShape,
+)
+from moejob_api.problems import Problem
+from moejob_api.rules import layout_problems
+from moejob_api.rules.batch_rules import global_batch_size, sequence_divisor
+
+# More chunks a stage send more messages for ever smaller gains.
+CHUNKS = (1, 2, 3, 4)
+MICRO_BATCH_SIZES = (1, 2, 4, 8, 16)
+# From cheap to dear; a dearer one is looked at only where a cheaper one does not fit.
+RECOMPUTATIONS = (RecomputeGranularity.NONE, RecomputeGranularity.SELECTIVE, RecomputeGranularity.FULL)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One layout with the settings that make it fit, and why it ranks where it does."""
+
+    spec: Spec
+    layout: Layout
+    memory: MemoryEstimate
+    cost: Cost
+    reasons: tuple[str, ...]
+
+
+def best_layouts(
+    spec: Spec, shape: ModelShape, gpus: int, hardware: Hardware, limit: int = 5
+) -> tuple[Choice, ...]:
+    """The fastest layouts on exactly `gpus` trainer GPUs that keep every rule and fit, fastest first.
+
+    One choice for each set of group sizes, with its best cut, microbatch and recomputation.
+    """
+    memory = memory_limit_bytes(spec.resources) or hardware.memory_bytes
+    question = _Question(spec, shape, layers_by_kind(shape), hardware, memory, set(layout_problems(spec, shape)))
+    for offload in (spec.memory.offload_optimizer, 1.0):
+        ranking = _Ranking(limit)
+        for grid in grids(spec, shape, gpus):
+            _weigh(question, grid, offload, ranking)
+        if ranking.found or not _may_offload(spec):
+            break
+    return tuple(_choice(question, entry) for entry in ranking.sorted())
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """What stays the same for every candidate. asked: problems the job has whatever its layout."""
+
+    spec: Spec
+    shape: ModelShape
+    kinds: Kinds
+    hardware: Hardware
+    memory: int
+    asked: set[Problem]
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    seconds: float
+    spec: Spec
+    layout: Layout
+
+
+@dataclass(slots=True)
+class _Ranking:
+    """The fastest entries so far, one for each set of group sizes."""
+
+    limit: int
+    found: dict[tuple[int, ...], _Entry] = field(default_factory=dict)
+
+    def bar(self, sizes: tuple[int, ...]) -> float:
+        """Seconds that a candidate of these sizes must stay under to be ranked."""
+        mine = self.found.get(sizes)
+        if mine is not None:
+            return mine.seconds
+        if len(self.found) < self.limit:
+            return float("inf")
+        return max(entry.seconds for entry in self.found.values())
+
+    def add(self, sizes: tuple[int, ...], entry: _Entry) -> None:
+        """Rank an entry that stays under the bar."""
+        self.found[sizes] = entry
+        if len(self.found) > self.limit:
+            del self.found[max(self.found, key=lambda key: self.found[key].seconds)]
+
+    def sorted(self) -> list[_Entry]:
+        """Fastest first."""
+        return sorted(self.found.values(), key=lambda entry: entry.seconds)
+
+
+# --- candidates -----------------------------------------------------------------------------------------------------
+
+
+def grids(spec: Spec, shape: ModelShape, gpus: int) -> Iterator[Parallelism]:
+    """Every way to factor the GPUs into groups that the model and the batch divide over, with every cut of the layers."""
+    per_node = spec.resources.gpus_per_node
+    if gpus > per_node and gpus % per_node:
+        return
+    for tensor in divisors(min(gpus, per_node)):
+        if not _splits(spec, shape, tensor):
+            continue
+        for pipeline in divisors(gpus // tensor):
+            if pipeline > 1 and spec.memory.sharding is Sharding.MEGATRON_FSDP:
+                break
+            cuts = list(_cuts(len(shape.layers), pipeline))
+            for sizes in _inside_stage(spec, shape, tensor, gpus // tensor // pipeline) if cuts else ():
+                for cut in cuts:
+                    yield spec.parallelism.model_copy(update={"tensor": tensor, "pipeline": pipeline, **sizes, **cut})
+
+
+def _cuts(layers: int, pipeline: int) -> Iterator[dict[str, object]]:
+    """Ways to cut the layers into stages and chunks."""
+    for chunks in CHUNKS if pipeline > 1 else (1,):
+        for split in stage_splits(layers, pipeline, chunks):
+            yield {
+                "virtual_pipeline": chunks if chunks > 1 else None,
+                "first_stage_layers": split.first_stage_layers,
+                "last_stage_layers": split.last_stage_layers,
+                "embedding_counts_as_layer": split.embedding_counts_as_layer,
+                "loss_counts_as_layer": split.loss_counts_as_layer,
+            }
+
+
+def _inside_stage(spec: Spec, shape: ModelShape, tensor: int, rest: int) -> Iterator[dict[str, object]]:
+    """Sizes of the groups inside a pipeline stage of tensor x rest GPUs, each pair of grids once.
+
+    Product is written where it says the same as Folded.
+    """
+    sequences, has_linear = global_batch_size(spec), any(isinstance(a, LinearAttention) for a in shape.attentions())
+    for context in divisors(rest):
+        data = rest // context
+        if (context > 1 and has_linear) or not _sequences_divide(spec, tensor, context):
+            continue
+        if sequences % data if spec.training.dynamic_batch_tokens is None else sequences < data:
+            continue
+        for expert, expert_tensor in _expert_sizes(spec, shape, tensor, tensor * rest):
+            sizes: dict[str, object] = {"context": context, "expert": expert}
+            if expert_tensor == tensor and data % expert == 0:
+                yield {**sizes, "data": data // expert, "expert_layout": ExpertLayout.PRODUCT, "expert_tensor": None}
+                continue
+            share = expert_tensor if expert_tensor > 1 else None
+            yield {**sizes, "data": data, "expert_layout": ExpertLayout.FOLDED, "expert_tensor": share}
+
+
+def _expert_sizes(spec: Spec, shape: ModelShape, tensor: int, in_stage: int) -> Iterator[tuple[int, int]]:
+    """Sizes of the expert and the expert tensor groups. Without experts there is one choice."""
+    experts = shape.experts
+    if experts is None:
+        yield 1, tensor
+        return
+    rank = spec.training.lora.rank if spec.training.lora else 0
+    for share in divisors(tensor):
+        if experts.intermediate % share or rank % share or (experts.bias and share > 1):
+            continue
+        for expert in divisors(experts.count):
+            if in_stage % (share * expert) == 0:
+                yield expert, share
+
+
+def _sequences_divide(spec: Spec, tensor: int, context: int) -> bool:
+    sequence = tensor if spec.parallelism.sequence is not False else 1
+    divisor = (2 * context if context > 1 else 1) * sequence
+    lengths = (spec.data.max_length, spec.training.dynamic_batch_tokens or 0)
+    return all(length % divisor == 0 for length in lengths)
+
+
+def _splits(spec: Spec, shape: ModelShape, tensor: int) -> bool:
+    """Whether a tensor group of this size divides every matrix of the model."""
+    if spec.training.lora is not None and spec.training.lora.rank % tensor:
+        return False
+    if tensor > 1 and shape.experts is not None and spec.parallelism.sequence is False:
+        return False
+    return all(_heads_split(attention, tensor) for attention in shape.attentions()) and all(
+        _columns_split(mlp, tensor) for mlp in shape.mlps()
+    )
+
+
+def _heads_split(attention: Attention, tensor: int) -> bool:
+    match attention:
+        case GroupedAttention():
+            groups = attention.key_value_heads
+            return attention.heads % tensor == 0 and (groups % tensor == 0 or tensor % groups == 0)
+        case LatentAttention():
+            return attention.heads % tensor == 0
+        case LinearAttention():
+            return attention.key_heads % tensor == 0 and attention.value_heads % tensor == 0
+
+
+def _columns_split(mlp: FeedForward, tensor: int) -> bool:
+    columns = mlp.intermediate if isinstance(mlp, DenseMLP) else mlp.shared_intermediate
+    return columns % tensor == 0
+
+
+# --- weighing -------------------------------------------------------------------------------------------------------
+
+
+def _weigh(question: _Question, grid: Parallelism, offload: float, ranking: _Ranking) -> None:
+    """Rank the best microbatch and recomputation of a grid, if it is fast enough to be ranked at all."""
+    sizes = layout(grid, question.spec.resources.gpus_per_node)
+    key = (sizes.tensor, sizes.pipeline, sizes.context, sizes.data, sizes.expert, sizes.expert_tensor)
+    machine = Machine(question.hardware, sizes.gpus_per_pod)
+    for micro in _micro_batch_sizes(question.spec, sizes):
+        for granularity in RECOMPUTATIONS:
+            candidate = _candidate(question.spec, grid, (micro, granularity, offload))
+            case = prepared(candidate, question.shape, sizes, question.kinds)
+            seconds = sum(step_seconds(case, machine).values())
+            # Recomputing more takes longer: what is too slow now stays too slow.
+            if seconds >= ranking.bar(key):
+                break
+            if not fits(case, question.memory):
+                continue
+            if not set(layout_problems(candidate, question.shape)) - question.asked:
+                ranking.add(key, _Entry(seconds, candidate, sizes))
+            break
+
+
+def _micro_batch_sizes(spec: Spec, sizes: Layout) -> Iterator[int]:
+    if spec.training.dynamic_batch_tokens is not None:
+        yield 1
+        return
+    of_rank = global_batch_size(spec) // sizes.data
+    for micro in MICRO_BATCH_SIZES:
+        if of_rank % micro == 0 and (sizes.virtual_pipeline == 1 or of_rank // micro % sizes.pipeline == 0):
+            yield micro
+
+
+def _candidate(spec: Spec, grid: Parallelism, settings: tuple[int, RecomputeGranularity, float]) -> Spec:
+    micro, granularity, offload = settings
+    training = spec.training.model_copy(
+        update={"micro_batch_size": micro, "recompute": Recompute(granularity=granularity)}
+    )
+    memory = spec.memory.model_copy(update={"offload_optimizer": offload})
+    return spec.model_copy(update={"parallelism": grid, "training": training, "memory": memory})
+
+
+def _may_offload(spec: Spec) -> bool:
+    return spec.memory.sharding is Sharding.DISTRIBUTED_OPTIMIZER and spec.memory.offload_optimizer < 1
+
+
+def _choice(question: _Question, entry: _Entry) -> Choice:
+    memory = estimate(entry.spec, question.shape, entry.layout)
+    cost = step_cost(entry.spec, question.shape, entry.layout, question.hardware)
+    return Choice(entry.spec, entry.layout, memory, cost, _reasons(memory, cost, question.memory))
+
+
+def _reasons(memory: MemoryEstimate, cost: Cost, limit_bytes: int) -> tuple[str, ...]:
+    """What takes the time, what the pipeline wastes, and how much memory is left."""
+    largest = ", ".join(f"{part.name} {part.seconds / cost.seconds:.0%}" for part in cost.parts[:3])
+    bubble = (f"pipeline bubble {cost.bubble:.0%}",) if cost.bubble > 0 else ()
+    left = (limit_bytes - memory.bytes) / GIB
+    return (
+        f"time: {largest}",
+        *bubble,
+        f"memory: {memory.bytes / GIB:.1f} of {limit_bytes / GIB:.1f} GiB, {left:.1f} GiB left",
+    )

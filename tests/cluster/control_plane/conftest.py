@@ -1,0 +1,29 @@
+"""Owns the CRD on the control plane."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cluster.control_plane.plane import ControlPlane, KubectlError
+from cluster.waiting import until
+
+DEFINITION = Path(__file__).parents[3] / "crds" / "moetrainingjobs.yaml"
+
+
+@pytest.fixture(scope="session")
+def definition(control_plane: ControlPlane) -> Path:
+    """The CRD, applied as people apply it: by the client, which keeps a copy of it in an annotation."""
+
+    def is_known() -> bool:
+        try:
+            return bool(control_plane.kubectl("explain", "mtj"))
+        except KubectlError:
+            return False
+
+    control_plane.kubectl("apply", "--server-side=false", "-f", DEFINITION)
+    control_plane.kubectl("wait", "--for=condition=Established", "--timeout=20s", "-f", DEFINITION)
+    # Established comes a moment before clients can look up names and schemas.
+    until(is_known, seconds=20, waiting_for="kubectl to know the short name and the schema")
+    return DEFINITION

@@ -1,0 +1,134 @@
+"""A whole control plane on loopback: etcd, API server, controller manager, scheduler, and fake nodes if asked for."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+from cluster.control_plane.api import Api, RefusedError
+from cluster.control_plane.components import Component, Site, flags, health_url, new_site
+from cluster.control_plane.kubeconfigs import write_for_certificate, write_for_token
+from cluster.processes import Process
+from cluster.waiting import until
+
+GPUS_PER_NODE = 8
+# Ten times what a quiet machine of two cores needs.
+READY_SECONDS = 60
+
+# In the order in which they start.
+ALWAYS = (Component.ETCD, Component.API_SERVER, Component.CONTROLLER_MANAGER, Component.SCHEDULER)
+PROGRAMS = (*Component, "kubectl")
+
+
+class KubectlError(Exception):
+    """kubectl failed; its words are the message."""
+
+
+class ControlPlane:
+    """A running control plane. Everything is in its folder, logs too; nothing outlives `control_plane`."""
+
+    def __init__(self, site: Site, programs: Mapping[str, Path], components: tuple[Component, ...]) -> None:
+        self.folder = site.folder
+        self.url = site.server.url
+        self.ca = site.server.ca
+        self.audit_log = site.audit_log
+        self.kubeconfig = write_for_certificate(site.folder / "admin.kubeconfig", site.server, site.admin)
+        self.api = Api(site.server, site.admin)
+        self.processes = {
+            component: Process(component, [programs[component], *flags(component, site)], site.folder)
+            for component in components
+        }
+        self.nodes: list[str] = []
+        self._site = site
+        self._kubectl = programs["kubectl"]
+
+    def start(self, *components: Component) -> None:
+        """Run components side by side and return when all are ready."""
+        for component in components:
+            self.processes[component].start()
+        for component in components:
+            self.processes[component].wait_until(partial(self._is_ready, component), READY_SECONDS)
+
+    def stop(self, *components: Component) -> None:
+        """End components as a crash would."""
+        for component in components:
+            self.processes[component].stop()
+
+    def restart(self, *components: Component) -> None:
+        """Crash components and return when all are ready again."""
+        self.stop(*components)
+        self.start(*components)
+
+    def kubectl(self, *arguments: str | Path, stdin: str | None = None) -> str:
+        """What kubectl prints, as an administrator."""
+        command = [self._kubectl, f"--kubeconfig={self.kubeconfig}", f"--cache-dir={self.folder}/kubectl", *arguments]
+        # The settings of whoever runs the tests are not for kubectl.
+        done = subprocess.run(
+            command, input=stdin, capture_output=True, text=True, check=False, env=os.environ | {"KUBERC": "off"}
+        )
+        if done.returncode:
+            raise KubectlError(done.stderr)
+        return done.stdout
+
+    def service_account_kubeconfig(self, namespace: str, name: str) -> Path:
+        """With what a pod of the service account would speak to the API server, for an hour."""
+        token = self.kubectl("create", "token", name, f"--namespace={namespace}").strip()
+        path = self.folder / f"{namespace}-{name}.kubeconfig"
+        return write_for_token(path, self._site.server, token, namespace)
+
+    def add_nodes(self, count: int) -> None:
+        """Fake nodes, each with GPUs of its own, and return when pods can go there."""
+        self.nodes = [f"node-{index}" for index in range(count)]
+        for name in self.nodes:
+            self.api.create("/api/v1/nodes", _node(name))
+        for name in self.nodes:
+            until(partial(self._takes_pods, name), seconds=READY_SECONDS, waiting_for=f"{name} to take pods")
+
+    def has_service_account(self, namespace: str) -> bool:
+        """Whether pods can be created in a namespace."""
+        try:
+            self.api.get(f"/api/v1/namespaces/{namespace}/serviceaccounts/default")
+        except RefusedError:
+            return False
+        return True
+
+    def _takes_pods(self, node: str) -> bool:
+        seen = self.api.get(f"/api/v1/nodes/{node}")
+        conditions = {condition["type"]: condition["status"] for condition in seen["status"].get("conditions", ())}
+        return conditions.get("Ready") == "True" and not seen["spec"].get("taints")
+
+    def _is_ready(self, component: Component) -> bool:
+        if not self.api.is_healthy(health_url(component, self._site)):
+            return False
+        return component is not Component.CONTROLLER_MANAGER or self.has_service_account("default")
+
+
+@contextmanager
+def control_plane(folder: Path, programs: Mapping[str, Path], nodes: int = 0) -> Iterator[ControlPlane]:
+    """A control plane whose files are in an empty folder; `programs` says where etcd, kubectl and the others are."""
+    components = (*ALWAYS, Component.KWOK) if nodes else ALWAYS
+    plane = ControlPlane(new_site(folder), programs, components)
+    try:
+        plane.start(Component.ETCD, Component.API_SERVER)
+        plane.start(*components[2:])
+        plane.add_nodes(nodes)
+        yield plane
+    finally:
+        plane.stop(*reversed(components))
+        # The logs stay, the data would only fill the disk.
+        shutil.rmtree(folder / "etcd", ignore_errors=True)
+
+
+def _node(name: str) -> dict[str, object]:
+    resources = {"cpu": "96", "memory": "1Ti", "pods": "110", "nvidia.com/gpu": str(GPUS_PER_NODE)}
+    return {
+        "apiVersion": "v1",
+        "kind": "Node",
+        "metadata": {"name": name, "labels": {"kwok.x-k8s.io/node": "fake", "kubernetes.io/hostname": name}},
+        "status": {"capacity": resources, "allocatable": resources},
+    }

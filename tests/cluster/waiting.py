@@ -1,0 +1,26 @@
+"""Waiting for what other processes do: a condition, a deadline, and what to say when it has passed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+POLL_SECONDS = 0.05
+
+Seen = TypeVar("Seen")
+
+
+class TooLateError(AssertionError):
+    """A condition did not hold in time."""
+
+
+def until(condition: Callable[[], Seen], *, seconds: float, waiting_for: str | Callable[[], str]) -> Seen:
+    """What the condition returns, as soon as that is true."""
+    deadline = time.monotonic() + seconds
+    while not (seen := condition()):
+        if time.monotonic() > deadline:
+            said = waiting_for if isinstance(waiting_for, str) else waiting_for()
+            raise TooLateError(f"not within {seconds:g} s: {said}")
+        time.sleep(POLL_SECONDS)
+    return seen
