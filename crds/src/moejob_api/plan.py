@@ -77,8 +77,9 @@ class _Verdict:
 
 
 def _verdict(spec: Spec, shape: ModelShape | None, available_gpus: int | None) -> _Verdict:
-    problems = layout_problems(spec, shape)
-    problems += tuple(_count_problems(spec, available_gpus))
+    problems = (*layout_problems(spec, shape), *_count_problems(spec, available_gpus))
+    if shape is not None:
+        problems += tuple(_storage_problems(spec, shape))
     if any(problem.rule in GRID_RULES for problem in problems):
         return _Verdict(problems, None, None)
     sizes = layout(spec.parallelism, spec.resources.gpus_per_node)
@@ -89,7 +90,6 @@ def _verdict(spec: Spec, shape: ModelShape | None, available_gpus: int | None) -
     problems += (
         *_memory_problems(spec, shape, sizes, need),
         *_host_problems(spec, shape, sizes, need),
-        *_storage_problems(spec, shape),
     )
     return _Verdict(problems, sizes, need)
 

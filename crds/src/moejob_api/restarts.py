@@ -113,10 +113,9 @@ def decide(failures: tuple[Failure, ...], budget: Budget) -> Decision | None:
     """
     if not failures:
         return None
-    permanent = next((failure for failure in failures if failure.cause is Cause.BAD_CONFIGURATION), None)
-    if permanent is not None:
-        return GiveUp(budget, _reason(permanent))
-    first = _culprit(failures)
+    first = culprit(failures)
+    if first.cause is Cause.BAD_CONFIGURATION:
+        return GiveUp(budget, _reason(first))
     charged = _charged(first, budget)
     if charged.spent > charged.limit:
         return GiveUp(
@@ -149,11 +148,12 @@ def delay_seconds(restarts: int) -> float:
     return min(LONGEST_DELAY_SECONDS, FIRST_DELAY_SECONDS * 2.0 ** min(restarts - 1, 16))
 
 
-def _culprit(failures: tuple[Failure, ...]) -> Failure:
-    """The failure that explains the others: one the cluster caused, else one that took its pod, else the first."""
+def culprit(failures: tuple[Failure, ...]) -> Failure:
+    """The failure that explains the others: a final one, one the cluster caused, one that took its pod, the first."""
+    permanent = next((failure for failure in failures if failure.cause is Cause.BAD_CONFIGURATION), None)
     uncounted = next((failure for failure in failures if not failure.cause.counts), None)
     gone = next((failure for failure in failures if not failure.pod_alive), None)
-    return uncounted or gone or failures[0]
+    return permanent or uncounted or gone or failures[0]
 
 
 def _charged(failure: Failure, budget: Budget) -> Budget:

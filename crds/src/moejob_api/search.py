@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from moejob_api.arithmetic import divisors
 from moejob_api.cost import Cost, step_cost
-from moejob_api.cost.estimate import step_seconds
+from moejob_api.cost.estimate import least_step_seconds, step_seconds
 from moejob_api.cost.rates import Machine
 from moejob_api.hardware import GIB, Hardware, memory_limit_bytes
 from moejob_api.job import Spec
@@ -21,7 +21,7 @@ from moejob_api.job.training import Recompute, RecomputeGranularity
 from moejob_api.layout.sizes import Layout, layout
 from moejob_api.layout.stages import stage_splits
 from moejob_api.memory import MemoryEstimate, estimate
-from moejob_api.memory.case import prepared
+from moejob_api.memory.case import Case, model_parameters, prepared
 from moejob_api.memory.estimate import fits
 from moejob_api.memory.kinds import Kinds, layers_by_kind
 from moejob_api.models.shape import (
@@ -35,11 +35,13 @@ from moejob_api.models.shape import (
 )
 from moejob_api.problems import Problem
 from moejob_api.rules import layout_problems
-from moejob_api.rules.batch_rules import global_batch_size, sequence_divisor
+from moejob_api.rules.batch_rules import global_batch_size
 
 # More chunks a stage send more messages for ever smaller gains.
 CHUNKS = (1, 2, 3, 4)
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16)
+# What is chosen leaves this much of a GPU to what the estimate does not know.
+HEADROOM = 0.05
 # From cheap to dear; a dearer one is looked at only where a cheaper one does not fit.
 RECOMPUTATIONS = (RecomputeGranularity.NONE, RecomputeGranularity.SELECTIVE, RecomputeGranularity.FULL)
 
@@ -55,19 +57,18 @@ class Choice:
     reasons: tuple[str, ...]
 
 
-def best_layouts(
-    spec: Spec, shape: ModelShape, gpus: int, hardware: Hardware, limit: int = 5
-) -> tuple[Choice, ...]:
+def best_layouts(spec: Spec, shape: ModelShape, gpus: int, hardware: Hardware, limit: int = 5) -> tuple[Choice, ...]:
     """The fastest layouts on exactly `gpus` trainer GPUs that keep every rule and fit, fastest first.
 
     One choice for each set of group sizes, with its best cut, microbatch and recomputation.
     """
-    memory = memory_limit_bytes(spec.resources) or hardware.memory_bytes
+    memory = int((memory_limit_bytes(spec.resources) or hardware.memory_bytes) * (1 - HEADROOM))
     question = _Question(spec, shape, layers_by_kind(shape), hardware, memory, set(layout_problems(spec, shape)))
+    ranking = _Ranking(limit)
     for offload in (spec.memory.offload_optimizer, 1.0):
-        ranking = _Ranking(limit)
-        for grid in grids(spec, shape, gpus):
-            _weigh(question, grid, offload, ranking)
+        # Most promising first: the sooner five fast ones are known, the more of the others need no closer look.
+        for promise in sorted(_promises(question, gpus, offload), key=lambda promise: promise.least_seconds):
+            _weigh(question, promise, offload, ranking)
         if ranking.found or not _may_offload(spec):
             break
     return tuple(_choice(question, entry) for entry in ranking.sorted())
@@ -83,6 +84,15 @@ class _Question:
     hardware: Hardware
     memory: int
     asked: set[Problem]
+
+
+@dataclass(frozen=True, slots=True)
+class _Promise:
+    """A grid with all its cuts and one microbatch, and what none of the cuts can be faster than."""
+
+    least_seconds: float
+    cuts: tuple[Parallelism, ...]
+    micro: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +132,8 @@ class _Ranking:
 # --- candidates -----------------------------------------------------------------------------------------------------
 
 
-def grids(spec: Spec, shape: ModelShape, gpus: int) -> Iterator[Parallelism]:
-    """Every way to factor the GPUs into groups that the model and the batch divide over, with every cut of the layers."""
+def layouts(spec: Spec, shape: ModelShape, gpus: int) -> Iterator[tuple[Parallelism, ...]]:
+    """Every way to factor the GPUs into groups that model and batch divide over, each with all cuts of the layers."""
     per_node = spec.resources.gpus_per_node
     if gpus > per_node and gpus % per_node:
         return
@@ -133,10 +143,10 @@ def grids(spec: Spec, shape: ModelShape, gpus: int) -> Iterator[Parallelism]:
         for pipeline in divisors(gpus // tensor):
             if pipeline > 1 and spec.memory.sharding is Sharding.MEGATRON_FSDP:
                 break
-            cuts = list(_cuts(len(shape.layers), pipeline))
+            cuts = tuple(_cuts(len(shape.layers), pipeline))
             for sizes in _inside_stage(spec, shape, tensor, gpus // tensor // pipeline) if cuts else ():
-                for cut in cuts:
-                    yield spec.parallelism.model_copy(update={"tensor": tensor, "pipeline": pipeline, **sizes, **cut})
+                grid = {"tensor": tensor, "pipeline": pipeline, **sizes}
+                yield tuple(spec.parallelism.model_copy(update={**grid, **cut}) for cut in cuts)
 
 
 def _cuts(layers: int, pipeline: int) -> Iterator[dict[str, object]]:
@@ -225,24 +235,61 @@ def _columns_split(mlp: FeedForward, tensor: int) -> bool:
 # --- weighing -------------------------------------------------------------------------------------------------------
 
 
-def _weigh(question: _Question, grid: Parallelism, offload: float, ranking: _Ranking) -> None:
-    """Rank the best microbatch and recomputation of a grid, if it is fast enough to be ranked at all."""
-    sizes = layout(grid, question.spec.resources.gpus_per_node)
-    key = (sizes.tensor, sizes.pipeline, sizes.context, sizes.data, sizes.expert, sizes.expert_tensor)
-    machine = Machine(question.hardware, sizes.gpus_per_pod)
-    for micro in _micro_batch_sizes(question.spec, sizes):
-        for granularity in RECOMPUTATIONS:
-            candidate = _candidate(question.spec, grid, (micro, granularity, offload))
-            case = prepared(candidate, question.shape, sizes, question.kinds)
-            seconds = sum(step_seconds(case, machine).values())
-            # Recomputing more takes longer: what is too slow now stays too slow.
-            if seconds >= ranking.bar(key):
+def _promises(question: _Question, gpus: int, offload: float) -> Iterator[_Promise]:
+    """Every grid with every microbatch whose weights and gradients leave any room."""
+    for cuts in layouts(question.spec, question.shape, gpus):
+        sizes = layout(cuts[0], question.spec.resources.gpus_per_node)
+        machine = Machine(question.hardware, sizes.gpus_per_pod)
+        chunks = max(cut.virtual_pipeline or 1 for cut in cuts)
+        for micro in _micro_batch_sizes(question.spec, sizes):
+            plain = _candidate(question.spec, cuts[0], (micro, RecomputeGranularity.NONE, offload))
+            case = prepared(plain, question.shape, sizes, question.kinds)
+            if _states_overflow(case, question.memory):
                 break
-            if not fits(case, question.memory):
-                continue
-            if not set(layout_problems(candidate, question.shape)) - question.asked:
-                ranking.add(key, _Entry(seconds, candidate, sizes))
-            break
+            yield _Promise(least_step_seconds(case, machine, chunks), cuts, micro)
+
+
+def _weigh(question: _Question, promise: _Promise, offload: float, ranking: _Ranking) -> None:
+    """Rank the best cut and recomputation of a grid, if it can be fast enough to be ranked at all."""
+    for cut in promise.cuts:
+        sizes = layout(cut, question.spec.resources.gpus_per_node)
+        if promise.least_seconds >= ranking.bar(_key(sizes)):
+            return
+        if _chunks_divide(question.spec, sizes, promise.micro):
+            _weigh_cut(question, (cut, sizes), (promise.micro, offload), ranking)
+
+
+def _weigh_cut(
+    question: _Question, cut: tuple[Parallelism, Layout], settings: tuple[int, float], ranking: _Ranking
+) -> None:
+    (parallelism, sizes), (micro, offload) = cut, settings
+    machine = Machine(question.hardware, sizes.gpus_per_pod)
+    for granularity in RECOMPUTATIONS:
+        candidate = _candidate(question.spec, parallelism, (micro, granularity, offload))
+        case = prepared(candidate, question.shape, sizes, question.kinds)
+        seconds = sum(step_seconds(case, machine).values())
+        # Recomputing more takes longer: what is too slow now stays too slow.
+        if seconds >= ranking.bar(_key(sizes)):
+            return
+        if not fits(case, question.memory):
+            continue
+        if not set(layout_problems(candidate, question.shape)) - question.asked:
+            ranking.add(_key(sizes), _Entry(seconds, candidate, sizes))
+        return
+
+
+def _key(sizes: Layout) -> tuple[int, ...]:
+    """The sizes that make two layouts different to whoever reads the ranking."""
+    return (sizes.tensor, sizes.pipeline, sizes.context, sizes.data, sizes.expert, sizes.expert_tensor)
+
+
+def _states_overflow(case: Case, memory_bytes: int) -> bool:
+    """Whether weights and gradients alone, shared evenly over the stages, leave no room: no cut can mend that."""
+    if case.is_fully_sharded:
+        return False
+    total = model_parameters(case)
+    states = total.held.total * case.element_bytes + total.trained.total * case.gradient_bytes
+    return states > memory_bytes * case.layout.pipeline
 
 
 def _micro_batch_sizes(spec: Spec, sizes: Layout) -> Iterator[int]:
@@ -250,9 +297,14 @@ def _micro_batch_sizes(spec: Spec, sizes: Layout) -> Iterator[int]:
         yield 1
         return
     of_rank = global_batch_size(spec) // sizes.data
-    for micro in MICRO_BATCH_SIZES:
-        if of_rank % micro == 0 and (sizes.virtual_pipeline == 1 or of_rank // micro % sizes.pipeline == 0):
-            yield micro
+    yield from (micro for micro in MICRO_BATCH_SIZES if of_rank % micro == 0)
+
+
+def _chunks_divide(spec: Spec, sizes: Layout, micro: int) -> bool:
+    """Whether an interleaved schedule gets microbatches in multiples of its stages."""
+    if sizes.virtual_pipeline == 1 or spec.training.dynamic_batch_tokens is not None:
+        return True
+    return global_batch_size(spec) // sizes.data // micro % sizes.pipeline == 0
 
 
 def _candidate(spec: Spec, grid: Parallelism, settings: tuple[int, RecomputeGranularity, float]) -> Spec:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from moejob_api.cost.explained import why
 from moejob_api.cost.rates import Machine
 from moejob_api.cost.rollout import rollout_seconds
-from moejob_api.cost.step import Seconds, Spent, update_seconds
+from moejob_api.cost.step import Seconds, Spent, Update, least_update_seconds, update_seconds
 from moejob_api.hardware import Hardware
 from moejob_api.job import Spec
 from moejob_api.layout.sizes import Layout
@@ -64,6 +64,12 @@ def step_seconds(case: Case, machine: Machine) -> Seconds:
     update = update_seconds(case, machine)
     seconds = {spent: value * case.batch.updates_per_step for spent, value in update.seconds.items()}
     return {**seconds, **rollout_seconds(case, update, machine)}
+
+
+def least_step_seconds(case: Case, machine: Machine, chunks: int) -> float:
+    """What no cut into stages of at most `chunks` chunks, and no recomputation, can be faster than; for searches."""
+    generating = sum(rollout_seconds(case, Update({}, 0.0), machine).values())
+    return case.batch.updates_per_step * least_update_seconds(case, machine, chunks) + generating
 
 
 def model_flops(shape: ModelShape, document_tokens: int) -> float:

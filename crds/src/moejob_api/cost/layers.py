@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import assert_never
 
 from moejob_api.arithmetic import ceil_div
@@ -18,7 +19,7 @@ from moejob_api.cost.rates import (
 )
 from moejob_api.job.moe import Dispatcher
 from moejob_api.memory.kept import FLOAT32_BYTES, LINEAR_CHUNK_TOKENS, kept
-from moejob_api.memory.share import NO_MODULES, Keeping, Share
+from moejob_api.memory.share import Keeping, Share
 from moejob_api.models.shape import (
     DenseMLP,
     Experts,
@@ -31,7 +32,7 @@ from moejob_api.models.shape import (
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a layer's time depends on beside its shape."""
+    """What a layer's time depends on beside its shape. keeping: without any recomputation."""
 
     share: Share
     keeping: Keeping
@@ -54,13 +55,28 @@ class Forward:
     dispatch: float = 0.0
     context: float = 0.0
 
+    def plus(self, other: Forward, times: int) -> Forward:
+        """This pass, and then another one so many times."""
+        return Forward(
+            projections=self.projections + other.projections * times,
+            up=self.up + other.up * times,
+            attention=self.attention + other.attention * times,
+            feed_forward=self.feed_forward + other.feed_forward * times,
+            experts=self.experts + other.experts * times,
+            elementwise=self.elementwise + other.elementwise * times,
+            tensor=self.tensor + other.tensor * times,
+            dispatch=self.dispatch + other.dispatch * times,
+            context=self.context + other.context * times,
+        )
 
+
+# A search asks for the same few thousand again and again.
+@lru_cache(maxsize=16_384)
 def forward(layer: Layer, work: Work) -> Forward:
     """The forward pass of one layer."""
     projections, up = _projections(layer, work)
     feed_forward, experts = _feed_forward(layer, work)
-    whole = replace(work.keeping, recomputed=NO_MODULES) if work.keeping.recomputed else work.keeping
-    touched = ELEMENTWISE_PASSES * kept(layer, work.share, whole).total
+    touched = ELEMENTWISE_PASSES * kept(layer, work.share, work.keeping).total
     return Forward(
         projections=projections,
         up=up,
@@ -107,9 +123,7 @@ def _latent_projections(attention: LatentAttention, work: Work) -> tuple[float, 
     queries = heads * (attention.nope_dim + attention.rope_dim)
     rank = attention.query_rank
     up = _product(share.tokens, rank or share.hidden, queries, work)
-    up += _product(
-        share.tokens, attention.key_value_rank, heads * (attention.nope_dim + attention.value_dim), work
-    )
+    up += _product(share.tokens, attention.key_value_rank, heads * (attention.nope_dim + attention.value_dim), work)
     compressed = attention.key_value_rank + attention.rope_dim + (rank or 0)
     down = _product(share.sequence_tokens, share.hidden, compressed, work)
     return up + down + _product(share.tokens, heads * attention.value_dim, share.hidden, work), up

@@ -1,4 +1,4 @@
-"""How much of a GPU's published speed is reached, and how long groups of GPUs talk. Measured; docs/cost.md has the runs.
+"""How much of a GPU's published speed is reached, and how long groups of GPUs talk; docs/cost.md has the measurements.
 
 Every formula saturates: more rows or wider matrices never make an operation less efficient.
 """
@@ -25,7 +25,9 @@ OPTIMIZER_SHARE, ACCUMULATION_SHARE = 0.75, 0.55
 NVLINK_SHARE, ALL_TO_ALL_SHARE, NETWORK_SHARE = 0.75, 0.48, 0.80
 IN_NODE_LATENCY_SECONDS, NETWORK_LATENCY_SECONDS = 15e-6, 40e-6
 # A host's memory serves all its GPUs; Adam there reads and writes 28 bytes a parameter.
-HOST_ADAM_BYTES_PER_SECOND = 30e9
+HOST_ADAM_BYTES, HOST_ADAM_BYTES_PER_SECOND = 28, 30e9
+# Of the exchange with replicas, what neither the backward pass nor the next forward pass hides.
+DATA_EXPOSED = 0.3
 # vLLM without CUDA graphs: 70 ms for one token of each of 512 sequences through 48 layers, 13 ms of it reading weights.
 ENGINE_LAYER_SECONDS, ENGINE_GEMM_SHARE = 1.1e-3, 0.40
 
@@ -63,7 +65,7 @@ def attention_seconds(flops: float, tokens: int, hardware: Hardware) -> float:
 
 
 def gather_seconds(amount: float, stride: int, size: int, machine: Machine) -> float:
-    """An all-gather to `amount` bytes on every rank, or a reduce-scatter from that; both ways at once inside and out."""
+    """An all-gather to `amount` bytes on every rank, or a reduce-scatter from that; inside and outside at once."""
     if size == 1 or amount == 0:
         return 0.0
     members = machine.members_in_node(stride, size)

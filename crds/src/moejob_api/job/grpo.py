@@ -96,14 +96,22 @@ class Rollout(ApiModel):
     ] = None
     tensor: Annotated[GroupSize, Field(description="GPUs one engine spans, inside one node.")] = 1
     gpu_memory_utilization: Annotated[
-        float,
+        float | None,
         Field(
             ge=0.05,
             le=0.98,
-            description="Share of GPU memory an engine may take. Colocated engines share with what the trainer keeps.",
+            description="Share of GPU memory an engine may take. Absent: 0.9 for Separate; 0.6 for Colocated, which "
+            "leaves room for what the trainer keeps while it waits.",
         ),
-    ] = 0.85
+    ] = None
     sync: Annotated[Sync, Field(description="Auto: IPC when colocated, NCCL when separate, Disk on CPU.")] = Sync.AUTO
+
+    @property
+    def engine_share(self) -> float:
+        """Share of GPU memory an engine may take."""
+        if self.gpu_memory_utilization is not None:
+            return self.gpu_memory_utilization
+        return 0.6 if self.placement is Placement.COLOCATED else 0.9
 
 
 class Grpo(ApiModel):

@@ -131,8 +131,12 @@ class Resources(ApiModel):
         Field(ge=1, le=4096, alias="gpuMemoryGiB", description="Memory of one GPU in GiB, instead of gpuType."),
     ] = None
     cpu: Annotated[Quantity | None, Field(description="CPU request of a pod, such as 96. Absent: none.")] = None
-    memory: Annotated[Quantity | None, Field(description="Memory request and limit of a pod, such as 1Ti. Absent: none.")] = None
-    shared_memory: Annotated[Quantity, Field(description="Size of /dev/shm, such as 16Gi; it counts as memory.")] = "16Gi"
+    memory: Annotated[
+        Quantity | None, Field(description="Memory request and limit of a pod, such as 1Ti. Absent: none.")
+    ] = None
+    shared_memory: Annotated[Quantity, Field(description="Size of /dev/shm, such as 16Gi; it counts as memory.")] = (
+        "16Gi"
+    )
     image: Annotated[LongText | None, Field(description="Trainer image. Absent: the operator's default.")] = None
     rollout_image: Annotated[
         LongText | None, Field(description="Image of separate rollout pods. Absent: the operator's default.")

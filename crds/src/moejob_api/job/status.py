@@ -82,6 +82,43 @@ class LayoutStatus(ApiModel):
     memory_per_gpu_bytes: Annotated[Number | None, Field(description="Estimated need of the fullest GPU.")] = None
 
 
+class Replaced(ApiModel):
+    """A pod whose failure has been answered for."""
+
+    index: Annotated[Number, Field(description="Index of the pod.")]
+    uid: Annotated[str, Field(max_length=64, description="UID of the pod that failed; empty when it had vanished.")]
+
+
+# Beyond this many at once a whole new gang costs no more.
+MAX_REPLACED = 64
+
+
+class Ladder(ApiModel):
+    """What the operator remembers between two looks at the job, so that every failure is charged exactly once."""
+
+    in_place: Annotated[Number, Field(description="Ranks restarted in place since the last new checkpoint.")] = 0
+    pods: Annotated[Number, Field(description="Decisions to replace pods since the last new checkpoint.")] = 0
+    uncounted: Annotated[Number, Field(description="Restarts that do not count since the last new checkpoint.")] = 0
+    checkpoint_step: Annotated[
+        Number | None, Field(description="Newest checkpoint when the budget was last looked at.")
+    ] = None
+    rank_restarts: Annotated[
+        Number | None,
+        Field(description="Restarts in place that the present pods had reported. Absent: the next report sets it."),
+    ] = None
+    gang_was_whole: Annotated[
+        bool, Field(description="Every pod of the present gang has existed: one that is missing now was lost.")
+    ] = False
+    replacing: Annotated[
+        tuple[Replaced, ...],
+        Field(max_length=MAX_REPLACED, description="Pods being replaced, until the gang is whole and ready again."),
+    ] = ()
+    start_after: Annotated[
+        Timestamp | None,
+        Field(description="Before this no new pod is created. Kept until the gang is whole and ready again."),
+    ] = None
+
+
 class Restarts(ApiModel):
     """How often something had to be started again."""
 
@@ -94,6 +131,7 @@ class Restarts(ApiModel):
     preemptions: Annotated[
         Number, Field(description="Restarts that do not count: preemption, eviction, node loss.")
     ] = 0
+    ladder: Annotated[Ladder, Field(description="What is remembered between decisions.")] = Ladder()
 
 
 class ReplicaStatus(ApiModel):
@@ -119,6 +157,7 @@ class Progress(ApiModel):
     tokens_per_second_per_gpu: Annotated[Ratio | None, Field(description="Speed.")] = None
     mfu: Annotated[Ratio | None, Field(description="Share of the GPUs' peak that does model FLOPs.")] = None
     last_checkpoint_step: Annotated[Number | None, Field(description="Step of the newest complete checkpoint.")] = None
+    save_seconds: Annotated[Ratio | None, Field(description="How long the last save took.")] = None
     updated_at: Annotated[Timestamp, Field(description="When this was read.")]
 
 
@@ -139,6 +178,7 @@ class Goodput(ApiModel):
     starting_seconds: Annotated[Ratio, Field(description="Seconds from the creation of pods to their first step.")] = (
         0.0
     )
+    suspended_seconds: Annotated[Ratio, Field(description="Seconds suspended, now ended.")] = 0.0
     lost_gpu_hours: Annotated[Ratio, Field(description="GPU hours lost to failures.")] = 0.0
 
 

@@ -51,7 +51,9 @@ class Storage(ApiModel):
     claim_name: Annotated[
         ObjectName | None, Field(description="An existing PersistentVolumeClaim. It outlives the job.")
     ] = None
-    size: Annotated[Quantity | None, Field(description="Size of a new claim, such as 2Ti; it is deleted with the job.")] = None
+    size: Annotated[
+        Quantity | None, Field(description="Size of a new claim, such as 2Ti; it is deleted with the job.")
+    ] = None
     storage_class: Annotated[
         ObjectName | None, Field(description="Storage class of the new claim. Absent: the cluster's default.")
     ] = None

@@ -14,7 +14,7 @@ from moejob_api.memory.constants import VOCABULARY_MULTIPLE
 from moejob_api.memory.kinds import Kinds, Stage, distinct_stages, layers_by_kind, router_parameters
 from moejob_api.memory.share import Keeping, Share, keeping, router_is_frozen, share
 from moejob_api.models.parameters import Weights, layer_weights, mtp_weights
-from moejob_api.models.shape import Attention, GroupedAttention, Layer, ModelShape
+from moejob_api.models.shape import Layer, ModelShape
 from moejob_api.rules.batch_rules import Batch, batch
 
 
@@ -30,6 +30,9 @@ class Parameters:
 
     def __mul__(self, count: int) -> Parameters:
         return Parameters(self.dense * count, self.routed * count)
+
+    def __floordiv__(self, parts: int) -> Parameters:
+        return Parameters(self.dense // parts, self.routed // parts)
 
     @property
     def total(self) -> int:
@@ -117,6 +120,14 @@ def stage_parameters(case: Case, stage: Stage) -> Portion:
     return total + _mtp(case) if stage.output and case.shape.mtp_layers else total
 
 
+def model_parameters(case: Case) -> Portion:
+    """Parameters of all layers together, divided as on one GPU of a single stage."""
+    total = Portion()
+    for part, of_kind in zip(case.layers, case.kinds.before, strict=True):
+        total += part * of_kind[-1]
+    return total
+
+
 def output_parameters(case: Case) -> int:
     """Trained parameters of the output projection on one GPU of the last stage."""
     return 0 if case.spec.training.lora else case.vocabulary
@@ -141,12 +152,12 @@ def _mtp(case: Case) -> Portion:
         weights = layer_weights(case.shape, layer)
         layers += _layer(case.spec, case.layout, case.shape.hidden, layer, weights)
         beside += weights * -1
-    rest = local_parameters(beside, case.layout, None)
+    rest = local_parameters(beside, case.layout)
     return layers + Portion(rest, Parameters() if case.spec.training.lora else rest)
 
 
 def _layer(spec: Spec, layout: Layout, hidden: int, layer: Layer, weights: Weights) -> Portion:
-    held = local_parameters(weights, layout, layer.attention)
+    held = local_parameters(weights, layout)
     lora = spec.training.lora
     if lora is not None:
         adapters = _adapters(hidden, layer, layout, lora)
@@ -156,15 +167,16 @@ def _layer(spec: Spec, layout: Layout, hidden: int, layer: Layer, weights: Weigh
 
 
 def _adapters(hidden: int, layer: Layer, layout: Layout, lora: Lora) -> Parameters:
-    return local_parameters(adapter_weights(hidden, layer, lora), layout, None)
+    return local_parameters(adapter_weights(hidden, layer, lora), layout)
 
 
-def local_parameters(weights: Weights, layout: Layout, attention: Attention | None) -> Parameters:
-    """Parameters of `weights` on one GPU. More tensor ranks than key-value heads hold copies of the heads."""
-    heads = attention.key_value_heads if isinstance(attention, GroupedAttention) else layout.tensor
+def local_parameters(weights: Weights, layout: Layout) -> Parameters:
+    """Parameters of `weights` on one GPU.
+
+    Megatron divides the projections of keys and values by columns, also below one head a rank; what more ranks than
+    heads hold copies of is the activations.
+    """
     return Parameters(
-        dense=ceil_div(weights.tensor, layout.tensor)
-        + ceil_div(weights.key_value, min(layout.tensor, heads))
-        + weights.replicated,
+        dense=ceil_div(weights.tensor + weights.key_value, layout.tensor) + weights.replicated,
         routed=ceil_div(weights.routed, layout.expert * layout.expert_tensor),
     )

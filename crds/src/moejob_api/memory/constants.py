@@ -23,7 +23,7 @@ CONTEXT_BYTES = 2 * GIB
 # Buffers of one NCCL communicator; the world is one, every parallel group larger than 1 another.
 COMMUNICATOR_BYTES = GIB // 4
 # What the caching allocator cannot give back beyond what tensors ask for, as a share of what comes and goes in a step.
-FRAGMENTATION = 0.08
+FRAGMENTATION = 0.15
 # A rank's own host memory: the interpreter, torch, data loading.
 HOST_PROCESS_BYTES = 4 * GIB
 CPU_RANK_BYTES = GIB

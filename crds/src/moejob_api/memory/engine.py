@@ -71,7 +71,7 @@ def engine(spec: Spec, shape: ModelShape, layout: Layout) -> Engine | None:
         workspace=ENGINE_WORKSPACE_BYTES,
         sequence_bytes=max(1, sequence_bytes(spec, spec.grpo, shape)),
         useful_sequences=min(USEFUL_SEQUENCES, ceil_div(answers, sizes.engines)),
-        reserved=None if limit is None else int(limit * spec.grpo.rollout.gpu_memory_utilization),
+        reserved=None if limit is None else int(limit * spec.grpo.rollout.engine_share),
     )
 
 

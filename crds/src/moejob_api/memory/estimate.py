@@ -9,6 +9,7 @@ from moejob_api.arithmetic import ceil_div
 from moejob_api.job import Spec
 from moejob_api.job.resources import Accelerator
 from moejob_api.layout.sizes import Layout
+from moejob_api.memory.activations import layer_bytes
 from moejob_api.memory.case import Case, prepared
 from moejob_api.memory.constants import HOST_PROCESS_BYTES
 from moejob_api.memory.engine import Engine
@@ -76,7 +77,8 @@ class MemoryEstimate:
 def estimate(spec: Spec, shape: ModelShape, layout: Layout) -> MemoryEstimate:
     """The memory that a job takes on each GPU and in each pod; its layout must keep moejob_api.rules."""
     case = prepared(spec, shape, layout)
-    loads = tuple(load(case, stage) for stage in case.stages)
+    layers = layer_bytes(case)
+    loads = tuple(load(case, stage, layers) for stage in case.stages)
     peaks = tuple(_explained(*fullest) for fullest in _fullest(loads))
     return MemoryEstimate(
         peak=max(peaks, key=lambda peak: peak.bytes),
@@ -88,8 +90,9 @@ def estimate(spec: Spec, shape: ModelShape, layout: Layout) -> MemoryEstimate:
 
 def fits(case: Case, limit_bytes: int) -> bool:
     """Whether every stage stays within the limit in every phase; the estimate without its words, for searches."""
+    layers = layer_bytes(case)
     for stage in case.stages:
-        of = load(case, stage)
+        of = load(case, stage, layers)
         if of.engine is not None and not of.engine.runs:
             return False
         if any(sum(amounts.values()) > limit_bytes for _, amounts in phases(of)):

@@ -7,7 +7,6 @@ from types import MappingProxyType
 
 from moejob_api.hardware import GIB
 from moejob_api.job.training import RecomputeGranularity
-from moejob_api.memory.case import stage_parameters
 from moejob_api.memory.constants import FRAGMENTATION, FSDP_UNITS, LOSS_CHUNK_TOKENS
 from moejob_api.memory.in_flight import in_flight
 from moejob_api.memory.phases import Load, Name, communicators
@@ -35,21 +34,21 @@ def count(number: int) -> str:
 
 
 def _weights(of: Load) -> str:
-    held = stage_parameters(of.case, of.stage).held
+    held = of.parameters.held
     divided_by = f" / {of.case.layout.data * of.case.layout.context} ranks" if of.case.is_fully_sharded else ""
     routed = f", {count(held.routed)} of them in experts" if held.routed else ""
     return f"{count(held.total)} parameters x {of.case.element_bytes} B{divided_by}{routed}"
 
 
 def _gradients(of: Load) -> str:
-    trained = stage_parameters(of.case, of.stage).trained
+    trained = of.parameters.trained
     if of.case.is_fully_sharded:
         return f"{count(divided(of.case, trained))} trained parameters of this rank x {of.case.gradient_bytes} B"
     return f"{count(trained.total)} trained parameters x {of.case.gradient_bytes} B"
 
 
 def _optimizer(of: Load) -> str:
-    case, trained = of.case, stage_parameters(of.case, of.stage).trained
+    case, trained = of.case, of.parameters.trained
     ranks = case.layout.data * case.layout.context
     dense = f"{count(trained.dense)} / {ranks} ranks"
     routed = f" + {count(trained.routed)} / {case.layout.expert_data} ranks" if trained.routed else ""
@@ -114,7 +113,7 @@ def _engine_cache(of: Load) -> str:
     length = of.case.spec.data.max_length
     if of.engine.sequences is None:
         return f"{of.engine.useful_sequences} sequences of {length:,} tokens"
-    share = of.case.spec.grpo.rollout.gpu_memory_utilization
+    share = of.case.spec.grpo.rollout.engine_share
     return f"what gpuMemoryUtilization {share:g} leaves: {of.engine.sequences} sequences of {length:,} tokens"
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 
 from moejob_api.job.grpo import Placement
 from moejob_api.job.resources import Accelerator
 from moejob_api.layout.sizes import Layout
-from moejob_api.memory.activations import Activations, activations, loss_bytes
-from moejob_api.memory.case import Case
+from moejob_api.memory.activations import Activations, LayerBytes, activations, loss_bytes
+from moejob_api.memory.case import Case, Portion, stage_parameters
 from moejob_api.memory.constants import (
     COMMUNICATOR_BYTES,
     CONTEXT_BYTES,
@@ -20,9 +20,8 @@ from moejob_api.memory.constants import (
     SYNC_BUCKET_BYTES,
 )
 from moejob_api.memory.engine import Engine, engine
-from moejob_api.memory.kept import kept, layer_input
+from moejob_api.memory.kept import layer_input
 from moejob_api.memory.kinds import Stage
-from moejob_api.memory.share import NO_MODULES
 from moejob_api.memory.states import States, states
 from moejob_api.memory.working import largest_matrix
 
@@ -97,9 +96,18 @@ class Load:
         return spec.grpo is not None and spec.grpo.kl.coefficient > 0 and spec.training.lora is None
 
 
-def load(case: Case, stage: Stage) -> Load:
-    """What one stage holds and needs."""
-    return Load(case, stage, states(case, stage), activations(case, stage), engine(case.spec, case.shape, case.layout))
+def load(case: Case, stage: Stage, layers: LayerBytes) -> Load:
+    """What one stage holds and needs; `layers` are the same for every stage."""
+    parameters = stage_parameters(case, stage)
+    return Load(
+        case=case,
+        stage=stage,
+        parameters=parameters,
+        layers=layers,
+        states=states(case, stage, parameters),
+        activations=activations(case, stage, layers),
+        engine=engine(case.spec, case.shape, case.layout),
+    )
 
 
 def phases(of: Load) -> Iterator[tuple[Phase, Amounts]]:
@@ -178,8 +186,7 @@ def _step(of: Load) -> Amounts:
 def _score(of: Load) -> Amounts:
     """Forward passes only: one layer's tensors and a chunk of logits."""
     case = of.case
-    whole = replace(case.keeping, recomputed=NO_MODULES)
-    layer = max(kept(layer, case.share, whole).total for layer in case.kinds.layers)
+    layer = max(whole.total for whole in of.layers.whole)
     loss = loss_bytes(case) if of.stage.output else 0
     return {
         **_resident(of),

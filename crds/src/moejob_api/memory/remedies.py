@@ -171,7 +171,7 @@ def _with_smaller_engine(shape: ModelShape, layout: Layout, limit_bytes: int, sp
         return spec
     generation = next(peak.bytes for peak in needed.phases if peak.phase is Phase.GENERATE)
     percent = 100 * (limit_bytes - generation + needed.engine.bytes) // memory
-    asked = spec.grpo.rollout.gpu_memory_utilization
+    asked = spec.grpo.rollout.engine_share
     if not SMALLEST_ENGINE_PERCENT <= percent < asked * 100:
         return spec
     rollout = spec.grpo.rollout.model_copy(update={"gpu_memory_utilization": percent / 100})

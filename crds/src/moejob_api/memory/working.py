@@ -26,8 +26,18 @@ def working(layer: Layer, share: Share, keeping: Keeping) -> int:
         # The input of a matrix is gathered again for its gradient; the gradient of the input is whole, then scattered.
         gradients += 2 * share.tokens * share.hidden * share.element_bytes
     busiest = max(_attention(layer.attention, share), _feed_forward(layer, share, keeping))
-    new = 0 if keeping.adapter_rank else largest_matrix(layer, share) * share.element_bytes
-    return gradients + busiest + new
+    return gradients + busiest + (0 if keeping.adapter_rank else _new_gradients(layer, share))
+
+
+def _new_gradients(layer: Layer, share: Share) -> int:
+    """Weight gradients before they are added into their buffer, with the transposed copies that the products make."""
+    largest = largest_matrix(layer, share)
+    if isinstance(layer.mlp, Experts):
+        # The second matrix of all experts is not yet added when the first is computed.
+        columns = ceil_div(layer.mlp.intermediate, share.expert_tensor)
+        experts = 3 * share.hidden * columns * ceil_div(layer.mlp.count, share.expert)
+        largest = max(largest, experts)
+    return 2 * largest * share.element_bytes
 
 
 def largest_matrix(layer: Layer, share: Share) -> int:

@@ -28,7 +28,7 @@ class Weights:
     """Numbers of parameters by how Megatron divides them.
 
     tensor:     over the tensor group.
-    key_value:  projections of keys and values: over the tensor group, which may be larger than the number of heads.
+    key_value:  projections of keys and values: over the tensor group by Megatron; engines give every rank whole heads.
     replicated: whole on every rank of the tensor group.
     routed:     over expert x expert tensor.
     """

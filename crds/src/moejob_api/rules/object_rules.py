@@ -89,7 +89,8 @@ def _phases_for_offload(spec: Spec) -> Complaint:
         return None
     return (
         f"offloading by {' and '.join(offloaded)} only helps between the phases of GRPO: SFT needs weights and "
-        "gradients on the GPU in every step; use offloadOptimizer: 1, sharding: MegatronFSDP or training.recompute instead"
+        "gradients on the GPU in every step; use offloadOptimizer: 1, sharding: MegatronFSDP or "
+        "training.recompute instead"
     )
 
 

@@ -1,0 +1,103 @@
+"""How fast a job is planned: the whole command, the planning alone, and the search for the best layout."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.record import Better, Result, record
+from moejob_api.documents import read_file
+from moejob_api.hardware import known
+from moejob_api.job import MoETrainingJob
+from moejob_api.job.resources import GpuType
+from moejob_api.models.shape import ModelShape
+from moejob_api.models.sources import Unseen, model_shape
+from moejob_api.plan import plan
+from moejob_api.search import search
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+JOB = EXAMPLES / "deepseek-v3-sft-512gpu.yaml"
+WRONG = EXAMPLES / "wrong" / "deepseek-v3-sft-64gpu.yaml"
+GPUS = 1024
+
+
+def main() -> None:
+    """Measure everything and write the page."""
+    results = [
+        Result("planning", "`moejob plan`, whole process", process_seconds("plan", str(JOB)), "s", Better.LOWER, 0.4),
+        Result(
+            "planning", "`moejob validate`, whole process", process_seconds("validate", str(JOB)), "s", Better.LOWER
+        ),
+        Result("planning", "Python that does nothing", process_seconds(), "s", Better.LOWER),
+        Result("planning", "reading the YAML", milliseconds(lambda: read_file(str(JOB))), "ms", Better.LOWER),
+        Result("planning", "planning an accepted job", planning_milliseconds(JOB), "ms", Better.LOWER, 20.0),
+        Result(
+            "planning", "planning a refused job, with suggestions", planning_milliseconds(WRONG), "ms", Better.LOWER
+        ),
+        *search_results(),
+    ]
+    record(results, ["pydantic", "typer", "PyYAML"])
+    for result in results:
+        print(f"{result.case:55} {result.value:10.4g} {result.unit:12} target {result.target or '-'}")
+
+
+def search_results() -> list[Result]:
+    """DeepSeek-V3 on 1024 GPUs: the time of the whole search, and layouts judged a second."""
+    job, shape = seen(JOB)
+    started = time.perf_counter()
+    found = search(job.spec, shape, GPUS, known(GpuType.H100))
+    seconds = time.perf_counter() - started
+    return [
+        Result("planning", f"`--auto`, DeepSeek-V3 on {GPUS} GPUs", seconds, "s", Better.LOWER, 2.0),
+        Result("planning", "layouts judged in that search", found.judged / seconds, "per second", Better.HIGHER),
+    ]
+
+
+def planning_milliseconds(file: Path) -> float:
+    """Planning alone: the job is parsed and the model's shape is known."""
+    job, shape = seen(file)
+    return milliseconds(lambda: plan(job.spec, shape))
+
+
+def seen(file: Path) -> tuple[MoETrainingJob, ModelShape]:
+    """The job of a file and the shape of its model, which is one of those that come along."""
+    job = read_file(str(file))
+    shape = model_shape(job.spec.model.source, job.spec.model.revision)
+    if isinstance(shape, Unseen):
+        raise SystemExit(f"{file}: {shape.reason}")
+    return job, shape
+
+
+def milliseconds(action: Callable[[], object], runs: int = 30) -> float:
+    """Median of some runs after a warm-up."""
+    action()
+    return statistics.median(timed(action) for _ in range(runs)) * 1000
+
+
+def process_seconds(*arguments: str, runs: int = 11) -> float:
+    """Median of whole processes; without arguments, of a bare interpreter."""
+    command = [sys.executable, "-m", "moejob_cli", *arguments] if arguments else [sys.executable, "-c", ""]
+    # The packages are compiled once, as an installed environment has them.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+
+    def run() -> None:
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environment)
+
+    run()
+    return statistics.median(timed(run) for _ in range(runs))
+
+
+def timed(action: Callable[[], object]) -> float:
+    """Seconds of one run."""
+    started = time.perf_counter()
+    action()
+    return time.perf_counter() - started
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""One measured number as one JSON line, and the pages that are made from those lines."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from importlib.metadata import version
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+RESULTS = FOLDER / "results"
+# Between these marks a page belongs to the benchmark; what people write around them is kept.
+START, END = "<!-- measured: start -->", "<!-- measured: end -->"
+
+
+class Better(StrEnum):
+    """Which direction is better."""
+
+    LOWER = "lower"
+    HIGHER = "higher"
+
+
+@dataclass(frozen=True)
+class Result:
+    """One measured number, beside a peer's when there is one that ran in the same run."""
+
+    bench: str
+    case: str
+    value: float
+    unit: str
+    better: Better
+    target: float | None = None
+    peer: str | None = None
+    peer_value: float | None = None
+
+    @property
+    def meets_target(self) -> bool | None:
+        """Whether the target is met; None without one."""
+        if self.target is None:
+            return None
+        return self.value <= self.target if self.better is Better.LOWER else self.value >= self.target
+
+
+def record(results: Sequence[Result], packages: Iterable[str]) -> None:
+    """Append the results and write the page of their benchmark anew."""
+    bench = results[0].bench
+    around = {"machine": machine(), "stack": stack(packages), "commit": commit()}
+    RESULTS.mkdir(exist_ok=True)
+    with (RESULTS / f"{bench}.jsonl").open("a") as lines:
+        for result in results:
+            fields = asdict(result)
+            fields["peerValue"] = fields.pop("peer_value")
+            lines.write(json.dumps(fields | around) + "\n")
+    write_page(bench, results, around)
+
+
+def write_page(bench: str, results: Sequence[Result], around: dict[str, str]) -> None:
+    """Put the table of the newest run between the marks of the benchmark's page."""
+    page = FOLDER / f"{bench}.md"
+    before, _, rest = page.read_text().partition(START)
+    _, _, after = rest.partition(END)
+    page.write_text(f"{before}{START}\n{table(results, around)}\n{END}{after}")
+
+
+def table(results: Sequence[Result], around: dict[str, str]) -> str:
+    """The results as Markdown."""
+    rows = ["| case | measured | target | met |", "|---|---:|---:|---|"]
+    words = {None: "", True: "yes", False: "**no**"}
+    rows += [
+        f"| {r.case} | {r.value:.4g} {r.unit} | {'' if r.target is None else f'{r.target:.4g} {r.unit}'} "
+        f"| {words[r.meets_target]} |"
+        for r in results
+    ]
+    return "\n".join([*rows, "", f"Measured on {around['machine']}, {around['stack']}, commit {around['commit']}."])
+
+
+def machine() -> str:
+    """Processor and cores, without a name."""
+    model = next(
+        (
+            line.partition(":")[2].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if "model name" in line
+        ),
+        platform.machine(),
+    )
+    cores = sum(1 for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("processor"))
+    return f"{cores} cores of {model}"
+
+
+def stack(packages: Iterable[str]) -> str:
+    """Versions of Python and of the packages that matter to the benchmark."""
+    return ", ".join([f"Python {platform.python_version()}", *(f"{name} {version(name)}" for name in packages)])
+
+
+def commit() -> str:
+    """The commit that was measured, marked when the tree differed from it."""
+    command = ["git", "describe", "--always", "--dirty"]
+    described = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True, check=False)
+    return described.stdout.strip() or "unknown"

@@ -1,0 +1,41 @@
+"""Entry point of `moejob`: runs a command and turns whatever goes wrong into one message and an exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import typer
+
+from moejob_api.problems import InvalidSpec
+from moejob_cli.app import app
+from moejob_cli.exits import Exit
+
+
+def main() -> None:
+    """Run the command line; never lets a traceback through unless MOEJOB_DEBUG is set."""
+    try:
+        app()
+    except InvalidSpec as error:
+        for problem in error.problems:
+            typer.echo(f"error: {problem}", err=True)
+        sys.exit(Exit.UNREADABLE)
+    except BrokenPipeError:
+        # The reader of a pipe (head, less) went away. Point stdout elsewhere, or Python complains while it closes it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(Exit.ACCEPTED)
+    except KeyboardInterrupt:
+        sys.exit(Exit.INTERRUPTED)
+    except Exception as error:
+        if os.environ.get("MOEJOB_DEBUG"):
+            raise
+        typer.echo(
+            f"error: moejob failed by a fault of its own ({type(error).__name__}: {error}); "
+            "run it again with MOEJOB_DEBUG=1 and report what it prints",
+            err=True,
+        )
+        sys.exit(Exit.INTERNAL)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""The commands of `moejob`. Each reads its input, asks moejob_api and prints the answer."""
+
+from __future__ import annotations
+
+import json
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from moejob_cli.exits import Exit
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from moejob_cli.choosing import Wishes
+
+app = typer.Typer(
+    name="moejob",
+    help="Plan and run MoETrainingJobs: large Mixture-of-Experts training from one YAML.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+class Output(StrEnum):
+    """How an answer is printed."""
+
+    TABLE = "table"
+    JSON = "json"
+    YAML = "yaml"
+
+
+OutputOption = Annotated[Output, typer.Option("--output", "-o", help="How to print the answer.")]
+GpusOption = Annotated[
+    int | None,
+    typer.Option(
+        "--gpus", min=1, max=1_048_576, help="Trainer GPUs there are. A layout for another number is refused."
+    ),
+]
+GpuTypeOption = Annotated[
+    str | None, typer.Option("--gpu-type", help="With --auto: plan for this GPU (A100, H100, H200, B200, GB200).")
+]
+
+
+@app.command()
+def validate(
+    files: Annotated[list[str], typer.Argument(metavar="FILE...", help="Jobs to check.", show_default=False)],
+) -> None:
+    """Check jobs and say what is wrong with them, one line a problem."""
+    from moejob_cli.inputs import planned
+
+    worst = Exit.ACCEPTED
+    for file in files:
+        answer = planned(file, available_gpus=None)
+        for problem in answer.plan.problems:
+            typer.echo(f"{file}: {problem}")
+        if answer.plan.accepted:
+            typer.echo(f"{file}: accepted" + (f" (model not checked: {answer.unseen})" if answer.unseen else ""))
+        else:
+            worst = Exit.REFUSED
+    raise typer.Exit(worst)
+
+
+@app.command()
+def plan(
+    file: Annotated[
+        str | None, typer.Argument(metavar="[FILE]", help="A job's YAML, or - for standard input.", show_default=False)
+    ] = None,
+    output: OutputOption = Output.TABLE,
+    gpus: GpusOption = None,
+    ranks: Annotated[bool, typer.Option("--ranks", help="List every rank, however many there are.")] = False,
+    auto: Annotated[bool, typer.Option("--auto", help="Choose the layout: the five fastest that fit.")] = False,
+    write: Annotated[
+        Path | None, typer.Option("--write", help="With --auto: write the job with the best layout to this new file.")
+    ] = None,
+    model: Annotated[str | None, typer.Option("--model", help="With --auto and without FILE: the model.")] = None,
+    method: Annotated[str, typer.Option("--method", help="With --model: SFT or GRPO.")] = "SFT",
+    gpu_type: GpuTypeOption = None,
+    max_length: Annotated[
+        int, typer.Option("--max-length", min=1, help="With --model: tokens of the longest sequence.")
+    ] = 4096,
+    global_batch: Annotated[
+        int, typer.Option("--global-batch", min=1, help="With --model: sequences of one update.")
+    ] = 256,
+    tflops: Annotated[
+        float | None, typer.Option("--tflops", min=1, help="With --auto: bf16 peak of a GPU in TFLOP/s.")
+    ] = None,
+    nvlink: Annotated[
+        float | None, typer.Option("--nvlink", min=0.1, help="With --auto: GB/s of a GPU inside a node, one direction.")
+    ] = None,
+    network: Annotated[
+        float | None,
+        typer.Option("--network", min=0.1, help="With --auto: GB/s of a GPU between nodes, one direction."),
+    ] = None,
+) -> None:
+    """Say what a job takes: GPUs, nodes, ranks, memory; or why it is refused and what would be accepted."""
+    if auto:
+        from moejob_cli.choosing import Speeds, Wishes
+
+        wishes = Wishes(file, model, method, gpu_type, gpus, max_length, global_batch, Speeds(tflops, nvlink, network))
+        _choose(wishes, output, write)
+    elif file is None:
+        raise typer.BadParameter("name a job's YAML, or use --auto with --model", param_hint="FILE")
+    else:
+        _plan(file, output, gpus, ranks)
+
+
+def _plan(file: str, output: Output, gpus: int | None, ranks: bool) -> None:
+    from moejob_cli.inputs import planned
+
+    answer = planned(file, gpus)
+    if output is Output.TABLE:
+        from moejob_cli.report import plan_report
+
+        show(plan_report(answer.job, answer.plan, answer.unseen, ranks))
+    else:
+        from moejob_cli.document import document
+
+        print_document(document(answer.plan), output)
+    raise typer.Exit(Exit.ACCEPTED if answer.plan.accepted else Exit.REFUSED)
+
+
+def _choose(wishes: Wishes, output: Output, write: Path | None) -> None:
+    from moejob_cli.choices_report import choices_report
+    from moejob_cli.choosing import choices_document, chosen, write_job
+
+    found = chosen(wishes)
+    if output is Output.TABLE:
+        show(choices_report(found))
+    else:
+        print_document(choices_document(found), output)
+    if not found.choices:
+        raise typer.Exit(Exit.REFUSED)
+    if write is not None:
+        write_job(found, write)
+        typer.echo(f"wrote {write}", err=True)
+
+
+@app.command()
+def schema() -> None:
+    """Print the CustomResourceDefinition that describes every field of a job."""
+    from moejob_api.crd.__main__ import crd_text
+
+    sys.stdout.write(crd_text())
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    from importlib.metadata import version as installed
+
+    typer.echo(f"moejob {installed('moejob')}")
+
+
+def show(answer: RenderableType) -> None:
+    """Print for a person; plain and unwrapped when nobody is looking."""
+    from rich.console import Console
+
+    if sys.stdout.isatty():
+        Console(highlight=False).print(answer)
+        return
+    console = Console(highlight=False, color_system=None, width=200, soft_wrap=True)
+    with console.capture() as captured:
+        console.print(answer)
+    # Tables pad their last column to the full width, which is noise in a file.
+    typer.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
+
+
+def print_document(value: object, output: Output) -> None:
+    """Print plain values as JSON or YAML."""
+    if output is Output.JSON:
+        typer.echo(json.dumps(value, indent=2, ensure_ascii=False))
+        return
+    import yaml
+
+    typer.echo(yaml.safe_dump(value, sort_keys=False, allow_unicode=True), nl=False)

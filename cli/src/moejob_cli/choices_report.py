@@ -1,0 +1,37 @@
+"""The layouts that `moejob plan --auto` found, as a person reads them. Decides nothing and prints nothing."""
+
+from __future__ import annotations
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from moejob_api.quantities import readable
+from moejob_api.search import Choice
+from moejob_cli.choosing import Chosen
+from moejob_cli.report import model_words, parallelism_words, problem_line
+
+
+def choices_report(found: Chosen) -> RenderableType:
+    """The whole answer of `moejob plan --auto`."""
+    name = f"{found.job.spec.method} of {found.job.spec.model.source} ({model_words(found.shape)})"
+    head = Text(f"{name} on {found.gpus} {found.hardware.name}")
+    if not found.choices:
+        why = [problem_line(problem, "refused", "red") for problem in found.problems]
+        return Group(head, Text("  no layout on these GPUs keeps every rule and fits", style="bold red"), *why)
+    return Group(head, *(_choice(place, choice) for place, choice in enumerate(found.choices, start=1)))
+
+
+def _choice(place: int, choice: Choice) -> RenderableType:
+    training, cost = choice.spec.training, choice.cost
+    settings = [f"microBatchSize: {training.micro_batch_size}", f"recompute: {training.recompute.granularity}"]
+    if choice.spec.memory.offload_optimizer:
+        settings.append(f"offloadOptimizer: {choice.spec.memory.offload_optimizer:g}")
+    lines = [
+        Text(f"  {place}. {parallelism_words(choice.spec.parallelism)}", style="bold")
+        + Text(f"  {', '.join(settings)}"),
+        Text(
+            f"     {cost.seconds:.2f} s a step, {cost.tokens_per_second_per_gpu:,.0f} tokens/s/GPU, "
+            f"MFU {cost.mfu:.0%}, {readable(choice.memory.bytes)} on {choice.layout.nodes} nodes"
+        ),
+    ]
+    return Group(Text(), *lines, *(Text(f"     {reason}", style="dim") for reason in choice.reasons))

@@ -1,0 +1,162 @@
+"""`moejob plan --auto`: what a person wishes for, turned into a job, a search and the job with the best layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, TypeVar
+
+from moejob_api.documents import dump_job, read_file
+from moejob_api.hardware import GIGA, TERA, Hardware, hardware
+from moejob_api.job import Method, MoETrainingJob
+from moejob_api.job.resources import GpuType
+from moejob_api.layout.sizes import gpus as gpus_of
+from moejob_api.models.shape import ModelShape
+from moejob_api.models.sources import Unseen
+from moejob_api.plan import plan
+from moejob_api.problems import InvalidSpec, Problem, Rule
+from moejob_api.search import Choice, best_layouts
+from moejob_cli.document import parallelism_fields
+from moejob_cli.inputs import seen_model
+from moejob_cli.starter import Wish, starter_job
+
+Named = TypeVar("Named", bound=StrEnum)
+
+
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """Speeds a person knows better than the table of GPUs; None leaves the table's."""
+
+    tflops: float | None = None
+    nvlink_gigabytes: float | None = None
+    network_gigabytes: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """Everything said on the command line."""
+
+    file: str | None
+    model: str | None
+    method: str
+    gpu_type: str | None
+    gpus: int | None
+    sequence_tokens: int
+    global_batch_size: int
+    speeds: Speeds
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """The layouts that were found, best first; `problems` say why there are none."""
+
+    job: MoETrainingJob
+    shape: ModelShape
+    gpus: int
+    hardware: Hardware
+    choices: tuple[Choice, ...]
+    problems: tuple[Problem, ...]
+
+
+def chosen(wishes: Wishes) -> Chosen:
+    """The best layouts for what was wished for."""
+    job = _job(wishes)
+    shape = seen_model(job)
+    if isinstance(shape, Unseen):
+        raise InvalidSpec((Problem(Rule.MODEL_CONFIG, "spec.model.source", f"{shape.reason}; --auto has to see it"),))
+    count = wishes.gpus or gpus_of(job.spec.parallelism)
+    machine = _with_speeds(hardware(job.spec.resources), wishes.speeds)
+    choices = best_layouts(job.spec, shape, count, machine)
+    # The plan of the job as it stands says what is wrong beside the layout, or how far the layout is from fitting.
+    problems = () if choices else plan(job.spec, shape, count).problems
+    return Chosen(job, shape, count, machine, choices, problems)
+
+
+def choices_document(found: Chosen) -> dict[str, Any]:
+    """The layouts as plain values, for --output json|yaml."""
+    return {
+        "accepted": bool(found.choices),
+        "gpus": found.gpus,
+        "choices": [_choice_fields(choice) for choice in found.choices],
+        "problems": [{"rule": str(p.rule), "path": p.path, "message": p.message} for p in found.problems],
+    }
+
+
+def write_job(found: Chosen, file: Path) -> None:
+    """Write the job with the best layout to a new file."""
+    better = found.job.model_copy(update={"spec": found.choices[0].spec})
+    try:
+        with file.open("x") as target:
+            target.write(dump_job(better))
+    except FileExistsError:
+        message = f"{file} exists and is left as it is; name a new file"
+        raise InvalidSpec((Problem(Rule.UNREADABLE, "--write", message),)) from None
+    except OSError as error:
+        message = f"{file} cannot be written: {error.strerror}"
+        raise InvalidSpec((Problem(Rule.UNREADABLE, "--write", message),)) from None
+
+
+def _choice_fields(choice: Choice) -> dict[str, Any]:
+    training = choice.spec.training
+    return {
+        "parallelism": parallelism_fields(choice.spec.parallelism),
+        "microBatchSize": training.micro_batch_size,
+        "recompute": str(training.recompute.granularity),
+        "offloadOptimizer": choice.spec.memory.offload_optimizer,
+        "nodes": choice.layout.nodes,
+        "perGpuBytes": choice.memory.bytes,
+        "stepSeconds": choice.cost.seconds,
+        "tokensPerSecondPerGpu": choice.cost.tokens_per_second_per_gpu,
+        "mfu": choice.cost.mfu,
+        "reasons": list(choice.reasons),
+    }
+
+
+def _job(wishes: Wishes) -> MoETrainingJob:
+    """The job to start from: the file's, or a new one around the model, with what was said laid over it."""
+    if wishes.file is not None and wishes.model is not None:
+        raise _misused("--model", f"{wishes.file} names its model already; give one of the two")
+    if wishes.file is not None:
+        return _on(read_file(wishes.file), wishes)
+    if wishes.model is None:
+        raise _misused("--auto", "name a job's YAML, or a model with --model")
+    if wishes.gpus is None:
+        raise _misused("--gpus", "without a job's YAML the number of GPUs has to be said")
+    wish = Wish(
+        wishes.model,
+        _one_of(Method, wishes.method, "--method"),
+        None,
+        wishes.sequence_tokens,
+        wishes.global_batch_size,
+    )
+    return _on(starter_job(wish), wishes)
+
+
+def _on(job: MoETrainingJob, wishes: Wishes) -> MoETrainingJob:
+    """The job on the GPU type that was said, with nothing said about its layout."""
+    resources = job.spec.resources
+    if wishes.gpu_type is not None:
+        gpu_type = _one_of(GpuType, wishes.gpu_type, "--gpu-type")
+        resources = resources.model_copy(update={"gpu_type": gpu_type, "gpu_memory_gi_b": None})
+    return job.model_copy(update={"spec": job.spec.model_copy(update={"resources": resources})})
+
+
+def _with_speeds(machine: Hardware, speeds: Speeds) -> Hardware:
+    said = {
+        "bf16_flops_per_second": speeds.tflops and speeds.tflops * TERA,
+        "nvlink_bytes_per_second": speeds.nvlink_gigabytes and speeds.nvlink_gigabytes * GIGA,
+        "network_bytes_per_second": speeds.network_gigabytes and speeds.network_gigabytes * GIGA,
+    }
+    return replace(machine, **{name: value for name, value in said.items() if value is not None})
+
+
+def _one_of(choices: type[Named], said: str, option: str) -> Named:
+    by_name = {str(choice).lower(): choice for choice in choices}
+    if said.lower() not in by_name:
+        raise _misused(option, f"{said!r} is none of {', '.join(str(choice) for choice in choices)}")
+    return by_name[said.lower()]
+
+
+def _misused(option: str, message: str) -> InvalidSpec:
+    return InvalidSpec((Problem(Rule.UNREADABLE, option, message),))

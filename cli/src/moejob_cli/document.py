@@ -1,0 +1,73 @@
+"""A plan as the one object that `--output json|yaml` prints. Its keys are an interface: others build on them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Any
+
+from pydantic.alias_generators import to_camel
+
+from moejob_api.job.parallelism import Parallelism
+from moejob_api.models.parameters import active_parameters, parameters
+from moejob_api.models.shape import ModelShape
+from moejob_api.plan import Plan
+from moejob_api.problems import Problem
+
+
+def document(plan: Plan) -> dict[str, Any]:
+    """The plan as plain JSON values."""
+    return {
+        "accepted": plan.accepted,
+        "model": _model(plan.shape) if plan.shape else None,
+        "layout": _camel(asdict(plan.layout)) if plan.layout else None,
+        "memory": _memory(plan),
+        "rollout": _camel(asdict(plan.rollout)) if plan.rollout else None,
+        "problems": _problems(plan.problems),
+        "warnings": _problems(plan.warnings),
+        "suggestions": [
+            {
+                "parallelism": parallelism_fields(found.parallelism),
+                **_camel(asdict(found.fit)),
+                "distance": found.distance,
+            }
+            for found in plan.suggestions
+        ],
+    }
+
+
+def parallelism_fields(parallelism: Parallelism) -> dict[str, Any]:
+    """The settings of spec.parallelism that differ from their defaults, as they are written in a job."""
+    fields: dict[str, Any] = parallelism.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+    return fields
+
+
+def _model(shape: ModelShape) -> dict[str, Any]:
+    return {
+        "family": str(shape.family),
+        "parameters": parameters(shape),
+        "activeParameters": active_parameters(shape),
+        "layers": len(shape.layers),
+    }
+
+
+def _memory(plan: Plan) -> dict[str, Any] | None:
+    need = plan.memory
+    if need is None:
+        return None
+    return {
+        "perGpuBytes": need.bytes,
+        "limitBytes": plan.limit_bytes,
+        "stage": need.stage,
+        "phase": str(need.peak.phase),
+        "hostBytesPerPod": need.host_bytes_per_pod,
+        "parts": [{"name": str(part.name), "bytes": part.bytes, "why": part.why} for part in need.parts],
+    }
+
+
+def _problems(problems: Iterable[Problem]) -> list[dict[str, str]]:
+    return [{"rule": str(p.rule), "path": p.path, "message": p.message} for p in problems]
+
+
+def _camel(fields: dict[str, Any]) -> dict[str, Any]:
+    return {to_camel(name): value for name, value in fields.items()}

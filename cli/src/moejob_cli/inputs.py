@@ -1,0 +1,34 @@
+"""Reads what a command needs from files: the job, and its model's shape when it can be seen from here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moejob_api.documents import read_file
+from moejob_api.job import MoETrainingJob
+from moejob_api.models.shape import ModelShape
+from moejob_api.models.sources import Unseen, model_shape
+from moejob_api.plan import Plan, plan
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A job and its plan; `unseen` says why the model could not be checked."""
+
+    job: MoETrainingJob
+    plan: Plan
+    unseen: str | None
+
+
+def planned(file: str, available_gpus: int | None) -> Answer:
+    """The plan of the job in a file."""
+    job = read_file(file)
+    found = seen_model(job)
+    if isinstance(found, Unseen):
+        return Answer(job, plan(job.spec, None, available_gpus), found.reason)
+    return Answer(job, plan(job.spec, found, available_gpus), None)
+
+
+def seen_model(job: MoETrainingJob) -> ModelShape | Unseen:
+    """The shape of a job's model, or why it cannot be seen."""
+    return model_shape(job.spec.model.source, job.spec.model.revision)

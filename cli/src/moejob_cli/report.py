@@ -1,0 +1,216 @@
+"""A plan as a person reads it: tables and sentences. Decides nothing and prints nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from moejob_api.job import MoETrainingJob
+from moejob_api.job.parallelism import ExpertLayout, Parallelism
+from moejob_api.job.resources import Accelerator
+from moejob_api.layout.ranks import Group as RankGroup
+from moejob_api.layout.ranks import members, places
+from moejob_api.layout.sizes import Layout
+from moejob_api.layout.stages import Stage, stages
+from moejob_api.memory import MemoryEstimate
+from moejob_api.models.parameters import active_parameters, parameters
+from moejob_api.models.shape import ModelShape
+from moejob_api.plan import Plan
+from moejob_api.problems import Problem
+from moejob_api.quantities import readable
+from moejob_api.suggestions import Suggestion
+from moejob_cli.document import parallelism_fields
+
+BAR_WIDTH = 24
+# Ranks beyond this many are summed up by stage only; --ranks lists them all.
+LISTED_RANKS = 8
+
+
+def plan_report(job: MoETrainingJob, plan: Plan, unseen: str | None, all_ranks: bool) -> RenderableType:
+    """The whole answer of `moejob plan`."""
+    return Group(*_sections(job, plan, unseen, all_ranks))
+
+
+def _sections(job: MoETrainingJob, plan: Plan, unseen: str | None, all_ranks: bool) -> Iterator[RenderableType]:
+    yield _headline(job, plan)
+    if unseen is not None:
+        yield Text(f"  model not checked: {unseen}", style="yellow")
+    for problem in plan.problems:
+        yield problem_line(problem, "refused", "red")
+    if plan.layout is not None:
+        yield Text()
+        yield from _layout_lines(plan, plan.layout)
+        yield from _rank_tables(plan, plan.layout, all_ranks)
+    if plan.memory is not None:
+        yield Text()
+        yield _memory_table(plan, plan.memory)
+    for warning in plan.warnings:
+        yield problem_line(warning, "note", "yellow")
+    if plan.suggestions:
+        yield Text()
+        yield _suggestion_table(plan.suggestions)
+
+
+def _headline(job: MoETrainingJob, plan: Plan) -> Text:
+    verdict = Text("accepted", style="bold green") if plan.accepted else Text("refused", style="bold red")
+    what = f"  {job.metadata.name}: {job.spec.method} of {job.spec.model.source}"
+    return verdict + Text(what + (f" ({model_words(plan.shape)})" if plan.shape else ""))
+
+
+def model_words(shape: ModelShape) -> str:
+    """Family and size of a model in a few words."""
+    total, active = parameters(shape), active_parameters(shape)
+    size = f"{total / 1e9:.1f} B parameters" if total >= 1e8 else f"{total / 1e6:.1f} M parameters"
+    return f"{shape.family}, {size}" + (
+        f", {active / 1e9:.1f} B active" if active < total * 0.95 and active >= 1e8 else ""
+    )
+
+
+def problem_line(problem: Problem, kind: str, style: str) -> Text:
+    """One problem or warning as a line."""
+    return Text(f"  {kind} ", style=style) + Text(problem.path, style="bold") + Text(f": {problem.message}")
+
+
+def _layout_lines(plan: Plan, layout: Layout) -> Iterator[Text]:
+    unit = "ranks" if plan.spec.resources.accelerator is Accelerator.CPU else "GPUs"
+    nodes = "1 node" if layout.nodes == 1 else f"{layout.nodes} nodes"
+    yield Text(f"  {layout.gpus} {unit} on {nodes}, {layout.gpus_per_pod} in each pod", style="bold")
+    yield Text(f"  {'layers':9}{_factors(layout.tensor, layout.context, layout.data, layout.pipeline)}")
+    folded = plan.spec.parallelism.expert_layout is ExpertLayout.FOLDED
+    if layout.expert > 1 or folded:
+        yield Text(
+            f"  {'experts':9}expert tensor {layout.expert_tensor} x expert {layout.expert} x expert data "
+            f"{layout.expert_data} x pipeline {layout.pipeline} = {layout.gpus}"
+        )
+    if plan.rollout is not None:
+        where = (
+            f"{plan.rollout.gpus} further GPUs on {plan.rollout.nodes} nodes" if plan.rollout.gpus else "the same GPUs"
+        )
+        yield Text(f"  {'rollout':9}{plan.rollout.engines} engines of {plan.rollout.tensor} GPUs on {where}")
+
+
+def _factors(tensor: int, context: int, data: int, pipeline: int) -> str:
+    total = tensor * context * data * pipeline
+    return f"tensor {tensor} x context {context} x data {data} x pipeline {pipeline} = {total}"
+
+
+def _rank_tables(plan: Plan, layout: Layout, all_ranks: bool) -> Iterator[RenderableType]:
+    yield Text()
+    cut = stages(plan.spec.parallelism, len(plan.shape.layers)) if plan.shape else None
+    yield Padding(_stage_table(layout, cut), (0, 0, 0, 2))
+    if all_ranks or 1 < layout.gpus <= LISTED_RANKS:
+        yield Text()
+        yield Padding(_rank_table(layout), (0, 0, 0, 2))
+
+
+def _stage_table(layout: Layout, cut: tuple[Stage, ...] | None) -> Table:
+    table = Table("stage", "ranks", "nodes", "layers", box=None, header_style="dim", pad_edge=False)
+    in_stage = layout.gpus // layout.pipeline
+    rows = []
+    for stage in range(layout.pipeline):
+        first, last = stage * in_stage, (stage + 1) * in_stage - 1
+        held = ", ".join(_span(chunk.start, chunk.stop - 1) for chunk in cut[stage].chunks if chunk) if cut else ""
+        nodes = _span(first // layout.gpus_per_pod, last // layout.gpus_per_pod)
+        rows.append((str(stage), _span(first, last), nodes, _with_ends(held, stage, layout.pipeline)))
+    for row in _shortened(rows):
+        table.add_row(*row)
+    return table
+
+
+def _with_ends(held: str, stage: int, pipeline: int) -> str:
+    parts = ["embedding"] if stage == 0 else []
+    parts += [held] if held else []
+    parts += ["output"] if stage == pipeline - 1 else []
+    return ", ".join(parts)
+
+
+def _shortened(rows: Sequence[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
+    """At most eight rows: the ends of a long pipeline say what the middle looks like."""
+    if len(rows) <= 8:
+        yield from rows
+        return
+    yield from rows[:4]
+    yield ("...",) * len(rows[0])
+    yield from rows[-3:]
+
+
+def _span(first: int, last: int) -> str:
+    return str(first) if first == last else f"{first}-{last}"
+
+
+def _rank_table(layout: Layout) -> Table:
+    columns = ("rank", "node", "local", *(str(group) for group in RankGroup), "tensor peers", "expert peers")
+    table = Table(*columns, box=None, header_style="dim", pad_edge=False)
+    for here in places(layout):
+        coordinates = (
+            here.tensor,
+            here.context,
+            here.data,
+            here.pipeline,
+            here.expert_tensor,
+            here.expert,
+            here.expert_data,
+        )
+        peers = (_peers(members(layout, group, here.rank)) for group in (RankGroup.TENSOR, RankGroup.EXPERT))
+        table.add_row(*map(str, (here.rank, here.node, here.local_rank, *coordinates)), *peers)
+    return table
+
+
+def _peers(ranks: tuple[int, ...]) -> str:
+    if len(ranks) == 1:
+        return "-"
+    step = ranks[1] - ranks[0]
+    return f"{ranks[0]}-{ranks[-1]}" + (f" by {step}" if step > 1 else "")
+
+
+def _memory_table(plan: Plan, need: MemoryEstimate) -> RenderableType:
+    unit = "rank" if plan.spec.resources.accelerator is Accelerator.CPU else "GPU"
+    title = f"memory of a {unit} of stage {need.stage}, {need.peak.phase}"
+    table = Table(title, "", "", "", box=None, header_style="dim", pad_edge=False)
+    table.columns[1].justify = "right"
+    for part in need.parts:
+        bar = "▇" * max(0, round(part.bytes / max(need.bytes, 1) * BAR_WIDTH))
+        table.add_row(part.name, readable(part.bytes), Text(bar, style="cyan"), Text(part.why, style="dim"))
+    table.add_row(
+        Text("together", style="bold"), Text(readable(need.bytes), style="bold"), "", _limit_words(plan, need)
+    )
+    if need.host_bytes_per_pod:
+        table.add_row("host memory of a pod", readable(need.host_bytes_per_pod), "", "")
+    return Padding(table, (0, 0, 0, 2))
+
+
+def _limit_words(plan: Plan, need: MemoryEstimate) -> Text:
+    if plan.limit_bytes is None:
+        return Text("")
+    fits = need.bytes <= plan.limit_bytes
+    share = need.bytes / plan.limit_bytes
+    return Text(f"{share:.0%} of {readable(plan.limit_bytes)}", style="green" if fits else "red")
+
+
+def _suggestion_table(found: Sequence[Suggestion]) -> RenderableType:
+    table = Table(
+        "layouts that would be accepted", "GPUs", "nodes", "a GPU needs", box=None, header_style="dim", pad_edge=False
+    )
+    for suggestion in found:
+        need = suggestion.fit.per_gpu_bytes
+        table.add_row(
+            parallelism_words(suggestion.parallelism),
+            str(suggestion.fit.gpus),
+            str(suggestion.fit.nodes),
+            readable(need) if need is not None else "",
+        )
+    return Padding(table, (0, 0, 0, 2))
+
+
+def parallelism_words(parallelism: Parallelism) -> str:
+    """A parallelism as it would be written in the job, on one line."""
+    fields = parallelism_fields(parallelism)
+    return "{" + ", ".join(f"{name}: {_yaml_word(value)}" for name, value in fields.items()) + "}"
+
+
+def _yaml_word(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

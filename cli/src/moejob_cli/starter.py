@@ -1,0 +1,54 @@
+"""A job for someone who has none yet: what `moejob plan --auto --model ...` starts from."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from moejob_api.job import KIND, MAX_NAME, Method, MoETrainingJob
+from moejob_api.job.grpo import Grpo, Reward
+from moejob_api.job.job import Metadata, Spec
+from moejob_api.job.model import Data, DataFormat, Dataset, Model
+from moejob_api.job.resources import GpuType, Resources
+from moejob_api.job.storage import Storage
+from moejob_api.job.training import Training
+
+# Replaced by whoever edits the job; named so that nobody takes it for real data.
+PLACEHOLDER_DATA = "pvc://datasets/train.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What a person says about a job on the command line."""
+
+    model: str
+    method: Method
+    gpu_type: GpuType | None
+    sequence_tokens: int
+    global_batch_size: int
+
+
+def starter_job(wish: Wish) -> MoETrainingJob:
+    """A job that trains the model on placeholder data; its layout is one GPU until one is chosen."""
+    grpo = Grpo(rewards=(Reward(name="math"),)) if wish.method is Method.GRPO else None
+    data_format = DataFormat.PROMPTS if wish.method is Method.GRPO else DataFormat.CHAT
+    return MoETrainingJob(
+        api_version="moejob.dev/v1alpha1",
+        kind=KIND,
+        metadata=Metadata(name=_job_name(wish)),
+        spec=Spec(
+            method=wish.method,
+            model=Model(source=wish.model),
+            data=Data(train=(Dataset(source=PLACEHOLDER_DATA, format=data_format),), max_length=wish.sequence_tokens),
+            training=Training(max_steps=1000, global_batch_size=wish.global_batch_size),
+            grpo=grpo,
+            storage=Storage(claim_name="training"),
+            resources=Resources(gpu_type=wish.gpu_type),
+        ),
+    )
+
+
+def _job_name(wish: Wish) -> str:
+    words = re.sub(r"[^a-z0-9]+", "-", wish.model.rpartition("/")[2].lower()).strip("-")
+    name = f"{words}-{wish.method.lower()}"[:MAX_NAME].strip("-")
+    return name if name[:1].isalpha() else f"job-{name}"[:MAX_NAME]

@@ -1,0 +1,192 @@
+"""The memory estimate: numbers worked out by hand, published anchors, and what must never happen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from builders import dense_model, latent_model, moe_model, spec
+from moejob_api.job import Spec
+from moejob_api.layout.sizes import layout
+from moejob_api.memory import MemoryEstimate, Name, checkpoint_bytes, estimate, export_bytes, remedies
+from moejob_api.models.parameters import mtp_parameters, parameters
+from moejob_api.models.shape import DenseMLP, Experts, Family, GroupedAttention, Layer, ModelShape
+
+GIB = 2**30
+# 2 heads of 4, so queries 8x8, keys and values 8x4 each, output 8x8; a network of 3 x 8x16; two norms of 8.
+TINY_LAYER = 64 + 2 * 32 + 64 + 3 * 128 + 16
+TINY = ModelShape(Family.LLAMA, 8, 256, False, 1024, (Layer(GroupedAttention(2, 1, head_dim=4), DenseMLP(16)),) * 2)
+# The same attention; 4 experts of 3 x 8x16 and a router of 8x4.
+TINY_MIXTURE = ModelShape(
+    Family.MIXTRAL, 8, 256, False, 1024, (Layer(GroupedAttention(2, 1, head_dim=4), Experts(4, 2, 16)),) * 2
+)
+TINY_ROUTED = 4 * 3 * 128
+ENDS = 2 * 256 * 8 + 8
+
+
+def needs(job: Spec, shape: ModelShape) -> MemoryEstimate:
+    return estimate(job, shape, layout(job.parallelism, job.resources.gpus_per_node))
+
+
+def part(answer: MemoryEstimate, name: Name) -> int:
+    return sum(part.bytes for part in answer.parts if part.name is name)
+
+
+def test_a_tiny_dense_model_by_hand() -> None:
+    held = 2 * TINY_LAYER + ENDS
+    answer = needs(spec(), TINY)
+    assert part(answer, Name.WEIGHTS) == 2 * held
+    assert part(answer, Name.GRADIENTS) == 4 * held
+    assert part(answer, Name.OPTIMIZER) == 12 * held
+
+
+def test_a_tiny_mixture_by_hand() -> None:
+    dense = 2 * (TINY_LAYER - 3 * 128 + 8 * 4) + ENDS
+    routed = 2 * TINY_ROUTED
+    # Two groups of experts, each once more: dense parts have four replicas, experts two.
+    answer = needs(spec(parallelism={"expert": 2, "data": 2}), TINY_MIXTURE)
+    assert part(answer, Name.WEIGHTS) == 2 * (dense + routed // 2)
+    assert part(answer, Name.OPTIMIZER) == 12 * (-(-dense // 4) + routed // 2 // 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "bytes_a_parameter"),
+    [
+        pytest.param({}, 2 + 4 + 12, id="mixed precision"),
+        pytest.param({"training": {"precision": {"gradients": "bfloat16"}}}, 2 + 2 + 12, id="bfloat16 gradients"),
+        pytest.param({"training": {"precision": {"moments": "bfloat16"}}}, 2 + 4 + 8, id="bfloat16 moments"),
+        pytest.param({"memory": {"offloadOptimizer": 1.0}}, 2 + 4, id="optimizer in host memory"),
+        pytest.param({"memory": {"offloadOptimizer": 0.5}}, 2 + 4 + 6, id="half of it"),
+        pytest.param({"model": {"dtype": "float32"}}, 4 + 4 + 8, id="float32 needs no second copy"),
+    ],
+)
+def test_a_parameter_of_one_gpu_takes_this_many_bytes(changes: dict[str, Any], bytes_a_parameter: int) -> None:
+    shape = dense_model(layers=2)
+    answer = needs(spec(**changes), shape)
+    states = sum(part(answer, name) for name in (Name.WEIGHTS, Name.GRADIENTS, Name.OPTIMIZER))
+    # Half a percent for the rows that pad the vocabulary.
+    assert states == pytest.approx(bytes_a_parameter * parameters(shape), rel=0.005)
+
+
+def test_llama_70b_on_16_gpus_takes_18_bytes_a_parameter_as_published() -> None:
+    answer = needs(spec(parallelism={"tensor": 8, "pipeline": 2}), dense_model())
+    states = sum(part(answer, name) for name in (Name.WEIGHTS, Name.GRADIENTS, Name.OPTIMIZER))
+    assert states / GIB == pytest.approx(73.9, rel=0.02)
+
+
+def test_deepseek_v3_on_64_gpus_holds_four_layers_by_hand() -> None:
+    """The published 58.6 GiB are 671 B parameters shared evenly; a stage of four layers with experts holds more."""
+    attention = 7168 * 1536 + 1536 + 1536 * 128 * 192 + 7168 * 576 + 512 + 512 * 128 * 256 + 128 * 128 * 7168
+    beside = attention + 2 * 7168 + 3 * 7168 * 2048 + 256 * 7168
+    of_gpu = 4 * (beside + 256 * 3 * 7168 * 2048 // 4)
+    sizes = {
+        "expertLayout": "Folded",
+        "pipeline": 16,
+        "data": 4,
+        "expert": 4,
+        "firstStageLayers": 3,
+        "lastStageLayers": 2,
+    }
+    answer = needs(spec(parallelism=sizes, training={"recompute": {"granularity": "Full"}}), latent_model())
+    assert answer.stage not in {0, 15}
+    assert part(answer, Name.WEIGHTS) + part(answer, Name.GRADIENTS) == 6 * of_gpu
+
+
+def test_mixtral_on_16_gpus_takes_what_was_published() -> None:
+    mixtral = ModelShape(
+        Family.MIXTRAL, 4096, 32_000, False, 32_768, (Layer(GroupedAttention(32, 8, 128), Experts(8, 2, 14_336)),) * 32
+    )
+    answer = needs(spec(parallelism={"tensor": 2, "pipeline": 2, "expert": 4}), mixtral)
+    states = sum(part(answer, name) for name in (Name.WEIGHTS, Name.GRADIENTS, Name.OPTIMIZER))
+    assert states / GIB == pytest.approx(48.9, rel=0.07)
+
+
+SIZES = st.sampled_from((1, 2, 4))
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> Spec:
+    recompute = draw(st.sampled_from(("None", "Selective", "Full")))
+    method = draw(st.sampled_from(("SFT", "GRPO")))
+    return spec(
+        method=method,
+        parallelism={"tensor": draw(SIZES), "pipeline": draw(SIZES), "expert": draw(SIZES), "data": draw(SIZES)},
+        training={
+            "globalBatchSize": 256,
+            "microBatchSize": draw(st.sampled_from((1, 2))),
+            "recompute": {"granularity": recompute},
+            "lora": draw(st.sampled_from((None, {"rank": 16}))),
+        },
+        memory={"offloadActivations": draw(st.booleans()) and recompute != "Full"},
+        moe={"dispatcher": draw(st.sampled_from(("AllToAll", "AllGather", "Flex")))},
+    )
+
+
+@settings(max_examples=80, deadline=None)
+@given(jobs())
+def test_parts_are_positive_and_add_up(job: Spec) -> None:
+    answer = needs(job, moe_model(layers=16, experts=16))
+    assert all(part.bytes > 0 for part in answer.parts)
+    assert answer.bytes == sum(part.bytes for part in answer.parts) == max(peak.bytes for peak in answer.phases)
+    assert all(part.why for part in answer.parts)
+
+
+LIGHTER = {
+    "bfloat16 moments": {"training": {"precision": {"moments": "bfloat16"}}},
+    "optimizer in host memory": {"memory": {"offloadOptimizer": 1.0}},
+    "more replicas": {"parallelism": {"data": 8}},
+}
+
+
+@settings(max_examples=60, deadline=None)
+@given(jobs(), st.sampled_from(sorted(LIGHTER)))
+def test_what_should_save_memory_never_costs_any(job: Spec, name: str) -> None:
+    shape = moe_model(layers=16, experts=16)
+    parsed = job.model_dump(mode="json", by_alias=True, exclude_none=True)
+    lighter = spec(
+        **{key: {**parsed.get(key, {}), **value} for key, value in LIGHTER[name].items()}, **rest(parsed, name)
+    )
+    assert without_communicators(needs(lighter, shape)) <= without_communicators(needs(job, shape))
+
+
+def without_communicators(answer: MemoryEstimate) -> int:
+    """More replicas talk to each other, which takes buffers of its own."""
+    return max(sum(p.bytes for p in peak.parts if p.name is not Name.COMMUNICATORS) for peak in answer.phases)
+
+
+def rest(parsed: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in parsed.items() if key not in LIGHTER[name]}
+
+
+def test_a_remedy_makes_the_job_fit() -> None:
+    job, shape = spec(parallelism={"expert": 8}, resources={"gpuType": "H100"}), moe_model()
+    sizes, limit = layout(job.parallelism, 8), 79 * GIB
+    found = remedies(job, shape, sizes, limit)
+    assert found
+    for remedy in found:
+        assert estimate(remedy.spec, shape, sizes).fits(limit)
+        assert str(remedy)
+
+
+def test_a_checkpoint_holds_weights_and_optimizer_state() -> None:
+    shape = moe_model(layers=2)
+    whole = parameters(shape) + mtp_parameters(shape)
+    assert checkpoint_bytes(shape, spec()) == whole * (2 + 12)
+    assert export_bytes(shape, spec()) == whole * 2
+
+
+def test_an_engine_without_room_for_a_sequence_does_not_fit() -> None:
+    job = spec(
+        method="GRPO",
+        parallelism={"expert": 8},
+        resources={"gpuType": "H100"},
+        memory={"offloadOptimizer": 1.0, "offloadParameters": True, "offloadGradients": True},
+        grpo={"rewards": [{"name": "math"}], "rollout": {"gpuMemoryUtilization": 0.3}},
+    )
+    answer = needs(job, moe_model())
+    assert answer.engine is not None
+    assert not answer.engine.runs
+    assert not answer.fits(1024 * GIB)

@@ -1,0 +1,234 @@
+"""The command line as a person meets it: real processes, real files, exit codes, one clear message, no traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+ACCEPTED = EXAMPLES / "mixtral-8x7b-sft-16gpu.yaml"
+REFUSED = EXAMPLES / "wrong" / "deepseek-v3-sft-64gpu.yaml"
+
+
+def moejob(*arguments: str, stdin: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run the command as a process of its own, with no terminal in sight."""
+    command = [sys.executable, "-m", "moejob_cli", *arguments]
+    return subprocess.run(
+        command, input=stdin, capture_output=True, text=True, check=False, timeout=60, env=os.environ | environment
+    )
+
+
+def test_an_accepted_job_exits_0_and_says_what_it_takes() -> None:
+    answer = moejob("plan", str(ACCEPTED))
+    assert answer.returncode == 0
+    assert answer.stderr == ""
+    for said in ("accepted", "16 GPUs on 2 nodes", "46.7 B parameters", "gradients", "optimizer"):
+        assert said in answer.stdout
+
+
+def test_a_refused_job_exits_1_and_says_why_and_what_would_be_accepted() -> None:
+    answer = moejob("plan", str(REFUSED))
+    assert answer.returncode == 1
+    assert "must divide tensor 1 x context 1 x data 4 = 4" in answer.stdout
+    assert "layouts that would be accepted" in answer.stdout
+    assert "expert: 4" in answer.stdout
+
+
+def test_nothing_is_coloured_or_padded_when_nobody_is_looking() -> None:
+    out = moejob("plan", str(ACCEPTED), "--ranks").stdout
+    assert "\x1b" not in out
+    assert not [line for line in out.splitlines() if line != line.rstrip()]
+
+
+def test_a_job_can_come_from_standard_input() -> None:
+    assert moejob("plan", "-", stdin=ACCEPTED.read_text()).returncode == 0
+
+
+@pytest.mark.parametrize("output", ["json", "yaml"])
+def test_the_document_has_the_keys_that_others_build_on(output: str) -> None:
+    said = moejob("plan", str(ACCEPTED), "--output", output).stdout
+    answer = json.loads(said) if output == "json" else yaml.safe_load(said)
+    assert answer["accepted"] is True
+    assert answer["model"]["family"] == "mixtral"
+    assert answer["model"]["parameters"] == 46_702_792_704
+    assert answer["model"]["activeParameters"] < 13e9
+    expected = {
+        "gpus": 16,
+        "nodes": 2,
+        "gpusPerPod": 8,
+        "tensor": 2,
+        "pipeline": 2,
+        "expert": 4,
+        "expertTensor": 2,
+        "context": 1,
+        "data": 4,
+        "expertData": 1,
+        "virtualPipeline": 1,
+    }
+    assert {name: answer["layout"][name] for name in expected} == expected
+    memory = answer["memory"]
+    assert memory["perGpuBytes"] == sum(part["bytes"] for part in memory["parts"]) <= memory["limitBytes"]
+    assert answer["problems"] == answer["suggestions"] == []
+
+
+def test_the_document_of_a_refused_job_has_problems_and_suggestions() -> None:
+    answer = json.loads(moejob("plan", str(REFUSED), "-o", "json").stdout)
+    assert answer["accepted"] is False
+    assert answer["problems"][0]["rule"] == "ExpertGrid"
+    assert answer["problems"][0]["path"] == "spec.parallelism.expert"
+    assert {"parallelism", "gpus", "nodes", "perGpuBytes"} <= answer["suggestions"][0].keys()
+
+
+def test_the_document_of_grpo_tells_where_answers_are_generated() -> None:
+    answer = json.loads(moejob("plan", str(EXAMPLES / "llama-70b-grpo-128gpu.yaml"), "-o", "json").stdout)
+    assert {name: answer["rollout"][name] for name in ("gpus", "nodes", "engines")} == {
+        "gpus": 16,
+        "nodes": 2,
+        "engines": 4,
+    }
+
+
+def test_ranks_lists_every_rank() -> None:
+    rows = [line.split() for line in moejob("plan", str(ACCEPTED), "--ranks").stdout.splitlines()]
+    assert [row[0] for row in rows if len(row) > 10 and row[0].isdigit()] == [str(rank) for rank in range(16)]
+
+
+def test_another_number_of_gpus_is_refused_with_layouts_for_it() -> None:
+    answer = json.loads(moejob("plan", str(ACCEPTED), "--gpus", "8", "-o", "json").stdout)
+    assert answer["problems"][0]["rule"] == "GpuCount"
+    assert all(found["gpus"] == 8 for found in answer["suggestions"][:1])
+
+
+def test_validate_checks_several_jobs_and_fails_when_one_is_wrong() -> None:
+    answer = moejob("validate", str(ACCEPTED), str(REFUSED))
+    assert answer.returncode == 1
+    assert f"{ACCEPTED}: accepted" in answer.stdout
+    assert f"{REFUSED}: spec.parallelism.expert: " in answer.stdout
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        pytest.param(b"", "empty", id="empty file"),
+        pytest.param(b"\xff\xfe\x00", "UTF-8", id="not text"),
+        pytest.param(b"a: 1\na: 2\n", "twice", id="duplicate key"),
+        pytest.param(b"kind: Deployment\napiVersion: apps/v1\n", "Deployment", id="another kind"),
+    ],
+)
+def test_unreadable_input_exits_2_with_one_message(tmp_path: Path, content: bytes, says: str) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_bytes(content)
+    answer = moejob("plan", str(file))
+    assert answer.returncode == 2
+    assert answer.stdout == ""
+    assert says in answer.stderr
+    assert "Traceback" not in answer.stderr
+
+
+@pytest.mark.parametrize("place", ["nowhere.yaml", "."], ids=["missing file", "a folder"])
+def test_a_place_that_is_no_file_exits_2(tmp_path: Path, place: str) -> None:
+    answer = moejob("plan", str(tmp_path / place))
+    assert answer.returncode == 2
+    assert answer.stderr.startswith("error: ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        pytest.param(("plan",), "FILE", id="no file"),
+        pytest.param(("plan", "--auto"), "--model", id="auto of nothing"),
+        pytest.param(("plan", "--auto", "--model", "Qwen/Qwen3-30B-A3B"), "--gpus", id="auto without GPUs"),
+        pytest.param(
+            ("plan", "--auto", "--model", "no/such", "--gpus", "8"), "--auto has to see it", id="unseen model"
+        ),
+        pytest.param(
+            ("plan", "--auto", "--model", "Qwen/Qwen3-30B-A3B", "--gpus", "8", "--gpu-type", "H1"),
+            "H100",
+            id="GPU type",
+        ),
+        pytest.param(("plan", "x.yaml", "--gpus", "0"), "--gpus", id="no GPUs"),
+        pytest.param(("frobnicate",), "frobnicate", id="unknown command"),
+    ],
+)
+def test_a_misused_command_exits_2_and_names_the_option(arguments: tuple[str, ...], says: str) -> None:
+    answer = moejob(*arguments)
+    assert answer.returncode == 2
+    assert says in answer.stderr
+    assert "Traceback" not in answer.stderr
+
+
+def test_auto_writes_a_job_that_is_accepted_as_it_stands(tmp_path: Path) -> None:
+    better = tmp_path / "better.yaml"
+    wishes = ("--model", "Qwen/Qwen3-30B-A3B", "--gpus", "16", "--gpu-type", "H100", "--global-batch", "64")
+    answer = moejob("plan", "--auto", *wishes, "--write", str(better))
+    assert answer.returncode == 0, answer.stderr
+    assert "tokens/s/GPU" in answer.stdout
+    again = json.loads(moejob("plan", str(better), "-o", "json").stdout)
+    assert again["accepted"] is True
+    assert again["layout"]["gpus"] == 16
+
+
+def test_auto_never_overwrites_a_file(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("precious")
+    answer = moejob("plan", str(ACCEPTED), "--auto", "--write", str(mine))
+    assert answer.returncode == 2
+    assert "left as it is" in answer.stderr
+    assert mine.read_text() == "precious"
+
+
+def test_auto_takes_speeds_that_a_person_knows_better() -> None:
+    wishes = ("--auto", "--model", "Qwen/Qwen3-30B-A3B", "--gpus", "16", "--gpu-type", "H100", "-o", "json")
+    slow = json.loads(moejob("plan", *wishes, "--network", "1", "--nvlink", "5").stdout)
+    fast = json.loads(moejob("plan", *wishes).stdout)
+    assert slow["choices"][0]["stepSeconds"] > fast["choices"][0]["stepSeconds"]
+
+
+def test_auto_on_too_few_gpus_says_what_is_missing() -> None:
+    wishes = ("--auto", "--model", "deepseek-ai/DeepSeek-V3", "--gpus", "8", "--gpu-type", "A100")
+    answer = moejob("plan", *wishes)
+    assert answer.returncode == 1
+    assert "no layout on these GPUs" in answer.stdout
+    assert "A100 has" in answer.stdout
+
+
+def test_the_schema_is_the_definition_that_the_chart_installs() -> None:
+    definition = yaml.safe_load(moejob("schema").stdout)
+    assert definition["kind"] == "CustomResourceDefinition"
+    assert definition["metadata"]["name"] == "moetrainingjobs.moejob.dev"
+
+
+def test_version_and_help_answer() -> None:
+    assert moejob("version").stdout.startswith("moejob 0.")
+    assert "validate" in moejob("--help").stdout
+
+
+def test_completion_can_be_shown_for_a_shell() -> None:
+    answer = moejob("--show-completion", "bash", _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
+    assert answer.returncode == 0
+    assert "complete" in answer.stdout
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    job = EXAMPLES / "llama-405b-grpo-256gpu.yaml"
+    command = f"{sys.executable} -m moejob_cli plan {job} --ranks | head -1; exit ${{PIPESTATUS[0]}}"
+    answer = subprocess.run(["/bin/bash", "-c", command], capture_output=True, text=True, check=False, timeout=60)
+    assert answer.returncode == 0
+    assert answer.stderr == ""
+
+
+def test_a_fault_of_moejob_itself_is_one_line_unless_debugging(tmp_path: Path) -> None:
+    broken = tmp_path / "moejob_api"
+    broken.mkdir()
+    (broken / "__init__.py").write_text("")
+    (broken / "problems.py").write_text("class InvalidSpec(ValueError): ...\n")
+    answer = moejob("validate", str(ACCEPTED), PYTHONPATH=str(tmp_path))
+    assert answer.returncode == 70
+    assert answer.stderr.count("\n") == 1
+    assert "fault of its own" in answer.stderr
