@@ -18,7 +18,7 @@ from moejob_api.job.resources import GpuType
 from moejob_api.models.shape import ModelShape
 from moejob_api.models.sources import Unseen, model_shape
 from moejob_api.plan import plan
-from moejob_api.search import search
+from moejob_api.search import best_layouts, layouts
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 JOB = EXAMPLES / "deepseek-v3-sft-512gpu.yaml"
@@ -47,14 +47,19 @@ def main() -> None:
 
 
 def search_results() -> list[Result]:
-    """DeepSeek-V3 on 1024 GPUs: the time of the whole search, and layouts judged a second."""
+    """DeepSeek-V3 on 1024 GPUs: the whole search, and layouts told apart a second, all cuts of the layers counted."""
     job, shape = seen(JOB)
-    started = time.perf_counter()
-    found = search(job.spec, shape, GPUS, known(GpuType.H100))
-    seconds = time.perf_counter() - started
+    count = sum(len(cuts) for cuts in layouts(job.spec, shape, GPUS))
+    seconds = milliseconds(lambda: best_layouts(job.spec, shape, GPUS, known(GpuType.H100)), runs=5) / 1000
     return [
         Result("planning", f"`--auto`, DeepSeek-V3 on {GPUS} GPUs", seconds, "s", Better.LOWER, 2.0),
-        Result("planning", "layouts judged in that search", found.judged / seconds, "per second", Better.HIGHER),
+        Result(
+            "planning",
+            f"layouts told apart in that search, {count:,} in all",
+            count / seconds,
+            "a second",
+            Better.HIGHER,
+        ),
     ]
 
 

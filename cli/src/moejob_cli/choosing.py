@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeVar
 
 from moejob_api.documents import dump_job, read_file
-from moejob_api.hardware import GIGA, TERA, Hardware, hardware
-from moejob_api.job import Method, MoETrainingJob
+from moejob_api.hardware import GIGA, TERA, Hardware, hardware, memory_limit_bytes
+from moejob_api.job import Method, MoETrainingJob, Spec
 from moejob_api.job.resources import GpuType
 from moejob_api.layout.sizes import gpus as gpus_of
 from moejob_api.models.shape import ModelShape
 from moejob_api.models.sources import Unseen
 from moejob_api.plan import plan
 from moejob_api.problems import InvalidSpec, Problem, Rule
-from moejob_api.search import Choice, best_layouts
+from moejob_api.quantities import readable
+from moejob_api.rules.batch_rules import global_batch_size
+from moejob_api.search import Choice, best_layouts, leanest
 from moejob_cli.document import parallelism_fields
 from moejob_cli.inputs import seen_model
 from moejob_cli.starter import Wish, starter_job
@@ -68,9 +71,28 @@ def chosen(wishes: Wishes) -> Chosen:
     count = wishes.gpus or gpus_of(job.spec.parallelism)
     machine = _with_speeds(hardware(job.spec.resources), wishes.speeds)
     choices = best_layouts(job.spec, shape, count, machine)
-    # The plan of the job as it stands says what is wrong beside the layout, or how far the layout is from fitting.
-    problems = () if choices else plan(job.spec, shape, count).problems
+    problems = () if choices else tuple(_why_none(job.spec, shape, count, machine))
     return Chosen(job, shape, count, machine, choices, problems)
+
+
+def _why_none(spec: Spec, shape: ModelShape, count: int, machine: Hardware) -> Iterator[Problem]:
+    """What keeps every layout from being accepted: the job itself, the number of GPUs, or their memory."""
+    yield from (problem for problem in plan(spec, shape).problems if "parallelism" not in problem.path)
+    least = leanest(spec, shape, count)
+    if least is None:
+        yield Problem(
+            Rule.GPU_COUNT,
+            "--gpus",
+            f"{count} GPUs cannot be divided so that they fill nodes of {spec.resources.gpus_per_node} and divide the "
+            f"model and globalBatchSize {global_batch_size(spec)}; try a multiple of {spec.resources.gpus_per_node}",
+        )
+        return
+    yield Problem(
+        Rule.MEMORY,
+        "--gpus",
+        f"the leanest of {least.layouts} layouts needs {readable(least.bytes)} of each GPU, "
+        f"{machine.name} has {readable(memory_limit_bytes(spec.resources) or machine.memory_bytes)}; use more GPUs",
+    )
 
 
 def choices_document(found: Chosen) -> dict[str, Any]:

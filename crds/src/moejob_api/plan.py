@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from moejob_api.arithmetic import ceil_div
 from moejob_api.hardware import memory_limit_bytes
@@ -15,6 +16,8 @@ from moejob_api.job import Spec
 from moejob_api.job.resources import Accelerator
 from moejob_api.layout.sizes import Layout, gpus, layout
 from moejob_api.memory import MemoryEstimate, checkpoint_bytes, estimate, export_bytes, remedies
+from moejob_api.memory.case import prepared
+from moejob_api.memory.estimate import fits
 from moejob_api.models.shape import ModelShape
 from moejob_api.problems import Problem, Rule
 from moejob_api.quantities import GIB, bytes_of, readable
@@ -207,10 +210,20 @@ def _suggestions(spec: Spec, shape: ModelShape | None, verdict: _Verdict, wanted
     if not verdict.problems or hopeless or wanted > MAX_GPUS:
         return ()
 
-    def judge(candidate: Spec) -> Fit | None:
-        judged = _verdict(candidate, shape, None)
-        if judged.problems or judged.layout is None:
-            return None
-        return Fit(judged.layout.gpus, judged.layout.nodes, judged.memory.bytes if judged.memory else None)
+    return suggestions(spec, shape, wanted, partial(_fit, shape))
 
-    return suggestions(spec, shape, wanted, judge)
+
+def _fit(shape: ModelShape | None, spec: Spec) -> Fit | None:
+    """What an accepted job takes; the verdict without its words, because hundreds of layouts are judged."""
+    if layout_problems(spec, shape):
+        return None
+    sizes = layout(spec.parallelism, spec.resources.gpus_per_node)
+    if shape is None:
+        return Fit(sizes.gpus, sizes.nodes, None)
+    limit = memory_limit_bytes(spec.resources)
+    if limit is not None and not fits(prepared(spec, shape, sizes), limit):
+        return None
+    need = estimate(spec, shape, sizes)
+    if any(_host_problems(spec, shape, sizes, need)):
+        return None
+    return Fit(sizes.gpus, sizes.nodes, need.bytes)

@@ -22,7 +22,7 @@ from moejob_api.layout.sizes import Layout, layout
 from moejob_api.layout.stages import stage_splits
 from moejob_api.memory import MemoryEstimate, estimate
 from moejob_api.memory.case import Case, model_parameters, prepared
-from moejob_api.memory.estimate import fits
+from moejob_api.memory.estimate import fits, peak_bytes
 from moejob_api.memory.kinds import Kinds, layers_by_kind
 from moejob_api.models.shape import (
     Attention,
@@ -72,6 +72,30 @@ def best_layouts(spec: Spec, shape: ModelShape, gpus: int, hardware: Hardware, l
         if ranking.found or not _may_offload(spec):
             break
     return tuple(_choice(question, entry) for entry in ranking.sorted())
+
+
+@dataclass(frozen=True, slots=True)
+class Leanest:
+    """The layout that needs the least of a GPU, whatever it costs in time."""
+
+    parallelism: Parallelism
+    bytes: int
+    layouts: int
+
+
+def leanest(spec: Spec, shape: ModelShape, gpus: int) -> Leanest | None:
+    """What is needed at the least, for those who get no layout at all; None when the GPUs cannot be divided."""
+    offload = 1.0 if _may_offload(spec) else spec.memory.offload_optimizer
+    kinds = layers_by_kind(shape)
+    needs: list[tuple[int, Parallelism]] = []
+    for cuts in layouts(spec, shape, gpus):
+        frugal = _candidate(spec, cuts[0], (1, RecomputeGranularity.FULL, offload))
+        sizes = layout(cuts[0], spec.resources.gpus_per_node)
+        needs.append((peak_bytes(prepared(frugal, shape, sizes, kinds)), cuts[0]))
+    if not needs:
+        return None
+    least, parallelism = min(needs, key=lambda need: need[0])
+    return Leanest(parallelism, least, len(needs))
 
 
 @dataclass(frozen=True, slots=True)

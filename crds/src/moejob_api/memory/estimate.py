@@ -100,6 +100,13 @@ def fits(case: Case, limit_bytes: int) -> bool:
     return True
 
 
+def peak_bytes(case: Case) -> int:
+    """The highest peak alone, without its words, for searches."""
+    layers = layer_bytes(case)
+    loads = (load(case, stage, layers) for stage in case.stages)
+    return max(sum(amounts.values()) for of in loads for _, amounts in phases(of))
+
+
 def _fullest(loads: tuple[Load, ...]) -> Iterator[tuple[Phase, Load, Amounts]]:
     """The fullest stage of each phase."""
     of_stages = [(of, dict(phases(of))) for of in loads]
