@@ -1,0 +1,64 @@
+"""What a reconcile may do to the cluster. Planning returns these; performing carries them out; nothing else acts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+Manifest = Mapping[str, Any]
+
+
+class Kind(StrEnum):
+    """Kinds of objects the operator creates or deletes."""
+
+    POD = "Pod"
+    SERVICE = "Service"
+    CLAIM = "PersistentVolumeClaim"
+    POD_GROUP = "PodGroup"
+    JOB = "MoETrainingJob"
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """One object, by name and UID: an object of the same name that came later is another object."""
+
+    kind: Kind
+    namespace: str
+    name: str
+    uid: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ensure:
+    """Create the object unless it is there. One of the same name that is not ours is an error, not ours to change."""
+
+    manifest: Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class Delete:
+    """Delete exactly this object. `force` is for pods of a node that is gone: their kubelet will never confirm."""
+
+    ref: Ref
+    force: bool = False
+
+
+Action = Ensure | Delete
+
+
+class Severity(StrEnum):
+    """As in Kubernetes."""
+
+    NORMAL = "Normal"
+    WARNING = "Warning"
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """An event about the job, posted only after the status that it tells of is written."""
+
+    severity: Severity
+    reason: str
+    message: str

@@ -1,0 +1,72 @@
+"""The cluster as a reconcile sees it: the one seam between deciding and the API server.
+
+Two implementations: the API server through kubernetes.aio, and FakeCluster in the tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from moejob_api.contract import PodProgress
+from moejob_operator.actions import Manifest, Notice, Ref
+
+Raw = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class JobKey:
+    """Which job: what the work queue holds."""
+
+    namespace: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Children:
+    """Raw objects that belong to one job."""
+
+    pods: tuple[Raw, ...]
+    services: tuple[Raw, ...]
+    claims: tuple[Raw, ...]
+    pod_groups: tuple[Raw, ...]
+    # Nodes that are gone or have not been heard of. Only on these may a pod be deleted without its kubelet's consent.
+    lost_nodes: frozenset[str] = frozenset()
+
+
+class Conflict(Exception):
+    """The object changed since it was read: read again and decide anew."""
+
+
+class Retryable(Exception):
+    """The API server could not answer now; the same reconcile may succeed later."""
+
+
+class Forbidden(Exception):
+    """The API server answered no, and would again: quota, admission, an invalid object. The message is the user's."""
+
+
+class Cluster(Protocol):
+    """What a reconcile may ask and do. Every method raises Retryable when the API server does not answer."""
+
+    async def job(self, key: JobKey) -> Raw | None:
+        """The job as it is now; None when it is gone."""
+
+    async def children(self, key: JobKey, *, live: bool) -> Children:
+        """The job's objects: from the watch cache, or listed now before anything that cannot be taken back."""
+
+    async def ensure(self, manifest: Manifest) -> None:
+        """Create an object. One that exists and belongs to the same owner UID is fine; another one is Forbidden."""
+
+    async def delete(self, ref: Ref, *, force: bool) -> None:
+        """Delete the object with exactly this UID; one that is gone or was replaced is fine."""
+
+    async def write_status(self, job: Raw, status: Raw) -> None:
+        """Write the status of the job as it was read; Conflict when it changed since."""
+
+    async def post(self, job: Raw, notice: Notice) -> None:
+        """Post an event about the job; losing one is no error."""
+
+    async def progress(self, pod: Raw) -> PodProgress | None:
+        """What a pod says of itself; None when it does not answer in time or says nothing that can be read."""
