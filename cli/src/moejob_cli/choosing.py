@@ -165,12 +165,13 @@ def _on(job: MoETrainingJob, wishes: Wishes) -> MoETrainingJob:
 
 
 def _with_speeds(machine: Hardware, speeds: Speeds) -> Hardware:
-    said = {
-        "bf16_flops_per_second": speeds.tflops and speeds.tflops * TERA,
-        "nvlink_bytes_per_second": speeds.nvlink_gigabytes and speeds.nvlink_gigabytes * GIGA,
-        "network_bytes_per_second": speeds.network_gigabytes and speeds.network_gigabytes * GIGA,
-    }
-    return replace(machine, **{name: value for name, value in said.items() if value is not None})
+    if speeds.tflops is not None:
+        machine = replace(machine, bf16_flops_per_second=speeds.tflops * TERA)
+    if speeds.nvlink_gigabytes is not None:
+        machine = replace(machine, nvlink_bytes_per_second=speeds.nvlink_gigabytes * GIGA)
+    if speeds.network_gigabytes is not None:
+        machine = replace(machine, network_bytes_per_second=speeds.network_gigabytes * GIGA)
+    return machine
 
 
 def _one_of(choices: type[Named], said: str, option: str) -> Named:

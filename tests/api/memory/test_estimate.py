@@ -134,7 +134,7 @@ def test_parts_are_positive_and_add_up(job: Spec) -> None:
     assert all(part.why for part in answer.parts)
 
 
-LIGHTER = {
+LIGHTER: dict[str, dict[str, Any]] = {
     "bfloat16 moments": {"training": {"precision": {"moments": "bfloat16"}}},
     "optimizer in host memory": {"memory": {"offloadOptimizer": 1.0}},
     "more replicas": {"parallelism": {"data": 8}},
