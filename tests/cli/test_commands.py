@@ -153,6 +153,7 @@ def test_a_place_that_is_no_file_exits_2(tmp_path: Path, place: str) -> None:
             id="GPU type",
         ),
         pytest.param(("plan", "x.yaml", "--gpus", "0"), "--gpus", id="no GPUs"),
+        pytest.param(("plan", "x.yaml", "--gpu-type", "H100"), "only with --auto", id="auto's option without auto"),
         pytest.param(("frobnicate",), "frobnicate", id="unknown command"),
     ],
 )

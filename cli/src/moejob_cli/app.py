@@ -98,11 +98,16 @@ def plan(
     ] = None,
 ) -> None:
     """Say what a job takes: GPUs, nodes, ranks, memory; or why it is refused and what would be accepted."""
+    for_auto = {"--write": write, "--model": model, "--gpu-type": gpu_type, "--tflops": tflops}
+    for_auto |= {"--nvlink": nvlink, "--network": network}
+    lost = [name for name, value in for_auto.items() if value is not None]
     if auto:
         from moejob_cli.choosing import Speeds, Wishes
 
         wishes = Wishes(file, model, method, gpu_type, gpus, max_length, global_batch, Speeds(tflops, nvlink, network))
         _choose(wishes, output, write)
+    elif lost:
+        raise typer.BadParameter("has a meaning only with --auto", param_hint=lost[0])
     elif file is None:
         raise typer.BadParameter("name a job's YAML, or use --auto with --model", param_hint="FILE")
     else:

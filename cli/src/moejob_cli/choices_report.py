@@ -27,8 +27,7 @@ def _choice(place: int, choice: Choice) -> RenderableType:
     if choice.spec.memory.offload_optimizer:
         settings.append(f"offloadOptimizer: {choice.spec.memory.offload_optimizer:g}")
     lines = [
-        Text(f"  {place}. {parallelism_words(choice.spec.parallelism)}", style="bold")
-        + Text(f"  {', '.join(settings)}"),
+        Text.assemble((f"  {place}. {parallelism_words(choice.spec.parallelism)}", "bold"), f"  {', '.join(settings)}"),
         Text(
             f"     {cost.seconds:.2f} s a step, {cost.tokens_per_second_per_gpu:,.0f} tokens/s/GPU, "
             f"MFU {cost.mfu:.0%}, {readable(choice.memory.bytes)} on {choice.layout.nodes} nodes"

@@ -56,9 +56,9 @@ def _sections(job: MoETrainingJob, plan: Plan, unseen: str | None, all_ranks: bo
 
 
 def _headline(job: MoETrainingJob, plan: Plan) -> Text:
-    verdict = Text("accepted", style="bold green") if plan.accepted else Text("refused", style="bold red")
+    verdict = ("accepted", "bold green") if plan.accepted else ("refused", "bold red")
     what = f"  {job.metadata.name}: {job.spec.method} of {job.spec.model.source}"
-    return verdict + Text(what + (f" ({model_words(plan.shape)})" if plan.shape else ""))
+    return Text.assemble(verdict, what + (f" ({model_words(plan.shape)})" if plan.shape else ""))
 
 
 def model_words(shape: ModelShape) -> str:
@@ -72,7 +72,7 @@ def model_words(shape: ModelShape) -> str:
 
 def problem_line(problem: Problem, kind: str, style: str) -> Text:
     """One problem or warning as a line."""
-    return Text(f"  {kind} ", style=style) + Text(problem.path, style="bold") + Text(f": {problem.message}")
+    return Text.assemble((f"  {kind} ", style), (problem.path, "bold"), f": {problem.message}")
 
 
 def _layout_lines(plan: Plan, layout: Layout) -> Iterator[Text]:
