@@ -15,7 +15,7 @@ from api_server import CRD, ROOT
 from builders import GRPO, SFT
 from moejob_api.crd.__main__ import FILES, crd_text, main
 from moejob_api.crd.definition import definition
-from moejob_api.crd.fields import Kind, job_fields
+from moejob_api.fields import Kind, job_fields
 from moejob_api.job import Spec
 
 Schema = dict[str, Any]

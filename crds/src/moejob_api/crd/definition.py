@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from pydantic import JsonValue
 
-from moejob_api.crd.fields import Field, job_fields
 from moejob_api.crd.immutability import immutability_rules
 from moejob_api.crd.structural import LIST_KEYS, Schema, schema_of
+from moejob_api.fields import Field, job_fields
 from moejob_api.job import GROUP, KIND, PLURAL, VERSION
 from moejob_api.rules.object_rules import OBJECT_RULES, ObjectRule
 

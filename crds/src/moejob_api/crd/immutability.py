@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from pydantic import JsonValue
 
-from moejob_api.crd.fields import Field
+from moejob_api.fields import Field
 
 MUTABLE = frozenset(
     {

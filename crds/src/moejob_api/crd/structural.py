@@ -7,7 +7,7 @@ from typing import assert_never
 
 from pydantic import JsonValue
 
-from moejob_api.crd.fields import Field, Kind
+from moejob_api.fields import Field, Kind
 
 Schema = dict[str, JsonValue]
 

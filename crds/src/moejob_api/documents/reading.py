@@ -11,11 +11,11 @@ from typing import Any
 
 from pydantic import JsonValue, ValidationError
 
-from moejob_api.crd.fields import job_fields
 from moejob_api.documents.syntax import UnreadableError
 from moejob_api.documents.tree import trees
 from moejob_api.documents.values import holds_null, plain_fields, without_nulls
 from moejob_api.documents.wording import problems_of, wrong_kind
+from moejob_api.fields import job_fields
 from moejob_api.job import KIND, Metadata, MoETrainingJob
 from moejob_api.problems import InvalidSpec, Problem, Rule
 

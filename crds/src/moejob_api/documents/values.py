@@ -8,9 +8,9 @@ from typing import Any
 
 from pydantic import JsonValue
 
-from moejob_api.crd.fields import Field, Kind
 from moejob_api.documents.nodes import MAX_DEPTH
 from moejob_api.documents.scalars import narrowed
+from moejob_api.fields import Field, Kind
 from moejob_api.problems import InvalidSpec, Problem, Rule
 
 

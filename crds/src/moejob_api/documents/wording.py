@@ -9,8 +9,8 @@ from typing import Any
 
 from pydantic import JsonValue, ValidationError
 
-from moejob_api.crd.fields import Field, Kind, job_fields
 from moejob_api.documents.scalars import NotFiniteError, resolved
+from moejob_api.fields import Field, Kind, job_fields
 from moejob_api.job import GROUP, KIND, VERSION
 from moejob_api.problems import Problem, Rule
 

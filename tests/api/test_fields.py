@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal, Self
 import pytest
 from pydantic import Field
 
-from moejob_api.crd.fields import Kind, UnsupportedFieldError, fields_of, job_fields
 from moejob_api.crd.structural import schema_of
+from moejob_api.fields import Kind, UnsupportedFieldError, fields_of, job_fields
 from moejob_api.job.base import ApiModel, Quantity, TextMap
 
 
