@@ -112,6 +112,15 @@ def test_validate_checks_several_jobs_and_fails_when_one_is_wrong() -> None:
     assert f"{REFUSED}: spec.parallelism.expert: " in answer.stdout
 
 
+def test_validate_goes_on_behind_a_job_that_cannot_be_read(tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text(ACCEPTED.read_text().replace("expert: 4", "exprt: 4"))
+    answer = moejob("validate", str(file), str(ACCEPTED))
+    assert answer.returncode == 2
+    assert f'error: {file}: spec.parallelism.exprt: unknown field "exprt"; did you mean "expert"?' in answer.stderr
+    assert f"{ACCEPTED}: accepted" in answer.stdout
+
+
 @pytest.mark.parametrize(
     ("content", "says"),
     [

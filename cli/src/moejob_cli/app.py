@@ -51,18 +51,31 @@ def validate(
     files: Annotated[list[str], typer.Argument(metavar="FILE...", help="Jobs to check.", show_default=False)],
 ) -> None:
     """Check jobs and say what is wrong with them, one line a problem."""
+    raise typer.Exit(max(_validated(file) for file in files))
+
+
+def _validated(file: str) -> Exit:
+    """Check one job; one that cannot be read does not keep the others from being checked."""
+    from moejob_api.problems import InvalidSpec
     from moejob_cli.inputs import planned
 
-    worst = Exit.ACCEPTED
-    for file in files:
+    try:
         answer = planned(file, available_gpus=None)
-        for problem in answer.plan.problems:
-            typer.echo(f"{file}: {problem}")
-        if answer.plan.accepted:
-            typer.echo(f"{file}: accepted" + (f" (model not checked: {answer.unseen})" if answer.unseen else ""))
-        else:
-            worst = Exit.REFUSED
-    raise typer.Exit(worst)
+    except InvalidSpec as error:
+        for problem in error.problems:
+            typer.echo(f"error: {_with_file(file, str(problem))}", err=True)
+        return Exit.UNREADABLE
+    for problem in answer.plan.problems:
+        typer.echo(f"{file}: {problem}")
+    if not answer.plan.accepted:
+        return Exit.REFUSED
+    typer.echo(f"{file}: accepted" + (f" (model not checked: {answer.unseen})" if answer.unseen else ""))
+    return Exit.ACCEPTED
+
+
+def _with_file(file: str, text: str) -> str:
+    """What concerns a field does not say which file the field is in; what concerns the file does."""
+    return text if file in text else f"{file}: {text}"
 
 
 @app.command()
