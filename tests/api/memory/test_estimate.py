@@ -161,6 +161,21 @@ def rest(parsed: dict[str, Any], name: str) -> dict[str, Any]:
     return {key: value for key, value in parsed.items() if key not in LIGHTER[name]}
 
 
+@pytest.mark.parametrize(
+    ("sizes", "groups", "alone"),
+    [
+        pytest.param({}, 0, 0, id="one GPU talks to nobody"),
+        pytest.param({"expert": 4}, 3, 3, id="the world, the data and the expert group of four"),
+        pytest.param({"expert": 16}, 3, 7, id="of an expert group on two nodes, those of the own node"),
+        pytest.param({"pipeline": 2, "tensor": 4}, 4, 1, id="one neighbour in the same node"),
+        pytest.param({"pipeline": 2, "tensor": 8}, 4, 0, id="the neighbour on another node"),
+    ],
+)
+def test_nccl_takes_what_was_measured(sizes: dict[str, int], groups: int, alone: int) -> None:
+    answer = needs(spec(parallelism=sizes), moe_model(layers=4))
+    assert part(answer, Name.COMMUNICATORS) == (groups * 484 + alone * 384) * 2**20
+
+
 def test_a_remedy_makes_the_job_fit() -> None:
     job, shape = spec(parallelism={"expert": 8}, resources={"gpuType": "H100"}), moe_model()
     sizes, limit = layout(job.parallelism, 8), 79 * GIB

@@ -20,8 +20,10 @@ INDEX_BYTES = 8
 
 # CUDA context, cuBLAS and cuDNN workspaces, compiled kernels: 2.0 GiB beside the allocator on an H200.
 CONTEXT_BYTES = 2 * GIB
-# Buffers of one NCCL communicator; the world is one, every parallel group larger than 1 another.
-COMMUNICATOR_BYTES = GIB // 4
+# Buffers of one NCCL communicator, and of each peer in the node that it sends to alone: 484 and 384 MiB on four H200
+# without multicast. Peers on other nodes take a few MiB, which are left out.
+COMMUNICATOR_BYTES = 484 * 2**20
+PEER_BYTES = 384 * 2**20
 # What the caching allocator cannot give back beyond what tensors ask for, as a share of what comes and goes in a step.
 FRAGMENTATION = 0.15
 # A rank's own host memory: the interpreter, torch, data loading.

@@ -7,9 +7,10 @@ from types import MappingProxyType
 
 from moejob_api.hardware import GIB
 from moejob_api.job.training import RecomputeGranularity
+from moejob_api.memory.communication import communicators, peers
 from moejob_api.memory.constants import FRAGMENTATION, FSDP_UNITS, LOSS_CHUNK_TOKENS
 from moejob_api.memory.in_flight import in_flight
-from moejob_api.memory.phases import Load, Name, communicators
+from moejob_api.memory.phases import Load, Name
 from moejob_api.memory.states import divided, optimizer_bytes
 
 Why = Callable[[Load], str]
@@ -118,7 +119,9 @@ def _engine_cache(of: Load) -> str:
 
 
 def _communicators(of: Load) -> str:
-    return f"{communicators(of.case.layout)} communicators"
+    alone = peers(of.case.layout, of.case.spec.moe.dispatcher)
+    sent = f", {alone} peers in the node that are sent to one by one" if alone else ""
+    return f"{communicators(of.case.layout)} communicators{sent}"
 
 
 _SAYINGS: Mapping[Name, str] = MappingProxyType(

@@ -8,11 +8,10 @@ from enum import StrEnum
 
 from moejob_api.job.grpo import Placement
 from moejob_api.job.resources import Accelerator
-from moejob_api.layout.sizes import Layout
 from moejob_api.memory.activations import Activations, LayerBytes, activations, loss_bytes
 from moejob_api.memory.case import Case, Portion, stage_parameters
+from moejob_api.memory.communication import communication_bytes
 from moejob_api.memory.constants import (
-    COMMUNICATOR_BYTES,
     CONTEXT_BYTES,
     CPU_RANK_BYTES,
     ENGINE_ASLEEP_BYTES,
@@ -136,7 +135,7 @@ def _around(of: Load, moving: int) -> Amounts:
         return {Name.CONTEXT: CPU_RANK_BYTES}
     return {
         Name.CONTEXT: CONTEXT_BYTES,
-        Name.COMMUNICATORS: communicators(of.case.layout) * COMMUNICATOR_BYTES,
+        Name.COMMUNICATORS: communication_bytes(of.case.layout, of.case.spec.moe.dispatcher),
         Name.FRAGMENTATION: int(moving * FRAGMENTATION),
     }
 
@@ -144,20 +143,6 @@ def _around(of: Load, moving: int) -> Amounts:
 def _asleep(of: Load) -> Amounts:
     on_gpu = of.case.spec.resources.accelerator is Accelerator.GPU
     return {Name.ENGINE_ASLEEP: ENGINE_ASLEEP_BYTES} if of.colocated is not None and on_gpu else {}
-
-
-def communicators(layout: Layout) -> int:
-    """Communicators of one rank: the world, and every group of more than one."""
-    groups = (
-        layout.tensor,
-        layout.pipeline,
-        layout.context,
-        layout.data,
-        layout.expert,
-        layout.expert_tensor,
-        layout.expert_data,
-    )
-    return 1 + sum(size > 1 for size in groups) if layout.gpus > 1 else 0
 
 
 def _train(of: Load) -> Amounts:
