@@ -90,6 +90,9 @@ def test_a_job_for_fewer_gpus_than_there_are_gets_layouts_for_those_there_are() 
     result = plan(spec(parallelism={"expert": 8}), moe_model(), available_gpus=16)
     assert [problem.rule for problem in result.problems] == [Rule.GPU_COUNT]
     assert result.suggestions[0].fit.gpus == 16
+    # What was asked for is still shown: the difference is what the reader wants to see.
+    assert result.layout is not None
+    assert result.memory is not None
 
 
 def test_what_no_layout_can_mend_gets_no_layouts() -> None:

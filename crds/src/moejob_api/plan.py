@@ -58,7 +58,8 @@ class Plan:
 
 def plan(spec: Spec, shape: ModelShape | None, available_gpus: int | None = None) -> Plan:
     """The plan of a spec for a model of this shape, on exactly `available_gpus` trainer GPUs when given."""
-    verdict = _verdict(spec, shape, available_gpus)
+    verdict = _verdict(spec, shape)
+    problems = (*_count_problems(spec, available_gpus), *verdict.problems)
     return Plan(
         spec=spec,
         shape=shape,
@@ -66,9 +67,9 @@ def plan(spec: Spec, shape: ModelShape | None, available_gpus: int | None = None
         rollout=rollout_layout(spec, verdict.layout) if verdict.layout else None,
         memory=verdict.memory,
         limit_bytes=memory_limit_bytes(spec.resources),
-        problems=verdict.problems,
+        problems=problems,
         warnings=tuple(_warnings(spec, shape, verdict.layout)),
-        suggestions=_suggestions(spec, shape, verdict, available_gpus or gpus(spec.parallelism)),
+        suggestions=_suggestions(spec, shape, problems, available_gpus or gpus(spec.parallelism)),
     )
 
 
@@ -79,8 +80,8 @@ class _Verdict:
     memory: MemoryEstimate | None
 
 
-def _verdict(spec: Spec, shape: ModelShape | None, available_gpus: int | None) -> _Verdict:
-    problems = (*layout_problems(spec, shape), *_count_problems(spec, available_gpus))
+def _verdict(spec: Spec, shape: ModelShape | None) -> _Verdict:
+    problems = layout_problems(spec, shape)
     if shape is not None:
         problems += tuple(_storage_problems(spec, shape))
     if any(problem.rule in GRID_RULES for problem in problems):
@@ -122,7 +123,7 @@ def _memory_problems(spec: Spec, shape: ModelShape, sizes: Layout, need: MemoryE
             Rule.MEMORY,
             "spec.grpo.rollout",
             f"{what} for weights and one sequence, gpuMemoryUtilization leaves it "
-            f" {readable(need.engine.reserved or 0)}; {advice}",
+            f"{readable(need.engine.reserved or 0)}; {advice}",
         )
 
 
@@ -205,11 +206,12 @@ def _bubble_warnings(spec: Spec, sizes: Layout) -> Iterator[Problem]:
         )
 
 
-def _suggestions(spec: Spec, shape: ModelShape | None, verdict: _Verdict, wanted: int) -> tuple[Suggestion, ...]:
-    hopeless = any(p.rule in MENDED_ELSEWHERE and "parallelism" not in p.path for p in verdict.problems)
-    if not verdict.problems or hopeless or wanted > MAX_GPUS:
+def _suggestions(
+    spec: Spec, shape: ModelShape | None, problems: tuple[Problem, ...], wanted: int
+) -> tuple[Suggestion, ...]:
+    hopeless = any(p.rule in MENDED_ELSEWHERE and "parallelism" not in p.path for p in problems)
+    if not problems or hopeless or wanted > MAX_GPUS:
         return ()
-
     return suggestions(spec, shape, wanted, partial(_fit, shape))
 
 
