@@ -1,0 +1,224 @@
+"""The Cluster that is a real one: reads from the cache, everything else through the API server and the pods' HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from typing import Any
+from uuid import uuid4
+
+import aiohttp
+from pydantic import ValidationError
+
+from moejob_api.contract import HttpPath, PodProgress, Port
+from moejob_api.job import KIND
+from moejob_operator.actions import Kind, Manifest, Notice, Ref
+from moejob_operator.api_client import Absent, ApiClient, Exists
+from moejob_operator.cache import CHILD_KINDS, Cache
+from moejob_operator.cluster import Children, Conflict, Forbidden, JobKey, Raw, Retryable
+from moejob_operator.lists import JOBS, Lists, collection
+from moejob_operator.logs import Log
+
+log = Log(__name__)
+
+# A pod of 16 ranks says 2 kB.
+PROGRESS_BYTES = 64 * 1024
+# The API server refuses more.
+_NOTE_BYTES = 1024
+_REPORTER = "moejob.dev/operator"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ApiServer:
+    """Implements moejob_operator.cluster.Cluster.
+
+    `remaining_seconds` says for how long this process may still write; `pods` carries its own deadline.
+    """
+
+    api: ApiClient
+    cache: Cache
+    lists: Lists
+    pods: aiohttp.ClientSession
+    identity: str
+    remaining_seconds: Callable[[], float]
+    status_written: Callable[[Mapping[str, Any], Mapping[str, Any]], None]
+    progress_port: int = Port.PROGRESS.value
+
+    # --- reading --------------------------------------------------------------------------------------------------
+
+    async def job(self, key: JobKey) -> Raw | None:
+        """The job as the watches and our own writes last showed it; an older one cannot be written anyway."""
+        return self.cache.job(key)
+
+    async def children(self, key: JobKey, *, live: bool) -> Children:
+        """From the cache; or listed now, which the cache then knows as well."""
+        if live:
+            pods, services, claims, groups = await asyncio.gather(
+                *(self.lists.of_job(kind, key) for kind in CHILD_KINDS)
+            )
+            found = Children(pods, services, claims, groups)
+        else:
+            found = self.cache.children(key)
+        overdue = {node for pod in found.pods if (node := _overdue_on(pod, datetime.now(UTC))) is not None}
+        lost = [node for node in sorted(overdue) if await self._is_lost(node)]
+        return replace(found, lost_nodes=frozenset(lost))
+
+    async def _is_lost(self, node: str) -> bool:
+        """Whether a node is gone, or has not been heard of for so long that the cluster says so."""
+        try:
+            found = await self.api.get(f"/api/v1/nodes/{node}")
+        except Absent:
+            return True
+        except Forbidden as error:
+            # An operator for one namespace may have no right to nodes: its pods then wait for a person.
+            log.warning("cannot see whether a node is lost", node=node, error=str(error))
+            return False
+        conditions = (found.get("status") or {}).get("conditions") or ()
+        return any(condition["type"] == "Ready" and condition["status"] == "Unknown" for condition in conditions)
+
+    async def progress(self, pod: Raw) -> PodProgress | None:
+        """What the pod answers on its progress port. Its author may be anyone: nothing it says is believed unread."""
+        address = (pod.get("status") or {}).get("podIP")
+        if not address:
+            return None
+        host = f"[{address}]" if ":" in address else address
+        try:
+            url = f"http://{host}:{self.progress_port}{HttpPath.PROGRESS}"
+            async with self.pods.get(url, allow_redirects=False) as answer:
+                content = await _bounded(answer) if answer.status == 200 else None
+            return None if content is None else PodProgress.model_validate_json(content)
+        except (aiohttp.ClientError, OSError, TimeoutError, ValidationError) as error:
+            log.debug("a pod says nothing", pod=pod["metadata"]["name"], error=repr(error))
+            return None
+
+    # --- writing --------------------------------------------------------------------------------------------------
+
+    async def ensure(self, manifest: Manifest) -> None:
+        """Create; one that is there counts when the same object owns it."""
+        kind, metadata = Kind(manifest["kind"]), manifest["metadata"]
+        path = collection(kind, metadata["namespace"], manifest["apiVersion"])
+        try:
+            created = await self.api.create(path, manifest, within=self._within())
+        except Exists:
+            self.cache.seen(kind, await self._ours(f"{path}/{metadata['name']}", manifest))
+            return
+        except Conflict as conflict:
+            # A quota that was used by two at once, not an object that changed.
+            raise Retryable(str(conflict)) from conflict
+        except Absent as absent:
+            raise Forbidden(f"{kind} {metadata['name']} cannot be created: {absent}") from absent
+        # What its kubelet or a controller adds, the watch will tell.
+        self.cache.seen(kind, {**manifest, "metadata": created["metadata"]})
+
+    async def _ours(self, path: str, manifest: Manifest) -> Raw:
+        try:
+            found = await self.api.get(path)
+        except Absent as absent:
+            raise Retryable(f"{path} was there and is gone") from absent
+        if _owners(found["metadata"]) & _owners(manifest["metadata"]):
+            return found
+        kind, name = manifest["kind"], manifest["metadata"]["name"]
+        raise Forbidden(f"a {kind} {name} that belongs to something else is in the way; delete or rename it")
+
+    async def delete(self, ref: Ref, *, force: bool) -> None:
+        """Delete what has this name and UID; `force` does not wait for a kubelet."""
+        options = {
+            "preconditions": {"uid": ref.uid},
+            "propagationPolicy": "Background",
+        } | ({"gracePeriodSeconds": 0} if force else {})
+        for api in self._apis_of(ref):
+            try:
+                left = await self.api.delete(
+                    f"{collection(ref.kind, ref.namespace, api)}/{ref.name}", options, within=self._within()
+                )
+            except (Absent, Conflict):
+                # Gone, or another object by now, which is none of our business.
+                continue
+            # An object that ends slowly comes back marked as ending; one that is gone is told of by the watch.
+            known = self.cache.find(ref.kind, ref.namespace, ref.name)
+            if known is not None and left["kind"] != "Status":
+                self.cache.seen(ref.kind, {**known, "metadata": left["metadata"]})
+
+    def _apis_of(self, ref: Ref) -> tuple[str, ...]:
+        if ref.kind is not Kind.POD_GROUP:
+            return ("",)
+        known = self.cache.find(ref.kind, ref.namespace, ref.name)
+        return self.lists.gangs.with_objects if known is None else (known["apiVersion"],)
+
+    async def write_status(self, job: Raw, status: Raw) -> None:
+        """Replace the status. PUT, not a patch: what the new status does not say must be gone from the old one.
+
+        The API server takes only the status from such a body, so the spec need not be sent; version and UID lock it.
+        """
+        metadata = job["metadata"]
+        body = {
+            "apiVersion": JOBS,
+            "kind": KIND,
+            "metadata": {name: metadata[name] for name in ("name", "namespace", "uid", "resourceVersion")},
+            "status": status,
+        }
+        path = f"{collection(Kind.JOB, metadata['namespace'])}/{metadata['name']}/status"
+        try:
+            written = await self.api.replace(path, body, within=self._within())
+        except Absent as absent:
+            raise Conflict(f"the job is gone: {absent}") from absent
+        self.cache.seen(Kind.JOB, {**job, "metadata": written["metadata"], "status": status})
+        self.status_written(job.get("status") or {}, status)
+
+    async def post(self, job: Raw, notice: Notice) -> None:
+        """Post an event; one that is lost is not posted again."""
+        metadata = job["metadata"]
+        event = {
+            "apiVersion": "events.k8s.io/v1",
+            "kind": "Event",
+            "metadata": {"name": f"{metadata['name']}.{uuid4().hex}", "namespace": metadata["namespace"]},
+            "eventTime": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
+            "reportingController": _REPORTER,
+            "reportingInstance": self.identity[:128],
+            "action": notice.reason,
+            "reason": notice.reason,
+            "type": notice.severity,
+            "note": notice.message.encode()[:_NOTE_BYTES].decode(errors="ignore"),
+            "regarding": {
+                "apiVersion": JOBS,
+                "kind": KIND,
+                "namespace": metadata["namespace"],
+                "name": metadata["name"],
+                "uid": metadata["uid"],
+            },
+        }
+        try:
+            await self.api.create(
+                f"/apis/events.k8s.io/v1/namespaces/{metadata['namespace']}/events", event, within=self._within()
+            )
+        except (Absent, Conflict, Exists, Forbidden, Retryable) as error:
+            log.info("an event was not posted", job=metadata["name"], reason=notice.reason, error=str(error))
+
+    def _within(self) -> float:
+        """Seconds that a write may take. Not one may be on its way when somebody else can lead."""
+        remaining = self.remaining_seconds()
+        if remaining <= 0:
+            raise Retryable("this replica does not lead any more")
+        return remaining
+
+
+async def _bounded(answer: aiohttp.ClientResponse) -> bytes | None:
+    """The body; None when it is longer than what a pod has to say."""
+    content = b""
+    async for chunk in answer.content.iter_any():
+        content += chunk
+        if len(content) > PROGRESS_BYTES:
+            return None
+    return content
+
+
+def _overdue_on(pod: Raw, now: datetime) -> str | None:
+    """The node of a pod whose kubelet should have ended it by now."""
+    until, node = pod["metadata"].get("deletionTimestamp"), (pod.get("spec") or {}).get("nodeName")
+    return node if until is not None and node and datetime.fromisoformat(until) < now else None
+
+
+def _owners(metadata: Mapping[str, Any]) -> set[str]:
+    return {owner["uid"] for owner in metadata.get("ownerReferences") or ()}

@@ -1,0 +1,109 @@
+"""What the manifests of one attempt follow from, and the names that they share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from moejob_api.contract import MANAGED_BY, Label, Role, pod_name
+from moejob_api.job import GROUP, KIND, VERSION, Spec
+from moejob_api.job.grpo import Placement
+from moejob_api.job.lifecycle import Gang
+from moejob_api.layout.sizes import Layout
+from moejob_api.rules.rollout_rules import RolloutLayout
+
+# Engines outlive gangs: loading a model takes minutes, and the trainer syncs its weights to whoever is there.
+ROLLOUT_ATTEMPT = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Images:
+    """What runs where the job does not say."""
+
+    trainer: str
+    rollout: str
+
+
+@dataclass(frozen=True, slots=True)
+class Blueprint:
+    """One attempt of one job. `gang` is decided: never Auto."""
+
+    name: str
+    namespace: str
+    uid: str
+    spec: Spec
+    layout: Layout
+    rollout: RolloutLayout | None
+    attempt: int
+    gang: Gang
+    images: Images
+    grace_seconds: int
+
+    @property
+    def service(self) -> str:
+        """The headless Service, which is also the subdomain of every pod."""
+        return self.name
+
+    @property
+    def claim(self) -> str:
+        """The claim that checkpoints live on."""
+        return self.spec.storage.claim_name or f"{self.name}-storage"
+
+    @property
+    def pod_group(self) -> str:
+        """The object of the gang scheduler."""
+        return self.name
+
+    @property
+    def engines(self) -> int:
+        """Separate rollout pods, one for each engine."""
+        if self.rollout is None or self.spec.grpo is None:
+            return 0
+        return self.rollout.engines if self.spec.grpo.rollout.placement is Placement.SEPARATE else 0
+
+    def pod(self, role: Role, index: int) -> str:
+        """The name of a pod, which is also its host name."""
+        return pod_name(self.name, role, self.attempt_of(role), index)
+
+    def attempt_of(self, role: Role) -> int:
+        """The attempt that a pod of this role belongs to."""
+        return self.attempt if role is Role.TRAINER else ROLLOUT_ATTEMPT
+
+    def host(self, role: Role, index: int) -> str:
+        """A pod's name as the others can resolve it, whatever the cluster's domain is called."""
+        return f"{self.pod(role, index)}.{self.service}.{self.namespace}.svc"
+
+    def hosts(self, role: Role) -> Iterator[str]:
+        """All pods of a role, in order."""
+        count = self.layout.nodes if role is Role.TRAINER else self.engines
+        return (self.host(role, index) for index in range(count))
+
+
+def metadata(blueprint: Blueprint, name: str) -> dict[str, Any]:
+    """The metadata of an object that lives and dies with the job."""
+    return {
+        "name": name,
+        "namespace": blueprint.namespace,
+        "labels": job_labels(blueprint),
+        "ownerReferences": [
+            {
+                "apiVersion": f"{GROUP}/{VERSION}",
+                "kind": KIND,
+                "name": blueprint.name,
+                "uid": blueprint.uid,
+                "controller": True,
+                # True would need a right to the job's finalizers, to delay a deletion that nothing here delays.
+                "blockOwnerDeletion": False,
+            }
+        ],
+    }
+
+
+def job_labels(blueprint: Blueprint) -> dict[str, str]:
+    """Labels that everything of the job carries."""
+    return {
+        Label.MANAGED_BY.value: MANAGED_BY,
+        Label.JOB.value: blueprint.name,
+        Label.JOB_UID.value: blueprint.uid,
+    }

@@ -1,0 +1,90 @@
+"""The environment of a pod: what the contract says, and what the job adds. Nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moejob_api.contract import Environment, Port, Role
+from moejob_api.job import Spec
+from moejob_api.job.resources import EnvSource, EnvVar, KeyReference
+from moejob_operator.children.blueprint import Blueprint
+
+# The kernel refuses to start a program with a longer one.
+LONGEST_VALUE_BYTES = 128 * 1024 - 256
+
+
+def environment(blueprint: Blueprint, role: Role, index: int) -> list[dict[str, Any]]:
+    """Variables of one pod: the job's own first, so that the contract's may refer to none of them and win over all."""
+    contract = _contract(blueprint, role, index)
+    return [
+        *(_variable(given) for given in blueprint.spec.resources.env),
+        *({"name": name.value, "value": value} for name, value in contract.items()),
+    ]
+
+
+def environment_sources(spec: Spec) -> list[dict[str, Any]]:
+    """Secrets and ConfigMaps read whole."""
+    return [_source(given) for given in spec.resources.env_from]
+
+
+def spec_text(spec: Spec) -> str:
+    """The spec as JSON with all defaults. What only the pod itself is made of stays outside: it may hold secrets."""
+    pod = spec.resources.model_copy(update={"env": (), "env_from": (), "labels": {}, "annotations": {}})
+    return spec.model_copy(update={"resources": pod}).model_dump_json(by_alias=True, exclude_none=True)
+
+
+def _contract(blueprint: Blueprint, role: Role, index: int) -> dict[Environment, str]:
+    return {
+        Environment.JOB: blueprint.name,
+        Environment.NAMESPACE: blueprint.namespace,
+        Environment.UID: blueprint.uid,
+        # Kubernetes would expand $(NAME) in a value; a chat template may well hold one.
+        Environment.SPEC: spec_text(blueprint.spec).replace("$", "$$"),
+        Environment.ROLE: role.value,
+        Environment.ATTEMPT: str(blueprint.attempt_of(role)),
+        Environment.INDEX: str(index),
+        Environment.NODES: str(blueprint.layout.nodes if role is Role.TRAINER else blueprint.engines),
+        Environment.RANKS_PER_NODE: str(ranks_per_pod(blueprint, role)),
+        Environment.RENDEZVOUS_HOST: blueprint.host(Role.TRAINER, 0),
+        Environment.HOST: blueprint.host(role, index),
+        Environment.RUN_FOLDER: f"{blueprint.spec.storage.mount_path.rstrip('/')}/{blueprint.name}",
+        Environment.GRACE_SECONDS: str(blueprint.grace_seconds),
+        Environment.PROGRESS_PORT: str(Port.PROGRESS.value),
+        Environment.RENDEZVOUS_PORT: str(Port.RENDEZVOUS.value),
+    } | _engines(blueprint)
+
+
+def ranks_per_pod(blueprint: Blueprint, role: Role) -> int:
+    """GPUs of a pod; on CPU, ranks."""
+    if role is Role.ROLLOUT and blueprint.rollout is not None:
+        return blueprint.rollout.tensor
+    return blueprint.layout.gpus_per_pod
+
+
+def _engines(blueprint: Blueprint) -> dict[Environment, str]:
+    if not blueprint.engines:
+        return {}
+    urls = (f"http://{host}:{Port.ROLLOUT.value}" for host in blueprint.hosts(Role.ROLLOUT))
+    return {Environment.ROLLOUT_URLS: ",".join(urls)}
+
+
+def _variable(given: EnvVar) -> dict[str, Any]:
+    if given.secret is not None:
+        return {"name": given.name, "valueFrom": {"secretKeyRef": _key(given.secret)}}
+    if given.config_map is not None:
+        return {"name": given.name, "valueFrom": {"configMapKeyRef": _key(given.config_map)}}
+    return {"name": given.name, "value": given.value or ""}
+
+
+def _key(reference: KeyReference) -> dict[str, Any]:
+    return {
+        "name": reference.name,
+        "key": reference.key,
+        **({"optional": True} if reference.optional else {}),
+    }
+
+
+def _source(given: EnvSource) -> dict[str, Any]:
+    if given.secret is not None:
+        return {"secretRef": {"name": given.secret}}
+    return {"configMapRef": {"name": given.config_map}}

@@ -1,0 +1,68 @@
+"""Where a pod may run: taints it accepts for how long, and which pods belong into one network domain."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moejob_api.arithmetic import ceil_div
+from moejob_api.contract import Label, Role
+from moejob_api.job.resources import Toleration
+from moejob_api.layout.sizes import Layout
+from moejob_operator.children.blueprint import Blueprint
+
+# A node that is not heard of is given this long to come back before its pods are started elsewhere.
+LOST_NODE_SECONDS = 30
+_LOST_NODE_TAINTS = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
+
+
+def tolerations(blueprint: Blueprint) -> list[dict[str, Any]]:
+    """The job's own, and short ones for lost nodes where the job does not say otherwise."""
+    given = blueprint.spec.resources.tolerations
+    named = {toleration.key for toleration in given}
+    return [
+        *(_toleration(toleration) for toleration in given),
+        *(
+            {"key": key, "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": LOST_NODE_SECONDS}
+            for key in _LOST_NODE_TAINTS
+            if key not in named
+        ),
+    ]
+
+
+def affinity(blueprint: Blueprint, role: Role, index: int) -> dict[str, Any] | None:
+    """Pods that talk most in one domain, the others near it; None without a topology key."""
+    key = blueprint.spec.resources.topology_key
+    if key is None or role is not Role.TRAINER or blueprint.layout.nodes == 1:
+        return None
+    near = {"weight": 100, "podAffinityTerm": _term(blueprint, key, None)}
+    terms: dict[str, Any] = {"preferredDuringSchedulingIgnoredDuringExecution": [near]}
+    size = pods_per_group(blueprint.layout)
+    if size > 1:
+        first = index // size * size
+        members = range(first, min(first + size, blueprint.layout.nodes))
+        terms["requiredDuringSchedulingIgnoredDuringExecution"] = [_term(blueprint, key, members)]
+    return {"podAffinity": terms}
+
+
+def pods_per_group(layout: Layout) -> int:
+    """Pods that share one tensor, context or expert group: the traffic inside is in every layer of every step."""
+    talking = max(layout.tensor * layout.context, layout.expert_tensor * layout.expert)
+    return min(layout.nodes, ceil_div(talking, layout.gpus_per_pod))
+
+
+def _term(blueprint: Blueprint, key: str, members: range | None) -> dict[str, Any]:
+    selector: dict[str, Any] = {
+        "matchLabels": {
+            Label.JOB_UID.value: blueprint.uid,
+            Label.ROLE.value: Role.TRAINER.value,
+            Label.ATTEMPT.value: str(blueprint.attempt),
+        }
+    }
+    if members is not None:
+        indices = [str(index) for index in members]
+        selector["matchExpressions"] = [{"key": Label.INDEX.value, "operator": "In", "values": indices}]
+    return {"labelSelector": selector, "topologyKey": key}
+
+
+def _toleration(given: Toleration) -> dict[str, Any]:
+    return given.model_dump(mode="json", by_alias=True, exclude_none=True)

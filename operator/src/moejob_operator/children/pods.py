@@ -1,0 +1,149 @@
+"""The pods: trainers, which form the gang, and separate rollout engines, which come and go."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moejob_api.contract import HttpPath, Label, Path, Port, Role
+from moejob_api.job import Spec
+from moejob_api.job.resources import Accelerator
+from moejob_operator.actions import Kind
+from moejob_operator.children.blueprint import Blueprint, metadata
+from moejob_operator.children.environment import environment, environment_sources, ranks_per_pod
+from moejob_operator.children.gangs import gang_marks
+from moejob_operator.children.placement import affinity, tolerations
+from moejob_operator.children.volumes import mounts, volumes
+
+# Who owns what is written to volumes; images run as a user of this group.
+GROUP_ID = 65532
+# An engine has nothing to save.
+ENGINE_GRACE_SECONDS = 30
+_NETWORKS = "k8s.v1.cni.cncf.io/networks"
+
+
+def trainer_pod(blueprint: Blueprint, index: int) -> dict[str, Any]:
+    """One pod of the gang. It never restarts by itself: whether a failed one is replaced is decided for the gang."""
+    image = blueprint.spec.resources.image or blueprint.images.trainer
+    ready = {"httpGet": {"path": HttpPath.READY.value, "port": Port.PROGRESS.value}, "periodSeconds": 2}
+    ports = [_port("progress", Port.PROGRESS), _port("rendezvous", Port.RENDEZVOUS)]
+    container = {"image": image, "ports": ports, "readinessProbe": ready}
+    spec = {"restartPolicy": "Never", "terminationGracePeriodSeconds": blueprint.grace_seconds}
+    return _pod(blueprint, Role.TRAINER, index, container, spec)
+
+
+def rollout_pod(blueprint: Blueprint, index: int) -> dict[str, Any]:
+    """One engine. The kubelet restarts it in its place; only one that lost its place is replaced."""
+    image = blueprint.spec.resources.rollout_image or blueprint.images.rollout
+    ready = {"httpGet": {"path": "/health", "port": Port.ROLLOUT.value}, "periodSeconds": 5}
+    ports = [_port("rollout", Port.ROLLOUT), _port("weights", Port.WEIGHTS)]
+    container = {"image": image, "ports": ports, "readinessProbe": ready}
+    spec = {"restartPolicy": "Always", "terminationGracePeriodSeconds": ENGINE_GRACE_SECONDS}
+    return _pod(blueprint, Role.ROLLOUT, index, container, spec)
+
+
+def _pod(
+    blueprint: Blueprint, role: Role, index: int, container: dict[str, Any], spec: dict[str, Any]
+) -> dict[str, Any]:
+    marks = gang_marks(blueprint, role)
+    about = metadata(blueprint, blueprint.pod(role, index))
+    about["labels"] = (
+        dict(blueprint.spec.resources.labels) | about["labels"] | _own_labels(blueprint, role, index) | marks.labels
+    )
+    annotations = _annotations(blueprint.spec) | marks.annotations
+    if annotations:
+        about["annotations"] = annotations
+    return {
+        "apiVersion": "v1",
+        "kind": Kind.POD.value,
+        "metadata": about,
+        "spec": spec
+        | _pod_spec(blueprint, role, index)
+        | marks.spec
+        | {
+            "containers": [_container(blueprint, role, index, container)],
+            "volumes": volumes(blueprint),
+        },
+    }
+
+
+def _own_labels(blueprint: Blueprint, role: Role, index: int) -> dict[str, str]:
+    return {
+        Label.ROLE.value: role.value,
+        Label.ATTEMPT.value: str(blueprint.attempt_of(role)),
+        Label.INDEX.value: str(index),
+    }
+
+
+def _annotations(spec: Spec) -> dict[str, str]:
+    rdma = spec.resources.rdma
+    networks = {} if rdma is None or rdma.networks is None else {_NETWORKS: rdma.networks}
+    return dict(spec.resources.annotations) | networks
+
+
+def _pod_spec(blueprint: Blueprint, role: Role, index: int) -> dict[str, Any]:
+    resources = blueprint.spec.resources
+    near = affinity(blueprint, role, index)
+    optional = {
+        "nodeSelector": dict(resources.node_selector),
+        "affinity": near,
+        "schedulerName": resources.scheduler_name,
+        "priorityClassName": resources.priority_class_name,
+        "runtimeClassName": resources.runtime_class_name,
+        "serviceAccountName": resources.service_account,
+        "imagePullSecrets": [{"name": name} for name in resources.image_pull_secrets],
+    }
+    return {
+        "hostname": blueprint.pod(role, index),
+        "subdomain": blueprint.service,
+        "automountServiceAccountToken": False,
+        # Hundreds of variables for Services of others, which no pod here asks for.
+        "enableServiceLinks": False,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "seccompProfile": {"type": "RuntimeDefault"},
+            "fsGroup": GROUP_ID,
+            # Walking through terabytes of checkpoints at every start would take hours.
+            "fsGroupChangePolicy": "OnRootMismatch",
+        },
+        "tolerations": tolerations(blueprint),
+    } | {name: value for name, value in optional.items() if value}
+
+
+def _container(blueprint: Blueprint, role: Role, index: int, container: dict[str, Any]) -> dict[str, Any]:
+    spec = blueprint.spec
+    sources = environment_sources(spec)
+    # Registering memory with a network card pins it; the restricted profile allows no capability but for that reason.
+    added = {"add": ["IPC_LOCK"]} if spec.resources.rdma is not None else {}
+    return (
+        {"name": role.value}
+        | container
+        | {
+            "imagePullPolicy": spec.resources.image_pull_policy.value,
+            "env": environment(blueprint, role, index),
+            **({"envFrom": sources} if sources else {}),
+            "resources": _resources(spec, ranks_per_pod(blueprint, role)),
+            "terminationMessagePath": Path.TERMINATION.value,
+            "terminationMessagePolicy": "File",
+            "securityContext": {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]} | added,
+            },
+            "volumeMounts": mounts(blueprint),
+        }
+    )
+
+
+def _resources(spec: Spec, gpus: int) -> dict[str, Any]:
+    given = spec.resources
+    devices: dict[str, Any] = {given.gpu_resource: gpus} if given.accelerator is Accelerator.GPU else {}
+    if given.rdma is not None:
+        devices |= {given.rdma.resource: given.rdma.count}
+    memory = {} if given.memory is None else {"memory": given.memory}
+    cpu = {} if given.cpu is None else {"cpu": given.cpu}
+    parts = {"limits": devices | memory, "requests": cpu | devices | memory}
+    return {name: amounts for name, amounts in parts.items() if amounts}
+
+
+def _port(name: str, port: Port) -> dict[str, Any]:
+    return {"name": name, "containerPort": port.value}

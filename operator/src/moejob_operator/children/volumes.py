@@ -1,0 +1,59 @@
+"""What a pod mounts: the job's volume, claims that its sources name, shared memory and a writable /tmp."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from moejob_api.contract import Path
+from moejob_api.job import Spec
+from moejob_operator.children.blueprint import Blueprint
+
+_SCHEME = "pvc://"
+_STORAGE = "storage"
+
+
+def volumes(blueprint: Blueprint) -> list[dict[str, Any]]:
+    """The volumes of a pod."""
+    shared = {"medium": "Memory", "sizeLimit": blueprint.spec.resources.shared_memory}
+    return [
+        {"name": "shared-memory", "emptyDir": shared},
+        {"name": "temporary", "emptyDir": {}},
+        *({"name": name, "persistentVolumeClaim": {"claimName": claim}} for claim, name in _claims(blueprint).items()),
+    ]
+
+
+def mounts(blueprint: Blueprint) -> list[dict[str, Any]]:
+    """Where the container sees them. What a source names is read and never written."""
+    storage = blueprint.spec.storage.mount_path
+    return [
+        {"name": "shared-memory", "mountPath": Path.SHARED_MEMORY.value},
+        {"name": "temporary", "mountPath": Path.TEMPORARY.value},
+        {"name": _STORAGE, "mountPath": storage},
+        *(
+            {"name": _claims(blueprint)[claim], "mountPath": f"{Path.CLAIMS.value}/{claim}", "readOnly": True}
+            for claim in named_claims(blueprint.spec)
+        ),
+    ]
+
+
+def named_claims(spec: Spec) -> tuple[str, ...]:
+    """The claims that sources name as pvc://claim/path, each once, in the order they are named."""
+    return tuple(
+        dict.fromkeys(
+            source.removeprefix(_SCHEME).partition("/")[0] for source in _sources(spec) if source.startswith(_SCHEME)
+        )
+    )
+
+
+def _sources(spec: Spec) -> Iterator[str]:
+    yield spec.model.source
+    yield from (dataset.source for dataset in (*spec.data.train, *spec.data.eval))
+    if spec.checkpoint.resume_from is not None:
+        yield spec.checkpoint.resume_from
+
+
+def _claims(blueprint: Blueprint) -> dict[str, str]:
+    """Claim to volume. A claim that is also the job's own is one volume: a node cannot always attach it twice."""
+    others = (claim for claim in named_claims(blueprint.spec) if claim != blueprint.claim)
+    return {blueprint.claim: _STORAGE} | {claim: f"claim-{number}" for number, claim in enumerate(others)}

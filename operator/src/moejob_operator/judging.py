@@ -1,0 +1,96 @@
+"""Whether a job may run, and what follows from it: the planner's answer, asked once for every generation of a spec.
+
+Owns the memory of answers. What is done about them is for moejob_operator.planning to say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from moejob_api.job import Spec
+from moejob_api.layout.sizes import Layout
+from moejob_api.models.sources import Unseen, model_shape
+from moejob_api.plan import Plan, plan
+from moejob_api.problems import InvalidSpec, Problem, Rule
+from moejob_api.rules.rollout_rules import RolloutLayout
+from moejob_operator.children.environment import LONGEST_VALUE_BYTES, spec_text
+from moejob_operator.observed import Job
+
+_REMEMBERED = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """What the planner says of a spec. `unseen` is why nobody could look at its model, `suggestions` what would do."""
+
+    problems: tuple[Problem, ...] = ()
+    layout: Layout | None = None
+    rollout: RolloutLayout | None = None
+    memory_per_gpu_bytes: int | None = None
+    unseen: str | None = None
+    suggestions: tuple[str, ...] = ()
+
+    @property
+    def is_accepted(self) -> bool:
+        """Whether the job may run."""
+        return not self.problems and self.layout is not None
+
+
+def judgement(spec: Spec) -> Judgement:
+    """The planner's answer. Nothing on this disk is read that the job's author could name."""
+    try:
+        seen = model_shape(spec.model.source, spec.model.revision, local_paths=False)
+        found = plan(spec, None if isinstance(seen, Unseen) else seen)
+    except InvalidSpec as refused:
+        return Judgement(refused.problems)
+    return Judgement(
+        problems=(*found.problems, *_too_long(spec)),
+        layout=found.layout,
+        rollout=found.rollout,
+        memory_per_gpu_bytes=None if found.memory is None else found.memory.bytes,
+        unseen=seen.reason if isinstance(seen, Unseen) else None,
+        suggestions=_suggestions(found),
+    )
+
+
+class Judge:
+    """Remembers answers by job and generation: the same spec gets the same answer for as long as this process lives."""
+
+    def __init__(self, ask: Callable[[Spec], Judgement] = judgement) -> None:
+        self._ask = ask
+        self._known: OrderedDict[tuple[str, int], Judgement] = OrderedDict()
+
+    async def of(self, job: Job) -> Judgement:
+        """The answer about a job."""
+        if job.spec is None:
+            return Judgement(job.problems)
+        known = self._known.get(job.identity)
+        if known is None:
+            # Looking for layouts that would do may take seconds, in which the Lease has to be renewed.
+            known = self._known[job.identity] = await asyncio.to_thread(self._ask, job.spec)
+            if len(self._known) > _REMEMBERED:
+                self._known.popitem(last=False)
+        return known
+
+
+def _too_long(spec: Spec) -> tuple[Problem, ...]:
+    size = len(spec_text(spec).encode())
+    if size <= LONGEST_VALUE_BYTES:
+        return ()
+    message = (
+        f"the spec has {size} bytes as JSON and reaches the pods as one variable, which has {LONGEST_VALUE_BYTES} at "
+        "most; shorten data.chatTemplate, or leave it to the tokenizer"
+    )
+    return (Problem(Rule.ENVIRONMENT, "spec.data.chatTemplate", message),)
+
+
+def _suggestions(found: Plan) -> tuple[str, ...]:
+    texts = []
+    for suggestion in found.suggestions:
+        fields = suggestion.parallelism.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+        layout = ", ".join(f"{name}: {value}" for name, value in fields.items()) or "the defaults"
+        texts.append(f"parallelism {{{layout}}} on {suggestion.fit.gpus} GPUs")
+    return tuple(texts)

@@ -1,0 +1,72 @@
+"""What a leader does beside reconciling: make sure that it begins with what its predecessor left, and look again."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from moejob_operator.actions import Kind
+from moejob_operator.cluster import Forbidden, JobKey, Retryable
+from moejob_operator.lists import Lists
+from moejob_operator.logs import Log
+from moejob_operator.watching import Watch
+from moejob_operator.work_queue import WorkQueue
+
+log = Log(__name__)
+
+_RETRY_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Leader:
+    """Leads for as long as it is let."""
+
+    queue: WorkQueue[JobKey]
+    lists: Lists
+    watches: Sequence[Watch]
+    resync_seconds: float
+    leads: Callable[[bool], None]
+
+    async def lead(self) -> None:
+        """Work until the queue is stopped, or until cancelled."""
+        self.leads(True)
+        try:
+            await self._begin()
+            async with asyncio.TaskGroup() as group:
+                again = group.create_task(self._look_again())
+                await self.queue.run()
+                again.cancel()
+        finally:
+            self.leads(False)
+
+    async def _begin(self) -> None:
+        for watch in self.watches:
+            await watch.listed.wait()
+        # What the last leader wrote at its end may not have reached our watches yet.
+        while True:
+            if await self._listed(Kind.JOB, Kind.POD_GROUP):
+                break
+            await asyncio.sleep(_RETRY_SECONDS)
+        for key in self.lists.cache.all_keys():
+            self.queue.add(key)
+
+    async def _look_again(self) -> None:
+        while True:
+            for key in self.lists.cache.all_keys():
+                # Later than half a period: all have just been looked at. Never together: none has to wait for the rest.
+                self.queue.add(key, random.uniform(0.5, 1.5) * self.resync_seconds)
+            await asyncio.sleep(self.resync_seconds)
+            await self._listed(Kind.POD_GROUP)
+
+    async def _listed(self, *kinds: Kind) -> bool:
+        """Whether these kinds, and which gang schedulers there are, were read anew."""
+        try:
+            await self.lists.gangs.refresh()
+            for kind in kinds:
+                await self.lists.fill(kind)
+        except (Retryable, Forbidden) as error:
+            log.warning("cannot list", error=str(error))
+            return False
+        return True

@@ -1,0 +1,105 @@
+"""The job's own API body: who it is, what it asks for, and what its status remembers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from datetime import datetime
+
+from pydantic import ValidationError
+
+from moejob_api.documents import parse_job
+from moejob_api.job import Spec
+from moejob_api.job.status import Status
+from moejob_api.problems import InvalidSpec, Problem, Rule
+from moejob_operator.cluster import Raw
+from moejob_operator.observed import reading
+
+# Each round drops at least one field that cannot be read.
+_ROUNDS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One job as it was read. `spec` is None exactly when `problems` say why."""
+
+    name: str
+    namespace: str
+    uid: str
+    generation: int
+    created_at: datetime | None
+    is_being_deleted: bool
+    spec: Spec | None
+    problems: tuple[Problem, ...]
+    status: Status
+
+    @property
+    def identity(self) -> tuple[str, int]:
+        """What a judgement of its spec may be remembered by."""
+        return self.uid, self.generation
+
+
+def job(raw: Raw) -> Job:
+    """The job, whatever its body holds: one that went past the webhook has problems, and raises nothing."""
+    about = reading.metadata(raw)
+    spec, problems = _spec(raw)
+    return Job(
+        name=reading.text(about.get("name")),
+        namespace=reading.text(about.get("namespace")),
+        uid=reading.text(about.get("uid")),
+        generation=max(0, reading.whole(about.get("generation")) or 0),
+        created_at=reading.time(about.get("creationTimestamp")),
+        is_being_deleted=about.get("deletionTimestamp") is not None,
+        spec=spec,
+        problems=problems,
+        status=status(raw.get("status")),
+    )
+
+
+def status(raw: object) -> Status:
+    """The status that was written last; fields that this version cannot read are as if they had never been written."""
+    tree = json.loads(json.dumps(reading.mapping(raw), default=str))
+    for _ in range(_ROUNDS):
+        try:
+            return Status.model_validate_json(json.dumps(tree))
+        except ValidationError as error:
+            for found in error.errors(include_url=False, include_context=False, include_input=False):
+                _drop(tree, found["loc"])
+    return Status()
+
+
+def _spec(raw: Raw) -> tuple[Spec | None, tuple[Problem, ...]]:
+    body = {name: value for name, value in raw.items() if name != "status"}
+    try:
+        return parse_job(body).spec, ()
+    except InvalidSpec as refused:
+        return None, refused.problems or (Problem(Rule.FIELD, "", "cannot be read"),)
+
+
+def _drop(tree: object, place: tuple[int | str, ...]) -> None:
+    """Remove what is at a place; what is missing takes its holder with it."""
+    *above, last = place
+    holder, outer = tree, None
+    for step in above:
+        outer = (holder, step)
+        holder = _inside(holder, step)
+    if not _removed(holder, last) and outer is not None:
+        _removed(*outer)
+
+
+def _inside(holder: object, step: int | str) -> object:
+    if isinstance(holder, dict):
+        return holder.get(step)
+    if isinstance(holder, list) and isinstance(step, int) and step < len(holder):
+        return holder[step]
+    return None
+
+
+def _removed(holder: object, step: int | str) -> bool:
+    if isinstance(holder, dict) and step in holder:
+        del holder[step]
+        return True
+    if isinstance(holder, list) and isinstance(step, int) and step < len(holder):
+        del holder[step]
+        return True
+    return False

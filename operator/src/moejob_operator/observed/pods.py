@@ -1,0 +1,193 @@
+"""What a pod's API body says, as facts. Nothing in a body can make this fail: what cannot be read is absent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+from enum import StrEnum
+
+from pydantic import ValidationError
+
+from moejob_api.contract import TERMINATION_BYTES, Label, LastWord, Role
+from moejob_operator.cluster import Raw
+from moejob_operator.observed import reading
+
+_MESSAGE_CHARACTERS = 2048
+
+
+class PodPhase(StrEnum):
+    """As in Kubernetes."""
+
+    PENDING = "Pending"
+    RUNNING = "Running"
+    SUCCEEDED = "Succeeded"
+    FAILED = "Failed"
+    UNKNOWN = "Unknown"
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its containers will never run again."""
+        return self in (PodPhase.SUCCEEDED, PodPhase.FAILED)
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How the container ended. `word` is None when the launcher left none that can be read; `message` is then raw."""
+
+    exit_code: int | None
+    reason: str
+    word: LastWord | None
+    message: str
+    at: datetime | None
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """Why a container has not started, in the kubelet's words."""
+
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Pod:
+    """One pod of the job."""
+
+    name: str
+    uid: str
+    role: Role | None
+    attempt: int | None
+    index: int | None
+    phase: PodPhase
+    node: str | None
+    created_at: datetime | None
+    started_at: datetime | None
+    # Kubernetes sets this to when the grace period ends, not to when the deletion was asked for.
+    ends_by: datetime | None
+    is_ready: bool
+    ready_changed_at: datetime | None
+    changed_at: datetime | None
+    ended: Ended | None
+    waiting: Waiting | None
+    unschedulable: str | None
+    is_gated: bool
+    # Why the cluster takes the pod away: the reason of condition DisruptionTarget.
+    disruption: str | None
+    # The pod's own reason and message, such as Evicted.
+    reason: str
+    message: str
+
+    @property
+    def is_terminating(self) -> bool:
+        """Whether somebody has asked for its deletion."""
+        return self.ends_by is not None
+
+
+def pod(raw: Raw) -> Pod:
+    """The facts of one pod."""
+    about, status = reading.metadata(raw), reading.mapping(raw.get("status"))
+    ready = reading.condition(status, "Ready")
+    scheduled = reading.condition(status, "PodScheduled")
+    disrupted = reading.condition(status, "DisruptionTarget")
+    is_waiting_for_node = scheduled.get("status") == "False"
+    return Pod(
+        name=reading.text(about.get("name")),
+        uid=reading.text(about.get("uid")),
+        role=_role(raw),
+        attempt=reading.count(reading.label(raw, Label.ATTEMPT)),
+        index=reading.count(reading.label(raw, Label.INDEX)),
+        phase=_phase(status),
+        node=reading.text(reading.mapping(raw.get("spec")).get("nodeName")) or None,
+        created_at=reading.time(about.get("creationTimestamp")),
+        started_at=_started_at(status),
+        ends_by=reading.time(about.get("deletionTimestamp")),
+        is_ready=ready.get("status") == "True",
+        ready_changed_at=reading.time(ready.get("lastTransitionTime")),
+        changed_at=_changed_at(raw, status),
+        ended=_ended(status),
+        waiting=_waiting(status),
+        unschedulable=_message(scheduled)
+        if is_waiting_for_node and scheduled.get("reason") == "Unschedulable"
+        else None,
+        is_gated=is_waiting_for_node and scheduled.get("reason") == "SchedulingGated",
+        disruption=reading.text(disrupted.get("reason")) if disrupted.get("status") == "True" else None,
+        reason=reading.text(status.get("reason")),
+        message=_message(status),
+    )
+
+
+def _role(raw: Raw) -> Role | None:
+    named = reading.text(reading.label(raw, Label.ROLE))
+    return Role(named) if named in list(Role) else None
+
+
+def _phase(status: Raw) -> PodPhase:
+    phase = reading.text(status.get("phase"))
+    # A pod that was created this moment has no phase yet.
+    return PodPhase(phase or PodPhase.PENDING) if not phase or phase in list(PodPhase) else PodPhase.UNKNOWN
+
+
+def _message(holder: Raw) -> str:
+    return reading.text(holder.get("message"))[:_MESSAGE_CHARACTERS]
+
+
+def _states(status: Raw) -> tuple[Raw, ...]:
+    """Present states of the containers, init containers first: those are what a pod waits for first."""
+    containers = (
+        *reading.mappings(status.get("initContainerStatuses")),
+        *reading.mappings(status.get("containerStatuses")),
+    )
+    return tuple(reading.mapping(container.get("state")) for container in containers)
+
+
+def _started_at(status: Raw) -> datetime | None:
+    for state in _states(status):
+        for kind in ("running", "terminated"):
+            started = reading.time(reading.mapping(state.get(kind)).get("startedAt"))
+            if started is not None:
+                return started
+    return None
+
+
+def _changed_at(raw: Raw, status: Raw) -> datetime | None:
+    """When the pod last changed, as far as its body says: seconds, by the clocks of the API server and of its node."""
+    times = [
+        reading.time(reading.metadata(raw).get("creationTimestamp")),
+        _started_at(status),
+        *(reading.time(found.get("lastTransitionTime")) for found in reading.mappings(status.get("conditions"))),
+        *(reading.time(reading.mapping(state.get("terminated")).get("finishedAt")) for state in _states(status)),
+    ]
+    return max((time for time in times if time is not None), default=None)
+
+
+def _ended(status: Raw) -> Ended | None:
+    ends = [reading.mapping(state["terminated"]) for state in _states(status) if "terminated" in state]
+    # The first that failed is to blame; an init container that succeeded is no end.
+    failed = next((end for end in ends if end.get("exitCode") != 0), None)
+    end = failed if failed is not None else ends[-1] if ends else None
+    if end is None:
+        return None
+    message = reading.text(end.get("message"))[:TERMINATION_BYTES]
+    word = _last_word(message)
+    return Ended(
+        exit_code=reading.whole(end.get("exitCode")),
+        reason=reading.text(end.get("reason")),
+        word=word,
+        message=(word.message if word is not None else message)[:_MESSAGE_CHARACTERS],
+        at=reading.time(end.get("finishedAt")),
+    )
+
+
+def _last_word(message: str) -> LastWord | None:
+    try:
+        return LastWord.model_validate_json(message)
+    except ValidationError:
+        return None
+
+
+def _waiting(status: Raw) -> Waiting | None:
+    for state in _states(status):
+        waiting = reading.mapping(state.get("waiting"))
+        if waiting.get("reason"):
+            return Waiting(reading.text(waiting.get("reason")), _message(waiting))
+    return None

@@ -1,0 +1,178 @@
+"""What has failed in the present gang and has not been answered for: ends, losses, silence. Decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from moejob_api.contract import ExitCode, PodProgress, Role, pod_name
+from moejob_api.restarts import Cause, Failure, cause_of_exit
+from moejob_operator.observed import Pod, PodPhase
+from moejob_operator.planning.situation import Situation, spec_and_layout
+from moejob_operator.planning.times import seconds_since
+
+# The launcher restarts silent ranks itself; this much later it has not, and its pod is replaced.
+LAUNCHER_FIRST_SECONDS = 30.0
+# A kubelet that lives deletes a pod within its grace period; this much later it does not live.
+KUBELET_SECONDS = 30.0
+
+# Pods that no kubelet accepted, or that it had to give up with its node: nothing the job did.
+_CLUSTER_REASONS = frozenset(
+    {"Evicted", "NodeShutdown", "Terminated", "NodeLost", "NodeAffinity", "UnexpectedAdmissionError", "Preempting"}
+)
+_NODE_REASONS = frozenset({"DeletionByTaintManager", "DeletionByPodGC"})
+_RANKS_NAMED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """One failure, and the pod that it happened to; no pod when it is gone without a trace."""
+
+    failure: Failure
+    name: str
+    pod: Pod | None = None
+    rank: int | None = None
+
+
+def losses(s: Situation) -> tuple[Loss, ...]:
+    """Everything that has failed since the last decision."""
+    lost = tuple(_lost_pods(s))
+    return lost or tuple(_silent_pods(s)) or tuple(_restarted_ranks(s))
+
+
+def is_on_lost_node(pod: Pod, s: Situation) -> bool:
+    """Whether its kubelet can no longer confirm anything.
+
+    Without a right to see nodes only the pod itself can tell: the node controller took it away, and well after its
+    grace period it is still there.
+    """
+    if pod.node is not None and pod.node in s.seen.lost_nodes:
+        return True
+    taken = pod.disruption in _NODE_REASONS or pod.reason == "NodeLost"
+    return taken and pod.ends_by is not None and seconds_since(pod.ends_by, s.now) >= KUBELET_SECONDS
+
+
+# --- pods that ended or are gone ------------------------------------------------------------------------------------
+
+
+def _lost_pods(s: Situation) -> Iterator[Loss]:
+    _, layout = spec_and_layout(s)
+    answered = {entry.index: entry.uid for entry in s.ladder.replacing}
+    for index in range(layout.nodes):
+        pod = s.trainers.get(index)
+        if pod is None:
+            if s.ladder.gang_was_whole and index not in answered:
+                name = pod_name(s.seen.job.name, Role.TRAINER, s.attempt, index)
+                # Who deletes a pod takes it away from the job; had it failed, it would still be there to say so.
+                yield Loss(Failure(index, Cause.PREEMPTED, message=f"{name} was deleted"), name)
+            continue
+        cause = _cause(pod, s)
+        if cause is not None and answered.get(index) != pod.uid:
+            yield Loss(Failure(index, cause, message=_why(pod)), pod.name, pod, _rank(pod))
+
+
+def _cause(pod: Pod, s: Situation) -> Cause | None:
+    code = None if pod.ended is None else pod.ended.exit_code
+    if code == ExitCode.BAD_CONFIGURATION:
+        return Cause.BAD_CONFIGURATION
+    if pod.phase is PodPhase.SUCCEEDED:
+        return None
+    if pod.is_terminating and is_on_lost_node(pod, s):
+        return Cause.NODE_LOST
+    # One that is asked to end may still be saving: how it ends is the cause, and its name is taken until then.
+    if pod.phase is not PodPhase.FAILED:
+        return None
+    return _cause_of_failed(pod)
+
+
+def _cause_of_failed(pod: Pod) -> Cause:
+    if pod.disruption in _NODE_REASONS or pod.reason == "NodeLost":
+        return Cause.NODE_LOST
+    if pod.disruption is not None or pod.reason in _CLUSTER_REASONS or pod.reason.startswith("OutOf"):
+        return Cause.PREEMPTED
+    if pod.ended is None or pod.ended.exit_code is None:
+        return Cause.POD_FAILED
+    if pod.ended.reason == "OOMKilled":
+        return Cause.OUT_OF_MEMORY
+    outcome = None if pod.ended.word is None else pod.ended.word.outcome
+    # Exit code 0 in a failed pod is the word of a kubelet, not of a launcher.
+    return cause_of_exit(pod.ended.exit_code, outcome) or Cause.POD_FAILED
+
+
+def _why(pod: Pod) -> str:
+    said = "" if pod.ended is None else pod.ended.message
+    if said:
+        return said
+    if pod.message or pod.reason:
+        return pod.message or pod.reason
+    if pod.disruption is not None:
+        return pod.disruption
+    return "" if pod.ended is None else f"exit code {pod.ended.exit_code}"
+
+
+def _rank(pod: Pod) -> int | None:
+    return None if pod.ended is None or pod.ended.word is None else pod.ended.word.rank
+
+
+# --- ranks that are silent or were restarted -------------------------------------------------------------------------
+
+
+def _silent_pods(s: Situation) -> Iterator[Loss]:
+    spec, _ = spec_and_layout(s)
+    limit = spec.lifecycle.progress_deadline_seconds + LAUNCHER_FIRST_SECONDS
+    if not s.seen.was_polled or not _all_run(s):
+        return
+    # Until the last pod has come there is nobody to meet, and nothing to be silent about.
+    whole_seconds = min(seconds_since(pod.started_at, s.now) for pod in s.trainers.values())
+    if whole_seconds < limit:
+        return
+    for index, pod in sorted(s.trainers.items()):
+        ranks = _silent_ranks(s.seen.progress.get(pod.uid), limit)
+        if ranks:
+            named = ", ".join(str(rank) for rank in ranks[:_RANKS_NAMED]) + (
+                " ..." if len(ranks) > _RANKS_NAMED else ""
+            )
+            noun = "rank" if len(ranks) == 1 else "ranks"
+            yield Loss(Failure(index, Cause.HUNG, message=f"{noun} {named} silent"), pod.name, pod, ranks[0])
+        elif _is_mute(pod, s, limit):
+            yield Loss(Failure(index, Cause.HUNG, message="no rank has been heard"), pod.name, pod)
+
+
+def _all_run(s: Situation) -> bool:
+    """Whether nobody has ended, is ending or is about to be replaced: only then is silence a sign."""
+    answered = {entry.uid for entry in s.ladder.replacing}
+    return s.gang_runs and all(
+        pod.phase is PodPhase.RUNNING and not pod.is_terminating and pod.uid not in answered
+        for pod in s.trainers.values()
+    )
+
+
+def _silent_ranks(heard: PodProgress | None, limit: float) -> tuple[int, ...]:
+    beats = () if heard is None else heard.ranks
+    return tuple(sorted(beat.rank for beat in beats if beat.age_seconds >= limit))
+
+
+def _is_mute(pod: Pod, s: Situation, limit: float) -> bool:
+    """Neither the kubelet's probe nor a question of ours has been answered by any rank for that long."""
+    heard = s.seen.progress.get(pod.uid)
+    if pod.is_ready or (heard is not None and heard.ranks):
+        return False
+    return seconds_since(pod.ready_changed_at or pod.started_at, s.now) >= limit
+
+
+def _restarted_ranks(s: Situation) -> Iterator[Loss]:
+    """Restarts in place that pods report beyond those known. While a gang comes together they belong to that."""
+    known = s.ladder.rank_restarts
+    reported = rank_restarts(s)
+    if known is None or reported is None or reported <= known or s.ladder.start_after is not None:
+        return
+    index, pod = max(s.trainers.items(), key=lambda item: s.seen.progress[item[1].uid].restarts)
+    failure = Failure(index, Cause.RANK_FAILED, pod_alive=True, message="its ranks were restarted in place")
+    yield Loss(failure, pod.name, pod)
+
+
+def rank_restarts(s: Situation) -> int | None:
+    """Restarts in place of the present pods; None unless every one of them has answered."""
+    if not s.gang_runs or any(pod.uid not in s.seen.progress for pod in s.trainers.values()):
+        return None
+    return sum(s.seen.progress[pod.uid].restarts for pod in s.trainers.values())

@@ -1,0 +1,90 @@
+"""What a job should consist of, compared with what there is: what to create, what to delete."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from moejob_api.contract import Label, Role
+from moejob_operator.actions import Delete, Ensure, Kind, Manifest, Ref
+from moejob_operator.children.blueprint import Blueprint
+from moejob_operator.children.gangs import pod_group
+from moejob_operator.children.pods import rollout_pod, trainer_pod
+from moejob_operator.children.shared import claim, service
+from moejob_operator.observed import Pod
+from moejob_operator.planning.failures import is_on_lost_node
+from moejob_operator.planning.situation import Situation, blueprint
+from moejob_operator.planning.times import seconds_since, seconds_until
+
+# An engine that does not live longer than this is not started again at once.
+ENGINE_LIFE_SECONDS = 30.0
+
+
+def missing(s: Situation) -> tuple[Ensure, ...]:
+    """Everything to create, in the order in which it is needed."""
+    plan = blueprint(s)
+    return (*_missing_shared(s, plan), *_missing_trainers(s, plan), *_missing_engines(s, plan))
+
+
+def deletions(pods: Iterable[Pod], s: Situation) -> tuple[Delete, ...]:
+    """Deletes of pods that nobody has asked to end yet, and forced ones where no kubelet can."""
+    return tuple(_delete(pod, s) for pod in pods if not pod.is_terminating or is_on_lost_node(pod, s))
+
+
+def answered_pods(s: Situation) -> tuple[Pod, ...]:
+    """Pods whose failure has been charged, and whose name the next one needs."""
+    uids = {entry.uid for entry in s.ladder.replacing}
+    return tuple(pod for pod in s.trainers.values() if pod.uid in uids)
+
+
+def spent_engines(s: Situation) -> tuple[Pod, ...]:
+    """Engines that lost their place; one that came to nothing at once keeps its name for a while."""
+    return tuple(pod for pod in s.rollouts if is_lost_engine(pod, s) and engine_wait_seconds(pod, s) <= 0)
+
+
+def is_lost_engine(pod: Pod, s: Situation) -> bool:
+    """Whether no kubelet will start it again."""
+    return pod.phase.has_ended or (pod.is_terminating and is_on_lost_node(pod, s))
+
+
+def engine_wait_seconds(pod: Pod, s: Situation) -> float:
+    """Seconds until a lost engine may be replaced, so that a node that evicts every one is not flooded."""
+    return max(0.0, ENGINE_LIFE_SECONDS - seconds_since(pod.created_at, s.now))
+
+
+def _missing_shared(s: Situation, plan: Blueprint) -> Iterator[Ensure]:
+    wanted_claim, wanted_group = claim(plan), pod_group(plan)
+    if plan.service not in s.seen.services:
+        yield Ensure(service(plan))
+    if wanted_claim is not None and plan.claim not in {found.name for found in s.seen.claims}:
+        yield Ensure(wanted_claim)
+    if wanted_group is not None and plan.pod_group not in s.seen.pod_groups:
+        yield Ensure(wanted_group)
+
+
+def _missing_trainers(s: Situation, plan: Blueprint) -> Iterator[Ensure]:
+    if seconds_until(s.ladder.start_after, s.now) > 0:
+        return
+    # A pod that still ends keeps its name; it will be missing when it is gone.
+    yield from (Ensure(trainer_pod(plan, index)) for index in range(plan.layout.nodes) if index not in s.trainers)
+
+
+def _missing_engines(s: Situation, plan: Blueprint) -> Iterator[Ensure]:
+    there = {pod.name for pod in s.rollouts}
+    for index in range(plan.engines):
+        if plan.pod(Role.ROLLOUT, index) not in there:
+            yield Ensure(rollout_pod(plan, index))
+
+
+def _delete(pod: Pod, s: Situation) -> Delete:
+    ref = Ref(Kind.POD, s.seen.job.namespace, pod.name, pod.uid)
+    return Delete(ref, force=pod.is_terminating and is_on_lost_node(pod, s))
+
+
+def trainers_among(actions: tuple[Ensure, ...]) -> int:
+    """How many pods of the gang would be created."""
+    return sum(_is_trainer(action.manifest) for action in actions)
+
+
+def _is_trainer(manifest: Manifest) -> bool:
+    labels = manifest["metadata"]["labels"]
+    return bool(manifest["kind"] == Kind.POD and labels.get(Label.ROLE) == Role.TRAINER)

@@ -1,0 +1,65 @@
+"""What one guard decided: the phase and why, what to do, and what has to be remembered."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from moejob_api.job.status import LastFailure, Phase, Restarts
+from moejob_operator.actions import Action, Notice
+
+
+class Reason(StrEnum):
+    """Why a job is in its phase; part of conditions and events."""
+
+    # Pending
+    STARTING = "Starting"
+    QUEUED = "Queued"
+    UNSCHEDULABLE = "Unschedulable"
+    CLAIM_PENDING = "ClaimPending"
+    CLAIM_LOST = "ClaimLost"
+    QUOTA_EXCEEDED = "QuotaExceeded"
+    CREATION_REFUSED = "CreationRefused"
+    DELETION_REFUSED = "DeletionRefused"
+    GANG_API_MISSING = "GangApiMissing"
+    NAME_TAKEN = "NameTaken"
+    INVALID = "Invalid"
+    # Restarting
+    BACKING_OFF = "BackingOff"
+    OLD_PODS_LEFT = "OldPodsLeft"
+    GANG_RESTARTED = "GangRestarted"
+    PODS_REPLACED = "PodsReplaced"
+    # Running
+    ALL_PODS_RUN = "AllPodsRun"
+    POD_ENDING = "PodEnding"
+    # Suspended
+    SUSPENDED = "SuspendRequested"
+    # The end
+    COMPLETED = "Completed"
+    DEADLINE_EXCEEDED = "DeadlineExceeded"
+    BACKOFF_LIMIT_EXCEEDED = "BackoffLimitExceeded"
+    BAD_CONFIGURATION = "BadConfiguration"
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One decision. Fields that are None leave the status as it is; `phase` None leaves all of it.
+
+    `needs_live` asks for a decision on objects listed now: what is planned here cannot be taken back. A step that
+    changes the attempt or ends the job has no actions: the pods of the old attempt are deleted by a later look, which
+    reads what this one wrote. A crash in between must not refund a restart.
+    """
+
+    phase: Phase | None
+    reason: str = ""
+    message: str = ""
+    actions: tuple[Action, ...] = ()
+    attempt: int | None = None
+    restarts: Restarts | None = None
+    failure: LastFailure | None = None
+    # Whether every pod of the gang exists once the actions are done, and how many of them those create.
+    pods_created: bool = False
+    created: int = 0
+    needs_live: bool = False
+    look_again_after_seconds: float | None = None
+    notices: tuple[Notice, ...] = ()

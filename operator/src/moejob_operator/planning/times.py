@@ -1,0 +1,44 @@
+"""Times as the status keeps them: whole seconds, as everywhere in Kubernetes."""
+
+from __future__ import annotations
+
+import math
+from datetime import UTC, datetime, timedelta
+
+_FORMAT = "%Y-%m-%dT%H:%M:%SZ"
+
+
+def written(time: datetime) -> str:
+    """A time as Kubernetes writes it; what is less than a second is cut off."""
+    return time.astimezone(UTC).strftime(_FORMAT)
+
+
+def read(text: str | None) -> datetime | None:
+    """A time that the status holds; None when there is none, or when it is no time."""
+    try:
+        found = datetime.fromisoformat(text or "")
+    except ValueError:
+        return None
+    return found.replace(tzinfo=UTC) if found.tzinfo is None else found
+
+
+def later(now: datetime, seconds: float) -> str:
+    """So many seconds from now, and not a moment before."""
+    moment = now.timestamp() + seconds
+    return written(datetime.fromtimestamp(math.ceil(moment) if seconds > 0 else moment, UTC))
+
+
+def seconds_until(text: str | None, now: datetime) -> float:
+    """Seconds until a time that the status holds; 0 when it has passed or is not set."""
+    moment = read(text)
+    return 0.0 if moment is None else max(0.0, (moment - now).total_seconds())
+
+
+def seconds_since(moment: datetime | None, now: datetime) -> float:
+    """Seconds since a time; 0 when it is unknown, or ahead by another machine's clock."""
+    return 0.0 if moment is None else max(0.0, (now - moment) / timedelta(seconds=1))
+
+
+def soonest(*seconds: float | None) -> float | None:
+    """The shortest of several waits; None when there is nothing to wait for."""
+    return min((wait for wait in seconds if wait is not None), default=None)

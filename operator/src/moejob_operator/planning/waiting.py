@@ -1,0 +1,105 @@
+"""Why the gang does not run yet, in one reason and one sentence: whatever a person could do something about first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moejob_operator.children.gangs import missing_api
+from moejob_operator.observed import ClaimPhase, Pod
+from moejob_operator.planning.situation import Situation, gang_of
+from moejob_operator.planning.step import Reason
+from moejob_operator.planning.times import seconds_until
+
+# What a kubelet says while all is well.
+_USUAL = frozenset({"ContainerCreating", "PodInitializing"})
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """What the job waits for. `reason` is ours, or the kubelet's own word such as ImagePullBackOff."""
+
+    reason: str
+    message: str
+
+
+def hold(s: Situation) -> Hold:
+    """What the gang waits for."""
+    pods = tuple(s.trainers[index] for index in sorted(s.trainers))
+    return (
+        _refused(s)
+        or _gang_api(s)
+        or _taken_name(s)
+        or _delay(s)
+        or _image(pods)
+        or _node(pods)
+        or _claim(s)
+        or _queue(pods)
+        or Hold(Reason.STARTING, "waiting for the pods to start")
+    )
+
+
+def rollout_hold(s: Situation) -> Hold | None:
+    """What separate engines wait for, worth telling when nothing holds the gang itself."""
+    return _image(s.rollouts) or _node(s.rollouts)
+
+
+def _refused(s: Situation) -> Hold | None:
+    if s.refusal is None:
+        return None
+    reason = Reason.QUOTA_EXCEEDED if "exceeded quota" in s.refusal else Reason.CREATION_REFUSED
+    return Hold(reason, s.refusal)
+
+
+def _gang_api(s: Situation) -> Hold | None:
+    gang = gang_of(s)
+    api = missing_api(gang, s.setting.gang_apis)
+    if api is None:
+        return None
+    return Hold(
+        Reason.GANG_API_MISSING,
+        f"lifecycle.gang {gang} needs {api}, which this cluster does not serve; install it, or create the job anew "
+        "with another gang",
+    )
+
+
+def _taken_name(s: Situation) -> Hold | None:
+    if not s.seen.strangers:
+        return None
+    return Hold(
+        Reason.NAME_TAKEN,
+        f"pod {s.seen.strangers[0]} belongs to an earlier job of this name; waiting until it is gone",
+    )
+
+
+def _delay(s: Situation) -> Hold | None:
+    if seconds_until(s.ladder.start_after, s.now) <= 0:
+        return None
+    return Hold(Reason.BACKING_OFF, f"starts again at {s.ladder.start_after}")
+
+
+def _image(pods: tuple[Pod, ...]) -> Hold | None:
+    for pod in pods:
+        if pod.waiting is not None and pod.waiting.reason not in _USUAL:
+            said = f": {pod.waiting.message}" if pod.waiting.message else ""
+            return Hold(pod.waiting.reason, f"{pod.name}{said}")
+    return None
+
+
+def _node(pods: tuple[Pod, ...]) -> Hold | None:
+    return next(
+        (Hold(Reason.UNSCHEDULABLE, f"{pod.name}: {pod.unschedulable}") for pod in pods if pod.unschedulable), None
+    )
+
+
+def _claim(s: Situation) -> Hold | None:
+    for claim in s.seen.claims:
+        if claim.phase is ClaimPhase.LOST:
+            return Hold(Reason.CLAIM_LOST, f"the volume of claim {claim.name} is gone")
+        if claim.phase is ClaimPhase.PENDING and any(pod.node is None for pod in s.trainers.values()):
+            return Hold(Reason.CLAIM_PENDING, f"claim {claim.name} is not bound to a volume yet")
+    return None
+
+
+def _queue(pods: tuple[Pod, ...]) -> Hold | None:
+    gated = next((pod for pod in pods if pod.is_gated), None)
+    return None if gated is None else Hold(Reason.QUEUED, f"{gated.name} waits for its queue to admit it")

@@ -1,0 +1,140 @@
+"""One look at one job: observe, decide, act, write its status, tell. Everything that waits is here, nothing is decided.
+
+The order survives a crash anywhere. Actions are idempotent and follow from what the status says, so those that were not
+done are decided again; the status follows them, so it never claims what was not done; an attempt is counted in a look
+that does nothing else, and only a later look, which reads that, deletes anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import assert_never
+
+from moejob_api.contract import Role
+from moejob_operator.actions import Action, Delete, Ensure, Kind
+from moejob_operator.cluster import Children, Cluster, Forbidden, JobKey, Raw
+from moejob_operator.judging import Judge
+from moejob_operator.observed import Observed, Pod, PodPhase, observed, with_progress
+from moejob_operator.planning.decide import Decision, decide
+from moejob_operator.planning.guards import FIRST_POLL_SECONDS, POLL_SECONDS
+from moejob_operator.planning.situation import Setting
+from moejob_operator.planning.times import read, seconds_since
+
+# Pods created at once: a gang of a hundred should not wait for a hundred round trips.
+_AT_ONCE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Reconciler:
+    """What every look needs. `clock` tells the time in UTC."""
+
+    judge: Judge
+    setting: Setting
+    clock: Callable[[], datetime]
+
+    async def __call__(self, key: JobKey, cluster: Cluster) -> float | None:
+        """Look at one job. Returns after how many seconds to look again, if nothing happens before."""
+        return await reconcile(key, cluster, self)
+
+
+async def reconcile(key: JobKey, cluster: Cluster, means: Reconciler) -> float | None:
+    """Look at one job once."""
+    raw = await cluster.job(key)
+    if raw is None:
+        return None
+    now = means.clock()
+    seen = await _observed(key, raw, cluster, now)
+    judged = await means.judge.of(seen.job)
+    decision = decide(seen, judged, means.setting, now)
+    if decision.needs_live:
+        seen = await _live(key, raw, cluster, seen)
+        decision = decide(seen, judged, means.setting, now)
+    refusal = await _performed(decision, cluster)
+    if refusal is not None:
+        decision = decide(seen, judged, means.setting, now, refusal)
+    await _told(raw, seen, decision, cluster)
+    return decision.look_again_after_seconds
+
+
+async def _observed(key: JobKey, raw: Raw, cluster: Cluster, now: datetime) -> Observed:
+    children = await cluster.children(key, live=False)
+    seen = observed(raw, children, is_live=False)
+    running = _to_ask(seen, now)
+    if not running:
+        return seen
+    bodies = {body["metadata"]["uid"]: body for body in children.pods}
+    answers = await asyncio.gather(*(cluster.progress(bodies[pod.uid]) for pod in running))
+    heard = {pod.uid: answer for pod, answer in zip(running, answers, strict=True) if answer is not None}
+    return with_progress(seen, heard)
+
+
+def _to_ask(seen: Observed, now: datetime) -> tuple[Pod, ...]:
+    """Pods to ask how they are: not at every event, but before anything is concluded from a silence or an end."""
+    status = seen.job.status
+    gang = [pod for pod in seen.pods if pod.role is Role.TRAINER and pod.attempt == status.attempt]
+    running = tuple(pod for pod in gang if pod.phase is PodPhase.RUNNING)
+    if status.phase is None or status.phase.is_finished or not running:
+        return ()
+    if any(pod.phase is PodPhase.FAILED for pod in gang):
+        return running
+    youngest = min(seconds_since(pod.started_at, now) for pod in running)
+    if len(running) < len(gang) or (youngest < FIRST_POLL_SECONDS and not all(pod.is_ready for pod in running)):
+        return ()
+    asked = None if status.progress is None else read(status.progress.updated_at)
+    is_due = asked is None or seconds_since(asked, now) >= min(POLL_SECONDS, youngest)
+    return running if is_due else ()
+
+
+async def _live(key: JobKey, raw: Raw, cluster: Cluster, seen: Observed) -> Observed:
+    children: Children = await cluster.children(key, live=True)
+    return replace(observed(raw, children, is_live=True), was_polled=seen.was_polled, progress=seen.progress)
+
+
+async def _performed(decision: Decision, cluster: Cluster) -> str | None:
+    """Do it. Returns what the API server refused, if anything: a person has to hear of that."""
+    actions = list(decision.actions)
+    shared = [action for action in actions if not _is_pod(action)]
+    pods = [action for action in actions if _is_pod(action)]
+    try:
+        for action in shared:
+            await _perform(action, cluster)
+        for start in range(0, len(pods), _AT_ONCE):
+            await _together(pods[start : start + _AT_ONCE], cluster)
+    except Forbidden as refused:
+        return str(refused)
+    return None
+
+
+async def _together(actions: list[Action], cluster: Cluster) -> None:
+    """All at once, and all of them to their end: none may still be on its way when the job is looked at again."""
+    results = await asyncio.gather(*(_perform(action, cluster) for action in actions), return_exceptions=True)
+    errors = [result for result in results if isinstance(result, BaseException)]
+    # A refusal is told to the user only when nothing was unclear.
+    for error in sorted(errors, key=lambda error: isinstance(error, Forbidden)):
+        raise error
+
+
+async def _perform(action: Action, cluster: Cluster) -> None:
+    match action:
+        case Ensure(manifest):
+            await cluster.ensure(manifest)
+        case Delete(ref, force):
+            await cluster.delete(ref, force=force)
+        case _:
+            assert_never(action)
+
+
+def _is_pod(action: Action) -> bool:
+    kind = action.manifest["kind"] if isinstance(action, Ensure) else action.ref.kind
+    return bool(kind == Kind.POD)
+
+
+async def _told(raw: Raw, seen: Observed, decision: Decision, cluster: Cluster) -> None:
+    if decision.status != seen.job.status:
+        await cluster.write_status(raw, decision.status.model_dump(mode="json", by_alias=True, exclude_none=True))
+    # Only what is written has happened.
+    for notice in decision.notices:
+        await cluster.post(raw, notice)

@@ -1,0 +1,112 @@
+"""Conditions: what holds and why, each with the time at which it began to hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from moejob_api.job.status import Condition, ConditionStatus, ConditionType, Phase, Progress, Status
+from moejob_operator.judging import Judgement
+from moejob_operator.planning.situation import Situation
+from moejob_operator.planning.step import Reason, Step
+from moejob_operator.planning.times import written
+
+_MESSAGE_CHARACTERS = 8192
+# Written once they have been true, and from then on also when they no longer are.
+_LASTING = (ConditionType.MODEL_UNCHECKED, ConditionType.SUSPENDED, ConditionType.RESTARTING)
+
+
+@dataclass(frozen=True, slots=True)
+class _Claim:
+    """One condition, before it is known since when."""
+
+    type: ConditionType
+    holds: bool
+    reason: str
+    message: str = ""
+
+
+def condition(status: Status, kind: ConditionType) -> Condition | None:
+    """The condition of a type as it was written."""
+    return next((found for found in status.conditions if found.type is kind), None)
+
+
+def holds(status: Status, kind: ConditionType) -> bool:
+    """Whether a condition was written as true."""
+    found = condition(status, kind)
+    return found is not None and found.status is ConditionStatus.TRUE
+
+
+def conditions(s: Situation, step: Step, progress: Progress | None) -> tuple[Condition, ...]:
+    """All conditions, in the order of their types."""
+    claims = {claim.type: claim for claim in _claims(s, step, progress)}
+    return tuple(_dated(s, claims[kind]) for kind in ConditionType if kind in claims)
+
+
+def _claims(s: Situation, step: Step, progress: Progress | None) -> Iterator[_Claim]:
+    yield from (_Claim(kind, holds=False, reason="Over") for kind in _LASTING if condition(s.status, kind) is not None)
+    yield _accepted(s, step)
+    if s.judged.unseen is not None:
+        yield _Claim(ConditionType.MODEL_UNCHECKED, True, "ModelUnseen", _unchecked(s.judged))
+    yield _pods_created(s, step)
+    yield _Claim(ConditionType.RUNNING, step.phase is Phase.RUNNING, step.reason, step.message)
+    if progress is not None and progress.last_checkpoint_step is not None:
+        yield _Claim(ConditionType.CHECKPOINTED, True, "Saved", f"step {progress.last_checkpoint_step} is saved")
+    yield from _of_phase(step)
+
+
+def _accepted(s: Situation, step: Step) -> _Claim:
+    is_accepted = s.judged.is_accepted or (step.reason != Reason.INVALID and holds(s.status, ConditionType.ACCEPTED))
+    if is_accepted:
+        return _Claim(ConditionType.ACCEPTED, True, "Accepted")
+    rule = s.judged.problems[0].rule.value if s.judged.problems else Reason.INVALID.value
+    return _Claim(ConditionType.ACCEPTED, False, rule, _refusal(s.judged))
+
+
+def _refusal(judged: Judgement) -> str:
+    text = "; ".join(str(problem) for problem in judged.problems)
+    if not judged.suggestions:
+        return text
+    return f"{text}. What would be accepted: {'; '.join(judged.suggestions)}"
+
+
+def _unchecked(judged: Judgement) -> str:
+    return f"{judged.unseen}; the trainer checks the job against it before it loads it"
+
+
+def _pods_created(s: Situation, step: Step) -> _Claim:
+    before = condition(s.status, ConditionType.PODS_CREATED)
+    if step.phase is Phase.FAILED and before is not None:
+        is_true = before.status is ConditionStatus.TRUE
+        return _Claim(ConditionType.PODS_CREATED, is_true, before.reason, before.message)
+    if step.pods_created:
+        return _Claim(ConditionType.PODS_CREATED, True, "AllPodsExist")
+    return _Claim(ConditionType.PODS_CREATED, False, step.reason, step.message)
+
+
+def _of_phase(step: Step) -> Iterator[_Claim]:
+    match step.phase:
+        case Phase.SUCCEEDED:
+            yield _Claim(ConditionType.SUCCEEDED, True, step.reason, step.message)
+        case Phase.FAILED:
+            yield _Claim(ConditionType.FAILED, True, step.reason, step.message)
+        case Phase.SUSPENDED:
+            yield _Claim(ConditionType.SUSPENDED, True, step.reason, step.message)
+        case Phase.RESTARTING:
+            yield _Claim(ConditionType.RESTARTING, True, step.reason, step.message)
+        case Phase.PENDING | Phase.RUNNING | None:
+            return
+
+
+def _dated(s: Situation, claim: _Claim) -> Condition:
+    status = ConditionStatus.TRUE if claim.holds else ConditionStatus.FALSE
+    before = condition(s.status, claim.type)
+    is_old = before is not None and before.status is status
+    return Condition(
+        type=claim.type,
+        status=status,
+        reason=claim.reason,
+        message=claim.message[:_MESSAGE_CHARACTERS],
+        last_transition_time=before.last_transition_time if before is not None and is_old else written(s.now),
+        observed_generation=s.seen.job.generation,
+    )

@@ -1,0 +1,50 @@
+"""Where the run is, as pod 0 says; written seldom, because every write goes through etcd to everybody who watches."""
+
+from __future__ import annotations
+
+from moejob_api.contract import RunProgress
+from moejob_api.job.status import Phase, Progress
+from moejob_operator.planning.situation import Situation
+from moejob_operator.planning.step import Step
+from moejob_operator.planning.times import read, seconds_since, written
+
+REPORT_SECONDS = 30.0
+
+
+def progress(s: Situation, step: Step) -> Progress | None:
+    """The progress to write: the last one unless there is news, and enough time has passed or a checkpoint is new."""
+    before = s.status.progress
+    heard = s.run
+    if heard is None:
+        return _ended(s, before) if step.phase is Phase.SUCCEEDED else before
+    now = _progress(heard, written(s.now))
+    if before is None or now.last_checkpoint_step != before.last_checkpoint_step:
+        return now
+    if now.model_copy(update={"updated_at": before.updated_at}) == before:
+        return before
+    is_due = seconds_since(read(before.updated_at), s.now) >= REPORT_SECONDS
+    return now if is_due or step.phase is Phase.SUCCEEDED else before
+
+
+def _progress(heard: RunProgress, updated_at: str) -> Progress:
+    return Progress(
+        step=heard.step,
+        total_steps=heard.total_steps,
+        epoch=heard.epoch,
+        loss=heard.loss,
+        reward=heard.reward,
+        tokens_per_second_per_gpu=heard.tokens_per_second_per_gpu,
+        mfu=heard.mfu,
+        last_checkpoint_step=heard.last_checkpoint_step,
+        save_seconds=heard.save_seconds,
+        updated_at=updated_at,
+    )
+
+
+def _ended(s: Situation, before: Progress | None) -> Progress | None:
+    """The last step, from pod 0's last word: a pod that has ended answers no more."""
+    first = s.trainers.get(0)
+    word = None if first is None or first.ended is None else first.ended.word
+    if before is None or word is None or word.step is None or word.step == before.step:
+        return before
+    return before.model_copy(update={"step": word.step, "updated_at": written(s.now)})

@@ -1,0 +1,52 @@
+"""How many pods of each role are in which state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from moejob_api.contract import Role
+from moejob_api.job.status import ReplicaStatus, Status
+from moejob_operator.observed import Pod, PodPhase
+from moejob_operator.planning.situation import Situation
+from moejob_operator.planning.step import Step
+
+
+def replica_statuses(s: Situation, step: Step) -> tuple[ReplicaStatus, ...]:
+    """One entry for each role that the job has."""
+    sizes, rollout = s.judged.layout, s.judged.rollout
+    if sizes is None:
+        return s.status.replica_statuses
+    is_next_attempt = step.attempt is not None and step.attempt != s.attempt
+    # Pods that this very step creates need no second write to be counted.
+    created = step.created if s.refusal is None else 0
+    trainers = _counted(Role.TRAINER, sizes.nodes, () if is_next_attempt else s.trainers.values(), created)
+    engines = rollout.engines if rollout is not None and rollout.gpus else 0
+    found = (trainers, _counted(Role.ROLLOUT, engines, s.rollouts)) if engines else (trainers,)
+    if s.status.phase is None or not s.status.phase.is_finished:
+        return found
+    return tuple(_kept(counted, s.status) for counted in found)
+
+
+def _counted(role: Role, desired: int, pods: Iterable[Pod], created: int = 0) -> ReplicaStatus:
+    pods = tuple(pods)
+    phases = [pod.phase for pod in pods]
+    return ReplicaStatus(
+        role=role.value,
+        desired=desired,
+        pending=phases.count(PodPhase.PENDING) + created,
+        running=phases.count(PodPhase.RUNNING),
+        ready=sum(pod.is_ready for pod in pods),
+        succeeded=phases.count(PodPhase.SUCCEEDED),
+        failed=phases.count(PodPhase.FAILED),
+    )
+
+
+def _kept(counted: ReplicaStatus, status: Status) -> ReplicaStatus:
+    """How the pods of a finished job ended, also when somebody has cleared them away since."""
+    before = next((found for found in status.replica_statuses if found.role == counted.role), counted)
+    return counted.model_copy(
+        update={
+            "succeeded": max(counted.succeeded, before.succeeded),
+            "failed": max(counted.failed, before.failed),
+        }
+    )

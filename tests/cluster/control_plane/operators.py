@@ -1,0 +1,148 @@
+"""Operator processes as a pod would run them, under a service account of their own; knows not what they decide."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cluster.control_plane.plane import ControlPlane
+from cluster.processes import Process
+from cluster.waiting import until
+
+RIGHTS = Path(__file__).with_name("operator_rights.yaml")
+ACCOUNT = "moejob-operator"
+# Importing takes a second or two, more on a machine that is busy.
+START_SECONDS = 30
+
+
+@dataclass
+class Operator:
+    """One replica: a real process, its ports, and what it says of itself."""
+
+    process: Process
+    port: int
+    webhook_port: int
+
+    def start(self) -> None:
+        """Run it, and return when it answers."""
+        self.process.start()
+        self.process.wait_until(lambda: self.said("/healthz") is not None, START_SECONDS)
+
+    def said(self, path: str) -> str | None:
+        """What it answers with 200; None otherwise."""
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=2) as answer:
+                text: str = answer.read().decode()
+                return text
+        except OSError:
+            return None
+
+    @property
+    def is_ready(self) -> bool:
+        return self.said("/readyz") is not None
+
+    @property
+    def leads(self) -> bool:
+        return "\nmoejob_leading 1.0\n" in (self.said("/metrics") or "")
+
+    def metric(self, name: str) -> float:
+        """The sum of all samples of a name."""
+        lines = (self.said("/metrics") or "").splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.partition("{")[0].split(" ")[0] == name)
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the process alone."""
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+    def log(self) -> list[dict[str, Any]]:
+        """Every line it has written, and that each is JSON."""
+        return [json.loads(line) for line in self.process.log.read_text().splitlines()]
+
+
+@dataclass
+class Home:
+    """Where the operator is installed: a namespace, a service account, its rights."""
+
+    plane: ControlPlane
+    namespace: str
+    folder: Path
+    replicas: list[Operator] = field(default_factory=list)
+
+    def replica(self, *flags: str, environment: Mapping[str, str] | None = None) -> Operator:
+        """A further replica, not started."""
+        number = len(self.replicas)
+        port, webhook_port = free_port(), free_port()
+        name = f"operator-{self.namespace}-{number}"
+        arguments = [
+            f"--kubeconfig={self.plane.service_account_kubeconfig(self.namespace, ACCOUNT)}",
+            f"--own-namespace={self.namespace}",
+            f"--identity=replica-{number}",
+            f"--http-port={port}",
+            f"--webhook-port={webhook_port}",
+            *flags,
+        ]
+        variables = [f"{key}={value}" for key, value in (environment or {}).items()]
+        command = ["env", *variables, sys.executable, "-m", "moejob_operator", *arguments]
+        made = Operator(Process(name, command, self.folder), port, webhook_port)
+        self.replicas.append(made)
+        return made
+
+    @property
+    def leaders(self) -> list[Operator]:
+        return [replica for replica in self.replicas if replica.leads]
+
+    def leader(self, seconds: float = START_SECONDS) -> Operator:
+        """The one that leads, as soon as one does."""
+        [found] = until(lambda: self.leaders, seconds=seconds, waiting_for=self.tails)
+        return found
+
+    def tails(self) -> str:
+        """The last lines of every replica, for when something did not happen."""
+        return "\n".join(
+            line for replica in self.replicas for line in replica.process.log.read_text().splitlines()[-15:]
+        )
+
+
+@contextmanager
+def installed(plane: ControlPlane, namespace: str, folder: Path) -> Iterator[Home]:
+    """The operator's account and rights; on the way out its processes end and its rights with them."""
+    plane.kubectl("apply", "-f", RIGHTS)
+    plane.api.create(f"/api/v1/namespaces/{namespace}/serviceaccounts", {"metadata": {"name": ACCOUNT}})
+    rbac = "/apis/rbac.authorization.k8s.io/v1"
+    everywhere = f"{rbac}/clusterrolebindings/{namespace}"
+    plane.api.create(everywhere.rpartition("/")[0], _binding(namespace, "moejob-operator", namespace))
+    plane.api.create(f"{rbac}/namespaces/{namespace}/rolebindings", _binding(namespace, "moejob-operator-home", "home"))
+    home = Home(plane, namespace, folder)
+    try:
+        yield home
+    finally:
+        for replica in home.replicas:
+            replica.process.stop()
+        plane.api.delete(everywhere)
+
+
+def _binding(namespace: str, role: str, name: str) -> dict[str, Any]:
+    return {
+        "metadata": {"name": name},
+        "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": role},
+        "subjects": [{"kind": "ServiceAccount", "name": ACCOUNT, "namespace": namespace}],
+    }
+
+
+def free_port() -> int:
+    """One that nobody listens on now."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port

@@ -1,0 +1,237 @@
+"""A cluster without I/O: what an API server does to objects, a watch cache that may lag, faults on demand.
+
+It knows UIDs, resource versions, graceful deletion, 409, 422 and quota, and it watches over the operator: a pod of
+one gang that is created while a pod of another is still there is an error at once.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from moejob_api.contract import Label, PodProgress, Role
+from moejob_api.job.status import Status
+from moejob_operator.actions import Kind, Manifest, Notice, Ref
+from moejob_operator.cluster import Children, Conflict, Forbidden, JobKey, Raw, Retryable
+
+Body = dict[str, Any]
+Id = tuple[Kind, str, str]
+NAMESPACE = "team"
+START = datetime(2030, 1, 1, tzinfo=UTC)
+
+
+class Crash(BaseException):
+    """The operator's process is gone. Not an Exception: nobody may catch it."""
+
+
+class TwoGangs(AssertionError):
+    """Pods of two attempts would have run at the same time."""
+
+
+@dataclass(eq=False)
+class FakeCluster:
+    """Implements moejob_operator.cluster.Cluster. Objects are changed by the operator and by tests, through verbs."""
+
+    now: datetime = START
+    objects: dict[Id, Body] = field(default_factory=dict)
+    # What the watches have told; the same as `objects` unless `lags`.
+    cache: dict[Id, Body] = field(default_factory=dict)
+    lags: bool = False
+    notices: list[Notice] = field(default_factory=list)
+    # One line for every change that the operator made.
+    log: list[str] = field(default_factory=list)
+    answers: dict[str, PodProgress] = field(default_factory=dict)
+    lost_nodes: frozenset[str] = frozenset()
+    refuses: Callable[[Manifest], str | None] = lambda _: None
+    # The operator dies before this change (even) or after it (odd), counted from 0 in halves.
+    crash_at: int | None = None
+    # Raised instead of the next calls.
+    faults: list[Exception] = field(default_factory=list)
+    lists: int = 0
+    halves: int = 0
+    versions: int = 0
+
+    # --- the operator's side ---------------------------------------------------------------------------------------
+
+    async def job(self, key: JobKey) -> Raw | None:
+        self._fail()
+        found = self._view.get((Kind.JOB, key.namespace, key.name))
+        return copy.deepcopy(found)
+
+    async def children(self, key: JobKey, *, live: bool) -> Children:
+        self._fail()
+        self.lists += live
+        if live:
+            # As the real one: what was listed is known to the cache too.
+            self.sync(jobs=False)
+        view = self.objects if live else self._view
+
+        def found(kind: Kind) -> tuple[Body, ...]:
+            return tuple(copy.deepcopy(body) for body in _of_job(view, kind, key))
+
+        return Children(
+            pods=found(Kind.POD),
+            services=found(Kind.SERVICE),
+            claims=found(Kind.CLAIM),
+            pod_groups=found(Kind.POD_GROUP),
+            lost_nodes=self.lost_nodes,
+        )
+
+    async def ensure(self, manifest: Manifest) -> None:
+        about = manifest["metadata"]
+        kind = Kind(manifest["kind"])
+        with_id = (kind, about["namespace"], about["name"])
+        self._before(f"create {kind} {about['name']}")
+        refused = self.refuses(manifest)
+        if refused is not None:
+            raise Forbidden(refused)
+        there = self.objects.get(with_id)
+        if there is None:
+            self._expect_one_gang(manifest)
+            self._store(with_id, _created(manifest, self.now))
+        elif _owners(there).isdisjoint(_owners(manifest)):
+            raise Forbidden(f"a {kind} {about['name']} that belongs to something else is in the way")
+        self._after()
+
+    async def delete(self, ref: Ref, *, force: bool) -> None:
+        self._before(f"{'force-' * force}delete {ref.kind} {ref.name}")
+        with_id = (ref.kind, ref.namespace, ref.name)
+        there = self.objects.get(with_id)
+        if there is not None and there["metadata"]["uid"] == ref.uid:
+            self.end(with_id, force=force)
+        self._after()
+
+    async def write_status(self, job: Raw, status: Raw) -> None:
+        self._before("write status")
+        with_id = (Kind.JOB, job["metadata"]["namespace"], job["metadata"]["name"])
+        there = self.objects.get(with_id)
+        if there is None or there["metadata"]["resourceVersion"] != job["metadata"]["resourceVersion"]:
+            raise Conflict("the job has changed")
+        # The API server refuses what the CRD does not know.
+        Status.model_validate_json(Status.model_validate(status, strict=False).model_dump_json(by_alias=True))
+        self._store(with_id, there | {"status": copy.deepcopy(dict(status))})
+        self._after()
+
+    async def post(self, job: Raw, notice: Notice) -> None:
+        assert job["metadata"]["uid"]
+        self._before(None)
+        self.notices.append(notice)
+        self._after()
+
+    async def progress(self, pod: Raw) -> PodProgress | None:
+        return self.answers.get(pod["metadata"]["uid"])
+
+    # --- the tests' side --------------------------------------------------------------------------------------------
+
+    def sync(self, *, jobs: bool = True) -> None:
+        """The watches catch up."""
+        kept = {} if jobs else {key: body for key, body in self.cache.items() if key[0] is Kind.JOB}
+        told = {key: body for key, body in self.objects.items() if jobs or key[0] is not Kind.JOB}
+        self.cache = kept | copy.deepcopy(told)
+
+    def pods(self, role: Role | None = None) -> Iterator[Body]:
+        """Pods that there are, by name."""
+        for (kind, _, _), body in sorted(self.objects.items()):
+            if kind is Kind.POD and role in (None, body["metadata"]["labels"].get(Label.ROLE)):
+                yield body
+
+    def change(self, body: Body) -> None:
+        """Store a changed object."""
+        self._store((Kind(body["kind"]), body["metadata"]["namespace"], body["metadata"]["name"]), body)
+
+    def end(self, with_id: Id, *, force: bool = False) -> None:
+        """Delete as the API server does: a pod gets its grace period, everything else is gone."""
+        body = self.objects[with_id]
+        is_assigned = "nodeName" in body.get("spec", {})
+        if with_id[0] is not Kind.POD or force or not is_assigned:
+            self.gone(with_id)
+        elif "deletionTimestamp" not in body["metadata"]:
+            grace = timedelta(seconds=body["spec"]["terminationGracePeriodSeconds"])
+            self._store(with_id, body | {"metadata": body["metadata"] | {"deletionTimestamp": at(self.now + grace)}})
+
+    def gone(self, with_id: Id) -> None:
+        """An object is no more; what a job owned goes with it."""
+        body = self.objects.pop(with_id)
+        if with_id[0] is not Kind.JOB:
+            return
+        uid = body["metadata"]["uid"]
+        for key in [key for key, owned in self.objects.items() if uid in _owners(owned)]:
+            self.end(key)
+
+    # --- inside -----------------------------------------------------------------------------------------------------
+
+    @property
+    def _view(self) -> Mapping[Id, Body]:
+        return self.cache if self.lags else self.objects
+
+    def _store(self, with_id: Id, body: Body) -> None:
+        self.versions += 1
+        about = body["metadata"] | {"resourceVersion": str(self.versions)}
+        about.setdefault("uid", f"uid-{self.versions}")
+        self.objects[with_id] = body | {"metadata": about}
+
+    def _before(self, change: str | None) -> None:
+        self._fail()
+        self._half()
+        if change is not None:
+            self.log.append(change)
+
+    def _after(self) -> None:
+        self._half()
+
+    def _half(self) -> None:
+        self.halves += 1
+        if self.crash_at is not None and self.halves > self.crash_at:
+            self.crash_at = None
+            raise Crash
+
+    def _fail(self) -> None:
+        if self.faults:
+            raise self.faults.pop()
+
+    def _expect_one_gang(self, manifest: Manifest) -> None:
+        labels = manifest["metadata"].get("labels", {})
+        if labels.get(Label.ROLE) != Role.TRAINER:
+            return
+        others = [
+            pod["metadata"]["name"]
+            for pod in self.pods(Role.TRAINER)
+            if pod["metadata"]["labels"][Label.JOB] == labels[Label.JOB]
+            and pod["metadata"]["labels"][Label.ATTEMPT] != labels[Label.ATTEMPT]
+        ]
+        if others:
+            raise TwoGangs(f"{manifest['metadata']['name']} would run beside {', '.join(others)}")
+
+
+def at(time: datetime) -> str:
+    """A time as Kubernetes writes it."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def unavailable() -> Exception:
+    """What a call raises when the API server does not answer."""
+    return Retryable("the API server does not answer")
+
+
+def _created(manifest: Manifest, now: datetime) -> Body:
+    body = copy.deepcopy(dict(manifest))
+    body["metadata"]["creationTimestamp"] = at(now)
+    if body["kind"] == Kind.POD:
+        body["status"] = {"phase": "Pending"}
+    if body["kind"] == Kind.CLAIM:
+        body["status"] = {"phase": "Bound"}
+    return body
+
+
+def _of_job(view: Mapping[Id, Body], kind: Kind, key: JobKey) -> Iterator[Body]:
+    for (found, namespace, _), body in sorted(view.items()):
+        labels = body["metadata"].get("labels") or {}
+        if found is kind and namespace == key.namespace and labels.get(Label.JOB) == key.name:
+            yield body
+
+
+def _owners(body: Mapping[str, Any]) -> set[str]:
+    return {owner["uid"] for owner in body["metadata"].get("ownerReferences", ())}

@@ -1,0 +1,298 @@
+"""A job's life in a FakeCluster: what people, nodes and time do to it, as verbs, and the operator that answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+from builders import GRPO, SFT, merged
+from fake_cluster import NAMESPACE, Body, Crash, FakeCluster, at
+from moejob_api.contract import Label, LastWord, PodProgress, RankBeat, Role, RunProgress
+from moejob_api.job.status import ConditionType, Status
+from moejob_operator.actions import Kind
+from moejob_operator.children.blueprint import Images
+from moejob_operator.children.gangs import GangApi
+from moejob_operator.cluster import Conflict, JobKey
+from moejob_operator.judging import Judge
+from moejob_operator.observed.jobs import status as read_status
+from moejob_operator.planning.situation import Setting
+from moejob_operator.reconcile import Reconciler, reconcile
+
+KEY = JobKey(NAMESPACE, "job")
+IMAGES = Images(trainer="moejob-trainer:test", rollout="moejob-rollout:test")
+# Two pods of one rank each, so that a job is small and still a gang.
+SMALL: Mapping[str, Any] = {
+    "model": {"source": "moejob/tiny-moe"},
+    "parallelism": {"data": 2},
+    "resources": {"gpusPerNode": 1},
+    "data": {"maxLength": 512},
+    "storage": {"size": "100Gi"},
+}
+# Longer than this nobody waits without saying so.
+PATIENCE_SECONDS = 3.0
+MAX_LOOKS = 60
+
+
+@dataclass(eq=False)
+class World:
+    """One job called `job`, its cluster and its operator. Nothing happens by itself but what the verbs say."""
+
+    cluster: FakeCluster = field(default_factory=FakeCluster)
+    gang_apis: frozenset[GangApi] = frozenset()
+    judge: Judge = field(default_factory=Judge)
+    # Kubelets that do not answer delete nothing.
+    dead_nodes: set[str] = field(default_factory=set)
+    crashes: int = 0
+
+    # --- the operator ------------------------------------------------------------------------------------------------
+
+    def look(self) -> float | None:
+        """One look of the operator at the job; one that crashed is looked at again by the next process."""
+        means = Reconciler(self.judge, Setting(IMAGES, self.gang_apis), lambda: self.cluster.now)
+        try:
+            return asyncio.run(reconcile(KEY, self.cluster, means))
+        except Crash:
+            self.crashes += 1
+            self.judge = Judge()
+            return 0.0
+        except Conflict:
+            return 0.0
+
+    def settle(self) -> None:
+        """Let the operator look, and kubelets delete what they are told to, until nothing changes any more."""
+        for _ in range(MAX_LOOKS):
+            before = (self.cluster.versions, len(self.cluster.objects), self.crashes)
+            again = self.look()
+            self._kubelets_delete()
+            after = (self.cluster.versions, len(self.cluster.objects), self.crashes)
+            if again is not None and 0 < again <= PATIENCE_SECONDS:
+                self.wait(again)
+            elif before == after and again != 0:
+                return
+        raise AssertionError(f"no fixed point after {MAX_LOOKS} looks:\n" + "\n".join(self.cluster.log[-20:]))
+
+    # --- people ------------------------------------------------------------------------------------------------------
+
+    def apply(self, **sections: Any) -> None:
+        """kubectl apply of a small SFT job, with the given sections laid over it."""
+        base = GRPO if sections.get("method") == "GRPO" else SFT
+        self.apply_spec(merged(merged(base, SMALL), sections))
+
+    def apply_spec(self, spec: Mapping[str, Any]) -> None:
+        """kubectl apply of any spec."""
+        there = self.cluster.objects.get((Kind.JOB, NAMESPACE, KEY.name))
+        about: Body = {
+            "name": KEY.name,
+            "namespace": NAMESPACE,
+            "generation": 1,
+            "creationTimestamp": at(self.cluster.now),
+        }
+        if there is not None:
+            about = there["metadata"] | {"generation": there["metadata"]["generation"] + 1}
+        status = {} if there is None else {"status": there.get("status", {})}
+        body = {"apiVersion": "moejob.dev/v1alpha1", "kind": "MoETrainingJob", "metadata": about, "spec": dict(spec)}
+        self.cluster.change(body | status)
+
+    def set_lifecycle(self, **fields: Any) -> None:
+        """kubectl patch of spec.lifecycle."""
+        spec = self.job["spec"]
+        self.apply_spec({**spec, "lifecycle": {**spec.get("lifecycle", {}), **fields}})
+
+    def delete_job(self) -> None:
+        """kubectl delete, in the background as by default."""
+        self.cluster.gone((Kind.JOB, NAMESPACE, KEY.name))
+
+    def delete_job_in_foreground(self) -> None:
+        """kubectl delete --cascade=foreground: the job stays until its objects are gone."""
+        body = self.job
+        self.cluster.change(body | {"metadata": body["metadata"] | {"deletionTimestamp": at(self.cluster.now)}})
+
+    def delete_pod(self, index: int, role: Role = Role.TRAINER) -> None:
+        """kubectl delete pod."""
+        self.cluster.end((Kind.POD, NAMESPACE, self.pod(index, role)["metadata"]["name"]))
+
+    def wait(self, seconds: float) -> None:
+        """Time passes."""
+        self.cluster.now += timedelta(seconds=seconds)
+
+    # --- nodes -------------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Every pod that can be is scheduled, starts and gets ready."""
+        for pod in list(self.cluster.pods()):
+            if pod["status"]["phase"] == "Pending" and "deletionTimestamp" not in pod["metadata"]:
+                self._set(pod, phase="Running", ready=True)
+
+    def start(self) -> None:
+        """As `run`, but no rank has sent a heartbeat yet."""
+        for pod in list(self.cluster.pods()):
+            if pod["status"]["phase"] == "Pending" and "deletionTimestamp" not in pod["metadata"]:
+                self._set(pod, phase="Running", ready=False)
+
+    def end(self, index: int, code: int, word: LastWord | None = None, **more: Any) -> None:
+        """A trainer pod ends; `more` goes into its status, `reason` into its container's."""
+        reason = more.pop("container_reason", "Completed" if code == 0 else "Error")
+        terminated = {
+            "exitCode": code,
+            "reason": reason,
+            "finishedAt": at(self.cluster.now),
+            "startedAt": at(self.cluster.now),
+            "message": "" if word is None else word.model_dump_json(by_alias=True, exclude_none=True),
+        }
+        state = [{"name": "trainer", "state": {"terminated": terminated}}]
+        phase = "Succeeded" if code == 0 else "Failed"
+        self._set(self.pod(index), phase=phase, ready=False, containerStatuses=state, **more)
+
+    def end_all(self, code: int, word: LastWord | None = None) -> None:
+        """Every trainer pod of the present gang ends alike."""
+        for index in sorted(int(pod["metadata"]["labels"][Label.INDEX]) for pod in self.cluster.pods(Role.TRAINER)):
+            self.end(index, code, word)
+
+    def evict(self, index: int, role: Role = Role.TRAINER) -> None:
+        """The kubelet takes a pod's place away."""
+        target = {"type": "DisruptionTarget", "status": "True", "reason": "TerminationByKubelet"}
+        pod = self.pod(index, role)
+        self._set(pod, phase="Failed", ready=False, reason="Evicted", message="The node was low on memory", more=target)
+
+    def preempt(self, index: int, code: int = 143) -> None:
+        """The scheduler wants the place: the pod saves, ends and is deleted."""
+        target = {"type": "DisruptionTarget", "status": "True", "reason": "PreemptionByScheduler"}
+        self._set(self.pod(index), more=target)
+        self.delete_pod(index)
+        self.end(index, code)
+
+    def lose_node(self, index: int, *, is_known: bool = True) -> None:
+        """The node of a pod is cut off; after a while the node controller wants its pods gone."""
+        pod = self.pod(index)
+        node = pod["spec"]["nodeName"]
+        self.dead_nodes.add(node)
+        if is_known:
+            self.cluster.lost_nodes |= {node}
+        target = {"type": "DisruptionTarget", "status": "True", "reason": "DeletionByTaintManager"}
+        self._set(pod, ready=False, more=target)
+        self.delete_pod(index)
+
+    def hold(
+        self, index: int, *, condition: Mapping[str, Any] | None = None, waiting: Mapping[str, Any] | None = None
+    ) -> None:
+        """A pod does not start: `condition` is PodScheduled, `waiting` the container's state."""
+        state = [{"name": "trainer", "state": {"waiting": dict(waiting)}}] if waiting is not None else []
+        more = {"type": "PodScheduled", "status": "False", **condition} if condition is not None else None
+        self._set(self.pod(index), more=more, containerStatuses=state)
+
+    def bind_claim(self, phase: str) -> None:
+        """The volume controller says something of the job's claim."""
+        claim = self.cluster.objects[(Kind.CLAIM, NAMESPACE, "job-storage")]
+        self.cluster.change(claim | {"status": {"phase": phase}})
+
+    def say(self, step: int, *, saved: int | None = None, age: float = 1.0, restarts: int = 0, **run: Any) -> None:
+        """Every running trainer pod answers: the run is at `step`, ranks were heard `age` seconds ago."""
+        for pod in self.cluster.pods(Role.TRAINER):
+            labels = pod["metadata"]["labels"]
+            index = int(labels[Label.INDEX])
+            about = RunProgress(step=step, total_steps=100, last_checkpoint_step=saved, **run)
+            self.cluster.answers[pod["metadata"]["uid"]] = PodProgress(
+                attempt=int(labels[Label.ATTEMPT]),
+                index=index,
+                ready=True,
+                restarts=restarts,
+                ranks=(RankBeat(rank=index, pid=7, step=step, age_seconds=age),),
+                run=about if index == 0 else None,
+            )
+
+    # --- what is seen ------------------------------------------------------------------------------------------------
+
+    @property
+    def job(self) -> Body:
+        """The job as it is."""
+        return self.cluster.objects[(Kind.JOB, NAMESPACE, KEY.name)]
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the job is no more."""
+        return (Kind.JOB, NAMESPACE, KEY.name) not in self.cluster.objects
+
+    @property
+    def status(self) -> Status:
+        """What the operator has written."""
+        return read_status(self.job.get("status"))
+
+    def condition(self, kind: ConditionType) -> str:
+        """A condition in short: its status and reason; empty when there is none."""
+        found = next((found for found in self.status.conditions if found.type is kind), None)
+        return "" if found is None else f"{found.status} {found.reason}"
+
+    def message(self, kind: ConditionType) -> str:
+        """The message of a condition."""
+        return next((found.message for found in self.status.conditions if found.type is kind), "")
+
+    def names(self, role: Role = Role.TRAINER) -> list[str]:
+        """Pods of a role as attempt-index, those that are ending with a cross."""
+        return list(self._names(role))
+
+    def pod(self, index: int, role: Role = Role.TRAINER) -> Body:
+        """The newest pod of a role with this index."""
+        found = [pod for pod in self.cluster.pods(role) if pod["metadata"]["labels"][Label.INDEX] == str(index)]
+        assert found, f"there is no {role} pod {index}"
+        return max(found, key=lambda pod: int(pod["metadata"]["labels"][Label.ATTEMPT]))
+
+    def fixed_point(self) -> Any:
+        """All that is to be the same however the operator got here: everything but times and UIDs.
+
+        Of a pod that vanished before its failure was written nobody knows any more how it ended: of the last failure
+        only whose it was and its cause are compared.
+        """
+        status = {} if self.is_gone else json.loads(self.status.model_dump_json(exclude_none=True))
+        if "last_failure" in status:
+            status["last_failure"] = {name: status["last_failure"][name] for name in ("pod", "reason")}
+        kinds = sorted((key[0], key[2]) for key in self.cluster.objects)
+        return kinds, _without_times(status)
+
+    # --- inside ------------------------------------------------------------------------------------------------------
+
+    def _names(self, role: Role) -> Iterator[str]:
+        for pod in self.cluster.pods(role):
+            about = pod["metadata"]
+            cross = "+" if "deletionTimestamp" in about else ""
+            yield f"{about['labels'][Label.ATTEMPT]}-{about['labels'][Label.INDEX]}{cross}"
+
+    def _kubelets_delete(self) -> None:
+        for pod in list(self.cluster.pods()):
+            about = pod["metadata"]
+            if "deletionTimestamp" in about and pod["spec"].get("nodeName") not in self.dead_nodes:
+                self.cluster.gone((Kind.POD, NAMESPACE, about["name"]))
+
+    def _set(
+        self, pod: Body, *, ready: bool | None = None, more: Mapping[str, Any] | None = None, **status: Any
+    ) -> None:
+        now, before = at(self.cluster.now), pod.get("status", {})
+        conditions = {found["type"]: found for found in before.get("conditions", ())}
+        if ready is not None:
+            state = "True" if ready else "False"
+            if conditions.get("Ready", {}).get("status") != state:
+                conditions["Ready"] = {"type": "Ready", "status": state, "lastTransitionTime": now}
+        if more is not None:
+            conditions[more["type"]] = {"lastTransitionTime": now, **more}
+        if status.get("phase") == "Running":
+            status["containerStatuses"] = [{"name": "trainer", "state": {"running": {"startedAt": now}}}]
+            conditions["PodScheduled"] = {"type": "PodScheduled", "status": "True", "lastTransitionTime": now}
+            index = pod["metadata"]["labels"][Label.INDEX]
+            pod = pod | {"spec": pod["spec"] | {"nodeName": f"node-{pod['metadata']['labels'][Label.ROLE]}-{index}"}}
+        self.cluster.change(pod | {"status": before | status | {"conditions": list(conditions.values())}})
+
+
+_TIMES = frozenset(
+    {"last_transition_time", "start_time", "completion_time", "start_after", "time", "updated_at", "uid", "goodput"}
+)
+
+
+def _without_times(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_times(inner) for key, inner in value.items() if key not in _TIMES}
+    if isinstance(value, list):
+        return [_without_times(inner) for inner in value]
+    return value

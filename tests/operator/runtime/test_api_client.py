@@ -1,0 +1,177 @@
+"""Requests to an API server: what its refusals mean, deadlines, pages, and what the metrics are told."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from moejob_operator.api_client import Absent, Exists, configuration, resource_of
+from moejob_operator.cluster import Conflict, Forbidden, Retryable
+from stand_in_api import Answer, listed, refused, stand_in
+
+POD = "/api/v1/namespaces/default/pods/a"
+
+
+@pytest.mark.parametrize(
+    ("answer", "raised"),
+    [
+        pytest.param(refused(404, "NotFound"), Absent, id="no such object"),
+        pytest.param(refused(409, "AlreadyExists"), Exists, id="there already"),
+        pytest.param(refused(409, "Conflict"), Conflict, id="changed since it was read"),
+        pytest.param(refused(401, "Unauthorized"), Retryable, id="a token that has just run out"),
+        pytest.param(refused(403, "Forbidden"), Forbidden, id="quota or RBAC"),
+        pytest.param(refused(422, "Invalid"), Forbidden, id="invalid"),
+        pytest.param(refused(400, "BadRequest"), Forbidden, id="a bad request"),
+        pytest.param(refused(410, "Expired"), Retryable, id="a list that took too long"),
+        pytest.param(refused(429, "TooManyRequests"), Retryable, id="too many requests"),
+        pytest.param(refused(500, "InternalError"), Retryable, id="a broken API server"),
+        pytest.param((503, "upstream connect error"), Retryable, id="a proxy in front of it"),
+        pytest.param((404, "404 page not found"), Absent, id="no such API"),
+        pytest.param((200, "<html>"), Retryable, id="another server's answer"),
+        pytest.param((200, []), Retryable, id="JSON that is no object"),
+    ],
+)
+def test_a_refusal_says_whether_to_try_again(answer: Answer, raised: type[Exception]) -> None:
+    async def story() -> None:
+        async with stand_in() as (server, api):
+            server.say(f"GET {POD}", answer)
+            with pytest.raises(raised):
+                await api.get(POD)
+
+    asyncio.run(story())
+
+
+def test_a_refusal_carries_the_words_of_the_api_server() -> None:
+    async def story() -> None:
+        async with stand_in() as (server, api):
+            server.say(f"GET {POD}", refused(403, "Forbidden", 'pods "a" is forbidden: exceeded quota'))
+            with pytest.raises(Forbidden, match=r'^pods "a" is forbidden: exceeded quota$'):
+                await api.get(POD)
+            server.say(f"GET {POD}", (502, "bad gateway"))
+            with pytest.raises(Retryable, match=r"^get .*/pods/a: 502 bad gateway$"):
+                await api.get(POD)
+
+    asyncio.run(story())
+
+
+def test_an_api_server_that_is_not_there_is_tried_again() -> None:
+    async def story() -> None:
+        async with stand_in() as (server, api):
+            pass
+        async with stand_in() as (other, api):
+            api._settings.host = server.url  # noqa: SLF001
+            with pytest.raises(Retryable, match="does not answer"):
+                await api.get(POD)
+            assert other.metrics.seen == [("get", "pods", "unreachable")]
+
+    asyncio.run(story())
+
+
+def test_an_answer_that_does_not_come_is_not_waited_for() -> None:
+    async def story() -> None:
+        async with stand_in(seconds=0.05) as (server, api):
+            server.answering.clear()
+            with pytest.raises(Retryable, match=r"0\.05 s passed"):
+                await api.get(POD)
+            assert server.metrics.seen == [("get", "pods", "timeout")]
+
+    asyncio.run(story())
+
+
+def test_a_write_may_have_less_time_than_a_request_has() -> None:
+    async def story() -> None:
+        async with stand_in(seconds=60) as (server, api):
+            server.answering.clear()
+            with pytest.raises(Retryable):
+                await api.create("/api/v1/namespaces/default/pods", {}, within=0.05)
+
+    asyncio.run(story())
+
+
+def test_no_more_requests_are_on_their_way_than_allowed() -> None:
+    async def story() -> None:
+        async with stand_in(concurrency=2) as (server, api):
+            server.answering.clear()
+            asked = [asyncio.ensure_future(api.get(POD)) for _ in range(6)]
+            await asyncio.sleep(0.1)
+            server.answering.set()
+            done, _ = await asyncio.wait(asked)
+            assert all(isinstance(task.exception(), Absent) for task in done)
+            assert server.most_at_once == 2
+
+    asyncio.run(story())
+
+
+def test_a_request_that_waits_for_others_runs_out_of_time_too() -> None:
+    async def story() -> None:
+        async with stand_in(seconds=0.1, concurrency=1) as (server, api):
+            server.answering.clear()
+            asked = [asyncio.ensure_future(api.get(POD)) for _ in range(6)]
+            done, _ = await asyncio.wait(asked, timeout=1)
+            assert len(done) == 6
+            assert all(isinstance(task.exception(), Retryable) for task in done)
+
+    asyncio.run(story())
+
+
+def test_a_list_is_read_page_by_page_at_one_version_and_its_items_say_what_they_are() -> None:
+    async def story() -> None:
+        async with stand_in() as (server, api):
+            server.say(
+                "GET /api/v1/pods",
+                listed({"metadata": {"name": "a"}}, version="7", more="token/1"),
+                listed({"metadata": {"name": "b"}}, version="9"),
+            )
+            pages = [page async for page in api.pages("/api/v1/pods", {"labelSelector": "x=y"})]
+            assert [page.version for page in pages] == ["7", "7"]
+            assert [
+                (item["kind"], item["apiVersion"], item["metadata"]["name"]) for page in pages for item in page.items
+            ] == [
+                ("Pod", "v1", "a"),
+                ("Pod", "v1", "b"),
+            ]
+            first, second = server.asked
+            assert (first.query["labelSelector"], first.query.get("continue")) == ("x=y", None)
+            assert (second.query["labelSelector"], second.query["continue"]) == ("x=y", "token/1")
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize(
+    ("path", "resource"),
+    [
+        ("/api/v1/namespaces/default/pods/job-trainer-0-00000", "pods"),
+        ("/api/v1/pods?labelSelector=a", "pods"),
+        ("/api/v1/nodes/node-1", "nodes"),
+        ("/apis/moejob.dev/v1alpha1/namespaces/default/moetrainingjobs/job/status", "moetrainingjobs/status"),
+        ("/apis/coordination.k8s.io/v1/namespaces/default/leases", "leases"),
+        ("/apis/admissionregistration.k8s.io/v1/validatingwebhookconfigurations/x", "validatingwebhookconfigurations"),
+        ("/apis", "discovery"),
+        ("/apis/scheduling.k8s.io/v1alpha2", "discovery"),
+    ],
+)
+def test_metrics_name_resources_and_never_objects(path: str, resource: str) -> None:
+    assert resource_of(path) == resource
+
+
+def test_requests_say_who_asks_and_carry_the_token_of_the_kubeconfig(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with stand_in() as (server, _):
+            kubeconfig = tmp_path / "config"
+            kubeconfig.write_text(
+                f"""
+                apiVersion: v1
+                kind: Config
+                current-context: here
+                contexts: [{{name: here, context: {{cluster: here, user: me}}}}]
+                clusters: [{{name: here, cluster: {{server: "{server.url}"}}}}]
+                users: [{{name: me, user: {{token: secret}}}}]
+                """
+            )
+            found = await configuration(kubeconfig)
+            assert found.host == server.url
+            assert (await found.get_api_key_with_prefix("BearerToken") or "").lower() == "bearer secret"
+
+    asyncio.run(story())

@@ -1,0 +1,442 @@
+"""The cluster as a reconcile sees it, over an API server that says what it is told to."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from moejob_api.contract import Label, PodProgress
+from moejob_operator.actions import Kind, Notice, Ref, Severity
+from moejob_operator.api_server import PROGRESS_BYTES, ApiServer
+from moejob_operator.cache import Cache
+from moejob_operator.children.gangs import GangApi
+from moejob_operator.cluster import Conflict, Forbidden, JobKey, Retryable
+from moejob_operator.lists import GangApis, Lists
+from stand_in_api import Answer, StandIn, listed, refused, stand_in, stored
+
+KEY = JobKey("default", "job")
+LABELS = {Label.JOB.value: "job"}
+JOBS = "/apis/moejob.dev/v1alpha1/namespaces/default/moetrainingjobs"
+PODS = "/api/v1/namespaces/default/pods"
+GROUPS = "/apis/scheduling.k8s.io/v1alpha2/namespaces/default/podgroups"
+PAST = (datetime.now(UTC) - timedelta(minutes=5)).strftime("%Y-%m-%dT%H:%M:%SZ")
+FUTURE = (datetime.now(UTC) + timedelta(minutes=5)).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+@dataclass
+class World:
+    """A cluster, and what it is made of."""
+
+    server: StandIn
+    cluster: ApiServer
+    cache: Cache
+    remaining: float = 10.0
+    written: list[tuple[Any, Any]] = field(default_factory=list)
+
+
+@asynccontextmanager
+async def world(*gangs: GangApi, progress_seconds: float = 0.5) -> AsyncIterator[World]:
+    timeout = aiohttp.ClientTimeout(total=progress_seconds)
+    async with stand_in() as (server, api), aiohttp.ClientSession(timeout=timeout, auto_decompress=False) as pods:
+        cache = Cache()
+        cluster = ApiServer(
+            api=api,
+            cache=cache,
+            lists=Lists(api, cache, None, GangApis(api, frozenset(gangs))),
+            pods=pods,
+            identity="replica-1",
+            remaining_seconds=lambda: here.remaining,
+            status_written=lambda before, after: here.written.append((before, after)),
+        )
+        here = World(server, cluster, cache)
+        yield here
+
+
+def played(story: Callable[[World], Coroutine[Any, Any, None]], *gangs: GangApi) -> None:
+    async def play() -> None:
+        async with world(*gangs) as here:
+            await story(here)
+
+    asyncio.run(play())
+
+
+def job(version: int = 1, **fields: Any) -> dict[str, Any]:
+    return stored("MoETrainingJob", "job", version, **fields)
+
+
+def pod(name: str = "job-trainer-0-00000", version: int = 1, **fields: Any) -> dict[str, Any]:
+    return stored("Pod", name, version, labels=LABELS, owner="uid-job", **fields)
+
+
+def list_kinds(server: StandIn, pods: tuple[int, Any]) -> None:
+    server.say(f"GET {PODS}", pods)
+    server.say("GET /api/v1/namespaces/default/services", listed(kind="ServiceList"))
+    server.say("GET /api/v1/namespaces/default/persistentvolumeclaims", listed(kind="PersistentVolumeClaimList"))
+
+
+# --- reading --------------------------------------------------------------------------------------------------------
+
+
+def test_reads_come_from_the_cache_and_cost_no_request() -> None:
+    async def story(here: World) -> None:
+        here.cache.seen(Kind.JOB, job())
+        here.cache.seen(Kind.POD, pod())
+        assert await here.cluster.job(KEY) == job()
+        assert [found["metadata"]["name"] for found in (await here.cluster.children(KEY, live=False)).pods] == [
+            "job-trainer-0-00000"
+        ]
+        assert await here.cluster.job(JobKey("default", "none")) is None
+        assert here.server.asked == []
+
+    played(story)
+
+
+def test_a_live_list_shows_what_is_there_and_the_cache_believes_it() -> None:
+    async def story(here: World) -> None:
+        here.cache.seen(Kind.POD, pod("ghost"))
+        list_kinds(here.server, listed(pod("real", 50), version="60"))
+        for live in (True, False):
+            found = await here.cluster.children(KEY, live=live)
+            assert [raw["metadata"]["name"] for raw in found.pods] == ["real"]
+            assert found.pods[0]["kind"] == "Pod"
+        assert {asked.query["labelSelector"] for asked in here.server.asked} == {
+            "app.kubernetes.io/managed-by=moejob,moejob.dev/job=job"
+        }
+
+    played(story)
+
+
+def test_pod_groups_are_listed_of_every_gang_scheduler_there_is() -> None:
+    async def story(here: World) -> None:
+        list_kinds(here.server, listed())
+        here.server.say(f"GET {GROUPS}", listed(stored("PodGroup", "job", labels=LABELS), kind="PodGroupList"))
+        volcano = GROUPS.replace("scheduling.k8s.io/v1alpha2", "scheduling.volcano.sh/v1beta1")
+        here.server.say(f"GET {volcano}", listed(kind="PodGroupList"))
+        found = await here.cluster.children(KEY, live=True)
+        assert [raw["metadata"]["name"] for raw in found.pod_groups] == ["job"]
+
+    played(story, GangApi.NATIVE, GangApi.VOLCANO)
+
+
+READY = {"status": {"conditions": [{"type": "Ready", "status": "True"}]}}
+SILENT = {"status": {"conditions": [{"type": "Ready", "status": "Unknown"}]}}
+
+
+@pytest.mark.parametrize(
+    ("until", "node", "lost"),
+    [
+        pytest.param(PAST, (200, SILENT), {"node-1"}, id="not heard of"),
+        pytest.param(PAST, refused(404, "NotFound"), {"node-1"}, id="gone"),
+        pytest.param(PAST, (200, READY), set(), id="alive: its kubelet is only slow"),
+        pytest.param(PAST, refused(403, "Forbidden"), set(), id="not ours to see"),
+        pytest.param(FUTURE, (200, SILENT), set(), id="the pod still has time"),
+        pytest.param(None, (200, SILENT), set(), id="the pod is not asked to end"),
+    ],
+)
+def test_a_node_counts_as_lost_only_when_the_cluster_says_so(until: str | None, node: Answer, lost: set[str]) -> None:
+    async def story(here: World) -> None:
+        metadata = {} if until is None else {"deletionTimestamp": until}
+        here.cache.seen(Kind.POD, pod(spec={"nodeName": "node-1"}, metadata=metadata))
+        here.server.say("GET /api/v1/nodes/node-1", node)
+        assert (await here.cluster.children(KEY, live=False)).lost_nodes == lost
+
+    played(story)
+
+
+# --- creating -------------------------------------------------------------------------------------------------------
+
+
+def test_what_was_created_is_known_before_the_watch_tells_of_it() -> None:
+    async def story(here: World) -> None:
+        here.server.say(f"POST {PODS}", (201, {"metadata": pod(version=7)["metadata"]}))
+        await here.cluster.ensure(pod())
+        assert here.server.asked[0].body == pod()
+        [seen] = (await here.cluster.children(KEY, live=False)).pods
+        assert seen["metadata"]["resourceVersion"] == "7"
+        assert seen["kind"] == "Pod"
+
+    played(story)
+
+
+@pytest.mark.parametrize(
+    ("there", "raised"),
+    [
+        pytest.param((200, pod(status={"phase": "Running"})), None, id="ours"),
+        pytest.param(
+            (200, stored("Pod", "job-trainer-0-00000", owner="uid-of-an-older-job")), Forbidden, id="another's"
+        ),
+        pytest.param((200, stored("Pod", "job-trainer-0-00000")), Forbidden, id="nobody's"),
+        pytest.param(refused(404, "NotFound"), Retryable, id="gone meanwhile"),
+    ],
+)
+def test_one_that_is_there_counts_when_the_same_job_owns_it(there: Answer, raised: type[Exception] | None) -> None:
+    async def story(here: World) -> None:
+        here.server.say(f"POST {PODS}", refused(409, "AlreadyExists"))
+        here.server.say(f"GET {PODS}/job-trainer-0-00000", there)
+        if raised is None:
+            await here.cluster.ensure(pod())
+            [seen] = (await here.cluster.children(KEY, live=False)).pods
+            assert seen["status"] == {"phase": "Running"}
+            return
+        with pytest.raises(raised):
+            await here.cluster.ensure(pod())
+
+    played(story)
+
+
+@pytest.mark.parametrize(
+    ("answer", "raised", "says"),
+    [
+        pytest.param(refused(403, "Forbidden", "exceeded quota"), Forbidden, "exceeded quota", id="quota"),
+        pytest.param(refused(422, "Invalid", "bad name"), Forbidden, "bad name", id="invalid"),
+        pytest.param(refused(409, "Conflict"), Retryable, "", id="two at once used the same quota"),
+        pytest.param((404, "404 page not found"), Forbidden, "cannot be created", id="no such API"),
+        pytest.param(refused(429, "TooManyRequests"), Retryable, "", id="too many requests"),
+    ],
+)
+def test_a_refused_creation_says_whether_it_may_work_later(answer: Answer, raised: type[Exception], says: str) -> None:
+    async def story(here: World) -> None:
+        here.server.say(f"POST {GROUPS}", answer)
+        group = stored("PodGroup", "job", labels=LABELS) | {"apiVersion": GangApi.NATIVE.value}
+        with pytest.raises(raised, match=says):
+            await here.cluster.ensure(group)
+
+    played(story)
+
+
+# --- deleting -------------------------------------------------------------------------------------------------------
+
+REF = Ref(Kind.POD, "default", "job-trainer-0-00000", "uid-job-trainer-0-00000")
+
+
+@pytest.mark.parametrize(
+    ("force", "grace"), [pytest.param(False, None, id="gently"), pytest.param(True, 0, id="without its kubelet")]
+)
+def test_a_deletion_names_the_uid(force: bool, grace: int | None) -> None:
+    async def story(here: World) -> None:
+        here.cache.seen(Kind.POD, pod(status={"phase": "Running"}, metadata={"deletionTimestamp": None}))
+        ending = {
+            "kind": "PartialObjectMetadata",
+            "metadata": pod(version=9, metadata={"deletionTimestamp": FUTURE})["metadata"],
+        }
+        here.server.say(f"DELETE {PODS}/{REF.name}", (200, ending))
+        await here.cluster.delete(REF, force=force)
+        [asked] = here.server.asked
+        assert asked.body["preconditions"] == {"uid": REF.uid}
+        assert asked.body.get("gracePeriodSeconds") == grace
+        [left] = (await here.cluster.children(KEY, live=False)).pods
+        assert left["metadata"]["deletionTimestamp"] == FUTURE
+        assert left["status"] == {"phase": "Running"}
+
+    played(story)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        pytest.param(refused(404, "NotFound"), id="gone"),
+        pytest.param(refused(409, "Conflict", "the UID in the precondition does not match"), id="replaced by another"),
+        pytest.param((200, {"kind": "Status", "status": "Success"}), id="gone at once"),
+    ],
+)
+def test_deleting_what_is_not_there_is_fine(answer: Answer) -> None:
+    async def story(here: World) -> None:
+        here.server.say(f"DELETE {PODS}/{REF.name}", answer)
+        await here.cluster.delete(REF, force=False)
+        assert (await here.cluster.children(KEY, live=False)).pods == ()
+
+    played(story)
+
+
+def test_a_pod_group_is_deleted_where_it_is() -> None:
+    async def story(here: World) -> None:
+        ref = Ref(Kind.POD_GROUP, "default", "job", "uid-job")
+        here.server.say(f"DELETE {GROUPS}/job", (200, {"kind": "Status"}))
+        await here.cluster.delete(ref, force=False)
+        assert len(here.server.asked) == 2, "not known where: every gang scheduler is asked"
+        here.cache.seen(Kind.POD_GROUP, stored("PodGroup", "job", labels=LABELS) | {"apiVersion": GangApi.NATIVE.value})
+        await here.cluster.delete(ref, force=False)
+        assert here.server.calls[2:] == [f"DELETE {GROUPS}/job"]
+
+    played(story, GangApi.NATIVE, GangApi.VOLCANO)
+
+
+# --- the status -----------------------------------------------------------------------------------------------------
+
+
+def test_a_status_replaces_the_old_one_under_the_version_it_was_read_at() -> None:
+    async def story(here: World) -> None:
+        before = job(5, status={"phase": "Pending"}, spec={"method": "SFT"})
+        here.cache.seen(Kind.JOB, before)
+        here.server.say(f"PUT {JOBS}/job/status", (200, {"metadata": job(6)["metadata"]}))
+        await here.cluster.write_status(before, {"phase": "Running"})
+        [asked] = here.server.asked
+        assert asked.body["metadata"] == {
+            "name": "job", "namespace": "default", "uid": "uid-job", "resourceVersion": "5",
+        }  # fmt: skip
+        assert asked.body["status"] == {"phase": "Running"}
+        assert here.written == [({"phase": "Pending"}, {"phase": "Running"})]
+        seen = await here.cluster.job(KEY)
+        assert seen is not None
+        assert seen == job(6, status={"phase": "Running"}, spec={"method": "SFT"})
+
+    played(story)
+
+
+@pytest.mark.parametrize(
+    ("answer", "raised"),
+    [
+        pytest.param(refused(409, "Conflict"), Conflict, id="changed since"),
+        pytest.param(refused(404, "NotFound"), Conflict, id="gone: there is nothing to write to"),
+        pytest.param(refused(422, "Invalid"), Forbidden, id="a status that the schema refuses"),
+        pytest.param(refused(500, "InternalError"), Retryable, id="a broken API server"),
+    ],
+)
+def test_a_status_that_was_not_written_is_told(answer: Answer, raised: type[Exception]) -> None:
+    async def story(here: World) -> None:
+        here.server.say(f"PUT {JOBS}/job/status", answer)
+        with pytest.raises(raised):
+            await here.cluster.write_status(job(), {})
+        assert here.written == []
+
+    played(story)
+
+
+def test_who_does_not_lead_any_more_writes_nothing() -> None:
+    async def story(here: World) -> None:
+        here.remaining = 0.0
+        for write in (
+            here.cluster.ensure(pod()),
+            here.cluster.delete(REF, force=True),
+            here.cluster.write_status(job(), {}),
+        ):
+            with pytest.raises(Retryable, match="does not lead"):
+                await write
+        assert here.server.asked == []
+
+    played(story)
+
+
+def test_no_write_is_on_its_way_when_somebody_else_may_lead() -> None:
+    async def story(here: World) -> None:
+        here.remaining = 0.05
+        here.server.answering.clear()
+        begun = asyncio.get_running_loop().time()
+        with pytest.raises(Retryable):
+            await here.cluster.ensure(pod())
+        assert asyncio.get_running_loop().time() - begun < 1
+
+    played(story)
+
+
+# --- events ---------------------------------------------------------------------------------------------------------
+
+EVENTS = "/apis/events.k8s.io/v1/namespaces/default/events"
+
+
+def test_an_event_is_about_the_job() -> None:
+    async def story(here: World) -> None:
+        here.server.say(f"POST {EVENTS}", (201, {}))
+        await here.cluster.post(job(), Notice(Severity.WARNING, "GangRestarted", "ü" * 1000))
+        [asked] = here.server.asked
+        assert asked.body["regarding"]["uid"] == "uid-job"
+        assert (asked.body["type"], asked.body["reason"]) == ("Warning", "GangRestarted")
+        assert len(asked.body["note"].encode()) <= 1024
+        assert set(asked.body["note"]) == {"ü"}
+        await here.cluster.post(job(), Notice(Severity.NORMAL, "GangRestarted", ""))
+        first, second = (asked.body["metadata"]["name"] for asked in here.server.asked)
+        assert first != second
+
+    played(story)
+
+
+@pytest.mark.parametrize("answer", [refused(403, "Forbidden"), refused(500, "InternalError"), refused(404, "NotFound")])
+def test_an_event_that_is_lost_is_no_error(answer: Answer) -> None:
+    async def story(here: World) -> None:
+        here.server.say(f"POST {EVENTS}", answer)
+        await here.cluster.post(job(), Notice(Severity.NORMAL, "Started", ""))
+
+    played(story)
+
+
+# --- progress -------------------------------------------------------------------------------------------------------
+
+PROGRESS = json.dumps({"attempt": 2, "index": 0, "ready": True})
+
+
+@asynccontextmanager
+async def launcher(
+    here: World, answer: Callable[[web.Request], Any]
+) -> AsyncIterator[Callable[[], Coroutine[Any, Any, PodProgress | None]]]:
+    """A pod on loopback that answers on its progress port."""
+    app = web.Application()
+    app.add_routes([web.get("/progress", answer)])
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    cluster = replace(here.cluster, progress_port=runner.addresses[0][1])
+    try:
+        yield lambda: cluster.progress(pod(status={"podIP": "127.0.0.1"}))
+    finally:
+        await runner.cleanup()
+
+
+async def says(text: str, status: int = 200) -> web.Response:
+    return web.Response(text=text, status=status, headers={"Location": "/elsewhere"} if status == 302 else {})
+
+
+async def drips(request: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse()
+    await response.prepare(request)
+    for _ in range(100):
+        await response.write(b" ")
+        await asyncio.sleep(0.05)
+    return response
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        pytest.param(lambda _: says(PROGRESS), PodProgress(attempt=2, index=0, ready=True), id="what it says"),
+        pytest.param(lambda _: says(PROGRESS, 503), None, id="not ready to say anything"),
+        pytest.param(lambda _: says(PROGRESS, 302), None, id="sent elsewhere"),
+        pytest.param(lambda _: says("{"), None, id="no JSON"),
+        pytest.param(lambda _: says('{"attempt": -1, "index": 0}'), None, id="no progress"),
+        pytest.param(lambda _: says("[" * 50_000), None, id="nested without end"),
+        pytest.param(lambda _: says(PROGRESS + " " * PROGRESS_BYTES), None, id="too long"),
+        pytest.param(drips, None, id="too slow"),
+    ],
+)
+def test_a_pod_is_asked_and_not_believed(answer: Callable[[web.Request], Any], expected: PodProgress | None) -> None:
+    async def story(here: World) -> None:
+        async with launcher(here, answer) as ask:
+            assert await ask() == expected
+
+    played(story)
+
+
+def test_a_pod_without_an_address_is_not_asked() -> None:
+    async def story(here: World) -> None:
+        assert await here.cluster.progress(pod()) is None
+        assert await here.cluster.progress(pod(status={})) is None
+
+    played(story)
+
+
+def test_a_pod_where_nobody_listens_says_nothing() -> None:
+    async def story(here: World) -> None:
+        async with launcher(here, lambda _: says("")) as ask:
+            pass
+        assert await ask() is None
+        assert await here.cluster.progress(pod(status={"podIP": "::1"})) is None
+
+    played(story)

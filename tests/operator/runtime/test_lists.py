@@ -1,0 +1,141 @@
+"""Lists make the cache hold what there is."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from moejob_api.contract import Label
+from moejob_operator.actions import Kind
+from moejob_operator.cache import CHILD_KINDS, Cache
+from moejob_operator.children.gangs import GangApi
+from moejob_operator.cluster import JobKey, Raw
+from moejob_operator.lists import GangApis, Lists, collection
+from stand_in_api import StandIn, listed, refused, stand_in, stored
+
+JOBS = "/apis/moejob.dev/v1alpha1/moetrainingjobs"
+KEY, OTHER = JobKey("default", "job"), JobKey("default", "other")
+
+
+def pod(name: str, version: int, job: str = "job", **metadata: Any) -> dict[str, Any]:
+    return stored("Pod", name, version, labels={Label.JOB.value: job}, metadata=metadata)
+
+
+def everything(
+    server: StandIn, *, jobs: tuple[Raw, ...] = (), pods: tuple[Raw, ...] = (), version: str = "100"
+) -> None:
+    for kind, items in ((Kind.JOB, jobs), (Kind.POD, pods), (Kind.SERVICE, ()), (Kind.CLAIM, ())):
+        for namespace in (None, "default"):
+            api = "moejob.dev/v1alpha1" if kind is Kind.JOB else "v1"
+            said = listed(*items, kind=f"{kind}List", api=api, version=version)
+            server.say(f"GET {collection(kind, namespace)}", said)
+
+
+def names(cache: Cache, key: JobKey = KEY) -> set[str]:
+    return {found["metadata"]["name"] for found in cache.children(key).pods}
+
+
+def test_filling_takes_in_what_is_there_and_drops_what_is_not() -> None:
+    async def story() -> None:
+        async with stand_in() as (server, api):
+            everything(server, jobs=(stored("MoETrainingJob", "job", 3),), pods=(pod("a", 4), pod("b", 5, "other")))
+            cache = Cache()
+            cache.seen(Kind.JOB, stored("MoETrainingJob", "deleted", 1))
+            cache.seen(Kind.POD, pod("vanished", 2))
+            lists = Lists(api, cache, None, GangApis(api))
+            for kind in (Kind.JOB, *CHILD_KINDS):
+                await lists.fill(kind)
+            assert [job["metadata"]["name"] for job in cache.jobs()] == ["job"]
+            assert names(cache) == {"a"}
+            assert set(cache.all_keys()) == {KEY, OTHER}
+            by_path = {asked.path: asked for asked in server.asked}
+            assert by_path["/api/v1/pods"].query["labelSelector"] == "app.kubernetes.io/managed-by=moejob"
+            assert "labelSelector" not in by_path[JOBS].query
+
+    asyncio.run(story())
+
+
+def test_an_operator_of_one_namespace_lists_that_one() -> None:
+    async def story() -> None:
+        async with stand_in() as (server, api):
+            everything(server)
+            await Lists(api, Cache(), "default", GangApis(api)).fill(Kind.POD)
+            assert server.calls == ["GET /api/v1/namespaces/default/pods"]
+
+    asyncio.run(story())
+
+
+def test_the_version_of_a_list_is_where_a_watch_begins() -> None:
+    async def story() -> None:
+        async with stand_in() as (server, api):
+            everything(server, version="1234")
+            assert await Lists(api, Cache(), None, GangApis(api)).fill(Kind.POD) == 1234
+
+    asyncio.run(story())
+
+
+def test_of_several_lists_the_oldest_says_what_is_gone() -> None:
+    """What came after the first list, and is not in the second, may be of the first's kind."""
+
+    async def story() -> None:
+        async with stand_in() as (server, api):
+            for gang, version in ((GangApi.NATIVE, "10"), (GangApi.VOLCANO, "30")):
+                server.say(
+                    f"GET {collection(Kind.POD_GROUP, None, gang)}", listed(kind="PodGroupList", version=version)
+                )
+            cache = Cache()
+            cache.seen(Kind.POD_GROUP, stored("PodGroup", "created between", 20, labels={Label.JOB.value: "job"}))
+            lists = Lists(api, cache, None, GangApis(api, frozenset({GangApi.NATIVE, GangApi.VOLCANO})))
+            assert await lists.fill(Kind.POD_GROUP) == 10
+            assert len(cache.children(KEY).pod_groups) == 1
+
+    asyncio.run(story())
+
+
+def test_without_gang_schedulers_there_is_nothing_to_list() -> None:
+    async def story() -> None:
+        async with stand_in() as (server, api):
+            await Lists(api, Cache(), None, GangApis(api)).fill(Kind.POD_GROUP)
+            assert server.asked == []
+
+    asyncio.run(story())
+
+
+# --- gang schedulers ------------------------------------------------------------------------------------------------
+
+
+def groups(*versions: str) -> tuple[int, Any]:
+    return 200, {
+        "groups": [
+            {"name": version.partition("/")[0], "versions": [{"groupVersion": version}]} for version in versions
+        ]
+    }  # fmt: skip
+
+
+NATIVE = "GET /apis/scheduling.k8s.io/v1alpha2"
+
+
+def test_gang_schedulers_are_those_whose_api_is_served() -> None:
+    async def story() -> None:
+        async with stand_in() as (server, api):
+            found = GangApis(api)
+            server.say("GET /apis", groups("apps/v1", "scheduling.k8s.io/v1"))
+            await found.refresh()
+            assert found.served == frozenset()
+            assert server.calls == ["GET /apis"]
+
+            server.say(
+                "GET /apis",
+                groups("scheduling.k8s.io/v1alpha2", "scheduling.volcano.sh/v1beta1", "kueue.x-k8s.io/v1beta2"),
+            )
+            server.say(NATIVE, (200, {"resources": [{"name": "podgroups"}, {"name": "podgroups/status"}]}))
+            server.say("GET /apis/scheduling.volcano.sh/v1beta1", refused(404, "NotFound"))
+            await found.refresh()
+            assert found.served == {GangApi.NATIVE, GangApi.KUEUE}
+            assert [*found.with_objects] == [GangApi.NATIVE]
+
+            server.say(NATIVE, (200, {"resources": [{"name": "workloads"}]}))
+            await found.refresh()
+            assert [*found.with_objects] == []
+
+    asyncio.run(story())

@@ -1,0 +1,125 @@
+"""What Prometheus is told."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import aiohttp
+import pytest
+
+from moejob_operator.health import application, served
+from moejob_operator.metrics import Metrics
+from moejob_operator.work_queue import Outcome
+from stand_in_api import stored
+
+
+def value(metrics: Metrics, name: str, **labels: str) -> float | None:
+    return metrics.registry.get_sample_value(name, labels)
+
+
+def job(name: str, phase: str | None, gpus: int = 0, namespace: str = "default") -> dict[str, Any]:
+    status = {} if phase is None else {"phase": phase, "layout": {"gpus": gpus}}
+    return stored("MoETrainingJob", name, status=status, metadata={"namespace": namespace})
+
+
+def test_jobs_are_counted_by_phase_and_gpus_only_where_they_are_wanted() -> None:
+    metrics = Metrics()
+    jobs = [job("a", "Running", 8), job("b", "Running", 16), job("c", "Succeeded", 64), job("d", None)]
+    metrics.count(lambda: jobs)
+    assert value(metrics, "moejob_jobs", namespace="default", phase="Running") == 2
+    assert value(metrics, "moejob_jobs", namespace="default", phase="Pending") == 1
+    assert value(metrics, "moejob_gpus", namespace="default", phase="Running") == 24
+    assert value(metrics, "moejob_gpus", namespace="default", phase="Succeeded") is None
+    jobs.clear()
+    assert value(metrics, "moejob_jobs", namespace="default", phase="Running") is None
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "counted"),
+    [
+        pytest.param(
+            {"restarts": {"total": 1}},
+            {"restarts": {"total": 2}, "lastFailure": {"reason": "RankFailed"}},
+            {"moejob_restarts_total": ({"what": "gang", "reason": "RankFailed"}, 1)},
+            id="a gang was restarted",
+        ),
+        pytest.param(
+            {},
+            {"restarts": {"pods": 2, "ranks": 3, "preemptions": 1}},
+            {
+                "moejob_restarts_total": ({"what": "rank", "reason": "Unknown"}, 3),
+            },
+            id="ranks were restarted",
+        ),
+        pytest.param(
+            {"goodput": {"lostGpuHours": 1.5}},
+            {"goodput": {"lostGpuHours": 4.0}},
+            {"moejob_lost_gpu_hours_total": ({}, 2.5)},
+            id="GPU hours were lost",
+        ),
+        pytest.param(
+            {"phase": "Running"},
+            {"phase": "Failed"},
+            {"moejob_finished_jobs_total": ({"phase": "Failed"}, 1)},
+            id="a job failed",
+        ),
+        pytest.param(
+            {"phase": "Failed", "restarts": {"total": 7}, "goodput": {"lostGpuHours": 9}},
+            {"phase": "Failed", "restarts": None, "goodput": None},
+            {"moejob_finished_jobs_total": ({"phase": "Failed"}, None), "moejob_lost_gpu_hours_total": ({}, 0)},
+            id="counters never fall",
+        ),
+    ],
+)
+def test_what_grew_in_a_status_is_counted(
+    before: dict[str, Any], after: dict[str, Any], counted: dict[str, tuple[dict[str, str], float | None]]
+) -> None:
+    metrics = Metrics()
+    metrics.status_written(before, after)
+    for name, (labels, expected) in counted.items():
+        assert value(metrics, name, **labels) == expected
+
+
+def test_the_queue_the_requests_and_the_reviews_are_measured() -> None:
+    metrics = Metrics()
+    metrics.queued(3)
+    metrics.started(0.2)
+    metrics.ended(0.01, Outcome.DONE)
+    metrics.ended(0.01, Outcome.RETRIED)
+    metrics.requested("list", "pods", "200", 0.1)
+    metrics.judged("denied", 0.1)
+    metrics.leads(True)
+    metrics.certificate_ends(1.8e9)
+    assert value(metrics, "moejob_queue_depth") == 3
+    assert value(metrics, "moejob_queue_retries_total") == 1
+    assert value(metrics, "moejob_reconcile_seconds_count", outcome="done") == 1
+    assert value(metrics, "moejob_api_request_seconds_count", verb="list", resource="pods", code="200") == 1
+    assert value(metrics, "moejob_admission_seconds_count", answer="denied") == 1
+    assert value(metrics, "moejob_leading") == 1
+    assert value(metrics, "moejob_certificate_expiry_timestamp_seconds") == 1.8e9
+
+
+def test_alive_is_who_answers_and_ready_who_lacks_nothing() -> None:
+    lacks: dict[str, str] = {"webhook": "the Secret x holds no certificate yet"}
+
+    async def story() -> None:
+        async with (
+            served(application(Metrics(), lambda: lacks), 0, "127.0.0.1") as port,
+            aiohttp.ClientSession() as session,
+        ):
+
+            async def get(path: str) -> tuple[int, str]:
+                async with session.get(f"http://127.0.0.1:{port}{path}") as said:
+                    return said.status, await said.text()
+
+            assert await get("/healthz") == (200, "ok\n")
+            assert await get("/readyz") == (503, "webhook: the Secret x holds no certificate yet\n")
+            lacks.clear()
+            assert await get("/readyz") == (200, "ok\n")
+            code, text = await get("/metrics")
+            assert code == 200
+            assert "# TYPE moejob_reconcile_seconds histogram" in text
+            assert "process_resident_memory_bytes" in text
+
+    asyncio.run(story())

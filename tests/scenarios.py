@@ -1,0 +1,582 @@
+"""What can happen to a job, as one table: each row a story of verbs, and what is to be seen after each of them.
+
+The stories know nothing of how the operator works. Whoever runs them brings a world with these verbs and settles after
+every one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from fake_world import World
+from moejob_api.contract import ExitCode, LastWord, Outcome, Role
+
+Verb = Callable[[World], None]
+
+
+@dataclass(frozen=True)
+class See:
+    """What is to be seen; what is None does not matter here."""
+
+    phase: str | None = None
+    pods: str | None = None
+    engines: str | None = None
+    attempt: int | None = None
+    # Failures charged since the last checkpoint.
+    spent: int | None = None
+    uncounted: int | None = None
+    # Reason of condition Running: what the job waits for.
+    why: str | None = None
+    says: str = ""
+    failure: str | None = None
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One story. `job` is laid over a small job of two pods; `apis` are the gang APIs of the cluster."""
+
+    id: str
+    story: tuple[tuple[Verb, See], ...]
+    job: Mapping[str, Any] = field(default_factory=dict)
+    apis: frozenset[str] = frozenset()
+
+
+def scenario(title: str, /, *story: tuple[Verb, See], apis: frozenset[str] = frozenset(), **job: Any) -> Scenario:
+    """A story; sections of the job are keywords."""
+    return Scenario(title, story, job, apis)
+
+
+# --- verbs ------------------------------------------------------------------------------------------------------------
+
+
+def nothing(world: World) -> None:
+    """Only the operator looks."""
+
+
+def runs(world: World) -> None:
+    """All pods start."""
+    world.run()
+
+
+def waits(seconds: float) -> Verb:
+    """Time passes."""
+    return lambda world: world.wait(seconds)
+
+
+def ends(index: int, code: int, outcome: Outcome | None = None, **more: Any) -> Verb:
+    """A trainer pod ends."""
+    word = None if outcome is None else LastWord(outcome=outcome, message="its last line", rank=index, exit_code=code)
+    return lambda world: world.end(index, code, word, **more)
+
+
+def all_end(code: int, outcome: Outcome | None = None) -> Verb:
+    """The whole gang ends alike."""
+    return lambda world: world.end_all(code, None if outcome is None else LastWord(outcome=outcome))
+
+
+def both(*verbs: Verb) -> Verb:
+    """Several things happen before the operator looks."""
+
+    def happen(world: World) -> None:
+        for verb in verbs:
+            verb(world)
+
+    return happen
+
+
+def lifecycle(**fields: Any) -> Verb:
+    """kubectl patch of spec.lifecycle."""
+    return lambda world: world.set_lifecycle(**fields)
+
+
+def says(step: int, **more: Any) -> Verb:
+    """Time for the next question passes, and pods answer it."""
+
+    def answer(world: World) -> None:
+        world.wait(31)
+        world.say(step, **more)
+
+    return answer
+
+
+def node_lost(index: int, *, is_known: bool = True) -> Verb:
+    """The node of a pod is cut off."""
+    return lambda world: world.lose_node(index, is_known=is_known)
+
+
+def pod_deleted(index: int, role: Role = Role.TRAINER) -> Verb:
+    """kubectl delete pod."""
+    return lambda world: world.delete_pod(index, role)
+
+
+def evicted(index: int, role: Role = Role.TRAINER) -> Verb:
+    """A kubelet takes the place away."""
+    return lambda world: world.evict(index, role)
+
+
+def preempted(index: int) -> Verb:
+    """The scheduler takes the place away."""
+    return lambda world: world.preempt(index)
+
+
+def quota(message: str | None) -> Verb:
+    """A quota denies pods, or no longer does."""
+
+    def deny(world: World) -> None:
+        world.cluster.refuses = lambda manifest: message if manifest["kind"] == "Pod" else None
+
+    return deny
+
+
+def scheduled_not(index: int, reason: str, message: str) -> Verb:
+    """The scheduler finds no place."""
+    return lambda world: world.hold(index, condition={"reason": reason, "message": message})
+
+
+def pulled_not(index: int, reason: str = "ImagePullBackOff") -> Verb:
+    """The kubelet gets no image."""
+    return lambda world: world.hold(index, waiting={"reason": reason, "message": "no such image"})
+
+
+def claim(phase: str) -> Verb:
+    """The volume controller says something of the claim."""
+    return lambda world: world.bind_claim(phase)
+
+
+def job_deleted(world: World) -> None:
+    """kubectl delete."""
+    world.delete_job()
+
+
+def deleted_in_foreground(world: World) -> None:
+    """kubectl delete --cascade=foreground."""
+    world.delete_job_in_foreground()
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+BOTH = "0-0 0-1"
+STARTED = (nothing, See("Pending", BOTH, attempt=0, spent=0, why="Starting"))
+RUNNING = (runs, See("Running", BOTH, attempt=0, spent=0, why="AllPodsRun"))
+GRPO: Mapping[str, Any] = {
+    "method": "GRPO",
+    "data": {"maxLength": 512},
+    "grpo": {
+        "rewards": [{"name": "math"}],
+        "maxNewTokens": 256,
+        "promptsPerStep": 2,
+        "rollout": {"placement": "Separate", "replicas": 2},
+    },
+}
+MANY: Mapping[str, Any] = {"parallelism": {"data": 4}}
+FOUR = "0-0 0-1 0-2 0-3"
+FOUR_STARTED = (nothing, See("Pending", FOUR, attempt=0, spent=0, why="Starting"))
+
+SCENARIOS: tuple[Scenario, ...] = (
+    scenario("a job runs to its end", STARTED, RUNNING, (all_end(0), See("Succeeded", BOTH, why="Completed"))),
+    scenario(
+        "one rank that is done does not make a success",
+        STARTED,
+        RUNNING,
+        (ends(0, 0), See("Running", BOTH)),
+        (ends(1, 0), See("Succeeded", BOTH)),
+    ),
+    scenario(
+        "a rank that fails takes its pod, which is replaced alone",
+        STARTED,
+        RUNNING,
+        (ends(1, 1, Outcome.RANK_FAILED), See("Restarting", BOTH, attempt=0, spent=1, failure="RankFailed")),
+        (runs, See("Running", BOTH, attempt=0, spent=1, why="AllPodsRun")),
+        (all_end(0), See("Succeeded")),
+    ),
+    scenario(
+        "a pod without a last word is replaced",
+        STARTED,
+        RUNNING,
+        (ends(1, 137), See("Restarting", BOTH, attempt=0, spent=1, failure="PodFailed", says="exit code 137")),
+        (runs, See("Running", spent=1)),
+    ),
+    scenario(
+        "without pod 0 the whole gang is replaced",
+        STARTED,
+        RUNNING,
+        (ends(0, 1), See("Restarting", "1-0 1-1", attempt=1, spent=1)),
+        (runs, See("Running", "1-0 1-1", attempt=1, spent=1)),
+        (all_end(0), See("Succeeded")),
+    ),
+    scenario(
+        "pods that fail together are one failure",
+        STARTED,
+        RUNNING,
+        (all_end(1), See("Restarting", "1-0 1-1", attempt=1, spent=1)),
+    ),
+    scenario(
+        "peers that fail while a pod is replaced are not charged again",
+        FOUR_STARTED,
+        (runs, See("Running", FOUR)),
+        (ends(2, 1), See("Restarting", FOUR, attempt=0, spent=1)),
+        (ends(1, 1, Outcome.LOST_PEERS), See("Restarting", FOUR, attempt=0, spent=1)),
+        (runs, See("Running", FOUR, attempt=0, spent=1)),
+        **MANY,
+    ),
+    scenario(
+        "pod 0 that fails while another is replaced takes the gang, at no further charge",
+        FOUR_STARTED,
+        (runs, See("Running", FOUR)),
+        (ends(2, 1), See("Restarting", FOUR, attempt=0, spent=1)),
+        (ends(0, 1, Outcome.LOST_PEERS), See("Restarting", "1-0 1-1 1-2 1-3", attempt=1, spent=1)),
+        (runs, See("Running", attempt=1, spent=1)),
+        **MANY,
+    ),
+    scenario(
+        "a pod that fails again right after it was replaced is charged again",
+        STARTED,
+        RUNNING,
+        (ends(1, 1), See("Restarting", BOTH, attempt=0, spent=1)),
+        (both(runs, ends(1, 1)), See("Restarting", BOTH, attempt=0, spent=2)),
+        (runs, See("Running", spent=2)),
+    ),
+    scenario(
+        "a pod that keeps failing takes the gang with it",
+        STARTED,
+        RUNNING,
+        (ends(1, 1), See(attempt=0, spent=1)),
+        (runs, See("Running")),
+        (both(waits(60), ends(1, 1)), See(attempt=0, spent=2)),
+        (runs, See("Running")),
+        (both(waits(60), ends(1, 1)), See("Restarting", attempt=1, spent=3)),
+    ),
+    scenario(
+        "delays grow, and are kept",
+        STARTED,
+        RUNNING,
+        (ends(0, 1), See("Restarting", "1-0 1-1", spent=1)),
+        (both(runs, ends(0, 1)), See("Restarting", "2-0 2-1", spent=2)),
+        (both(runs, ends(0, 1)), See("Restarting", "", spent=3, why="BackingOff")),
+        (waits(4), See("Restarting", "3-0 3-1", spent=3)),
+        (both(runs, ends(0, 1)), See("Restarting", "", spent=4, why="BackingOff")),
+        (waits(4), See("Restarting", "", spent=4, why="BackingOff")),
+        (waits(4), See("Restarting", "4-0 4-1", spent=4)),
+    ),
+    scenario(
+        "a job gives up when its budget is spent",
+        STARTED,
+        RUNNING,
+        (ends(1, 1), See("Restarting", spent=1)),
+        (runs, See("Running")),
+        (ends(1, 1), See("Failed", why="BackoffLimitExceeded", spent=1, says="backoffLimit is 1")),
+        (nothing, See("Failed", "0-1")),
+        lifecycle={"backoffLimit": 1},
+    ),
+    scenario(
+        "without a budget the first failure is the last",
+        STARTED,
+        RUNNING,
+        (ends(1, 1), See("Failed", "0-1", spent=0)),
+        lifecycle={"backoffLimit": 0},
+    ),
+    scenario(
+        "a new checkpoint renews the budget",
+        STARTED,
+        RUNNING,
+        (says(10), See("Running", spent=0)),
+        (ends(1, 1), See("Restarting", spent=1)),
+        (runs, See("Running", spent=1)),
+        (says(15, saved=12), See("Running", spent=0)),
+        (ends(1, 1), See("Restarting", spent=1)),
+        (runs, See("Running", spent=1)),
+        (says(15, saved=12), See("Running", spent=1)),
+        lifecycle={"backoffLimit": 1},
+    ),
+    scenario(
+        "a bad configuration is final at once",
+        STARTED,
+        RUNNING,
+        (
+            ends(1, ExitCode.BAD_CONFIGURATION, Outcome.BAD_CONFIGURATION),
+            See("Failed", "0-1", why="BadConfiguration", spent=0, failure="BadConfiguration", says="its last line"),
+        ),
+    ),
+    scenario(
+        "running out of memory counts and is named",
+        STARTED,
+        RUNNING,
+        (ends(1, 137, container_reason="OOMKilled"), See("Restarting", spent=1, failure="OutOfMemory")),
+    ),
+    scenario(
+        "preemption is not counted",
+        STARTED,
+        RUNNING,
+        (preempted(1), See("Restarting", BOTH, attempt=0, spent=0, uncounted=1, failure="Preempted")),
+        (runs, See("Running", BOTH, spent=0)),
+        lifecycle={"backoffLimit": 0},
+    ),
+    scenario(
+        "a gang that saved and stopped is not counted",
+        STARTED,
+        RUNNING,
+        (all_end(143, Outcome.PREEMPTED), See("Restarting", "1-0 1-1", attempt=1, spent=0, uncounted=1)),
+        lifecycle={"backoffLimit": 0},
+    ),
+    scenario(
+        "eviction is not counted",
+        STARTED,
+        RUNNING,
+        (evicted(1), See("Restarting", BOTH, attempt=0, spent=0, uncounted=1, failure="Preempted")),
+        lifecycle={"backoffLimit": 0},
+    ),
+    scenario(
+        "a pod that somebody deletes is not counted",
+        STARTED,
+        RUNNING,
+        (pod_deleted(1), See("Restarting", BOTH, attempt=0, spent=0, uncounted=1, says="was deleted")),
+        (runs, See("Running", BOTH)),
+        (pod_deleted(0), See("Restarting", "1-0 1-1", attempt=1, spent=0, uncounted=2)),
+        lifecycle={"backoffLimit": 0},
+    ),
+    scenario(
+        "a lost node is not counted, and its pod is not waited for",
+        STARTED,
+        RUNNING,
+        (node_lost(1), See("Restarting", BOTH, attempt=0, spent=0, uncounted=1, failure="NodeLost")),
+        (runs, See("Running", BOTH)),
+        lifecycle={"backoffLimit": 0},
+    ),
+    scenario(
+        "a pod is only taken by force from a node that is lost",
+        STARTED,
+        RUNNING,
+        (node_lost(1, is_known=False), See("Running", "0-0 0-1+", attempt=0, spent=0, why="PodEnding")),
+        (waits(200), See("Running", "0-0 0-1+", attempt=0, spent=0)),
+        # The grace period and what a living kubelet may take have passed.
+        (waits(131), See("Restarting", BOTH, attempt=0, spent=0, uncounted=1, failure="NodeLost")),
+    ),
+    scenario(
+        "an old gang on a dead node holds the next one back",
+        STARTED,
+        RUNNING,
+        (
+            both(lambda world: world.dead_nodes.add("node-trainer-1"), ends(0, 1)),
+            See("Restarting", "0-1+", attempt=1, spent=1, why="OldPodsLeft"),
+        ),
+        (waits(400), See("Restarting", "0-1+", attempt=1, why="OldPodsLeft", says="node-trainer-1")),
+        (lambda world: world.dead_nodes.clear(), See("Restarting", "1-0 1-1", attempt=1, spent=1)),
+    ),
+    scenario(
+        "a hung rank is named and its pod replaced",
+        STARTED,
+        RUNNING,
+        (says(5), See("Running")),
+        (both(waits(600), says(5, age=100)), See("Running", spent=0)),
+        (
+            both(waits(600), says(5, age=640)),
+            See("Restarting", attempt=1, spent=1, failure="Hung", says="rank 0 silent"),
+        ),
+        (runs, See("Running", "1-0 1-1", attempt=1, spent=1)),
+        lifecycle={"progressDeadlineSeconds": 600},
+    ),
+    scenario(
+        "ranks that are never heard are hung too",
+        STARTED,
+        (lambda world: world.start(), See("Running")),
+        (waits(620), See("Running")),
+        (waits(20), See("Restarting", attempt=1, spent=1, failure="Hung", says="no rank has been heard")),
+        lifecycle={"progressDeadlineSeconds": 600},
+    ),
+    scenario(
+        "nobody is hung while the gang is not complete",
+        STARTED,
+        (both(lambda world: world.start(), lambda world: world.hold(1)), See("Running")),
+        (ends(1, 1), See("Restarting", BOTH, spent=1)),
+        (waits(5000), See("Restarting", BOTH, spent=1)),
+        lifecycle={"progressDeadlineSeconds": 600},
+    ),
+    scenario(
+        "ranks that the launcher restarted are charged",
+        STARTED,
+        RUNNING,
+        (says(5), See("Running", spent=0)),
+        (says(8, restarts=1), See("Running", BOTH, attempt=0, spent=1, failure="RankFailed")),
+        (says(9, restarts=1), See("Running", BOTH, attempt=0, spent=1)),
+        (says(10, restarts=2), See("Running", BOTH, attempt=0, spent=2)),
+        (says(11, restarts=3), See("Restarting", "", attempt=1, spent=3)),
+        (waits(4), See("Restarting", "1-0 1-1", attempt=1, spent=3)),
+        (runs, See("Running", attempt=1, spent=3)),
+        (says(11), See("Running", attempt=1, spent=3)),
+        (says(12), See("Running", attempt=1, spent=3)),
+    ),
+    scenario(
+        "suspending stops the pods and keeps the volume",
+        STARTED,
+        RUNNING,
+        (lifecycle(suspend=True), See("Suspended", "", attempt=1, spent=0, why="SuspendRequested")),
+        (lifecycle(suspend=False), See("Pending", "1-0 1-1", attempt=1, spent=0)),
+        (runs, See("Running", "1-0 1-1")),
+        (all_end(0), See("Succeeded")),
+    ),
+    scenario(
+        "a job that is born suspended creates nothing",
+        (nothing, See("Suspended", "", attempt=0)),
+        (lifecycle(suspend=False), See("Pending", BOTH, attempt=0)),
+        lifecycle={"suspend": True},
+    ),
+    scenario(
+        "suspending between two gangs forgets the delay",
+        STARTED,
+        RUNNING,
+        (ends(0, 1), See("Restarting", spent=1)),
+        (both(runs, ends(0, 1)), See("Restarting", spent=2)),
+        (both(runs, ends(0, 1)), See("Restarting", "", attempt=3, spent=3, why="BackingOff")),
+        (lifecycle(suspend=True), See("Suspended", "", attempt=3, spent=3)),
+        (lifecycle(suspend=False), See("Pending", "3-0 3-1", attempt=3, spent=3)),
+    ),
+    scenario(
+        "suspending a run that has just ended changes nothing",
+        STARTED,
+        RUNNING,
+        (both(all_end(0), lifecycle(suspend=True)), See("Succeeded", BOTH)),
+    ),
+    scenario(
+        "a finished job is deleted after its time",
+        STARTED,
+        RUNNING,
+        (all_end(0), See("Succeeded", BOTH)),
+        (waits(30), See("Succeeded", BOTH)),
+        (waits(31), See("gone")),
+        lifecycle={"ttlSecondsAfterFinished": 60},
+    ),
+    scenario(
+        "a deadline ends the job",
+        STARTED,
+        RUNNING,
+        (waits(580), See("Running")),
+        (waits(20), See("Failed", "", why="DeadlineExceeded", spent=0)),
+        lifecycle={"activeDeadlineSeconds": 600},
+    ),
+    scenario(
+        "time in suspension does not count against the deadline",
+        STARTED,
+        RUNNING,
+        (both(waits(300), lifecycle(suspend=True)), See("Suspended", "")),
+        (both(waits(10_000), lifecycle(suspend=False)), See("Pending", "1-0 1-1")),
+        (runs, See("Running")),
+        (waits(250), See("Running")),
+        (waits(60), See("Failed", "", why="DeadlineExceeded")),
+        lifecycle={"activeDeadlineSeconds": 600},
+    ),
+    scenario(
+        "a deadline that passed while the run was ending does not undo its success",
+        STARTED,
+        RUNNING,
+        (both(waits(700), all_end(0)), See("Succeeded", BOTH)),
+        lifecycle={"activeDeadlineSeconds": 600},
+    ),
+    scenario(
+        "a quota that denies pods is told, and tried again",
+        (quota("exceeded quota: gpus, used 8"), See("Pending", "", why="QuotaExceeded", says="used 8")),
+        (waits(31), See("Pending", "", why="QuotaExceeded")),
+        (both(quota(None), waits(31)), See("Pending", BOTH, attempt=0, spent=0, why="Starting")),
+        RUNNING,
+    ),
+    scenario(
+        "a quota that denies the next gang does not charge it",
+        STARTED,
+        RUNNING,
+        (both(quota("exceeded quota"), ends(0, 1)), See("Restarting", "", attempt=1, spent=1, why="QuotaExceeded")),
+        (waits(31), See("Restarting", "", attempt=1, spent=1, why="QuotaExceeded")),
+        (both(quota(None), waits(31)), See("Restarting", "1-0 1-1", attempt=1, spent=1)),
+    ),
+    scenario(
+        "an image that cannot be pulled is told",
+        STARTED,
+        (pulled_not(1), See("Pending", BOTH, why="ImagePullBackOff", says="no such image")),
+        RUNNING,
+    ),
+    scenario(
+        "a pod that finds no node is told",
+        STARTED,
+        (scheduled_not(0, "Unschedulable", "0/3 nodes have 8 GPUs"), See("Pending", BOTH, why="Unschedulable")),
+        RUNNING,
+    ),
+    scenario(
+        "a claim without a volume is told",
+        STARTED,
+        (claim("Pending"), See("Pending", BOTH, why="ClaimPending")),
+        (claim("Bound"), See("Pending", BOTH, why="Starting")),
+    ),
+    scenario(
+        "a job whose name is still taken waits",
+        (nothing, See("Pending", BOTH)),
+        (both(job_deleted, lambda world: world.apply()), See("Pending", BOTH, attempt=0)),
+    ),
+    scenario(
+        "deleting a job while it starts leaves nothing",
+        STARTED,
+        (job_deleted, See("gone", "")),
+    ),
+    scenario(
+        "nothing is created for a job that is being deleted",
+        STARTED,
+        (both(deleted_in_foreground, pod_deleted(0), pod_deleted(1)), See("Pending", "")),
+    ),
+    scenario(
+        "a job that cannot fit is refused in words",
+        (nothing, See("Pending", "", why="Invalid", says="layers")),
+        (waits(600), See("Pending", "")),
+        parallelism={"data": 1, "pipeline": 64},
+    ),
+    scenario(
+        "a model that nobody here can see is trusted, and that is said",
+        (nothing, See("Pending", BOTH)),
+        RUNNING,
+        model={"source": "pvc://models/mine"},
+    ),
+    scenario(
+        "a gang scheduler that is not there is told",
+        (nothing, See("Pending", "", why="GangApiMissing", says="scheduling.volcano.sh/v1beta1")),
+        lifecycle={"gang": "Volcano"},
+    ),
+    scenario(
+        "a gang waits in its queue",
+        STARTED,
+        (scheduled_not(0, "SchedulingGated", ""), See("Pending", BOTH, why="Queued")),
+        RUNNING,
+        (ends(0, 1), See("Restarting", "1-0 1-1", attempt=1)),
+        apis=frozenset({"kueue.x-k8s.io"}),
+        lifecycle={"queue": "team"},
+    ),
+    scenario(
+        "engines start beside the gang and end with the job",
+        (nothing, See("Pending", BOTH, "0-0 0-1")),
+        (runs, See("Running", BOTH, "0-0 0-1")),
+        (all_end(0), See("Succeeded", BOTH, "")),
+        **GRPO,
+    ),
+    scenario(
+        "a lost engine is replaced alone",
+        (nothing, See("Pending", BOTH, "0-0 0-1")),
+        (both(runs, waits(60)), See("Running", BOTH, "0-0 0-1")),
+        (evicted(1, Role.ROLLOUT), See("Running", BOTH, "0-0 0-1", attempt=0, spent=0, uncounted=0)),
+        (pod_deleted(0, Role.ROLLOUT), See("Running", BOTH, "0-0 0-1", attempt=0, spent=0, uncounted=0)),
+        **GRPO,
+    ),
+    scenario(
+        "engines outlive the gang",
+        (nothing, See("Pending", BOTH, "0-0 0-1")),
+        (runs, See("Running", BOTH, "0-0 0-1")),
+        (ends(0, 1), See("Restarting", "1-0 1-1", "0-0 0-1", attempt=1, spent=1)),
+        (lifecycle(suspend=True), See("Suspended", "", "", attempt=2)),
+        (lifecycle(suspend=False), See("Pending", "2-0 2-1", "0-0 0-1", attempt=2)),
+        **GRPO,
+    ),
+    scenario(
+        "a succeeded pod cannot meet a new one, so the gang is replaced",
+        FOUR_STARTED,
+        (runs, See("Running", FOUR)),
+        (ends(1, 0), See("Running", FOUR)),
+        (ends(2, 1), See("Restarting", "1-0 1-1 1-2 1-3", attempt=1, spent=1)),
+        **MANY,
+    ),
+)

@@ -1,0 +1,150 @@
+"""Owns an HTTP server on loopback that answers as an API server was told to, and remembers what it was asked.
+
+For what the operator makes of answers; how a real API server answers is for tests/cluster.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+from kubernetes.aio import client
+
+from moejob_operator.api_client import ApiClient
+
+# Status and body; a status below 0 answers 200 and then says nothing for ever.
+Answer = tuple[int, Any]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One request."""
+
+    method: str
+    path: str
+    query: Mapping[str, str]
+    headers: Mapping[str, str]
+    body: Any
+
+    def __str__(self) -> str:
+        return f"{self.method} {self.path}"
+
+
+@dataclass
+class Requests:
+    """Metrics that remember."""
+
+    seen: list[tuple[str, str, str]] = field(default_factory=list)
+
+    def requested(self, verb: str, resource: str, code: str, _seconds: float) -> None:
+        self.seen.append((verb, resource, code))
+
+
+@dataclass
+class StandIn:
+    """What it answers to "METHOD /path", or "METHOD /path?watch". Answers are given in turn, the last one for ever."""
+
+    answers: dict[str, list[Answer]] = field(default_factory=dict)
+    asked: list[Asked] = field(default_factory=list)
+    metrics: Requests = field(default_factory=Requests)
+    # Requests hang while this is cleared.
+    answering: asyncio.Event = field(default_factory=asyncio.Event)
+    url: str = ""
+    most_at_once: int = 0
+    _at_once: int = 0
+
+    def say(self, asked: str, *answers: Answer) -> None:
+        self.answers[asked] = list(answers)
+
+    @property
+    def calls(self) -> list[str]:
+        return [str(asked) for asked in self.asked]
+
+    async def handle(self, request: web.Request) -> web.Response:
+        content = await request.text()
+        asked = Asked(
+            request.method, request.path, dict(request.query), request.headers, json.loads(content) if content else None
+        )
+        self.asked.append(asked)
+        self._at_once += 1
+        self.most_at_once = max(self.most_at_once, self._at_once)
+        try:
+            await self.answering.wait()
+        finally:
+            self._at_once -= 1
+        name = f"{asked}?watch" if "watch" in asked.query else str(asked)
+        answers = self.answers.get(name) or [refused(404, "NotFound", f"no answer to {name}")]
+        code, body = answers.pop(0) if len(answers) > 1 else answers[0]
+        if code < 0:
+            return await self._silence(request)
+        return web.Response(
+            status=code, text=body if isinstance(body, str) else json.dumps(body), content_type="application/json"
+        )
+
+    async def _silence(self, request: web.Request) -> web.Response:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await asyncio.Event().wait()
+        raise AssertionError
+
+
+def refused(code: int, reason: str, message: str = "said the API server") -> tuple[int, Any]:
+    """A refusal as an API server words it."""
+    return code, {"kind": "Status", "status": "Failure", "code": code, "reason": reason, "message": message}
+
+
+def listed(
+    *items: Any, kind: str = "PodList", api: str = "v1", version: str = "100", more: str = ""
+) -> tuple[int, Any]:
+    """A page of a list, its items without kind and apiVersion as in a real one."""
+    return 200, {
+        "kind": kind,
+        "apiVersion": api,
+        "metadata": {"resourceVersion": version, "continue": more},
+        "items": list(items),
+    }
+
+
+def stored(kind: str, name: str, version: int = 1, **fields: Any) -> dict[str, Any]:
+    """An object as an API server keeps it; labels and owners are given as such, the rest as it is."""
+    labels, owner, metadata = fields.pop("labels", {}), fields.pop("owner", None), fields.pop("metadata", {})
+    return {
+        "apiVersion": "v1",
+        "kind": kind,
+        "metadata": {
+            "name": name,
+            "namespace": "default",
+            "uid": f"uid-{name}",
+            "resourceVersion": str(version),
+            "labels": labels,
+            **({"ownerReferences": [{"uid": owner}]} if owner else {}),
+            **metadata,
+        },
+        **fields,
+    }
+
+
+@asynccontextmanager
+async def stand_in(seconds: float = 5.0, concurrency: int = 4) -> AsyncIterator[tuple[StandIn, ApiClient]]:
+    """A server, and a client that speaks to it."""
+    server = StandIn()
+    server.answering.set()
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", server.handle)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    server.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    settings = client.Configuration(host=server.url)
+    api = ApiClient(settings, server.metrics, concurrency=concurrency, seconds=seconds)
+    try:
+        yield server, api
+    finally:
+        server.answering.set()
+        await api.close()
+        await runner.cleanup()
