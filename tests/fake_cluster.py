@@ -92,6 +92,7 @@ class FakeCluster:
         if there is None:
             self._expect_one_gang(manifest)
             self._store(with_id, _created(manifest, self.now))
+            self._answered(with_id)
         elif _owners(there).isdisjoint(_owners(manifest)):
             raise Forbidden(f"a {kind} {about['name']} that belongs to something else is in the way")
         self._after()
@@ -102,6 +103,7 @@ class FakeCluster:
         there = self.objects.get(with_id)
         if there is not None and there["metadata"]["uid"] == ref.uid:
             self.end(with_id, force=force)
+            self._answered(with_id)
         self._after()
 
     async def write_status(self, job: Raw, status: Raw) -> None:
@@ -113,6 +115,7 @@ class FakeCluster:
         # The API server refuses what the CRD does not know.
         Status.model_validate_json(Status.model_validate(status, strict=False).model_dump_json(by_alias=True))
         self._store(with_id, there | {"status": copy.deepcopy(dict(status))})
+        self._answered(with_id)
         self._after()
 
     async def post(self, job: Raw, notice: Notice) -> None:
@@ -172,6 +175,11 @@ class FakeCluster:
         about = body["metadata"] | {"resourceVersion": str(self.versions)}
         about.setdefault("uid", f"uid-{self.versions}")
         self.objects[with_id] = body | {"metadata": about}
+
+    def _answered(self, with_id: Id) -> None:
+        """The answer to a write is known to the cache before any watch tells of it; a deletion for good is not."""
+        if with_id in self.objects:
+            self.cache[with_id] = copy.deepcopy(self.objects[with_id])
 
     def _before(self, change: str | None) -> None:
         self._fail()

@@ -67,7 +67,7 @@ class World:
         for _ in range(MAX_LOOKS):
             before = (self.cluster.versions, len(self.cluster.objects), self.crashes)
             again = self.look()
-            self._kubelets_delete()
+            self.kubelets_delete()
             after = (self.cluster.versions, len(self.cluster.objects), self.crashes)
             if again is not None and 0 < again <= PATIENCE_SECONDS:
                 self.wait(again)
@@ -120,6 +120,13 @@ class World:
         self.cluster.now += timedelta(seconds=seconds)
 
     # --- nodes -------------------------------------------------------------------------------------------------------
+
+    def kubelets_delete(self) -> None:
+        """Kubelets that live confirm that pods have ended."""
+        for pod in list(self.cluster.pods()):
+            about = pod["metadata"]
+            if "deletionTimestamp" in about and pod["spec"].get("nodeName") not in self.dead_nodes:
+                self.cluster.gone((Kind.POD, NAMESPACE, about["name"]))
 
     def run(self) -> None:
         """Every pod that can be is scheduled, starts and gets ready."""
@@ -259,12 +266,6 @@ class World:
             about = pod["metadata"]
             cross = "+" if "deletionTimestamp" in about else ""
             yield f"{about['labels'][Label.ATTEMPT]}-{about['labels'][Label.INDEX]}{cross}"
-
-    def _kubelets_delete(self) -> None:
-        for pod in list(self.cluster.pods()):
-            about = pod["metadata"]
-            if "deletionTimestamp" in about and pod["spec"].get("nodeName") not in self.dead_nodes:
-                self.cluster.gone((Kind.POD, NAMESPACE, about["name"]))
 
     def _set(
         self, pod: Body, *, ready: bool | None = None, more: Mapping[str, Any] | None = None, **status: Any

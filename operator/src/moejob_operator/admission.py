@@ -13,15 +13,14 @@ import ssl
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, Protocol
 
 from aiohttp import web
 
 from moejob_api.documents import parse_job
-from moejob_api.models.sources import Unseen, model_shape
-from moejob_api.plan import Plan, plan
 from moejob_api.problems import InvalidSpec, Problem, Rule
+from moejob_operator.judging import Judgement, judgement
 
 PATH = "/validate"
 # Two objects of the most that etcd holds, as JSON in JSON.
@@ -39,31 +38,18 @@ class AdmissionMetrics(Protocol):
         """A review was answered with allowed, denied or unreadable."""
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What is said about a job."""
-
-    problems: tuple[Problem, ...] = ()
-    warnings: tuple[str, ...] = ()
-    suggestions: tuple[str, ...] = ()
-
-
 class NotAReview(ValueError):
     """The body is no AdmissionReview: whoever sent it is no API server."""
 
 
-def verdict(raw: object) -> Verdict:
-    """What is wrong with a job, as `moejob plan` would say it; nothing on this disk is read for it."""
+def verdict(raw: object) -> Judgement:
+    """What is to be said about a job, as the reconciler will say it."""
     if not isinstance(raw, Mapping):
-        return Verdict((Problem(Rule.FIELD, "", "is no object"),))
+        return Judgement((Problem(Rule.FIELD, "", "is no object"),))
     try:
-        spec = parse_job(raw).spec
-        seen = model_shape(spec.model.source, spec.model.revision, local_paths=False)
-        found = plan(spec, None if isinstance(seen, Unseen) else seen)
+        return judgement(parse_job(raw).spec)
     except InvalidSpec as refused:
-        return Verdict(refused.problems)
-    unseen = (f"spec.model.source: not checked against the model: {seen.reason}",) if isinstance(seen, Unseen) else ()
-    return Verdict(found.problems, (*unseen, *map(str, found.warnings)), tuple(_suggested(found)))
+        return Judgement(refused.problems)
 
 
 def answer(review: object) -> dict[str, Any]:
@@ -76,33 +62,32 @@ def answer(review: object) -> dict[str, Any]:
     response: dict[str, Any] = {"uid": uid, "allowed": not found.problems}
     if found.problems:
         response["status"] = _status(found)
-    if found.warnings:
-        response["warnings"] = [text[:_WARNING_CHARACTERS] for text in found.warnings[:_WARNINGS]]
+    warnings = [text[:_WARNING_CHARACTERS] for text in _warnings(found)][:_WARNINGS]
+    if warnings:
+        response["warnings"] = warnings
     return {"apiVersion": _API, "kind": "AdmissionReview", "response": response}
 
 
-def _judged(request: Mapping[str, Any]) -> Verdict:
+def _judged(request: Mapping[str, Any]) -> Judgement:
     old, new = request.get("oldObject"), request.get("object")
     if request.get("operation") not in ("CREATE", "UPDATE"):
-        return Verdict()
+        return Judgement()
     if not isinstance(old, Mapping):
         return verdict(new)
     # A job that is labelled, finished or being deleted may be of a time when other rules held.
     if isinstance(new, Mapping) and _has_same_spec(old, new):
-        return Verdict()
+        return Judgement()
     found = verdict(new)
     # Nor is the one who suspends such a job told to mend what was wrong with it before.
     known = set(verdict(old).problems) if found.problems else set()
-    return Verdict(
-        tuple(problem for problem in found.problems if problem not in known), found.warnings, found.suggestions
-    )
+    return replace(found, problems=tuple(problem for problem in found.problems if problem not in known))
 
 
 def _has_same_spec(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
     return "spec" in new and old.get("spec") == new["spec"]
 
 
-def _status(found: Verdict) -> dict[str, Any]:
+def _status(found: Judgement) -> dict[str, Any]:
     causes = [
         {"reason": "FieldValueInvalid", "field": problem.path, "message": problem.message} for problem in found.problems
     ]
@@ -110,16 +95,15 @@ def _status(found: Verdict) -> dict[str, Any]:
     return {"code": 403, "reason": "Forbidden", "message": _message(found), "details": {"causes": causes}}
 
 
-def _message(found: Verdict) -> str:
+def _message(found: Judgement) -> str:
     text = "; ".join(map(str, found.problems))
     return f"{text}. What would be accepted: {'; '.join(found.suggestions)}" if found.suggestions else text
 
 
-def _suggested(found: Plan) -> Iterator[str]:
-    for suggestion in found.suggestions:
-        fields = suggestion.parallelism.model_dump(mode="json", by_alias=True, exclude_defaults=True)
-        layout = ", ".join(f"{name}: {value}" for name, value in fields.items()) or "the defaults"
-        yield f"parallelism {{{layout}}} on {suggestion.fit.gpus} GPUs"
+def _warnings(found: Judgement) -> Iterator[str]:
+    if found.unseen is not None:
+        yield f"spec.model.source: not checked against the model: {found.unseen}"
+    yield from map(str, found.warnings)
 
 
 # --- the server -----------------------------------------------------------------------------------------------------

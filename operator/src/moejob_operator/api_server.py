@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 from uuid import uuid4
@@ -25,6 +25,8 @@ log = Log(__name__)
 
 # A pod of 16 ranks says 2 kB.
 PROGRESS_BYTES = 64 * 1024
+# Pods asked at once: each takes a socket, of which a process has a thousand.
+_CONVERSATIONS = 256
 # The API server refuses more.
 _NOTE_BYTES = 1024
 _REPORTER = "moejob.dev/operator"
@@ -45,6 +47,7 @@ class ApiServer:
     remaining_seconds: Callable[[], float]
     status_written: Callable[[Mapping[str, Any], Mapping[str, Any]], None]
     progress_port: int = Port.PROGRESS.value
+    conversations: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_CONVERSATIONS))
 
     # --- reading --------------------------------------------------------------------------------------------------
 
@@ -86,7 +89,8 @@ class ApiServer:
         host = f"[{address}]" if ":" in address else address
         try:
             url = f"http://{host}:{self.progress_port}{HttpPath.PROGRESS}"
-            async with self.pods.get(url, allow_redirects=False) as answer:
+            # Waiting for one's turn is not the pod's silence.
+            async with self.conversations, self.pods.get(url, allow_redirects=False) as answer:
                 content = await _bounded(answer) if answer.status == 200 else None
             return None if content is None else PodProgress.model_validate_json(content)
         except (aiohttp.ClientError, OSError, TimeoutError, ValidationError) as error:

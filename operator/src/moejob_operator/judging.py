@@ -27,6 +27,7 @@ class Judgement:
     """What the planner says of a spec. `unseen` is why nobody could look at its model, `suggestions` what would do."""
 
     problems: tuple[Problem, ...] = ()
+    warnings: tuple[Problem, ...] = ()
     layout: Layout | None = None
     rollout: RolloutLayout | None = None
     memory_per_gpu_bytes: int | None = None
@@ -48,6 +49,7 @@ def judgement(spec: Spec) -> Judgement:
         return Judgement(refused.problems)
     return Judgement(
         problems=(*found.problems, *_too_long(spec)),
+        warnings=found.warnings,
         layout=found.layout,
         rollout=found.rollout,
         memory_per_gpu_bytes=None if found.memory is None else found.memory.bytes,

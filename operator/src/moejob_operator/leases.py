@@ -340,7 +340,8 @@ class ApiLeaseStore:
             "spec": spec,
         }
         try:
-            return await self.api.create(self._leases, lease)
+            # What was created is what was sent; the answer adds its version.
+            return {**await self.api.create(self._leases, lease), "spec": spec}
         except Exists as exists:
             raise Conflict(str(exists)) from exists
 

@@ -104,9 +104,6 @@ async def _built(stack: AsyncExitStack, settings: Settings, reconcile: Reconcile
     api = await _client(stack, settings, metrics, settings.request_concurrency)
     leadership = await _leadership(stack, settings, metrics)
     webhook = _webhook(stack, settings, metrics, api, leadership) if settings.webhook else None
-    served = health.application(metrics, lambda: _missing(stopping, webhook))
-    await stack.enter_async_context(health.served(served, settings.http_port))
-
     cache = Cache()
     metrics.count(lambda: cache.jobs() if leadership.remaining_seconds() > 0 else ())
     gangs = GangApis(api)
@@ -128,8 +125,10 @@ async def _built(stack: AsyncExitStack, settings: Settings, reconcile: Reconcile
     )
     # As many connections as there are watches, and one to spare for when one of them begins anew.
     watching = watches(await _client(stack, settings, metrics, concurrency=8), lists, queue.add)
-    leader = Leader(queue, lists, watching, settings.resync_seconds, metrics.leads)
-    return _Parts(leadership, leader, webhook)
+    parts = _Parts(leadership, Leader(queue, lists, watching, settings.resync_seconds, metrics.leads), webhook)
+    served = health.application(metrics, lambda: _missing(parts, stopping))
+    await stack.enter_async_context(health.served(served, settings.http_port))
+    return parts
 
 
 async def _client(stack: AsyncExitStack, settings: Settings, metrics: Metrics, concurrency: int) -> ApiClient:
@@ -163,12 +162,15 @@ def _webhook(
     )
 
 
-def _missing(stopping: asyncio.Event, webhook: Webhook | None) -> Mapping[str, str]:
+def _missing(parts: _Parts, stopping: asyncio.Event) -> Mapping[str, str]:
     if stopping.is_set():
         return {"operator": "is stopping"}
-    if webhook is not None and webhook.pair is None:
-        return {"webhook": f"the Secret {webhook.store.secret} holds no certificate yet"}
-    return {}
+    lacks = {
+        f"watch of {watch.kind}": "has not listed yet" for watch in parts.leader.watches if not watch.listed.is_set()
+    }
+    if parts.webhook is not None and parts.webhook.pair is None:
+        lacks["webhook"] = f"the Secret {parts.webhook.store.secret} holds no certificate yet"
+    return lacks
 
 
 def _pod_session(settings: Settings) -> aiohttp.ClientSession:

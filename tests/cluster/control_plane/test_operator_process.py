@@ -69,6 +69,7 @@ def test_a_follower_takes_over_within_15_seconds_of_a_killed_leader(home: Home) 
     leader, follower = two_replicas(home)
     until(lambda: follower.is_ready, seconds=20, waiting_for=home.tails)
     assert home.leaders == [leader]
+    assert [line["event"] for line in leader.log()].count("leading") == 1
     begun = time.monotonic()
     leader.process.stop()
     until(lambda: follower.leads, seconds=15, waiting_for=home.tails)
@@ -163,6 +164,26 @@ def test_a_pod_that_vanished_while_the_watch_was_expired_is_missed(home: Home) -
 
     until(is_replaced, seconds=40, waiting_for=home.tails)
     assert operator.process.pid is not None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("component", [Component.API_SERVER, Component.ETCD])
+def test_without_an_api_a_leader_stops_leading_and_goes_on_where_it_was_when_there_is_one(
+    home: Home, component: Component
+) -> None:
+    operator = home.replica()
+    operator.start()
+    home.leader()
+    home.plane.stop(component)
+    begun = time.monotonic()
+    until(lambda: not operator.leads, seconds=14, waiting_for=home.tails)
+    assert time.monotonic() - begun > 5, "a short loss is no reason to stop"
+    assert operator.said("/healthz") is not None
+    home.plane.start(component)
+    until(lambda: operator.leads, seconds=25, waiting_for=home.tails)
+    applied(home)
+    until(lambda: len(pods(home.plane, home.namespace)) == 2, seconds=20, waiting_for=home.tails)
+    assert not [line for line in operator.log() if line["level"] == "error"]
 
 
 # --- the webhook ----------------------------------------------------------------------------------------------------

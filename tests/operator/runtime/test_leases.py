@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from moejob_operator.cluster import Conflict, Retryable
 from moejob_operator.leases import (
     Acquire,
+    ApiLeaseStore,
     Election,
     Lease,
     Move,
@@ -27,6 +29,7 @@ from moejob_operator.leases import (
     move,
     sighted,
 )
+from stand_in_api import Answer, StandIn, refused, stand_in
 from virtual_time import run_virtually
 
 TERMS = Terms()
@@ -368,6 +371,74 @@ def test_what_the_work_of_a_leader_raises_ends_the_process_and_frees_the_lease()
         assert etcd.holder == ""
 
     run_virtually(story())
+
+
+# --- the Lease in an API server -------------------------------------------------------------------------------------
+
+LEASES = "/apis/coordination.k8s.io/v1/namespaces/moejob-system/leases"
+
+
+@asynccontextmanager
+async def api_store() -> AsyncIterator[tuple[StandIn, ApiLeaseStore]]:
+    async with stand_in() as (server, api):
+        yield server, ApiLeaseStore(api, "moejob-system", "moejob-operator")
+
+
+def answered(version: int, **spec: Any) -> tuple[int, dict[str, Any]]:
+    """A Lease; without a spec as the API server answers who asked for metadata only."""
+    return 200, {"metadata": {"resourceVersion": str(version)}, **({"spec": spec} if spec else {})}
+
+
+def test_a_lease_that_is_not_there_is_created_and_then_ours() -> None:
+    async def story() -> None:
+        async with api_store() as (server, store):
+            server.say(f"POST {LEASES}", answered(1))
+            assert await store.read() is None
+            created = Lease.of(await store.create(body(TERMS, "me", None, NOW)))
+            assert created == Lease("me", 13, 0, "1")
+            assert server.asked[-1].body["metadata"] == {"name": "moejob-operator", "namespace": "moejob-system"}
+
+    asyncio.run(story())
+
+
+def test_a_lease_is_written_only_as_it_was_read_and_keeps_what_others_say_in_it() -> None:
+    async def story() -> None:
+        async with api_store() as (server, store):
+            server.say(f"GET {LEASES}/moejob-operator", answered(4, holderIdentity="other"))
+            server.say(f"PATCH {LEASES}/moejob-operator", answered(5, holderIdentity="me"))
+            found = Lease.of(await store.read() or {})
+            assert Lease.of(await store.write({"holderIdentity": "me"}, found.version)).holder == "me"
+            assert server.asked[-1].body == {"metadata": {"resourceVersion": "4"}, "spec": {"holderIdentity": "me"}}
+            assert server.asked[-1].headers["Content-Type"] == "application/merge-patch+json"
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize(
+    ("answer", "raised"),
+    [
+        pytest.param(refused(409, "Conflict"), Conflict, id="changed since"),
+        pytest.param(refused(409, "AlreadyExists"), Conflict, id="created by another"),
+        pytest.param(refused(404, "NotFound"), Conflict, id="deleted"),
+        pytest.param(refused(500, "InternalError"), Retryable, id="no answer"),
+    ],
+)
+def test_a_lease_that_was_not_written_is_told(answer: Answer, raised: type[Exception]) -> None:
+    async def story() -> None:
+        async with api_store() as (server, store):
+            if answer[1]["reason"] == "AlreadyExists":
+                server.say(f"POST {LEASES}", answer)
+                with pytest.raises(raised):
+                    await store.create({})
+                return
+            server.say(f"PATCH {LEASES}/moejob-operator", answer)
+            with pytest.raises(raised):
+                await store.write({}, "4")
+
+    asyncio.run(story())
+
+
+# --- any weather ----------------------------------------------------------------------------------------------------
 
 
 @given(

@@ -39,7 +39,7 @@ def test_a_line_is_an_event_with_fields() -> None:
     assert said.pop("time").endswith("+00:00")
     assert said == {
         "level": "info", "logger": "moejob_operator.test", "event": "gang restarted", "job": "a", "attempt": 2,
-        "key": "JobKey(namespace='default', name='a')",
+        "key": "default/a",
     }  # fmt: skip
 
 
