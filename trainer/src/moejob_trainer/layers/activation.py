@@ -1,0 +1,39 @@
+"""What stands between the two linear maps of an expert or a dense block."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import functional
+
+from moejob_trainer.layers.precision import widened
+
+
+def swiglu(gate_up: Tensor, probabilities: Tensor | None = None) -> Tensor:
+    """silu(gate) * up, times each row's probability when given; computed in float32 and rounded once.
+
+    gate_up [r, 2, f], probabilities [r] -> [r, f]
+    """
+    return plain_swiglu(gate_up, probabilities)
+
+
+def plain_swiglu(gate_up: Tensor, probabilities: Tensor | None = None) -> Tensor:
+    """`swiglu` in the operations of torch."""
+    gate, up = widened(gate_up).unbind(1)
+    return _weighted(functional.silu(gate) * up, probabilities).to(gate_up.dtype)
+
+
+def clamped_swiglu(
+    gate_up: Tensor, probabilities: Tensor | None = None, *, limit: float = 7.0, steepness: float = 1.702
+) -> Tensor:
+    """The activation of gpt-oss: both halves clamped, the gate by a steeper sigmoid, and one added to `up`.
+
+    gate_up [r, 2, f], probabilities [r] -> [r, f]
+    """
+    gate, up = widened(gate_up).unbind(1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    activated = (up + 1) * gate * (gate * steepness).sigmoid()
+    return _weighted(activated, probabilities).to(gate_up.dtype)
+
+
+def _weighted(activated: Tensor, probabilities: Tensor | None) -> Tensor:
+    return activated if probabilities is None else activated * widened(probabilities)[:, None]

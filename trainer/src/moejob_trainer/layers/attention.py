@@ -1,0 +1,131 @@
+"""Causal attention inside the documents of a packed row."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional
+
+from moejob_trainer.layers.communication import gathered_row
+from moejob_trainer.layers.documents import Documents, Span
+from moejob_trainer.layers.precision import widened
+
+# A mask is made for so many queries at a time: never one of a whole document.
+MASKED_QUERIES = 512
+
+
+def attended(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Documents,
+    *,
+    scale: float,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    context_group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """For each token the values of its document up to itself, weighted by softmax(scale * q k).
+
+    q [t, n, d], k [t, g, d], v [t, g, dv], g a divisor of n; t the tokens that this rank holds -> [t, n, dv]
+    `window`: how many tokens each one sees, itself included. `sinks` [n]: logits that take part in each head's softmax
+    and stand for no token.
+    """
+    if documents.context_size > 1:
+        k, v = _whole_row(k, v, documents, context_group)
+    return plain_attended(q, k, v, documents, scale=scale, window=window, sinks=sinks)
+
+
+def plain_attended(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Documents,
+    *,
+    scale: float,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """`attended` in the operations of torch, given keys and values of the whole row."""
+    # Zeros behind the values keep torch's fast kernels, which want one size for all three.
+    padded = functional.pad(v, (0, max(0, q.shape[-1] - v.shape[-1])))
+    outputs = []
+    spans = documents.spans()
+    for queries, span in zip(q.split([span.queries for span in spans]), spans, strict=True):
+        outputs += _span_attended(queries, k, padded, span, scale=scale, window=window, sinks=sinks)
+    return torch.cat([q.new_zeros(0, q.shape[1], padded.shape[-1]), *outputs])[..., : v.shape[-1]]
+
+
+def _whole_row(k: Tensor, v: Tensor, documents: Documents, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
+    if group is None or group.size() != documents.context_size:
+        raise ValueError(
+            f"documents are cut for {documents.context_size} context ranks, "
+            f"but the context group has {1 if group is None else group.size()}"
+        )
+    # One collective for both.
+    both = gathered_row(torch.cat([k, v], dim=-1), group)
+    keys, values = both.split([k.shape[-1], v.shape[-1]], dim=-1)
+    return keys, values
+
+
+def _span_attended(
+    q: Tensor, k: Tensor, v: Tensor, span: Span, *, scale: float, window: int | None, sinks: Tensor | None
+) -> list[Tensor]:
+    last_key = span.first_key + span.keys
+    # split, and not one slice a document: the gradient of a slice is as long as the whole row.
+    pieces = zip(
+        q.split(span.query_counts),
+        k[span.first_key : last_key].split(span.key_counts),
+        v[span.first_key : last_key].split(span.key_counts),
+        strict=True,
+    )
+    return [_piece_attended(*piece, scale=scale, window=window, sinks=sinks) for piece in pieces]
+
+
+def _piece_attended(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, sinks: Tensor | None
+) -> Tensor:
+    """Queries [m, n, d] of one document and the keys [s, g, d] up to the last of them. [m, n, dv]"""
+    queries, keys = q.shape[0], k.shape[0]
+    window = None if window is None or window >= keys else window
+    if window is None and sinks is None and queries == keys:
+        return _softmax_attended(q, k, v, None, scale=scale)
+    blocks = []
+    for first, block in zip(range(0, queries, MASKED_QUERIES), q.split(MASKED_QUERIES), strict=True):
+        # What the first query of the block sees first, and the last one last.
+        position = keys - queries + first
+        start = 0 if window is None else max(0, position - window + 1)
+        end = position + block.shape[0]
+        mask = _mask(position - start, block.shape[0], window, q.device)
+        blocks.append(_masked_attended(block, k[start:end], v[start:end], mask, scale=scale, sinks=sinks))
+    return torch.cat(blocks)
+
+
+def _mask(first: int, queries: int, window: int | None, device: torch.device) -> Tensor:
+    """Which of the keys 0, 1, ... the queries at `first`, first + 1, ... see. bool [queries, first + queries]"""
+    distance = torch.arange(first, first + queries, device=device)[:, None] - torch.arange(
+        first + queries, device=device
+    )
+    return distance >= 0 if window is None else (distance >= 0) & (distance < window)
+
+
+def _masked_attended(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *, scale: float, sinks: Tensor | None) -> Tensor:
+    if sinks is None:
+        return _softmax_attended(q, k, v, mask, scale=scale)
+    heads_per_group = q.shape[1] // k.shape[1]
+    queries = q.unflatten(1, (k.shape[1], heads_per_group))
+    scores = widened(torch.einsum("qghd,kgd->ghqk", queries, k)) * scale
+    scores = scores.masked_fill(~mask, float("-inf"))
+    sink = widened(sinks).view(*scores.shape[:2], 1, 1).expand(*scores.shape[:3], 1)
+    weights = torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
+    return torch.einsum("ghqk,kgd->qghd", weights.to(v.dtype), v).flatten(1, 2)
+
+
+def _softmax_attended(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float) -> Tensor:
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    grouped = q.shape[1] != k.shape[1]
+    output = functional.scaled_dot_product_attention(
+        q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+    )
+    return output[0].transpose(0, 1)

@@ -1,0 +1,139 @@
+"""Which tokens of a packed row belong together, and which of them this rank holds; knows no tensor of the model.
+
+A row is documents back to back. Context parallelism cuts the row, not each document, into 2*c equal chunks, and rank r
+holds chunks r and 2*c-1-r in this order: under a causal mask every rank then has the same work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Span:
+    """Neighbouring queries of one rank and the keys that they may look at, both in pieces of one document each.
+
+    The last query of a piece is the last key of that piece: a causal mask is aligned at the bottom right.
+    """
+
+    first_key: int
+    query_counts: tuple[int, ...]
+    key_counts: tuple[int, ...]
+
+    @property
+    def queries(self) -> int:
+        return sum(self.query_counts)
+
+    @property
+    def keys(self) -> int:
+        return sum(self.key_counts)
+
+
+@dataclass(frozen=True, eq=False)
+class Documents:
+    """The documents of one row, seen from one rank of the context group."""
+
+    cu_lengths: Tensor
+    """int32 [documents + 1]: where each document starts in the whole row, on the device of the activations."""
+    lengths: tuple[int, ...]
+    """The same on the host: reading it never waits for a device."""
+    context_rank: int = 0
+    context_size: int = 1
+
+    def __post_init__(self) -> None:
+        if min(self.lengths, default=0) < 0:
+            raise ValueError(f"document lengths {self.lengths} must not be negative")
+        if self.cu_lengths.shape != (len(self.lengths) + 1,):
+            raise ValueError(
+                f"cu_lengths has shape {tuple(self.cu_lengths.shape)}, "
+                f"but {len(self.lengths)} documents need {len(self.lengths) + 1} boundaries"
+            )
+        if not 0 <= self.context_rank < self.context_size:
+            raise ValueError(f"context rank {self.context_rank} is not below the context size {self.context_size}")
+        if self.context_size > 1 and self.row_tokens % (2 * self.context_size):
+            raise ValueError(
+                f"a row of {self.row_tokens} tokens cannot be cut into 2 x {self.context_size} equal chunks; "
+                f"pad it to a multiple of {2 * self.context_size}"
+            )
+
+    @staticmethod
+    def of(
+        lengths: Sequence[int],
+        *,
+        device: torch.device | str = "cpu",
+        context_rank: int = 0,
+        context_size: int = 1,
+    ) -> Documents:
+        """The documents with these lengths, in this order."""
+        boundaries = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+        cu_lengths = boundaries.to(device, non_blocking=True)
+        return Documents(cu_lengths, tuple(lengths), context_rank, context_size)
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens of the whole row."""
+        return sum(self.lengths)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that this rank holds."""
+        return self.row_tokens // self.context_size
+
+    def held(self) -> tuple[tuple[int, int], ...]:
+        """What this rank holds, as (start, end) in the row."""
+        if self.context_size == 1:
+            return ((0, self.row_tokens),)
+        chunk = self.row_tokens // (2 * self.context_size)
+        chunks = (self.context_rank, 2 * self.context_size - 1 - self.context_rank)
+        return tuple((chunk * index, chunk * (index + 1)) for index in chunks)
+
+    def indices(self) -> Tensor:
+        """int64 [tokens]: where in the row this rank's tokens stand."""
+        return torch.cat([torch.arange(start, end, device=self.cu_lengths.device) for start, end in self.held()])
+
+    def segments(self) -> Tensor:
+        """int32 [tokens]: which document each of this rank's tokens belongs to."""
+        return torch.searchsorted(self.cu_lengths[1:], self.indices().int(), right=True, out_int32=True)
+
+    def positions(self) -> Tensor:
+        """int64 [tokens]: where inside its document each of this rank's tokens stands."""
+        return self.indices() - self.cu_lengths[self.segments()]
+
+    def order(self) -> Tensor:
+        """int64 [row_tokens]: `gathered[order]` is the row, where `gathered` is what the ranks hold, rank after rank."""
+        positions = torch.arange(self.row_tokens, device=self.cu_lengths.device)
+        return in_row_order(positions, self.context_size)
+
+    def spans(self) -> tuple[Span, ...]:
+        """This rank's queries and their keys, one span for each run of neighbouring tokens."""
+        return tuple(self._span(start, end) for start, end in self.held())
+
+    def _span(self, start: int, end: int) -> Span:
+        boundaries = pairwise(accumulate(self.lengths, initial=0))
+        inside = [(first, min(last, end)) for first, last in boundaries if max(first, start) < min(last, end)]
+        return Span(
+            first_key=inside[0][0] if inside else start,
+            query_counts=tuple(last - max(first, start) for first, last in inside),
+            key_counts=tuple(last - first for first, last in inside),
+        )
+
+
+def in_row_order(gathered: Tensor, context_size: int) -> Tensor:
+    """The row, of what the context ranks hold one after the other. [row_tokens, ...]"""
+    if context_size == 1:
+        return gathered
+    halves = gathered.unflatten(0, (context_size, 2, gathered.shape[0] // (2 * context_size)))
+    return torch.cat([halves[:, 0], halves[:, 1].flip(0)]).flatten(0, 1)
+
+
+def in_rank_order(row: Tensor, context_size: int) -> Tensor:
+    """What the context ranks hold one after the other, of the row: the inverse of `in_row_order`."""
+    if context_size == 1:
+        return row
+    chunks = row.unflatten(0, (2 * context_size, row.shape[0] // (2 * context_size)))
+    return torch.stack([chunks[:context_size], chunks[context_size:].flip(0)], dim=1).flatten(0, 2)

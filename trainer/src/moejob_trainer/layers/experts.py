@@ -1,0 +1,82 @@
+"""Linear maps of many experts at once, over rows sorted by expert."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from moejob_trainer.layers.precision import widened
+
+ALIGNMENT_BYTES = 16
+# torch 2.11 has it under its other name.
+grouped_mm = getattr(functional, "grouped_mm", None) or torch._grouped_mm  # noqa: SLF001
+
+
+def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Each row times its expert's weight, plus its expert's bias.
+
+    x [r, k] sorted by expert, weight [e, n, k], counts int [e] with sum r, bias [e, n] -> [r, n]
+    """
+    product: Tensor = _GroupedLinear.apply(x, weight, counts.cumsum(0, dtype=torch.int32))
+    return product if bias is None else product + _RowsOfExperts.apply(bias, counts, x.shape[0])
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        context.save_for_backward(x, weight, ends)
+        return _product(x, weight.transpose(1, 2), ends)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight, ends = context.saved_tensors
+        # The sum of a loss hands down a gradient of stride 0, which the kernel refuses.
+        gradient = gradient.contiguous()
+        x_gradient = _product(gradient, weight, ends) if context.needs_input_grad[0] else None
+        weight_gradient = _outer_products(gradient, x, ends) if context.needs_input_grad[1] else None
+        return x_gradient, weight_gradient, None
+
+
+class _RowsOfExperts(torch.autograd.Function):
+    """Each expert's bias, once for each of its rows. Torch's own backward adds thousands of rows in bfloat16."""
+
+    @staticmethod
+    def forward(context: Any, bias: Tensor, counts: Tensor, rows: int) -> Tensor:
+        context.save_for_backward(counts)
+        return bias.repeat_interleave(counts, dim=0, output_size=rows)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (counts,) = context.saved_tensors
+        wide = widened(gradient).contiguous()
+        sums = torch.segment_reduce(wide, "sum", lengths=counts.long(), axis=0, unsafe=True, initial=0)
+        return sums.to(gradient.dtype), None, None
+
+
+def _product(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """x [r, k] by weights [e, k, n] -> [r, n]"""
+    if _kernel_takes(x, *weights.shape[1:]):
+        product: Tensor = grouped_mm(x.contiguous(), weights, offs=ends)
+        return product
+    parts = x.tensor_split(ends[:-1].cpu())
+    return torch.cat([part @ weight for part, weight in zip(parts, weights, strict=True)])
+
+
+def _outer_products(gradient: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+    """gradient [r, n] by x [r, k] -> [e, n, k]"""
+    if _kernel_takes(x, x.shape[1], gradient.shape[1]):
+        products: Tensor = grouped_mm(gradient.t(), x.contiguous(), offs=ends)
+        return products
+    inner = ends[:-1].cpu()
+    pairs = zip(gradient.tensor_split(inner), x.tensor_split(inner), strict=True)
+    return torch.stack([rows.t() @ part for rows, part in pairs])
+
+
+def _kernel_takes(rows: Tensor, *widths: int) -> bool:
+    """Whether the grouped kernel knows this precision and these widths, and has rows to work on."""
+    if rows.dtype not in (torch.float32, torch.bfloat16, torch.float16) or rows.shape[0] == 0:
+        return False
+    return all(width > 0 and width * rows.element_size() % ALIGNMENT_BYTES == 0 for width in widths)

@@ -1,0 +1,32 @@
+"""Root mean square normalisation over the last axis."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from moejob_trainer.layers.precision import widened
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`x` scaled to a root mean square of one, times `weight`; computed in float32 and rounded once."""
+    return plain_rms_norm(x, weight, eps)
+
+
+def plain_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`rms_norm` in the operations of torch."""
+    wide = widened(x)
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * scale * widened(weight)).to(x.dtype)
+
+
+class RMSNorm(nn.Module):
+    """`rms_norm` with a weight of its own."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)

@@ -1,0 +1,109 @@
+"""Bringing tokens to their experts and the results back, on one rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moejob_trainer.layers.precision import widened
+
+
+@dataclass(frozen=True, eq=False)
+class Permutation:
+    """Which row of the sorted rows belongs to which choice of which token.
+
+    A token has k choices; a choice of the expert `expert_count` is a choice of none, and has no row.
+    """
+
+    order: Tensor
+    """int64 [rows]: the choice (token * k + its place among the k) that each row belongs to."""
+    inverse: Tensor
+    """int64 [t, k]: the row of each choice; `rows` for a choice of none."""
+    counts: Tensor
+    """int64 [expert_count]: rows of each expert."""
+
+    @staticmethod
+    def of(experts: Tensor, expert_count: int, rows: int | None = None) -> Permutation:
+        """Sorts by expert; tokens of one expert keep their order.
+
+        experts int [t, k]. `rows` is how many choices are not of none: all of them unless given, since counting them
+        here would wait for the device.
+        """
+        by_expert, order = experts.flatten().sort(stable=True)
+        rows = experts.numel() if rows is None else rows
+        places = torch.empty_like(order)
+        places[order] = torch.arange(order.numel(), device=order.device)
+        ends = torch.searchsorted(
+            by_expert, torch.arange(expert_count, device=order.device, dtype=by_expert.dtype), right=True
+        )
+        counts = ends.diff(prepend=ends.new_zeros(1))
+        return Permutation(order[:rows], places.clamp(max=rows).view(experts.shape), counts)
+
+    @property
+    def rows(self) -> int:
+        return self.order.shape[0]
+
+    @property
+    def tokens(self) -> Tensor:
+        """int64 [rows]: the token of each row."""
+        return self.order // max(self.inverse.shape[1], 1)
+
+
+def permuted(x: Tensor, permutation: Permutation) -> Tensor:
+    """The tokens x [t, h], once for each of their choices, sorted by expert. [rows, h]"""
+    rows: Tensor = _Permuted.apply(x, permutation)
+    return rows
+
+
+def permuted_probabilities(probabilities: Tensor, permutation: Permutation) -> Tensor:
+    """The probabilities [t, k] of the choices, sorted by expert. [rows]"""
+    return probabilities.flatten()[permutation.order]
+
+
+def combined(y: Tensor, permutation: Permutation, probabilities: Tensor | None = None) -> Tensor:
+    """For each token the sum of its rows of y [rows, h], each times its probability [t, k] when given. [t, h]"""
+    if probabilities is not None:
+        y = (widened(y) * widened(permuted_probabilities(probabilities, permutation))[:, None]).to(y.dtype)
+    sums: Tensor = _Combined.apply(y, permutation)
+    return sums
+
+
+class _Permuted(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: Tensor, permutation: Permutation) -> Tensor:
+        context.permutation = permutation
+        return x.index_select(0, permutation.tokens)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _row_sums(gradient, context.permutation.inverse), None
+
+
+class _Combined(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, y: Tensor, permutation: Permutation) -> Tensor:
+        context.permutation = permutation
+        return _row_sums(y, permutation.inverse)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.index_select(0, context.permutation.tokens), None
+
+
+def _row_sums(rows: Tensor, inverse: Tensor) -> Tensor:
+    """For each token the sum of its rows, in float32 and rounded once. rows [r, h], inverse [t, k] -> [t, h]"""
+    return plain_row_sums(rows, inverse)
+
+
+def plain_row_sums(rows: Tensor, inverse: Tensor) -> Tensor:
+    """`_row_sums` in the operations of torch, one choice after the other: k copies of all tokens never exist."""
+    sums = torch.zeros(inverse.shape[0], rows.shape[1], dtype=widened(rows[:0]).dtype, device=rows.device)
+    # A choice of none points behind the last row.
+    complete = rows.shape[0] == inverse.numel()
+    reachable = rows if complete else torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
+    for places in inverse.unbind(1):
+        sums += reachable[places]
+    return sums.to(rows.dtype)

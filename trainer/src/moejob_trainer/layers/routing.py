@@ -1,0 +1,199 @@
+"""Which experts a token goes to, with which weight, and how evenly tokens spread over the experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+class Scoring(StrEnum):
+    """How logits become what experts are chosen by and weighted with."""
+
+    SOFTMAX = "softmax"
+    """Over all experts: Mixtral, Qwen, DeepSeek-V2."""
+    SELECTED_SOFTMAX = "selected-softmax"
+    """Over the chosen experts: gpt-oss."""
+    SIGMOID = "sigmoid"
+    """Each expert for itself: DeepSeek-V3, GLM-4.5."""
+
+
+@dataclass(frozen=True)
+class Routing:
+    """The numbers of one model's router."""
+
+    experts: int
+    per_token: int
+    scoring: Scoring = Scoring.SOFTMAX
+    renormalized: bool = False
+    """Whether the weights of a token are divided by their sum."""
+    scale: float = 1.0
+    """What weights are multiplied by at last."""
+    groups: int = 1
+    kept_groups: int = 1
+    """Tokens choose among the experts of so many of the `groups`."""
+    dtype: torch.dtype = torch.float32
+    """What scores are computed in."""
+
+    def __post_init__(self) -> None:
+        if self.experts % self.groups or not 1 <= self.kept_groups <= self.groups:
+            raise ValueError(
+                f"{self.experts} experts cannot be {self.groups} groups of which {self.kept_groups} are kept"
+            )
+        if not 1 <= self.per_token <= self.experts // self.groups * self.kept_groups:
+            reachable = self.experts // self.groups * self.kept_groups
+            raise ValueError(f"a token cannot choose {self.per_token} of {reachable} experts")
+
+
+def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    """The router's linear map, computed in `dtype` when given. x [t, h], weight [E, h], bias [E] -> [t, E]"""
+    dtype = dtype or x.dtype
+    return functional.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+
+
+def routed(
+    logits: Tensor, routing: Routing, *, selection_bias: Tensor | None = None, chosen: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The experts int64 [t, k] that each token goes to, and their weights [t, k] in the routing's precision.
+
+    `selection_bias` [E] moves what is chosen and no weight. `chosen` [t, k] replays a choice made before.
+    """
+    logits = logits.to(routing.dtype)
+    if routing.scoring is Scoring.SELECTED_SOFTMAX:
+        chosen = _chosen(logits, routing, selection_bias) if chosen is None else chosen
+        return chosen, logits.gather(1, chosen).softmax(-1) * routing.scale
+    scores = logits.sigmoid() if routing.scoring is Scoring.SIGMOID else logits.softmax(-1)
+    chosen = _chosen(scores, routing, selection_bias) if chosen is None else chosen
+    weights = scores.gather(1, chosen)
+    if routing.renormalized:
+        weights = weights / (weights.sum(-1, keepdim=True) + _smallest_sum(routing))
+    return chosen, weights * routing.scale
+
+
+def balancing_scores(logits: Tensor, routing: Routing) -> Tensor:
+    """What balancing losses take as the share of each expert in each token: positive, and one in sum. [t, E]"""
+    logits = logits.to(routing.dtype)
+    if routing.scoring is not Scoring.SIGMOID:
+        return logits.softmax(-1)
+    scores = logits.sigmoid()
+    return scores / (scores.sum(-1, keepdim=True) + _smallest_sum(routing))
+
+
+def expert_counts(experts: Tensor, expert_count: int, counted: Tensor | None = None) -> Tensor:
+    """How many of the choices [t, k] fell on each expert, of the tokens that are `counted` (bool [t]). float32 [E]"""
+    return document_counts(experts, torch.zeros_like(experts[:, 0]), 1, expert_count, counted)[0]
+
+
+def document_counts(
+    experts: Tensor, segments: Tensor, documents: int, expert_count: int, counted: Tensor | None = None
+) -> Tensor:
+    """The same for each document, where `segments` [t] says which one a token belongs to. float32 [documents, E]"""
+    counts = torch.zeros(documents, expert_count + 1, device=experts.device)
+    ones = torch.ones_like(segments) if counted is None else counted
+    places = segments.long()[:, None] * (expert_count + 1) + experts
+    counts.view(-1).index_add_(0, places.flatten(), ones.float()[:, None].expand(experts.shape).flatten())
+    # A choice of none, `expert_count`, is no choice.
+    return counts[:, :expert_count]
+
+
+def switch_loss(scores: Tensor, counts: Tensor, tokens: Tensor | float, per_token: int) -> Tensor:
+    """What these tokens add to the balancing loss of the Switch Transformer; one when all are balanced.
+
+    scores [t, E] of the tokens here (zero for those not counted); counts [E] and `tokens` of all tokens that are
+    balanced together, here and elsewhere: the sum over the ranks is the loss, whatever the layout.
+    """
+    experts = scores.shape[1]
+    return (scores.sum(0) * counts).sum() * experts / (per_token * _squared(tokens))
+
+
+def sequence_loss(scores: Tensor, counts: Tensor, lengths: Tensor, segments: Tensor, per_token: int) -> Tensor:
+    """The same inside each document, summed over the documents.
+
+    scores [t, E] and segments [t] of the tokens here; counts [documents, E] and lengths [documents] of whole documents.
+    """
+    experts = scores.shape[1]
+    weights = counts * experts / (per_token * lengths.to(counts.dtype).square().clamp(min=1)[:, None])
+    return (scores * weights[segments]).sum()
+
+
+def z_loss(logits: Tensor, tokens: Tensor | float, counted: Tensor | None = None) -> Tensor:
+    """What these tokens add to the mean of logsumexp(logits)^2 over `tokens` tokens: it keeps logits small."""
+    squares = logits.float().logsumexp(-1).square()
+    return (squares if counted is None else squares * counted).sum() / tokens
+
+
+def capacity(tokens: int, routing: Routing, factor: float) -> int:
+    """How many of these tokens each expert takes at most."""
+    return -int(-tokens * routing.per_token * factor // routing.experts)
+
+
+def within_capacity(experts: Tensor, probabilities: Tensor, most: int, expert_count: int) -> tuple[Tensor, Tensor]:
+    """The choices that remain when each expert takes the `most` that want it the most.
+
+    A choice that is dropped becomes one of none: the expert `expert_count`, with probability 0.
+    """
+    wanted = probabilities.detach().flatten().argsort(descending=True, stable=True)
+    by_expert, order = experts.flatten()[wanted].sort(stable=True)
+    first = torch.searchsorted(by_expert, by_expert)
+    is_kept = torch.empty_like(by_expert, dtype=torch.bool)
+    is_kept[wanted[order]] = torch.arange(by_expert.numel(), device=experts.device) - first < most
+    is_kept = is_kept.view(experts.shape)
+    return experts.masked_fill(~is_kept, expert_count), probabilities.masked_fill(~is_kept, 0)
+
+
+def updated_selection_bias(bias: Tensor, counts: Tensor, rate: float) -> Tensor:
+    """The selection bias [E] moved by `rate` towards experts with fewer tokens than the mean (DeepSeek-V3)."""
+    return bias + rate * (counts.mean() - counts).sign().to(bias.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class Load:
+    """How evenly tokens spread over the experts; tensors, so that reading it can wait."""
+
+    imbalance: Tensor
+    """Tokens of the busiest expert over the mean: one when balanced."""
+    idle_experts: Tensor
+    """How many experts got nothing."""
+    entropy: Tensor
+    """Of the shares, over its largest value: one when balanced, zero when one expert gets all."""
+
+
+def load(counts: Tensor) -> Load:
+    """The load behind the counts [E]."""
+    shares = counts.float() / counts.sum().clamp(min=1)
+    most = torch.log(torch.tensor(max(len(counts), 2), dtype=torch.float32))
+    return Load(
+        shares.max() * len(counts), (counts == 0).sum(), torch.special.entr(shares).sum() / most.to(shares.device)
+    )
+
+
+def _chosen(scores: Tensor, routing: Routing, selection_bias: Tensor | None) -> Tensor:
+    # A choice has no gradient.
+    scores = scores.detach()
+    if selection_bias is not None:
+        scores = scores + selection_bias.to(scores.dtype)
+    if routing.kept_groups < routing.groups:
+        scores = _only_kept_groups(scores, routing)
+    best: Tensor = scores.topk(routing.per_token, dim=-1).indices
+    return best
+
+
+def _only_kept_groups(scores: Tensor, routing: Routing) -> Tensor:
+    grouped = scores.unflatten(1, (routing.groups, -1))
+    # DeepSeek-V3 looks at the best two of a group, DeepSeek-V2 at the best.
+    best = 2 if routing.scoring is Scoring.SIGMOID else 1
+    kept = grouped.topk(best, dim=-1).values.sum(-1).topk(routing.kept_groups, dim=-1).indices
+    is_kept = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter(1, kept, value=True)
+    return grouped.masked_fill(~is_kept[..., None], float("-inf")).flatten(1)
+
+
+def _smallest_sum(routing: Routing) -> float:
+    # Sigmoids can all be zero.
+    return 1e-20 if routing.scoring is Scoring.SIGMOID else 0.0
+
+
+def _squared(tokens: Tensor | float) -> Tensor | float:
+    return tokens * tokens

@@ -1,0 +1,176 @@
+"""What a model says about the next token: log-probabilities straight from the hidden state, without the row's logits.
+
+Logits of a whole row would be larger than all other activations. Forward they exist for a few tokens at a time;
+backward, where the normaliser is known, for a few words of the vocabulary at a time, so that each word's gradient is
+one product over all tokens and is rounded once.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moejob_trainer.layers.precision import widened
+
+# Whole tiles of a matrix product.
+WORDS_MULTIPLE = 128
+
+
+def token_log_probabilities(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    vocabulary: int,
+    chunk_tokens: int,
+    group: dist.ProcessGroup | None = None,
+    temperature: float = 1.0,
+    sums_hidden_gradient: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """The log-probability of each label, and the entropy of each distribution without gradient; float32 [t] both.
+
+    hidden [t, h] and labels int64 [t], the same on every rank of the tensor group; weight [V'/tp, h], this rank's part.
+    Words from `vocabulary` on do not exist. A negative label has log-probability 0 and no gradient; one from
+    `vocabulary` on gives nan. The gradient of `hidden` is summed over the group unless the caller does it.
+    """
+    here = _Words(
+        existing=min(max(vocabulary - _rank(group) * weight.shape[0], 0), weight.shape[0]),
+        first=_rank(group) * weight.shape[0],
+        vocabulary=vocabulary,
+        chunk_tokens=chunk_tokens,
+        temperature=temperature,
+        group=group,
+        sums_hidden_gradient=sums_hidden_gradient,
+    )
+    log_probabilities, entropy = _TokenLogProbabilities.apply(hidden, weight, labels, here)
+    return log_probabilities, entropy
+
+
+@dataclass(frozen=True)
+class _Words:
+    """The part of the vocabulary that this rank holds, and how to go through it."""
+
+    existing: int
+    first: int
+    vocabulary: int
+    chunk_tokens: int
+    temperature: float
+    group: dist.ProcessGroup | None
+    sums_hidden_gradient: bool
+
+    def local(self, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Where among this rank's words the labels are, and whether they are there at all."""
+        places = labels - self.first
+        is_here = (places >= 0) & (places < self.existing)
+        return places.clamp(0, max(self.existing - 1, 0)), is_here
+
+    def chunk_words(self, tokens: int) -> int:
+        """So many words of all tokens are as many logits as all words of `chunk_tokens` tokens."""
+        words = math.ceil(self.existing * self.chunk_tokens / max(tokens, 1))
+        return max(WORDS_MULTIPLE, math.ceil(words / WORDS_MULTIPLE) * WORDS_MULTIPLE)
+
+
+class _TokenLogProbabilities(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, hidden: Tensor, weight: Tensor, labels: Tensor, words: _Words) -> tuple[Tensor, Tensor]:
+        seen = [
+            _seen(*chunk, weight[: words.existing], words)
+            for chunk in zip(hidden.split(words.chunk_tokens), labels.split(words.chunk_tokens), strict=True)
+        ]
+        maximum, total, weighted, label_logit = torch.cat(seen, dim=1)
+        normaliser, entropy, label_logit = _over_group(maximum, total, weighted, label_logit, words.group)
+        context.words = words
+        context.save_for_backward(hidden, weight, labels, normaliser)
+        context.mark_non_differentiable(entropy)
+        log_probabilities = (label_logit - normaliser).masked_fill(labels < 0, 0)
+        return log_probabilities.masked_fill(labels >= words.vocabulary, float("nan")), entropy
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        hidden, weight, labels, normaliser = context.saved_tensors
+        words: _Words = context.words
+        gradient = gradient.masked_fill(labels < 0, 0) / words.temperature
+        hidden_gradient = torch.zeros_like(widened(hidden)) if context.needs_input_grad[0] else None
+        weight_gradient = torch.zeros_like(weight) if context.needs_input_grad[1] else None
+        step = words.chunk_words(hidden.shape[0])
+        for first in range(0, words.existing, step):
+            some = slice(first, min(first + step, words.existing))
+            slope = _slope(hidden, weight[some], labels - words.first - first, normaliser, gradient, words.temperature)
+            if hidden_gradient is not None:
+                hidden_gradient += _wide_product(slope, weight[some])
+            if weight_gradient is not None:
+                torch.mm(slope.t(), hidden, out=weight_gradient[some])
+        return _summed_hidden_gradient(hidden_gradient, hidden.dtype, words), weight_gradient, None, None
+
+
+def _seen(hidden: Tensor, labels: Tensor, weight: Tensor, words: _Words) -> Tensor:
+    """Of each token's logits here: the largest, the sum of exp(logit - largest), that weighted by logits, the label's.
+
+    [4, t]
+    """
+    places, is_here = words.local(labels)
+    if words.existing == 0:
+        nothing = torch.zeros_like(widened(hidden[:, 0]))
+        return torch.stack([nothing - math.inf, nothing, nothing, nothing])
+    logits = _logits(hidden, weight, words.temperature)
+    maximum = logits.amax(-1)
+    label_logit = logits.gather(1, places[:, None])[:, 0].masked_fill(~is_here, 0)
+    exponentials = (logits - maximum[:, None]).exp_()
+    total = exponentials.sum(-1)
+    weighted = exponentials.mul_(logits).sum(-1)
+    return torch.stack([maximum, total, weighted, label_logit])
+
+
+def _over_group(
+    maximum: Tensor, total: Tensor, weighted: Tensor, label_logit: Tensor, group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Normaliser (logsumexp), entropy and the label's logit over the words of all ranks."""
+    if group is not None and group.size() > 1:
+        largest = maximum.clone()
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+        shrunk = (maximum - largest).exp()
+        sums = torch.stack([total * shrunk, weighted * shrunk, label_logit])
+        dist.all_reduce(sums, group=group)
+        maximum, (total, weighted, label_logit) = largest, sums
+    normaliser = maximum + total.log()
+    return normaliser, normaliser - weighted / total, label_logit
+
+
+def _slope(
+    hidden: Tensor, weight: Tensor, places: Tensor, normaliser: Tensor, gradient: Tensor, temperature: float
+) -> Tensor:
+    """The gradient of these words' logits, in the precision of the product that follows. [t, words]"""
+    logits = _logits(hidden, weight, temperature)
+    slope = logits.sub_(normaliser[:, None]).exp_().mul_(-gradient[:, None])
+    is_here = (places >= 0) & (places < weight.shape[0])
+    slope.scatter_add_(1, places.clamp(0, weight.shape[0] - 1)[:, None], (gradient * is_here)[:, None])
+    return slope.to(hidden.dtype)
+
+
+def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
+    logits = _wide_product(hidden, weight.t())
+    return logits if temperature == 1 else logits.div_(temperature)
+
+
+def _wide_product(x: Tensor, y: Tensor) -> Tensor:
+    if x.is_cuda and x.dtype in (torch.bfloat16, torch.float16):
+        # The float32 that the product is summed in, not rounded in between.
+        return torch.mm(x, y, out_dtype=torch.float32)
+    return widened(x @ y)
+
+
+def _summed_hidden_gradient(gradient: Tensor | None, dtype: torch.dtype, words: _Words) -> Tensor | None:
+    if gradient is None:
+        return None
+    if words.sums_hidden_gradient and words.group is not None and words.group.size() > 1:
+        dist.all_reduce(gradient, group=words.group)
+    return gradient.to(dtype)
+
+
+def _rank(group: dist.ProcessGroup | None) -> int:
+    return 0 if group is None else group.rank()
