@@ -1,0 +1,92 @@
+"""Documents of one data set as files of token ids, written once before the first step and then only mapped.
+
+So that the whole of the data is checked and counted before anything is trained, that a rank reads no document but its
+own, and that tokenizing never holds up a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import TypeAdapter
+
+from moejob_trainer.batches import Document
+from moejob_trainer.data.encoding import Sample
+from moejob_trainer.errors import BadData
+
+_TOKENS, _TRAINED, _SIZES, _REPORT = "tokens.bin", "trained.bin", "sizes.npy", "report.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What became of the records of a data set."""
+
+    source: str
+    split: str
+    fingerprint: str
+    records: int
+    documents: int
+    # Longer than maxLength: left out, cut, or cut so far that nothing was left to train on and so left out too.
+    dropped: int
+    truncated: int
+    emptied: int
+    tokens: int
+    trained_tokens: int
+
+
+_reports = TypeAdapter(Report)
+
+
+class Corpus:
+    """The documents of one data set; opened by every rank, perhaps on another machine than wrote it."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            self.report = _reports.validate_json((folder / _REPORT).read_bytes())
+            sizes: npt.NDArray[np.int64] = np.load(folder / _SIZES)
+            self._tokens = np.memmap(folder / _TOKENS, np.int32, "r")
+            self._trained = np.memmap(folder / _TRAINED, np.bool_, "r")
+        except (OSError, ValueError) as error:
+            raise BadData(f"{folder} does not hold prepared data, or not all of it: {error}") from error
+        # Of each document.
+        self.lengths, self.trained_tokens = sizes.reshape(-1, 2).T
+        self._starts = np.concatenate([[0], np.cumsum(self.lengths)])
+        tokens = {len(self._tokens), len(self._trained), int(self._starts[-1]), self.report.tokens}
+        if len(tokens) > 1 or len(self.lengths) != self.report.documents:
+            raise BadData(f"{folder} was damaged since it was written; delete it, and it is built again")
+
+    def __len__(self) -> int:
+        """How many documents there are."""
+        return len(self.lengths)
+
+    def document(self, number: int, source: int = 0) -> Document:
+        """One document, read from disk."""
+        part = slice(self._starts[number], self._starts[number + 1])
+        weights = np.asarray(self._trained[part], dtype=np.float32)
+        return Document(tokens=np.asarray(self._tokens[part]), weights=weights, id=number, source=source)
+
+
+def is_written(folder: Path) -> bool:
+    """Whether a folder holds a whole corpus."""
+    return (folder / _REPORT).is_file()
+
+
+def write(folder: Path, samples: Iterable[Sample]) -> tuple[int, int, int]:
+    """Write documents; returns how many, their tokens and the trained ones. Not a corpus before it is finished."""
+    sizes = list[tuple[int, int]]()
+    with (folder / _TOKENS).open("wb") as tokens, (folder / _TRAINED).open("wb") as trained:
+        for sample in samples:
+            tokens.write(sample.tokens.tobytes())
+            trained.write(sample.trained.tobytes())
+            sizes.append((len(sample.tokens), sample.trained_tokens))
+    np.save(folder / _SIZES, np.array(sizes, dtype=np.int64))
+    return len(sizes), sum(length for length, _ in sizes), sum(count for _, count in sizes)
+
+
+def finish(folder: Path, report: Report) -> None:
+    """The report is what makes a folder a corpus, so it comes last."""
+    (folder / _REPORT).write_bytes(_reports.dump_json(report, indent=1))

@@ -1,0 +1,141 @@
+"""A record of each format as token ids, with the tokens that are trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import assert_never
+
+import numpy as np
+import numpy.typing as npt
+from transformers import PreTrainedTokenizerBase
+
+from moejob_api.job.model import DataFormat
+from moejob_trainer.data.conversations import conversation, text
+from moejob_trainer.data.rendering import Rendered, Span, Template
+from moejob_trainer.data.sources import Record
+from moejob_trainer.errors import BadData
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sample:
+    """Token ids and which of them are trained on."""
+
+    tokens: npt.NDArray[np.int32]  # [length]
+    trained: npt.NDArray[np.bool_]  # [length]; never the first, which nothing predicts
+
+    @property
+    def trained_tokens(self) -> int:
+        """How many tokens are trained on."""
+        return int(np.count_nonzero(self.trained))
+
+
+Encoder = Callable[[Record], Sample]
+
+
+def encoder(format: DataFormat, tokenizer: PreTrainedTokenizerBase, chat_template: str | None) -> Encoder:  # noqa: A002
+    """What turns records of a format into samples."""
+    match format:
+        case DataFormat.CHAT:
+            template = Template(tokenizer, chat_template)
+            return lambda record: _chat(record, tokenizer, template)
+        case DataFormat.PROMPT_COMPLETION:
+            return lambda record: _completion(record, tokenizer)
+        case DataFormat.TEXT:
+            return lambda record: _whole(record, tokenizer)
+        case DataFormat.PROMPTS:
+            raise BadData("data of format Prompts has nothing to train on; it is for method GRPO")
+        case _:
+            assert_never(format)
+
+
+def ids(tokenizer: PreTrainedTokenizerBase, written: str) -> list[int]:
+    """The tokens of a text and nothing around them."""
+    found: list[int] = tokenizer(written, add_special_tokens=False, verbose=False)["input_ids"]
+    return found
+
+
+def opening(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The token that begins every text, for tokenizers that have one and put it there themselves."""
+    first: list[int] = tokenizer("")["input_ids"][:1]
+    return first if first == [tokenizer.bos_token_id] else []
+
+
+def _chat(record: Record, tokenizer: PreTrainedTokenizerBase, template: Template) -> Sample:
+    rendered = template.rendered(conversation(record))
+    if tokenizer.is_fast:
+        return _by_offsets(record, tokenizer, rendered)
+    return _by_pieces(record, tokenizer, rendered)
+
+
+def _by_offsets(record: Record, tokenizer: PreTrainedTokenizerBase, rendered: Rendered) -> Sample:
+    found = tokenizer(rendered.text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    return _sample(record, found["input_ids"], _in_spans(found["offset_mapping"], rendered.spans))
+
+
+def _in_spans(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
+    """Which tokens have a character in a span."""
+    inside, end = [], 0
+    for first, last in offsets:
+        # Byte-level tokenizers leave blanks out of offsets, and give every byte of a character the same ones.
+        first, end = min(first, end), max(end, last)  # noqa: PLW2901
+        inside.append(any(first < stop and end > start for start, stop in spans))
+    return inside
+
+
+def _by_pieces(record: Record, tokenizer: PreTrainedTokenizerBase, rendered: Rendered) -> Sample:
+    """For tokenizers that do not say which characters a token stands for."""
+    tokens, trained = list[int](), list[bool]()
+    for piece, is_trained in _pieces(rendered):
+        found = ids(tokenizer, piece)
+        tokens += found
+        trained += [is_trained] * len(found)
+    if tokens != ids(tokenizer, rendered.text):
+        raise BadData(
+            f"{record.place}: the tokenizer joins what the assistant says with what stands around it, and does not say "
+            "which characters a token stands for, so what to train on cannot be told; use a fast tokenizer "
+            "(tokenizer.json), or a chat template that sets special tokens around what the assistant says"
+        )
+    return _sample(record, tokens, trained)
+
+
+def _pieces(rendered: Rendered) -> Iterator[tuple[str, bool]]:
+    done = 0
+    for start, end in rendered.spans:
+        yield rendered.text[done:start], False
+        yield rendered.text[start:end], True
+        done = end
+    yield rendered.text[done:], False
+
+
+def _completion(record: Record, tokenizer: PreTrainedTokenizerBase) -> Sample:
+    # Apart, as when the model answers: the prompt is tokenized before the completion exists.
+    prompt, completion = text(record, "prompt"), text(record, "completion")
+    begin, answer = ids(tokenizer, prompt), ids(tokenizer, completion)
+    if tokenizer.decode(begin + answer) != tokenizer.decode(ids(tokenizer, prompt + completion)):
+        raise BadData(
+            f"{record.place}: the tokenizer writes prompt and completion differently together and apart (it adds or "
+            "drops blanks between them); use the format Chat"
+        )
+    front = opening(tokenizer) + begin
+    answer.append(_end(tokenizer))
+    return _sample(record, front + answer, [False] * len(front) + [True] * len(answer))
+
+
+def _whole(record: Record, tokenizer: PreTrainedTokenizerBase) -> Sample:
+    tokens = [*opening(tokenizer), *ids(tokenizer, text(record, "text")), _end(tokenizer)]
+    return _sample(record, tokens, [True] * len(tokens))
+
+
+def _end(tokenizer: PreTrainedTokenizerBase) -> int:
+    if not isinstance(tokenizer.eos_token_id, int):
+        raise BadData("the tokenizer has no eos_token, so a model trained with it would never stop; set one")
+    return tokenizer.eos_token_id
+
+
+def _sample(record: Record, tokens: Sequence[int], trained: Sequence[bool]) -> Sample:
+    mask = np.array(trained, dtype=np.bool_)
+    mask[:1] = False
+    if not mask.any():
+        raise BadData(f"{record.place} has {len(tokens)} tokens and none of them to train on")
+    return Sample(np.array(tokens, dtype=np.int32), mask)

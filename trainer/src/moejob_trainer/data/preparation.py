@@ -1,0 +1,215 @@
+"""Turns data sets into corpora: reads, tokenizes on several cores, applies the policy for what is too long, counts.
+
+One process of a run prepares; all ranks then open the folders that it names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import shutil
+import tempfile
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cache, partial
+from itertools import chain, islice
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from moejob_api.job.model import Data, DataFormat, Dataset, Model, Overlong
+from moejob_trainer.data import corpus
+from moejob_trainer.data.corpus import Report
+from moejob_trainer.data.encoding import Encoder, Sample, encoder
+from moejob_trainer.data.sources import Record, records, state
+from moejob_trainer.data.tokenizers import CLAIMS, tokenizer
+from moejob_trainer.errors import BadData
+
+# Part of a corpus's name: what a version wrote that reads or encodes differently is not taken for this one's.
+_VERSION = 1
+_CHUNK = 256
+# Starting processes takes seconds; below so many records it is not worth them.
+_ALONE = 16 * _CHUNK
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """All that decides which tokens a record becomes."""
+
+    model: Model
+    data: Data
+    # Entries of the model's embedding; a token beyond them is refused. None: not checked.
+    vocabulary: int | None = None
+    claims: Path = CLAIMS
+
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer of the model."""
+        return tokenizer(self.model.source, self.model.revision, self.model.trust_remote_code, self.claims)
+
+
+class Fate(StrEnum):
+    """What the policy for what is too long did to a sample."""
+
+    KEPT = "kept"
+    DROPPED = "dropped"
+    TRUNCATED = "truncated"
+    EMPTIED = "emptied"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fitted:
+    """A sample after the policy; documents are made of those that are kept or truncated."""
+
+    sample: Sample
+    fate: Fate
+
+
+def prepare(datasets: Sequence[Dataset], recipe: Recipe, folder: Path, workers: int = 1) -> tuple[Path, ...]:
+    """Tokenize data sets into folders below `folder` and name those, in order.
+
+    What is there already is kept, so that a restarted run begins at once. A data set without documents is refused.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    using = recipe.tokenizer()
+    return tuple(
+        _prepared(dataset, recipe, folder, workers, _fingerprint(dataset, recipe, using)) for dataset in datasets
+    )
+
+
+def fitted(sample: Sample, data: Data, place: str) -> Fitted:
+    """A sample after data.overlong."""
+    length = len(sample.tokens)
+    if length <= data.max_length:
+        return Fitted(sample, Fate.KEPT)
+    match data.overlong:
+        case Overlong.DROP:
+            return Fitted(sample, Fate.DROPPED)
+        case Overlong.TRUNCATE:
+            cut = Sample(sample.tokens[: data.max_length], sample.trained[: data.max_length])
+            return Fitted(cut, Fate.TRUNCATED if cut.trained_tokens else Fate.EMPTIED)
+        case Overlong.REFUSE:
+            raise BadData(
+                f"{place} has {length} tokens, data.maxLength is {data.max_length} and data.overlong Refuse; raise "
+                "maxLength, or set overlong to Drop or Truncate"
+            )
+
+
+def _prepared(dataset: Dataset, recipe: Recipe, folder: Path, workers: int, fingerprint: str) -> Path:
+    target = folder / fingerprint[:16]
+    if corpus.is_written(target):
+        return target
+    building = Path(tempfile.mkdtemp(prefix=".building-", dir=folder))
+    try:
+        report = _written(building, dataset, recipe, workers, fingerprint)
+        _refuse_empty(report, recipe.data)
+        corpus.finish(building, report)
+        building.chmod(0o755)
+        # Renaming is what makes it count: whoever is killed before leaves nothing that looks whole.
+        building.rename(target)
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+    return target
+
+
+def _fingerprint(dataset: Dataset, recipe: Recipe, using: PreTrainedTokenizerBase) -> str:
+    data = recipe.data
+    parts = (
+        *(_VERSION, recipe.vocabulary, data.max_length, data.overlong, data.chat_template),
+        *(dataset.source, dataset.split, dataset.format, state(dataset, recipe.claims)),
+        *(using.chat_template, using.special_tokens_map, using.is_fast and using.backend_tokenizer.to_str()),
+        sorted(using.get_vocab().items()),
+    )
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def _written(building: Path, dataset: Dataset, recipe: Recipe, workers: int, fingerprint: str) -> Report:
+    fates = Counter[Fate]()
+
+    def kept() -> Iterator[Sample]:
+        for one in _all_fitted(dataset, recipe, workers):
+            fates[one.fate] += 1
+            if one.fate in (Fate.KEPT, Fate.TRUNCATED):
+                yield one.sample
+
+    documents, tokens, trained_tokens = corpus.write(building, kept())
+    return Report(
+        source=dataset.source,
+        split=dataset.split,
+        fingerprint=fingerprint,
+        records=fates.total(),
+        documents=documents,
+        dropped=fates[Fate.DROPPED],
+        truncated=fates[Fate.TRUNCATED],
+        emptied=fates[Fate.EMPTIED],
+        tokens=tokens,
+        trained_tokens=trained_tokens,
+    )
+
+
+def _refuse_empty(report: Report, data: Data) -> None:
+    if report.documents:
+        return
+    name = f"data set {report.source} (split {report.split})"
+    if report.records == 0:
+        raise BadData(f"{name} is empty; name another, or remove it")
+    raise BadData(
+        f"none of the {report.records} records of {name} can be trained on: all are longer than data.maxLength "
+        f"{data.max_length} ({report.dropped} dropped, {report.emptied} with nothing to train on after truncation); "
+        "raise maxLength"
+    )
+
+
+def _all_fitted(dataset: Dataset, recipe: Recipe, workers: int) -> Iterator[Fitted]:
+    found = records(dataset, recipe.claims)
+    first = list(islice(found, _ALONE))
+    chunks = _chunks(chain(first, found))
+    encode = partial(_encoded, dataset.format, recipe)
+    if workers == 1 or len(first) < _ALONE:
+        return chain.from_iterable(map(encode, chunks))
+    return chain.from_iterable(_on_all_cores(encode, chunks, workers))
+
+
+def _chunks(found: Iterable[Record]) -> Iterator[list[Record]]:
+    iterator = iter(found)
+    while chunk := list(islice(iterator, _CHUNK)):
+        yield chunk
+
+
+def _on_all_cores(
+    encode: partial[list[Fitted]], chunks: Iterable[list[Record]], workers: int
+) -> Iterator[list[Fitted]]:
+    # Never forked: the process that prepares may already have threads and a GPU.
+    context = multiprocessing.get_context("forkserver")
+    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+        waiting = deque[Future[list[Fitted]]]()
+        for chunk in chunks:
+            waiting.append(pool.submit(encode, chunk))
+            # Only so many are read ahead: the data may be larger than memory.
+            if len(waiting) > 2 * workers:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+
+
+def _encoded(format: DataFormat, recipe: Recipe, chunk: Sequence[Record]) -> list[Fitted]:  # noqa: A002
+    encode = _encoder(format, recipe)
+    return [fitted(_known(encode(record), recipe, record.place), recipe.data, record.place) for record in chunk]
+
+
+@cache
+def _encoder(format: DataFormat, recipe: Recipe) -> Encoder:  # noqa: A002
+    """Kept, for in a pool every chunk asks for it and a tokenizer takes a second to load."""
+    return encoder(format, recipe.tokenizer(), recipe.data.chat_template)
+
+
+def _known(sample: Sample, recipe: Recipe, place: str) -> Sample:
+    largest = int(sample.tokens.max())
+    if recipe.vocabulary is not None and largest >= recipe.vocabulary:
+        raise BadData(
+            f"{place} has the token {largest}, and the model {recipe.model.source} knows {recipe.vocabulary}; "
+            "tokenizer and model do not belong together"
+        )
+    return sample

@@ -1,0 +1,97 @@
+"""Prompts for GRPO: what the model is asked, and what a reward needs to judge the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
+
+from moejob_api.job.model import DataFormat, Dataset, Overlong
+from moejob_trainer.data.conversations import conversation, field, text
+from moejob_trainer.data.encoding import ids, opening
+from moejob_trainer.data.preparation import Recipe
+from moejob_trainer.data.rendering import Template
+from moejob_trainer.data.sources import Record, records
+from moejob_trainer.errors import BadData
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt as the model reads it."""
+
+    tokens: tuple[int, ...]
+    text: str
+    # Every other field of the record (`answer` among them), for rewards.
+    fields: Mapping[str, object]
+    place: str
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """The prompts of one data set, and how many were longer than the model may read."""
+
+    source: str
+    prompts: tuple[Prompt, ...]
+    dropped: int
+
+
+def prompts(dataset: Dataset, recipe: Recipe, most_tokens: int) -> Prompts:
+    """All prompts of a data set; most_tokens is data.maxLength less what an answer may take.
+
+    Text is a prompt as it is; messages are put through the chat template up to where the assistant answers.
+    """
+    if dataset.format is not DataFormat.PROMPTS:
+        raise BadData(f"data set {dataset.source} has the format {dataset.format}; GRPO needs Prompts")
+    if most_tokens < 1:
+        raise BadData(f"data.maxLength {recipe.data.max_length} leaves no room for a prompt; it holds the answer too")
+    using = recipe.tokenizer()
+    found = [_prompt(record, using, recipe) for record in records(dataset, recipe.claims)]
+    kept = tuple(prompt for prompt in found if _fits(prompt, most_tokens, recipe.data.overlong))
+    if not kept:
+        raise BadData(
+            f"data set {dataset.source} (split {dataset.split}) has {len(found)} prompts, and none of at most "
+            f"{most_tokens} tokens; raise data.maxLength or lower grpo.maxNewTokens"
+        )
+    return Prompts(dataset.source, kept, len(found) - len(kept))
+
+
+def _fits(prompt: Prompt, most_tokens: int, overlong: Overlong) -> bool:
+    length = len(prompt.tokens)
+    if length <= most_tokens:
+        return True
+    if overlong is Overlong.DROP:
+        return False
+    raise BadData(
+        f"{prompt.place} is a prompt of {length} tokens, room is for {most_tokens} and data.overlong is {overlong}, "
+        "but a prompt without its end asks nothing; set overlong to Drop, or raise data.maxLength"
+    )
+
+
+def _prompt(record: Record, using: PreTrainedTokenizerBase, recipe: Recipe) -> Prompt:
+    if isinstance(field(record, "prompt"), str):
+        written = text(record, "prompt")
+        tokens = [*opening(using), *ids(using, written)]
+    else:
+        written = _rendered(record, using, recipe)
+        tokens = ids(using, written)
+    _refuse_strangers(tokens, record, recipe)
+    others = {key: value for key, value in record.fields.items() if key not in {"prompt", "tools"}}
+    return Prompt(tuple(tokens), written, others, record.place)
+
+
+def _rendered(record: Record, using: PreTrainedTokenizerBase, recipe: Recipe) -> str:
+    asked = conversation(record, "prompt")
+    if asked.messages[-1]["role"] == "assistant":
+        raise BadData(f"{record.place}: the last message of the prompt is the assistant's; it must be answered by one")
+    return Template(using, recipe.data.chat_template).prompt(asked)
+
+
+def _refuse_strangers(tokens: Sequence[int], record: Record, recipe: Recipe) -> None:
+    if not tokens:
+        raise BadData(f"{record.place}: the prompt has no tokens")
+    if recipe.vocabulary is not None and max(tokens) >= recipe.vocabulary:
+        raise BadData(
+            f"{record.place} has the token {max(tokens)}, and the model {recipe.model.source} knows "
+            f"{recipe.vocabulary}; tokenizer and model do not belong together"
+        )

@@ -1,0 +1,176 @@
+"""Records of a data set, wherever it lies, each with the place it came from. What a record means is not known here."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from moejob_api.job.model import Dataset
+from moejob_trainer.data import tiny
+from moejob_trainer.data.tokenizers import CLAIMS, located
+from moejob_trainer.errors import BadData
+
+_BUILT_IN = {tiny.CHATS: tiny.chats, tiny.SUMS: tiny.sums}
+_FILES = (".jsonl", ".parquet")
+# What `save_to_disk` of the datasets library leaves in a folder.
+_SAVED = ("dataset_info.json", "dataset_dict.json")
+# Files of a folder belong to a split when they begin with its name, as on the hub: train-00000-of-00002.parquet.
+_SPLIT = re.compile(
+    r"(train|training|test|testing|validation|valid|val|dev|eval|evaluation)(?![a-z0-9])", re.IGNORECASE
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What one line or row holds, and where it stands."""
+
+    fields: Mapping[str, object]
+    place: str
+
+
+def records(dataset: Dataset, claims: Path = CLAIMS) -> Iterator[Record]:
+    """Every record of a data set, in order."""
+    if dataset.source in _BUILT_IN:
+        return _built_in(dataset)
+    place = located(dataset.source, claims)
+    path = Path(place)
+    if path.is_file():
+        return _of_file(path)
+    if path.is_dir():
+        return _of_folder(path, dataset.split)
+    if place.startswith(("/", ".")) or path.suffix in _FILES:
+        raise BadData(f"there is no file or folder {place}, which data source {dataset.source} names")
+    return _of_hub(dataset)
+
+
+def state(dataset: Dataset, claims: Path = CLAIMS) -> str:
+    """What changes when a data set on disk does; data on the hub is held to be what it was."""
+    path = Path(located(dataset.source, claims))
+    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
+    return ";".join(f"{file}:{file.stat().st_size}:{file.stat().st_mtime_ns}" for file in files)
+
+
+def _built_in(dataset: Dataset) -> Iterator[Record]:
+    if dataset.split not in tiny.splits():
+        raise BadData(f"{dataset.source} has no split {dataset.split}; it has {' and '.join(tiny.splits())}")
+    for number, fields in enumerate(_BUILT_IN[dataset.source](dataset.split), start=1):
+        yield Record(fields, f"{dataset.source}[{dataset.split}], row {number}")
+
+
+def _of_file(path: Path) -> Iterator[Record]:
+    if path.suffix == ".jsonl":
+        return _lines(path)
+    if path.suffix == ".parquet":
+        return _rows(path)
+    raise BadData(f"{path} is neither .jsonl nor .parquet; convert it, one JSON object a line")
+
+
+def _of_folder(folder: Path, split: str) -> Iterator[Record]:
+    if any((folder / name).is_file() for name in _SAVED):
+        return _saved(folder, split)
+    files = sorted(file for file in folder.rglob("*") if file.suffix in _FILES and file.is_file())
+    if not files:
+        raise BadData(f"folder {folder} holds no .jsonl and no .parquet file")
+    return (record for file in _of_split(folder, files, split) for record in _of_file(file))
+
+
+def _of_split(folder: Path, files: list[Path], split: str) -> list[Path]:
+    """Files named after splits are told apart by them, lest test data be trained on; other files belong to any."""
+    named = {file: match[1].lower() for file in files if (match := _SPLIT.match(file.name))}
+    if not named:
+        return files
+    if len(named) < len(files):
+        loose = next(file for file in files if file not in named)
+        raise BadData(
+            f"some files of {folder} are named after splits ({next(iter(named)).name}) and others are not "
+            f"({loose.name}); name one file, or a folder for each split"
+        )
+    chosen = [file for file, name in named.items() if name == split.lower()]
+    if not chosen:
+        raise BadData(f"no file of {folder} begins with split {split}; there are {_listed(named.values())}")
+    return chosen
+
+
+def _saved(folder: Path, split: str) -> Iterator[Record]:
+    try:
+        found = datasets.load_from_disk(str(folder))
+    except (OSError, ValueError, KeyError, TypeError, pa.ArrowException) as error:
+        raise BadData(f"data set {folder} cannot be read: {error}") from error
+    if isinstance(found, datasets.DatasetDict):
+        if split not in found:
+            raise BadData(f"data set {folder} has no split {split}; it has {_listed(found)}")
+        found = found[split]
+    return _entries(found, str(folder))
+
+
+def _of_hub(dataset: Dataset) -> Iterator[Record]:
+    try:
+        found = datasets.load_dataset(dataset.source, split=dataset.split)
+    # Covers no network, no such name, no such split, and files that the library cannot read.
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        said = str(error).strip().partition("\n")[0]
+        raise BadData(
+            f"data set {dataset.source} (split {dataset.split}) cannot be loaded: {said}; check the name, or download "
+            "it to the volume and name its path"
+        ) from error
+    return _entries(found, f"{dataset.source}[{dataset.split}]")
+
+
+def _entries(found: datasets.Dataset, name: str) -> Iterator[Record]:
+    for number, fields in enumerate(found, start=1):
+        yield Record(_without_absent(fields), f"{name}, row {number}")
+
+
+def _lines(path: Path) -> Iterator[Record]:
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                yield _line(line, f"{path}, line {number}")
+
+
+def _line(line: bytes, place: str) -> Record:
+    try:
+        fields = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise BadData(f"{place} is not UTF-8: {error.reason} at byte {error.start}") from error
+    except (ValueError, RecursionError) as error:
+        raise BadData(f"{place} is not JSON: {error}; every line must hold one whole JSON object") from error
+    if not isinstance(fields, dict):
+        raise BadData(f"{place} holds a JSON {type(fields).__name__}; every line must hold one JSON object")
+    return Record(fields, place)
+
+
+def _rows(path: Path) -> Iterator[Record]:
+    number = 0
+    try:
+        with pq.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=1024):
+                for fields in batch.to_pylist():
+                    number += 1
+                    yield Record(_without_absent(fields), f"{path}, row {number}")
+    except (OSError, pa.ArrowException) as error:
+        raise BadData(f"{path} cannot be read as Parquet after row {number}: {error}") from error
+
+
+def _without_absent(fields: Mapping[str, object]) -> Mapping[str, object]:
+    """Arrow gives every row the keys of all rows; a key without a value was never written."""
+    return {key: _present(value) for key, value in fields.items() if value is not None}
+
+
+def _present(value: object) -> object:
+    if isinstance(value, dict):
+        return _without_absent(value)
+    if isinstance(value, list):
+        return [_present(item) for item in value]
+    return value
+
+
+def _listed(names: object) -> str:
+    return ", ".join(sorted(set(map(str, names)))) or "none"  # type: ignore[call-overload]

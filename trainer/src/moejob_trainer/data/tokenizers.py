@@ -1,0 +1,60 @@
+"""Where the tokenizer of a model comes from: moejob itself, a mounted claim, a folder, or the Hugging Face hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from moejob_api import contract
+from moejob_trainer.data import tiny
+from moejob_trainer.errors import BadData
+
+CLAIMS = Path(contract.Path.CLAIMS)
+_CLAIM = "pvc://"
+
+
+def tokenizer(
+    source: str, revision: str | None = None, trust_remote_code: bool = False, claims: Path = CLAIMS
+) -> PreTrainedTokenizerBase:
+    """The tokenizer of spec.model, which is needed wherever text is read or written."""
+    if source == tiny.TOKENIZER:
+        return tiny.tokenizer()
+    place = located(source, claims)
+    if place.startswith("/") and not Path(place).is_dir():
+        raise BadData(f"there is no folder {place} to read the tokenizer of model.source {source} from")
+    try:
+        found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            place, revision=revision, trust_remote_code=trust_remote_code
+        )
+    # What Transformers raises for files that are missing, broken, of an unknown kind, or code that is not allowed.
+    except (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError) as error:
+        raise BadData(_missing(source, place, error)) from error
+    if len(found) == 0:
+        raise BadData(_missing(source, place, "it has no tokens"))
+    return found
+
+
+def located(source: str, claims: Path = CLAIMS) -> str:
+    """A source as this machine sees it: claims are mounted under one folder, everything else keeps its name."""
+    if not source.startswith(_CLAIM):
+        return source
+    claim, _, path = source.removeprefix(_CLAIM).partition("/")
+    parts = Path(path).parts
+    if not claim or claim in {".", ".."} or path.startswith("/") or ".." in parts:
+        raise BadData(f"{source} does not name a path inside a claim; write pvc://claim/path")
+    mounted = claims / claim
+    if not mounted.is_dir():
+        raise BadData(
+            f"claim {claim} of {source} is not mounted at {mounted}; in a cluster the operator mounts it, "
+            "`moejob run` has no claims: name a path on this machine"
+        )
+    return str(mounted / path)
+
+
+def _missing(source: str, place: str, error: Exception | str) -> str:
+    said = str(error).strip().partition("\n")[0]
+    return (
+        f"no tokenizer can be read from {place} (model.source {source}): {said}; put tokenizer.json and "
+        "tokenizer_config.json beside the weights, or download the model to the volume and name its path"
+    )
