@@ -1,0 +1,15 @@
+"""How a run can end badly in ways that were foreseen. Everything else is a bug and propagates."""
+
+from __future__ import annotations
+
+
+class BadConfiguration(Exception):
+    """The job, its data or its volume cannot work: another try would end the same way (exit code 78)."""
+
+
+class Retryable(Exception):
+    """Something outside failed that may work the next time."""
+
+
+class Superseded(Exception):
+    """A newer attempt owns the run folder: this process must stop and leave everything as it is."""
