@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import errno
-import os
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from uuid import uuid4
 
 from pydantic import ValidationError
 
@@ -70,7 +69,7 @@ def take(folder: Path, run: Run, disk: Disk | None = None) -> None:
 
 def _claim(volume: Disk, written: Path, run: Run) -> None:
     # A rename would take the folder from whoever else is starting at this moment; of two links one fails.
-    temporary = written.with_name(f"{TEMPORARY}{RUN}-{socket.gethostname()}-{os.getpid()}")
+    temporary = written.with_name(f"{TEMPORARY}{RUN}-{uuid4().hex}")
     volume.write(temporary, run.model_dump_json(by_alias=True).encode() + b"\n")
     volume.sync(temporary)
     try:
