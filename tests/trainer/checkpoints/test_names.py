@@ -27,5 +27,5 @@ def test_nothing_else_is_a_step_folder(name: str) -> None:
 
 def test_a_later_step_is_newer_and_then_a_later_start() -> None:
     names = ["step-9.5.0", "step-10.0.0", "step-10.0.2", "step-10.1.0", "step-100.0.0"]
-    folders = [folder for name in names if (folder := step_folder(name)) is not None]
-    assert [folder.name for folder in sorted(reversed(folders))] == names
+    folders = [folder for name in reversed(names) if (folder := step_folder(name)) is not None]
+    assert [folder.name for folder in sorted(folders)] == names

@@ -49,7 +49,7 @@ class WithoutLinks(FragileDisk):
     """A file system that has no hard links."""
 
     def link(self, source: Path, target: Path) -> None:
-        raise OSError(errno.EOPNOTSUPP, "Operation not supported", str(target))
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported", str(source), None, str(target))
 
 
 def test_a_volume_without_hard_links_is_taken_as_well(tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ def test_a_volume_that_does_not_answer_says_nothing_about_its_files(tmp_path: Pa
     _, newest = saved(tmp_path, 10, 20)
     (newest / "__0_0.distcp").unlink()
     (newest / "__0_0.distcp").symlink_to("__0_0.distcp")
-    with pytest.raises(Retryable, match="checking a checkpoint failed at .*__0_0.distcp"):
+    with pytest.raises(Retryable, match=r"checking a checkpoint failed at .*__0_0.distcp"):
         latest(tmp_path / "checkpoints")
 
 

@@ -219,6 +219,8 @@ class Checkpoints:
             return entries(saving.path, saving.pending.names(), self.disk)
 
     def _committed(self, saving: _Saving, hashing: Future[list[Entry]]) -> int:
+        # At first: a newer attempt has removed these files, and reading them would fail for a lesser reason.
+        decided(self.ranks, lambda: self.place.require_ours(f"commits {saving.path.name}"))
         parts = everyone(self.ranks, hashing.result)
 
         def commit_all() -> int:
