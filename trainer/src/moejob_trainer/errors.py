@@ -1,7 +1,19 @@
-"""What a run says when the fault is its user's: the rank ends with exit code 78, for a retry would fail alike."""
+"""How a run can end badly in ways that were foreseen. Everything else is a bug and propagates."""
 
 from __future__ import annotations
 
 
-class BadData(ValueError):
+class BadConfiguration(Exception):
+    """The job, its data or its volume cannot work: another try would end the same way (exit code 78)."""
+
+
+class BadData(BadConfiguration):
     """Data, a tokenizer or a chat template that cannot be trained with; the message says where, what and the fix."""
+
+
+class Retryable(Exception):
+    """Something outside failed that may work the next time."""
+
+
+class Superseded(Exception):
+    """A newer attempt owns the run folder: this process must stop and leave everything as it is."""

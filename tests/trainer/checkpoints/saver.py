@@ -1,0 +1,47 @@
+"""A process that saves as fast as it can until it is killed: python saver.py FOLDER ATTEMPT."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from moejob_trainer.checkpoints import Alone, Checkpoints
+from moejob_trainer.checkpoints.disk import Disk
+from moejob_trainer.checkpoints.names import step_folder
+from trainer.checkpoints.worlds import Writer, Writing, moment, place, policy
+
+BLOCKS = 40
+
+
+class Heavy(Writer):
+    """A writer whose files take long enough to be killed in."""
+
+    def begin(self, folder: Path) -> Writing:
+        files = heavy_state(folder.name)
+        for name, content in files.items():
+            self.disk.write(folder / name, content)
+        return Writing(list(files), self.questions)
+
+
+def heavy_state(folder: str) -> dict[str, bytes]:
+    """What is written into a folder of this name."""
+    assert step_folder(folder) is not None
+    return {f"__0_{part}.distcp": f"{folder}/{part} ".encode() * 10_000 for part in range(BLOCKS)}
+
+
+def main(folder: Path, attempt: int) -> None:
+    """Save every step of a run that never ends."""
+    where = place(folder, attempt, is_ours=lambda: (folder.parent / "owner").read_text() == str(attempt))
+    run = Checkpoints(where, policy(keep=3, asynchronous=True), Alone(), Heavy(Disk()))
+    found = run.start()
+    step = 0 if found is None else found.folder.step
+    print(f"resumed {None if found is None else found.folder.name}", flush=True)  # noqa: T201 read by the test
+    while True:
+        step += 1
+        run.save(moment(step))
+        if (saved := run.wait()) is not None:
+            print(f"saved {saved.folder.name}", flush=True)  # noqa: T201
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

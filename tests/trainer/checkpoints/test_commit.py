@@ -1,0 +1,130 @@
+"""How a folder becomes a checkpoint and stops being one, whatever happens in between."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from moejob_trainer.checkpoints.commit import commit, delete, reject
+from moejob_trainer.checkpoints.manifest import Entry, Manifest, entries, manifest, written_names
+from moejob_trainer.checkpoints.verification import Check, Search, latest
+from moejob_trainer.errors import Retryable, Superseded
+from trainer.checkpoints.worlds import Crash, FragileDisk, Writer, facts, files_below, saved
+
+# More than any commit or deletion here takes: a crash that never came shows in the last case.
+OPERATIONS = 40
+
+
+def written(folder: Path, disk: FragileDisk, step: int = 20) -> Manifest:
+    folder.mkdir(parents=True)
+    Writer(disk).begin(folder)
+    return manifest(entries(folder, written_names(folder), disk), facts(step))
+
+
+def found_step(run: Path) -> int | None:
+    found = latest(run / "checkpoints").found
+    return None if found is None else found.folder.step
+
+
+@pytest.mark.parametrize("seed", [None, 1, 2, 3], ids=lambda seed: "process only" if seed is None else f"power {seed}")
+def test_a_commit_cut_short_anywhere_leaves_all_or_nothing(tmp_path: Path, seed: int | None) -> None:
+    outcomes = []
+    for crash_at in range(1, OPERATIONS):
+        run = tmp_path / str(crash_at)
+        saved(run, 10)
+        disk = FragileDisk(power=None if seed is None else random.Random(seed * 1000 + crash_at))
+        whole = written(run / "checkpoints/step-20.0.0", disk)
+        disk.crash_at = disk.operations + crash_at
+        try:
+            commit(run / "checkpoints/step-20.0.0", whole, lambda: True, disk)
+        except Crash:
+            outcomes.append(found_step(run))
+            continue
+        assert found_step(run) == 20
+        break
+    assert len(outcomes) == crash_at - 1 > 8
+    assert set(outcomes) <= {10, 20}
+    # Once the marker can be seen it is never unseen: what was decided on the way does not waver.
+    assert outcomes[0] == 10
+
+
+@pytest.mark.parametrize("seed", [None, 1, 2, 3], ids=lambda seed: "process only" if seed is None else f"power {seed}")
+def test_a_deletion_cut_short_anywhere_never_leaves_half_a_checkpoint(tmp_path: Path, seed: int | None) -> None:
+    for crash_at in range(1, OPERATIONS):
+        run = tmp_path / str(crash_at)
+        _, newest = saved(run, 10, 20)
+        disk = FragileDisk(crash_at=crash_at, power=None if seed is None else random.Random(seed * 1000 + crash_at))
+        try:
+            delete(newest, disk)
+        except Crash:
+            search = latest(run / "checkpoints", Check.SIZES)
+            assert search.found is not None
+            # A marker without its files would be taken for a damaged checkpoint and alarm whoever reads the log.
+            assert search.refused == ()
+            continue
+        assert not newest.exists()
+        assert crash_at > 8
+        return
+    pytest.fail(f"a deletion took more than {OPERATIONS} operations")
+
+
+def test_a_committed_checkpoint_survives_a_loss_of_power(tmp_path: Path) -> None:
+    for seed in range(20):
+        disk = FragileDisk(power=random.Random(seed))
+        folder = tmp_path / f"{seed}/checkpoints/step-20.0.0"
+        folder.parent.mkdir(parents=True)
+        disk.make_folder(folder)
+        Writer(disk).begin(folder)
+        whole = manifest(entries(folder, written_names(folder), disk), facts(20))
+        commit(folder, whole, lambda: True, disk)
+        disk.crash_at = disk.operations
+        with pytest.raises(Crash):
+            disk.make_folder(tmp_path / "anything")
+        assert found_step(tmp_path / str(seed)) == 20
+
+
+def ours_for(looks: int) -> Callable[[], bool]:
+    left = [True] * looks + [False]
+    return lambda: left.pop(0)
+
+
+@pytest.mark.parametrize("looks", [0, 1], ids=["before it begins", "just before the marker"])
+def test_a_process_of_an_older_attempt_that_wakes_up_commits_nothing(tmp_path: Path, looks: int) -> None:
+    saved(tmp_path, 10)
+    folder = tmp_path / "checkpoints/step-20.0.0"
+    whole = written(folder, FragileDisk())
+    with pytest.raises(Superseded, match=r"this process \(attempt 0, restart 0\) no longer commits step-20.0.0"):
+        commit(folder, whole, ours_for(looks), FragileDisk())
+    assert not (folder / "complete.json").exists()
+    assert found_step(tmp_path) == 10
+
+
+def test_a_file_that_rank_0_sees_otherwise_than_its_writer_is_not_vouched_for(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints/step-20.0.0"
+    files = written(folder, FragileDisk()).files
+    doubted = [Entry(name=one.name, size_bytes=one.size_bytes + 1, hash=one.hash) for one in files]
+    with pytest.raises(Retryable, match="use storage that is consistent across nodes"):
+        commit(folder, manifest(doubted, facts(20)), lambda: True)
+    assert latest(tmp_path / "checkpoints") == Search(None)
+
+
+def test_a_rejected_checkpoint_keeps_its_files_and_is_trusted_no_more(tmp_path: Path) -> None:
+    _, newest = saved(tmp_path, 10, 20)
+    before = set(files_below(newest))
+    reject(newest)
+    assert set(files_below(newest)) == before - {"complete.json"} | {"rejected.json"}
+    assert found_step(tmp_path) == 10
+    assert latest(tmp_path / "checkpoints").refused[0].reason.startswith("was found damaged before")
+
+
+def test_deleting_follows_no_link_out_of_the_folder(tmp_path: Path) -> None:
+    (newest,) = saved(tmp_path, 10)
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious/file").write_bytes(b"kept")
+    (newest / "link").symlink_to(tmp_path / "precious")
+    delete(newest)
+    assert not newest.exists()
+    assert (tmp_path / "precious/file").read_bytes() == b"kept"

@@ -1,0 +1,120 @@
+"""When to save, what to keep, whether there is room."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moejob_api.job.storage import Checkpoint
+from moejob_api.quantities import GIB
+from moejob_trainer.checkpoints.names import Claim, StepFolder, step_folder
+from moejob_trainer.checkpoints.policy import Start, is_due, room_complaint, to_delete
+from moejob_trainer.checkpoints.verification import Seen, State
+
+MINUTE = 60.0
+STEPS = Checkpoint(every_steps=50)
+MINUTES = Checkpoint(every_minutes=10)
+
+
+@pytest.mark.parametrize(
+    ("policy", "step", "now", "last", "due"),
+    [
+        pytest.param(STEPS, 50, 0, Start(0, 0), True, id="every 50 steps: at 50"),
+        pytest.param(STEPS, 49, 1e9, Start(0, 0), False, id="every 50 steps: not at 49, however late"),
+        pytest.param(STEPS, 100, 0, Start(90, 0), True, id="every 50 steps: at 100 though resumed at 90"),
+        pytest.param(STEPS, 140, 0, Start(90, 0), False, id="every 50 steps: not 50 after where it resumed"),
+        pytest.param(STEPS, 100, 0, Start(100, 0), False, id="what is saved is not saved again"),
+        pytest.param(MINUTES, 7, 10 * MINUTE, Start(0, 0), True, id="every 10 minutes: after 10"),
+        pytest.param(MINUTES, 7, 10 * MINUTE - 1, Start(0, 0), False, id="every 10 minutes: not before"),
+        pytest.param(MINUTES, 7, 15 * MINUTE, Start(3, 6 * MINUTE), False, id="every 10 minutes: since the last save"),
+        pytest.param(MINUTES, 3, 99 * MINUTE, Start(3, 0), False, id="nothing new, nothing to save"),
+        pytest.param(Checkpoint(), 7, 30 * MINUTE, Start(0, 0), True, id="unsaid: after 30 minutes"),
+        pytest.param(Checkpoint(), 7, 29 * MINUTE, Start(0, 0), False, id="unsaid: not after 29"),
+    ],
+)
+def test_a_save_is_due(policy: Checkpoint, step: int, now: float, last: Start, due: bool) -> None:
+    assert is_due(step, now, policy, last) is due
+
+
+OWN = Claim(2, 1)
+SIGNS = {"": State.COMPLETE, "?": State.PARTIAL, "!": State.REJECTED}
+
+
+def folders(text: str) -> list[Seen]:
+    """Step folders as 10.0.0, those never completed with a ?, damaged ones with a !."""
+    return [Seen(_folder(word.rstrip("?!")), SIGNS[word[len(word.rstrip("?!")) :]]) for word in text.split()]
+
+
+def _folder(numbers: str) -> StepFolder:
+    folder = step_folder(f"step-{numbers}")
+    assert folder is not None
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("there", "keep", "deleted"),
+    [
+        pytest.param("", 2, "", id="nothing there"),
+        pytest.param("10.0.0 20.0.0 30.2.1", 2, "10.0.0", id="the oldest of three"),
+        pytest.param("10.0.0 20.0.0", 2, "", id="as many as are kept"),
+        pytest.param("10.0.0 20.0.0 30.0.0", 1, "10.0.0 20.0.0", id="all but the newest"),
+        pytest.param("10.0.0 20.0.0", 0, "10.0.0", id="never the newest, even when none is to be kept"),
+        pytest.param("9.1.0 10.0.0 100.0.0", 2, "9.1.0", id="by number, not by text"),
+        pytest.param("10.0.0 10.1.0 5.0.0", 1, "5.0.0 10.0.0", id="of one step the later start's stays"),
+        pytest.param("10.0.0 20.1.0?", 2, "20.1.0", id="what an earlier attempt left unfinished"),
+        pytest.param("10.0.0 20.2.0?", 2, "20.2.0", id="what an earlier restart left unfinished"),
+        pytest.param("10.0.0 20.2.1?", 2, "", id="not what this start is writing"),
+        pytest.param("10.0.0 20.2.2? 20.3.0?", 2, "", id="not what a later start is writing"),
+        pytest.param("10.0.0 20.0.0? 30.0.0", 2, "20.0.0", id="unfinished ones do not count as kept"),
+        pytest.param("10.3.0 20.3.0 30.3.0", 1, "", id="nothing of a later start"),
+        pytest.param("10.0.0 20.3.0 30.3.0", 2, "10.0.0", id="our old ones, though a later start made the newer"),
+        pytest.param("10.0.0 20.0.0!", 2, "", id="a damaged one stays until the run has come as far again"),
+        pytest.param("10.0.0 20.0.0! 20.2.1", 2, "20.0.0", id="a damaged one goes when its step is saved again"),
+        pytest.param("10.0.0 20.0.0! 30.2.1", 2, "20.0.0", id="a damaged one does not count as kept"),
+        pytest.param("20.0.0! 30.0.0!", 1, "", id="damaged ones stay when there is nothing else"),
+        pytest.param("20.3.0! 30.3.0", 1, "", id="not a damaged one of a later start"),
+    ],
+)
+def test_what_is_deleted(there: str, keep: int, deleted: str) -> None:
+    assert to_delete(folders(there), keep, OWN) == [one.folder for one in folders(deleted)]
+
+
+def test_what_resume_from_names_is_spared() -> None:
+    assert to_delete(folders("10.0.0 20.0.0 30.0.0"), 1, OWN, frozenset({_folder("10.0.0")})) == [_folder("20.0.0")]
+
+
+CLAIMS = st.builds(Claim, st.integers(0, 3), st.integers(0, 2))
+SEEN = st.lists(
+    st.builds(Seen, st.builds(StepFolder, st.integers(0, 9), CLAIMS), st.sampled_from(State)),
+    unique_by=lambda one: one.folder,
+)
+
+
+@given(SEEN, st.integers(1, 4), CLAIMS)
+def test_the_newest_stay_and_nothing_newer_than_ourselves_goes(there: list[Seen], keep: int, own: Claim) -> None:
+    gone = set(to_delete(there, keep, own))
+    complete = sorted((one.folder for one in there if one.state is State.COMPLETE), reverse=True)
+    assert gone.isdisjoint(complete[:keep])
+    assert all(folder.claim <= own for folder in gone)
+    assert gone.isdisjoint(one.folder for one in there if one.state is State.PARTIAL and one.folder.claim == own)
+    left = [one for one in there if one.folder not in gone]
+    assert to_delete(left, keep, own) == []
+
+
+def test_a_checkpoint_that_fits_is_not_complained_about() -> None:
+    assert room_complaint(free_bytes=5 * GIB, needed_bytes=5 * GIB, keep=2, path=Path("/moejob/sft")) is None
+
+
+def test_a_full_volume_is_named_with_numbers_and_the_fix() -> None:
+    said = room_complaint(free_bytes=2 * GIB, needed_bytes=5 * GIB, keep=2, path=Path("/moejob/sft"))
+    assert said == (
+        "a checkpoint takes 5.0 GiB and /moejob/sft has 2.0 GiB left; raise storage.size by at least 3.0 GiB, "
+        "lower checkpoint.keep (now 2), or free space on the volume"
+    )
+
+
+def test_one_that_keeps_a_single_checkpoint_is_not_told_to_keep_fewer() -> None:
+    assert "keep" not in str(room_complaint(free_bytes=0, needed_bytes=GIB, keep=1, path=Path("/moejob/sft")))

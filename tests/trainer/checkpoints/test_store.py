@@ -1,0 +1,429 @@
+"""The checkpoints of a run, from its start to its end."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from moejob_api.job.storage import Checkpoint
+from moejob_api.quantities import GIB
+from moejob_trainer.checkpoints import Alone, Checkpoints, Claim, Saved, StepFolder
+from moejob_trainer.checkpoints.disk import Disk
+from moejob_trainer.errors import BadConfiguration, Retryable, Superseded
+from trainer.checkpoints.worlds import (
+    FragileDisk,
+    Inline,
+    RankOfThreads,
+    RanksOfThreads,
+    Writer,
+    Writing,
+    files_below,
+    flip,
+    moment,
+    place,
+    policy,
+    saved,
+    state,
+    store,
+)
+
+IN_BACKGROUND = policy(asynchronous=True)
+
+
+def there(run: Path) -> list[str]:
+    return sorted(path.name for path in (run / "checkpoints").iterdir())
+
+
+def test_a_run_begins_from_its_model_and_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
+    first = store(place(tmp_path))
+    assert (first.start(), first.last_step) == (None, None)
+    first.save(moment(10))
+    assert first.last_step == 10
+    second = store(place(tmp_path, attempt=1))
+    found = second.start()
+    assert found is not None
+    assert (found.folder, second.last_step) == (StepFolder(10, Claim(0, 0)), 10)
+
+
+def test_a_checkpoint_holds_what_was_written_and_says_what_it_is(tmp_path: Path) -> None:
+    run = store(place(tmp_path, attempt=3, restart=1))
+    run.start()
+    run.save(moment(10))
+    found = store(place(tmp_path, attempt=4)).start()
+    assert found is not None
+    facts = found.manifest.facts
+    assert (facts.step, facts.attempt, facts.restart, facts.job_uid) == (10, 3, 1, "uid-1")
+    assert (facts.layout, facts.versions, facts.data) == ({"tensor": 2}, {"torch": "2.13.0"}, {"samples": 80})
+    lies = {name: content for name, content in files_below(found.path).items() if not name.endswith(".json")}
+    assert lies == state(StepFolder(10, Claim(3, 1)))
+    assert {entry.name: entry.size_bytes for entry in found.manifest.files} == {k: len(v) for k, v in lies.items()}
+
+
+def test_only_as_many_are_kept_as_were_asked_for(tmp_path: Path) -> None:
+    saved(tmp_path, 10, 20, 30, 40, keep=2)
+    assert there(tmp_path) == ["step-30.0.0", "step-40.0.0"]
+
+
+def test_what_an_earlier_attempt_left_unfinished_goes_at_the_start(tmp_path: Path) -> None:
+    saved(tmp_path, 10)
+    for name in ("step-20.0.0", "step-20.1.0", "step-20.2.0"):
+        (tmp_path / "checkpoints" / name).mkdir()
+    store(place(tmp_path, attempt=1)).start()
+    assert there(tmp_path) == ["step-10.0.0", "step-20.1.0", "step-20.2.0"]
+
+
+def test_a_damaged_checkpoint_is_set_aside_until_its_step_is_saved_again(tmp_path: Path) -> None:
+    *_, newest = saved(tmp_path, 10, 20, 30)
+    flip(newest / "__0_0.distcp")
+    run = store(place(tmp_path, attempt=1), policy(keep=3))
+    found = run.start()
+    assert found is not None
+    assert found.folder.step == 20
+    assert (newest / "rejected.json").exists()
+    run.save(moment(25))
+    assert there(tmp_path) == ["step-10.0.0", "step-20.0.0", "step-25.1.0", "step-30.0.0"]
+    run.save(moment(30))
+    assert there(tmp_path) == ["step-20.0.0", "step-25.1.0", "step-30.1.0"]
+
+
+def test_a_run_of_which_nothing_good_is_left_is_not_begun_anew_in_silence(tmp_path: Path) -> None:
+    for path in saved(tmp_path, 10, 20):
+        flip(path / "__0_0.distcp")
+    before = files_below(tmp_path)
+    for attempt in (1, 2):
+        with pytest.raises(
+            BadConfiguration, match=r"has checkpoints and none is good: step-20.0.0.*step-10.0.0.*begin"
+        ):
+            store(place(tmp_path, attempt)).start()
+    assert files_below(tmp_path) == before
+
+
+def test_two_jobs_never_share_a_folder(tmp_path: Path) -> None:
+    saved(tmp_path, 10)
+    before = files_below(tmp_path)
+    with pytest.raises(BadConfiguration, match="belongs to job sft"):
+        store(place(tmp_path, attempt=1, uid="uid-2")).start()
+    assert files_below(tmp_path) == before
+
+
+# --- in the background ---
+
+
+def test_a_background_save_counts_once_it_is_written(tmp_path: Path) -> None:
+    disk = FragileDisk()
+    run = store(place(tmp_path), IN_BACKGROUND, disk, Writer(disk, questions=2))
+    run.start()
+    assert run.save(moment(10)) is None
+    assert [run.poll(), run.poll(), run.last_step] == [None, None, None]
+    outcome = run.poll()
+    assert outcome is not None
+    assert (outcome.folder.step, run.last_step, run.poll()) == (10, 10, None)
+
+
+def test_a_second_save_waits_for_the_first(tmp_path: Path) -> None:
+    disk = FragileDisk()
+    run = store(place(tmp_path), IN_BACKGROUND, disk, Writer(disk, questions=2))
+    run.start()
+    run.save(moment(10))
+    run.save(moment(20))
+    assert run.last_step == 10
+    assert there(tmp_path) == ["step-10.0.0", "step-20.0.0"]
+
+
+def test_the_end_waits_for_the_save_under_way(tmp_path: Path) -> None:
+    disk = FragileDisk()
+    run = store(place(tmp_path), IN_BACKGROUND, disk, Writer(disk, questions=2))
+    run.start()
+    run.save(moment(10))
+    outcome = run.wait()
+    assert outcome is not None
+    assert (outcome.folder.step, run.wait()) == (10, None)
+
+
+def test_what_is_saved_is_not_saved_twice(tmp_path: Path) -> None:
+    run = store(place(tmp_path))
+    run.start()
+    run.save(moment(10))
+    before = files_below(tmp_path)
+    assert run.save(moment(10)) is None
+    assert files_below(tmp_path) == before
+
+
+@dataclass
+class Clock:
+    """A clock that moves when it is told to."""
+
+    now: float = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class Slow(Writer):
+    """A writer that holds training for 2 s, and then writes for 5 s more a question."""
+
+    clock: Clock = field(default_factory=Clock)
+
+    def begin(self, folder: Path) -> Writing:
+        self.clock.now += 2
+        return super().begin(folder)
+
+
+def test_a_save_says_how_long_it_took_and_how_long_training_stood_still(tmp_path: Path) -> None:
+    clock, disk = Clock(), FragileDisk()
+    writer = Slow(disk, questions=1, clock=clock)
+    run = Checkpoints(place(tmp_path), IN_BACKGROUND, Alone(), writer, disk, clock, Inline())
+    run.start()
+    run.save(moment(10))
+    clock.now += 5
+    assert run.poll() is None
+    clock.now += 5
+    size_bytes = sum(len(content) for content in state(StepFolder(10, Claim(0, 0))).values())
+    expected = Saved(StepFolder(10, Claim(0, 0)), size_bytes, seconds=12.0, stalled_seconds=2.0)
+    assert [run.poll(), run.last] == [expected, expected]
+
+
+def test_a_save_is_due_by_the_clock_of_rank_0_on_every_rank(tmp_path: Path) -> None:
+    def act(rank: RankOfThreads) -> list[bool]:
+        clock, disk = Clock(), FragileDisk()
+        how = Checkpoint(every_minutes=1)
+        run = Checkpoints(place(tmp_path), how, rank, Writer(disk), disk, clock, Inline())
+        run.start()
+        clock.now += 59 if rank.rank == 0 else 61
+        early = run.is_due(10)
+        clock.now += 2
+        return [early, run.is_due(10)]
+
+    assert RanksOfThreads(2).together(act) == [[False, True]] * 2
+
+
+def test_saves_every_so_many_steps_go_on_after_a_save(tmp_path: Path) -> None:
+    run = store(place(tmp_path), Checkpoint(every_steps=10, asynchronous=False))
+    run.start()
+    due = []
+    for step in range(1, 31):
+        if run.is_due(step):
+            due.append(step)
+            run.save(moment(step))
+        assert not due or not run.is_due(due[-1])
+    assert due == [10, 20, 30]
+
+
+# --- many ranks ---
+
+
+def test_many_ranks_write_hash_and_resume_as_one(tmp_path: Path) -> None:
+    def act(rank: RankOfThreads) -> tuple[object, ...]:
+        disk = FragileDisk()
+        run = Checkpoints(place(tmp_path), policy(), rank, Writer(disk, rank.rank), disk)
+        began = run.start()
+        outcome = run.save(moment(10))
+        # Each rank on its own volume object: what one of them did not sync nobody synced.
+        return began, outcome and outcome.folder, run.last_step, disk.unsynced_files
+
+    assert RanksOfThreads(3).together(act)[1:] == [(None, StepFolder(10, Claim(0, 0)), 10, set())] * 2
+    found = store(place(tmp_path, attempt=1)).start()
+    assert found is not None
+    written = [name for rank in range(3) for name in state(found.folder, rank)]
+    assert [entry.name for entry in found.manifest.files] == sorted(written)
+
+
+@dataclass
+class Failing(Writer):
+    """A writer whose rank 1 fails, when it is asked for the first time."""
+
+    error: Exception = field(default_factory=Exception)
+
+    def begin(self, folder: Path) -> Writing:
+        return Broken([], error=self.error) if self.rank == 1 else super().begin(folder)
+
+
+@dataclass
+class Broken(Writing):
+    """A part of a save that fails."""
+
+    error: Exception = field(default_factory=Exception)
+
+    def finished(self) -> bool:
+        raise self.error
+
+
+def test_a_rank_that_cannot_write_fails_the_save_on_every_rank_and_nothing_is_committed(tmp_path: Path) -> None:
+    saved(tmp_path, 10)
+    full = OSError(errno.ENOSPC, "No space left on device", "__1_0.distcp")
+
+    def act(rank: RankOfThreads) -> None:
+        disk = FragileDisk()
+        writer = Failing(disk, rank.rank, error=full)
+        run = Checkpoints(place(tmp_path, attempt=1), policy(), rank, writer, disk, background=Inline())
+        run.start()
+        run.save(moment(20))
+
+    outcomes = RanksOfThreads(2).together(act)
+    assert [type(outcome) for outcome in outcomes] == [BadConfiguration] * 2
+    assert {str(outcome) for outcome in outcomes} == {str(outcomes[0])}
+    assert str(outcomes[0]) == (
+        "rank 1: saving failed at __1_0.distcp: No space left on device; the volume is full; "
+        "raise storage.size, lower checkpoint.keep, or free space on the volume"
+    )
+    found = store(place(tmp_path, attempt=2)).start()
+    assert found is not None
+    assert found.folder.step == 10
+
+
+# --- volumes that refuse ---
+
+
+@dataclass
+class Refusing(FragileDisk):
+    """A volume that refuses to be written to."""
+
+    number: int = 0
+
+    def write(self, path: Path, content: bytes) -> None:
+        if self.number:
+            raise OSError(self.number, "refused", str(path))
+        super().write(path, content)
+
+
+@pytest.mark.parametrize(
+    ("number", "kind", "fix"),
+    [
+        pytest.param(errno.ENOSPC, BadConfiguration, "raise storage.size", id="full"),
+        pytest.param(errno.EDQUOT, BadConfiguration, "raise storage.size", id="over quota"),
+        pytest.param(errno.EROFS, BadConfiguration, "mount it for writing", id="read-only"),
+        pytest.param(errno.EACCES, BadConfiguration, "writable for the user", id="forbidden"),
+        pytest.param(errno.EIO, Retryable, "goes on from the last complete checkpoint", id="input/output error"),
+        pytest.param(errno.ESTALE, Retryable, "goes on from the last complete checkpoint", id="server away"),
+    ],
+)
+@pytest.mark.parametrize("part", ["the state", "the manifest"])
+def test_a_volume_that_refuses_is_named_with_the_fix_and_nothing_is_lost(
+    tmp_path: Path, number: int, kind: type[Exception], fix: str, part: str
+) -> None:
+    saved(tmp_path, 10)
+    disk, fine = Refusing(), FragileDisk()
+    run = store(place(tmp_path, attempt=1), policy(), disk, Writer(disk if part == "the state" else fine))
+    run.start()
+    disk.number = number
+    with pytest.raises(kind, match=rf"(saving|committing a checkpoint) failed at .*step-20.1.0.*: refused; .*{fix}"):
+        run.save(moment(20))
+    assert run.wait() is None
+    assert run.last_step == 10
+    assert there(tmp_path) == ["step-10.0.0", "step-20.1.0"]
+    assert store(place(tmp_path, attempt=2)).start() is not None
+
+
+def test_a_run_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "sft").write_text("a file")
+    with pytest.raises(BadConfiguration, match=r"opening the run folder failed at .*sft.*move it away"):
+        store(place(tmp_path / "sft")).start()
+
+
+@dataclass
+class Device(Writer):
+    """A writer that runs into the kernel's own full disk."""
+
+    def begin(self, folder: Path) -> Writing:
+        (folder / "__0_0.distcp").symlink_to("/dev/full")
+        return super().begin(folder)
+
+
+def test_a_disk_that_is_really_full_is_named(tmp_path: Path) -> None:
+    run = store(place(tmp_path), policy(), Disk(), Device(Disk()))
+    run.start()
+    with pytest.raises(BadConfiguration, match="No space left on device; the volume is full"):
+        run.save(moment(10))
+
+
+@dataclass
+class Small(FragileDisk):
+    """A volume with so much room."""
+
+    free: int = 0
+
+    def free_bytes(self, path: Path) -> int:
+        assert path.exists()
+        return self.free
+
+
+def test_a_checkpoint_that_would_not_fit_is_not_begun(tmp_path: Path) -> None:
+    run = store(place(tmp_path), policy(), Small(free=3 * GIB))
+    run.start()
+    with pytest.raises(BadConfiguration, match=r"takes 5.0 GiB and .* has 3.0 GiB left; raise storage.size by"):
+        run.save(moment(10), expected_bytes=5 * GIB)
+    assert there(tmp_path) == []
+
+
+def test_a_measured_checkpoint_counts_more_than_the_estimate(tmp_path: Path) -> None:
+    disk = Small(free=GIB)
+    run = store(place(tmp_path), policy(), disk)
+    run.start()
+    run.save(moment(10), expected_bytes=GIB)
+    assert run.save(moment(20), expected_bytes=5 * GIB) is not None
+    disk.free = 10
+    with pytest.raises(BadConfiguration, match=r"raise storage\.size"):
+        run.save(moment(30))
+
+
+@dataclass
+class Clinging(FragileDisk):
+    """A volume on which one folder cannot be removed."""
+
+    name: str = ""
+
+    def remove_folder(self, path: Path) -> None:
+        if path.name == self.name and path.exists():
+            raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
+        super().remove_folder(path)
+
+
+def test_a_folder_that_cannot_be_removed_does_not_stop_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = store(place(tmp_path), policy(keep=1), Clinging(name="step-10.0.0"))
+    run.start()
+    for step in (10, 20, 30):
+        run.save(moment(step))
+    assert there(tmp_path) == ["step-10.0.0", "step-30.0.0"]
+    assert {record.getMessage() for record in caplog.records} == {"checkpoint not deleted"}
+
+
+# --- older attempts ---
+
+
+def test_an_older_attempt_that_wakes_up_commits_and_deletes_nothing(tmp_path: Path) -> None:
+    owners = {"attempt": 0}
+    disk = FragileDisk()
+    old = store(place(tmp_path, 0, is_ours=lambda: owners["attempt"] == 0), IN_BACKGROUND, disk, Writer(disk))
+    old.start()
+    old.save(moment(10))
+    old.wait()
+    old.save(moment(20))
+    owners["attempt"] = 1
+    new = store(place(tmp_path, 1, is_ours=lambda: owners["attempt"] == 1), policy(keep=1))
+    new.start()
+    new.save(moment(15))
+    before = files_below(tmp_path)
+    with pytest.raises(Superseded, match="attempt 0, restart 0"):
+        old.wait()
+    with pytest.raises(Superseded):
+        old.save(moment(30))
+    with pytest.raises(Superseded):
+        store(old.place).start()
+    left = {name: content for name, content in files_below(tmp_path).items() if "step-20.0.0" not in name}
+    assert left == before
+    assert new.save(moment(20)) is not None
+
+
+def test_the_volume_that_vanished_is_something_to_try_again(tmp_path: Path) -> None:
+    run = store(place(tmp_path / "sft"))
+    run.start()
+    shutil.rmtree(tmp_path / "sft")
+    with pytest.raises(Retryable, match="making room for a checkpoint failed"):
+        run.save(moment(10))

@@ -1,0 +1,275 @@
+"""Owns what the tests of checkpoints share: a volume that loses power, a writer, ranks as threads, small builders."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from moejob_api.job.storage import Checkpoint
+from moejob_trainer.checkpoints import Alone, Checkpoints, Claim, Moment, Place, Run, Saved, StepFolder
+from moejob_trainer.checkpoints.disk import Disk
+from moejob_trainer.checkpoints.manifest import Facts
+from moejob_trainer.checkpoints.names import step_folder
+
+T = TypeVar("T")
+
+
+class Crash(BaseException):
+    """The process is gone. Nothing may catch it."""
+
+
+@dataclass
+class FragileDisk(Disk):
+    """A volume in a world that ends at the chosen operation; if power goes, what was not synced may go with it.
+
+    Syncing costs nothing here: what it would have saved is known.
+    """
+
+    crash_at: int | None = None
+    power: random.Random | None = None
+    operations: int = 0
+    is_dead: bool = False
+    unsynced_files: set[Path] = field(default_factory=set)
+    # By folder: how to take back each change of its names that was not synced, the last change last.
+    unsynced_names: dict[Path, list[Callable[[], object]]] = field(default_factory=dict)
+    lock: threading.RLock = field(default_factory=threading.RLock)
+
+    def make_folder(self, path: Path) -> None:
+        with self.lock:
+            self._step()
+            if not path.exists():
+                super().make_folder(path)
+                self._named(path, lambda: shutil.rmtree(path))
+
+    def write(self, path: Path, content: bytes) -> None:
+        with self.lock:
+            self._step(lambda: path.write_bytes(content[: len(content) // 2]))
+            super().write(path, content)
+            self.unsynced_files.add(path)
+
+    def sync(self, path: Path) -> None:
+        with self.lock:
+            self._step()
+            path.stat()
+            self.unsynced_files.discard(path)
+            self.unsynced_names.pop(path, None)
+
+    def rename(self, source: Path, target: Path) -> None:
+        with self.lock:
+            self._step()
+            before = target.read_bytes() if target.exists() else None
+            super().rename(source, target)
+            if source in self.unsynced_files:
+                self.unsynced_files = self.unsynced_files - {source} | {target}
+            self._named(target, lambda: _unrenamed(source, target, before))
+
+    def link(self, source: Path, target: Path) -> None:
+        with self.lock:
+            self._step()
+            super().link(source, target)
+            self._named(target, target.unlink)
+
+    def remove(self, path: Path) -> None:
+        with self.lock:
+            self._step()
+            if path.exists():
+                content = path.read_bytes()
+                super().remove(path)
+                self._named(path, lambda: path.write_bytes(content))
+
+    def remove_folder(self, path: Path) -> None:
+        with self.lock:
+            self._step()
+            super().remove_folder(path)
+            self.unsynced_names.pop(path, None)
+
+    def _named(self, path: Path, undo: Callable[[], object]) -> None:
+        self.unsynced_names.setdefault(path.parent, []).append(undo)
+
+    def _step(self, torn: Callable[[], object] = lambda: None) -> None:
+        if self.is_dead:
+            raise Crash
+        self.operations += 1
+        if self.crash_at is not None and self.operations >= self.crash_at:
+            self.is_dead = True
+            torn()
+            self._lose_power()
+            raise Crash
+
+    def _lose_power(self) -> None:
+        if self.power is None:
+            return
+        for path in sorted(self.unsynced_files):
+            if path.exists() and self.power.random() < 0.5:
+                path.write_bytes(path.read_bytes()[: self.power.randrange(2)])
+        for folder, undos in self.unsynced_names.items():
+            # Names of one folder are lost from the last change backwards, as in a journal.
+            for undo in reversed(undos[self.power.randrange(len(undos) + 1) :]):
+                if folder.exists():
+                    undo()
+
+
+def _unrenamed(source: Path, target: Path, before: bytes | None) -> None:
+    target.rename(source)
+    if before is not None:
+        target.write_bytes(before)
+
+
+class Inline(Executor):
+    """Does at once what it is given, so that a test decides what happens when."""
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        future: Future[T] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as error:  # noqa: BLE001 whoever asks for the result gets it, as in any executor
+            future.set_exception(error)
+        return future
+
+
+def state(folder: StepFolder, rank: int = 0) -> dict[str, bytes]:
+    """What a rank of the tests writes at a step: nothing in it is like anything in another."""
+    text = f"{folder.name} of rank {rank}; ".encode()
+    files = {f"__{rank}_0.distcp": text * 5, f"__{rank}_1.distcp": text * 3}
+    return files | ({".metadata": text, "common/state.pt": text * 2} if rank == 0 else {})
+
+
+@dataclass
+class Writing:
+    """A part of a save that takes as many questions as it was told."""
+
+    files: Sequence[str]
+    questions: int = 0
+
+    def finished(self) -> bool:
+        self.questions -= 1
+        return self.questions < 0
+
+    def names(self) -> Sequence[str]:
+        # Rank 0 says nothing of the files that stand for all ranks: whoever commits has to find them.
+        return [name for name in self.files if name.endswith(".distcp")]
+
+
+@dataclass
+class Writer:
+    """Writes the state of the tests."""
+
+    disk: Disk
+    rank: int = 0
+    questions: int = 0
+
+    def begin(self, folder: Path) -> Writing:
+        named = step_folder(folder.name)
+        assert named is not None
+        files = state(named, self.rank)
+        for name, content in files.items():
+            if "/" in name:
+                self.disk.make_folder((folder / name).parent)
+            self.disk.write(folder / name, content)
+        return Writing(list(files), self.questions)
+
+
+class RanksOfThreads:
+    """What threads that stand for ranks say to one another."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.said: list[Any] = [None] * size
+        # A rank that never comes shall fail the test, not hang it.
+        self.barrier = threading.Barrier(size, timeout=30)
+
+    def together(self, act: Callable[[RankOfThreads], T]) -> list[T | Exception]:
+        """What came of it on each rank."""
+
+        def one(rank: int) -> T | Exception:
+            try:
+                return act(RankOfThreads(self, rank))
+            except Exception as error:  # noqa: BLE001 the test compares what every rank raised
+                return error
+
+        with ThreadPoolExecutor(self.size) as pool:
+            return list(pool.map(one, range(self.size)))
+
+
+@dataclass(frozen=True)
+class RankOfThreads:
+    """One of them."""
+
+    group: RanksOfThreads
+    rank: int
+
+    @property
+    def size(self) -> int:
+        return self.group.size
+
+    def gathered(self, value: T) -> Sequence[T]:
+        return self._all(value) if self.rank == 0 else self._all(value)[:0]
+
+    def broadcast(self, value: T) -> T:
+        return self._all(value)[0]
+
+    def _all(self, value: T) -> list[T]:
+        self.group.said[self.rank] = value
+        self.group.barrier.wait()
+        everything = cast("list[T]", list(self.group.said))
+        self.group.barrier.wait()
+        return everything
+
+
+def facts(step: int = 10, attempt: int = 0, restart: int = 0) -> Facts:
+    return Facts(
+        step=step,
+        attempt=attempt,
+        restart=restart,
+        job_uid="uid-1",
+        state_format="torch_dist/fully_reshardable",
+        layout={"tensor": 2},
+        versions={"torch": "2.13.0"},
+        data={"samples": step * 8},
+    )
+
+
+def moment(step: int) -> Moment:
+    return Moment(step, "torch_dist/fully_reshardable", {"tensor": 2}, {"torch": "2.13.0"}, {"samples": step * 8})
+
+
+def policy(keep: int = 2, asynchronous: bool = False, resume_from: str | None = None) -> Checkpoint:
+    return Checkpoint(keep=keep, asynchronous=asynchronous, resume_from=resume_from)
+
+
+def place(
+    folder: Path, attempt: int = 0, restart: int = 0, is_ours: Callable[[], bool] = lambda: True, uid: str = "uid-1"
+) -> Place:
+    return Place(folder, Run(job="sft", uid=uid), Claim(attempt, restart), is_ours)
+
+
+def store(
+    where: Place, how: Checkpoint | None = None, disk: Disk | None = None, writer: Writer | None = None
+) -> Checkpoints:
+    volume = disk or FragileDisk()
+    return Checkpoints(where, how or policy(), Alone(), writer or Writer(volume), volume, background=Inline())
+
+
+def saved(folder: Path, *steps: int, attempt: int = 0, keep: int = 100) -> list[Path]:
+    """A run that saved these steps, and where."""
+    run = store(place(folder, attempt), policy(keep))
+    run.start()
+    outcomes = [run.save(moment(step)) for step in steps]
+    return [run.place.checkpoints / one.folder.name for one in outcomes if isinstance(one, Saved)]
+
+
+def flip(path: Path, at: int = 0) -> None:
+    """Change one bit of one byte."""
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+def files_below(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}

@@ -1,0 +1,53 @@
+"""What goes: damaged checkpoints are set aside, old ones and remains of unfinished saves deleted. Rank 0 does it."""
+
+from __future__ import annotations
+
+import logging
+
+from moejob_api.job.storage import Checkpoint
+from moejob_trainer.checkpoints.commit import delete, reject
+from moejob_trainer.checkpoints.disk import Disk, explained
+from moejob_trainer.checkpoints.names import MARKER, StepFolder, step_folder
+from moejob_trainer.checkpoints.policy import to_delete
+from moejob_trainer.checkpoints.run import Place, other_run
+from moejob_trainer.checkpoints.verification import Search, seen
+from moejob_trainer.errors import BadConfiguration
+
+log = logging.getLogger(__name__)
+
+
+def set_aside(place: Place, search: Search, disk: Disk) -> None:
+    """Mark what is damaged and newer than what was found; refuse to forget a run of which nothing good is left."""
+    if search.found is None and search.refused:
+        raise BadConfiguration(
+            f"{place.checkpoints} has checkpoints and none is good: {'; '.join(map(str, search.refused))}; "
+            "bring one back, or move the folder away to begin anew"
+        )
+    for refusal in search.refused:
+        log.warning("checkpoint refused", extra={"checkpoint": refusal.folder.name, "reason": refusal.reason})
+        path = place.checkpoints / refusal.folder.name
+        with explained("setting a damaged checkpoint aside", path):
+            if (path / MARKER).exists():
+                place.require_ours("judges checkpoints")
+                reject(path, disk)
+
+
+def clean(place: Place, policy: Checkpoint, disk: Disk) -> None:
+    """Delete what may go. A folder that cannot be removed costs space, which saving looks at; never the run."""
+    folders = seen(place.checkpoints)
+    for folder in to_delete(folders, policy.keep, place.claim, _spared(place, policy)):
+        if not place.is_ours():
+            return
+        try:
+            delete(place.checkpoints / folder.name, disk)
+        except OSError as error:
+            log.warning("checkpoint not deleted", extra={"checkpoint": folder.name, "reason": str(error)})
+
+
+def _spared(place: Place, policy: Checkpoint) -> frozenset[StepFolder]:
+    """The checkpoint that resumeFrom names, should it be one of these."""
+    if policy.resume_from is None:
+        return frozenset()
+    named = other_run(policy.resume_from, place.folder)
+    folder = step_folder(named.name)
+    return frozenset() if folder is None or named.parent != place.checkpoints else frozenset({folder})

@@ -1,0 +1,64 @@
+"""How a written folder becomes a checkpoint, stops being one, or goes away. Never acts for a superseded process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from moejob_trainer.checkpoints.disk import Disk, remove_tree, replace
+from moejob_trainer.checkpoints.manifest import Manifest, marker
+from moejob_trainer.checkpoints.names import MANIFEST, MARKER, REJECTED, Claim
+from moejob_trainer.errors import Retryable, Superseded
+
+
+def commit(folder: Path, manifest: Manifest, is_ours: Callable[[], bool], disk: Disk | None = None) -> None:
+    """Make the folder a checkpoint: manifest, then marker. All its files are already durable (`entries` saw to it)."""
+    volume = disk or Disk()
+    require_ours(is_ours, manifest.facts.folder.claim, f"commits {folder.name}")
+    _require_files(folder, manifest)
+    for path in _folders(folder, manifest):
+        volume.sync(path)
+    content = manifest.content()
+    replace(volume, folder / MANIFEST, content)
+    # Once more, as late as possible: a process may have been stopped for hours at any line above.
+    require_ours(is_ours, manifest.facts.folder.claim, f"commits {folder.name}")
+    replace(volume, folder / MARKER, marker(content).content())
+
+
+def reject(folder: Path, disk: Disk | None = None) -> None:
+    """Make a damaged checkpoint trusted no more, so that retention never counts it among the good ones."""
+    volume = disk or Disk()
+    volume.rename(folder / MARKER, folder / REJECTED)
+    volume.sync(folder)
+
+
+def delete(folder: Path, disk: Disk | None = None) -> None:
+    """Remove a checkpoint, the marker first: what is half gone must not be taken for complete."""
+    volume = disk or Disk()
+    if (folder / MARKER).exists():
+        volume.remove(folder / MARKER)
+        volume.sync(folder)
+    remove_tree(volume, folder)
+
+
+def require_ours(is_ours: Callable[[], bool], claim: Claim, does: str) -> None:
+    """Raise Superseded unless the run is still this process's."""
+    if not is_ours():
+        raise Superseded(f"a newer attempt has taken over the run folder; this process ({claim}) no longer {does}")
+
+
+def _require_files(folder: Path, manifest: Manifest) -> None:
+    """Other hosts wrote these files: what rank 0 sees must be what they hashed before it vouches for all of it."""
+    for entry in manifest.files:
+        size = (folder / entry.name).stat().st_size
+        if size != entry.size_bytes:
+            raise Retryable(
+                f"{folder / entry.name} has {size} bytes here and {entry.size_bytes} where it was written; "
+                "the volume is not shared, or shows hosts different things; use storage that is consistent across nodes"
+            )
+
+
+def _folders(folder: Path, manifest: Manifest) -> Iterable[Path]:
+    """Every folder that names a file, the inner ones first, and the one that names the checkpoint."""
+    inner = {parent for entry in manifest.files for parent in (folder / entry.name).parents}
+    return sorted({path for path in inner if path.is_relative_to(folder)} | {folder.parent}, reverse=True)

@@ -1,0 +1,51 @@
+"""What step folders are called and which of them is newer. Pure."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_NAME = re.compile(r"step-(0|[1-9]\d*)\.(0|[1-9]\d*)\.(0|[1-9]\d*)")
+
+CHECKPOINTS = "checkpoints"
+MANIFEST = "manifest.json"
+MARKER = "complete.json"
+# What a marker is renamed to once its files turned out to be damaged.
+REJECTED = "rejected.json"
+# What is being written and not yet renamed into place begins with this; no checkpoint owns such a file.
+TEMPORARY = ".writing-"
+
+OWN_FILES = frozenset({MANIFEST, MARKER, REJECTED})
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Claim:
+    """Which start of the run a process belongs to; a later start is the greater one."""
+
+    attempt: int
+    restart: int
+
+    def __str__(self) -> str:
+        return f"attempt {self.attempt}, restart {self.restart}"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class StepFolder:
+    """One checkpoint's folder. The later step is the newer; of one step saved twice, the later start's."""
+
+    step: int
+    claim: Claim
+
+    @property
+    def name(self) -> str:
+        """The folder's name: step-N.<attempt>.<restart>."""
+        return f"step-{self.step}.{self.claim.attempt}.{self.claim.restart}"
+
+
+def step_folder(name: str) -> StepFolder | None:
+    """What a folder's name says, or nothing when no checkpoint is called so."""
+    matched = _NAME.fullmatch(name)
+    if matched is None:
+        return None
+    step, attempt, restart = map(int, matched.groups())
+    return StepFolder(step, Claim(attempt, restart))

@@ -1,0 +1,66 @@
+"""When to save, what to keep, and whether there is room. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from pathlib import Path
+
+from moejob_api.job.storage import Checkpoint
+from moejob_api.quantities import readable
+from moejob_trainer.checkpoints.names import Claim, StepFolder
+from moejob_trainer.checkpoints.verification import Seen, State
+
+DEFAULT_MINUTES = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """The last time the state was known to be safe: a save, or the beginning of this process."""
+
+    step: int
+    at_seconds: float
+
+
+def is_due(step: int, now_seconds: float, policy: Checkpoint, last: Start) -> bool:
+    """Whether the state after this step is to be saved. Ranks have different clocks: let one of them answer for all."""
+    if step <= last.step:
+        return False
+    if policy.every_steps is not None:
+        return step % policy.every_steps == 0
+    minutes = DEFAULT_MINUTES if policy.every_minutes is None else policy.every_minutes
+    return now_seconds - last.at_seconds >= minutes * 60
+
+
+def to_delete(
+    folders: Sequence[Seen], keep: int, own: Claim, spared: AbstractSet[StepFolder] = frozenset()
+) -> list[StepFolder]:
+    """The folders that may go, the oldest first. What a later start wrote is its own to judge."""
+    complete = sorted((one.folder for one in folders if one.state is State.COMPLETE), reverse=True)
+    kept = {*complete[: max(keep, 1)], *spared}
+    old = (one for one in folders if one.folder not in kept and one.folder.claim <= own)
+    return sorted(one.folder for one in old if _is_useless(one, complete, own))
+
+
+def _is_useless(one: Seen, complete: Sequence[StepFolder], own: Claim) -> bool:
+    match one.state:
+        case State.COMPLETE:
+            return True
+        case State.PARTIAL:
+            # Only a process of an earlier start can have left it: of this one's it may be the one being written.
+            return one.folder.claim < own
+        case State.REJECTED:
+            # Until the run has come as far again, it may be all there is of these steps.
+            return bool(complete) and complete[0].step >= one.folder.step
+
+
+def room_complaint(free_bytes: int, needed_bytes: int, keep: int, path: Path) -> str | None:
+    """Why a checkpoint would not fit, and what to do."""
+    if needed_bytes <= free_bytes:
+        return None
+    fewer = f", lower checkpoint.keep (now {keep})" if keep > 1 else ""
+    return (
+        f"a checkpoint takes {readable(needed_bytes)} and {path} has {readable(free_bytes)} left; "
+        f"raise storage.size by at least {readable(needed_bytes - free_bytes)}{fewer}, or free space on the volume"
+    )

@@ -1,0 +1,132 @@
+"""Whose run folder this is, and where another run's checkpoints lie."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from uuid import uuid4
+
+from pydantic import ValidationError
+
+from moejob_api import contract
+from moejob_api.job.base import ApiModel
+from moejob_trainer.checkpoints.commit import require_ours
+from moejob_trainer.checkpoints.disk import Disk
+from moejob_trainer.checkpoints.names import CHECKPOINTS, TEMPORARY, Claim, step_folder
+from moejob_trainer.checkpoints.ranks import Ranks
+from moejob_trainer.checkpoints.verification import Check, Found, Refusal, checked, latest
+from moejob_trainer.errors import BadConfiguration
+
+RUN = "run.json"
+_SCHEME = "pvc://"
+# What file systems without hard links answer, such as SMB shares and buckets.
+_NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
+
+
+class Run(ApiModel):
+    """The job that a run folder belongs to."""
+
+    job: str
+    uid: str
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the run keeps its checkpoints, and as which start of which job this process does so."""
+
+    folder: Path
+    run: Run
+    claim: Claim
+    is_ours: Callable[[], bool]
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of all step folders."""
+        return self.folder / CHECKPOINTS
+
+    def require_ours(self, does: str) -> None:
+        """Raise Superseded unless the run is still this process's."""
+        require_ours(self.is_ours, self.claim, does)
+
+
+def take(folder: Path, run: Run, disk: Disk | None = None) -> None:
+    """Make the folder this job's, or raise BadConfiguration when it is another's. Again and again is fine."""
+    volume = disk or Disk()
+    volume.make_folder(folder)
+    written = folder / RUN
+    if not written.exists():
+        _claim(volume, written, run)
+    owner = _owner(written)
+    if owner.uid != run.uid:
+        raise BadConfiguration(
+            f"{folder} belongs to job {owner.job} (uid {owner.uid}), not to job {run.job} (uid {run.uid}), and two "
+            "runs in one folder would destroy each other's checkpoints; give this job another name (checkpoint."
+            f"resumeFrom {folder.name} then goes on from there), or move the folder away"
+        )
+
+
+def _claim(volume: Disk, written: Path, run: Run) -> None:
+    # A rename would take the folder from whoever else is starting at this moment; of two links one fails.
+    temporary = written.with_name(f"{TEMPORARY}{RUN}-{uuid4().hex}")
+    volume.write(temporary, run.model_dump_json(by_alias=True).encode() + b"\n")
+    volume.sync(temporary)
+    try:
+        volume.link(temporary, written)
+        volume.sync(written.parent)
+    except FileExistsError:
+        pass
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        volume.rename(temporary, written)
+        volume.sync(written.parent)
+    finally:
+        volume.remove(temporary)
+
+
+def _owner(written: Path) -> Run:
+    content = written.read_bytes()
+    try:
+        return Run.model_validate_json(content)
+    except ValidationError as error:
+        raise BadConfiguration(
+            f"{written} does not say whose run this is ({content[:60]!r}); put it right or move the folder away"
+        ) from error
+
+
+def other_run(resume_from: str, folder: Path, claims: Path = Path(contract.Path.CLAIMS)) -> Path:
+    """The folder that checkpoint.resumeFrom names: a job's beside ours, or pvc://claim/path. Pure."""
+    if resume_from.startswith(_SCHEME):
+        named = claims / resume_from.removeprefix(_SCHEME)
+    else:
+        named = folder.parent / resume_from
+    if named in (folder, folder / CHECKPOINTS):
+        raise BadConfiguration(
+            f"checkpoint.resumeFrom {resume_from} is this job itself, which goes on from its own checkpoints anyway; "
+            "name another job or leave it out"
+        )
+    return named
+
+
+def resumed(resume_from: str, named: Path, ranks: Ranks) -> Found:
+    """The good checkpoint in a run folder, its checkpoints folder, or a step folder. Every rank calls this."""
+    if step_folder(named.name) is not None:
+        outcome = checked(named, Check.HASHES, ranks)
+        refused: tuple[Refusal, ...] = (outcome,) if isinstance(outcome, Refusal) else ()
+        found = outcome if isinstance(outcome, Found) else None
+    else:
+        search = latest(named if named.name == CHECKPOINTS else named / CHECKPOINTS, Check.HASHES, ranks)
+        found, refused = search.found, search.refused
+    if found is None:
+        raise BadConfiguration(_nothing_good(resume_from, named, refused))
+    return found
+
+
+def _nothing_good(resume_from: str, named: Path, refused: tuple[Refusal, ...]) -> str:
+    said = f"checkpoint.resumeFrom {resume_from} names {named}, where there is no good checkpoint"
+    fix = "name a job that has saved, a run folder or a step folder on a volume that this job mounts"
+    if refused:
+        return f"{said}: {'; '.join(map(str, refused))}; {fix}"
+    return f"{said}: nothing was ever completed there; {fix}"

@@ -1,0 +1,238 @@
+"""The checkpoints of one run: found at the start, saved while it trains, kept and cleaned.
+
+Puts the decisions of this package in order and performs them. Every rank has one store and makes the same calls; rank 0
+decides and commits. Knows neither Megatron nor torch: the state is the writer's, the collectives are the ranks'.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from moejob_api.job.storage import Checkpoint
+from moejob_trainer.checkpoints.cleaning import clean, set_aside
+from moejob_trainer.checkpoints.commit import commit
+from moejob_trainer.checkpoints.disk import Disk, explained, remove_tree
+from moejob_trainer.checkpoints.manifest import Entry, Facts, entries, manifest, written_names
+from moejob_trainer.checkpoints.names import StepFolder
+from moejob_trainer.checkpoints.policy import Start, is_due, room_complaint
+from moejob_trainer.checkpoints.ranks import Ranks, agreed, decided, everyone
+from moejob_trainer.checkpoints.run import Place, other_run, resumed, take
+from moejob_trainer.checkpoints.verification import Check, Found, latest
+from moejob_trainer.checkpoints.writer import Pending, StateWriter
+from moejob_trainer.errors import BadConfiguration
+
+_POLL_SECONDS = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """What the run is when it is saved. Facts says what each means."""
+
+    step: int
+    state_format: str
+    layout: Mapping[str, int]
+    versions: Mapping[str, str]
+    data: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """One checkpoint that was committed, and what it cost."""
+
+    folder: StepFolder
+    size_bytes: int
+    # From the request to the commit.
+    seconds: float
+    # For as long training stood still for it.
+    stalled_seconds: float
+
+
+@dataclass(slots=True)
+class _Saving:
+    """A save that is under way."""
+
+    facts: Facts
+    path: Path
+    pending: Pending
+    called_seconds: float
+    stalled_seconds: float
+    hashing: Future[list[Entry]] | None = None
+
+
+def _worker() -> Executor:
+    return ThreadPoolExecutor(1, "checkpoints")
+
+
+@dataclass(slots=True)
+class Checkpoints:
+    """Every rank's hand on the run's checkpoints. At most one save is under way at any time."""
+
+    place: Place
+    policy: Checkpoint
+    ranks: Ranks
+    writer: StateWriter
+    disk: Disk = field(default_factory=Disk)
+    clock: Callable[[], float] = time.monotonic
+    # Hashes and deletes one after the other, while training goes on.
+    background: Executor = field(default_factory=_worker)
+    # The last save that was committed, whichever call it was that found it done.
+    last: Saved | None = None
+    _start: Start = field(default_factory=lambda: Start(0, 0.0))
+    _newest: StepFolder | None = None
+    _saving: _Saving | None = None
+    _size_bytes: int | None = None
+    _cleaning: Future[None] | None = None
+
+    @property
+    def last_step(self) -> int | None:
+        """The step of the newest complete checkpoint of this run."""
+        return None if self._newest is None else self._newest.step
+
+    def start(self) -> Found | None:
+        """Take the folder, clean it, and find what to go on from; nothing when the run begins from its model."""
+        decided(self.ranks, self._open)
+        search = latest(self.place.checkpoints, Check.HASHES, self.ranks)
+        decided(self.ranks, lambda: set_aside(self.place, search, self.disk))
+        self._begin_from(search.found)
+        if search.found is not None or self.policy.resume_from is None:
+            return search.found
+        return resumed(self.policy.resume_from, other_run(self.policy.resume_from, self.place.folder), self.ranks)
+
+    def is_due(self, step: int) -> bool:
+        """Whether the state after this step is to be saved. Every rank asks; by the clock of rank 0."""
+        if self.policy.every_steps is not None:
+            return is_due(step, 0.0, self.policy, self._start)
+        return decided(self.ranks, lambda: is_due(step, self.clock(), self.policy, self._start))
+
+    def save(self, moment: Moment, expected_bytes: int | None = None) -> Saved | None:
+        """Save, in the background if the job says so, else until it is committed and known what came of it.
+
+        A save that is still under way is finished first. `expected_bytes` counts until a save has been measured.
+        """
+        called = self.clock()
+        self.wait()
+        if self._newest is not None and moment.step <= self._newest.step:
+            return None
+        facts = self._facts(moment)
+        path = self.place.checkpoints / facts.folder.name
+        decided(self.ranks, lambda: self._make_room(path, self._size_bytes or expected_bytes or 0))
+        pending = self._begun(path)
+        self._start = Start(moment.step, called)
+        self._saving = _Saving(facts, path, pending, called, stalled_seconds=self.clock() - called)
+        return None if self.policy.asynchronous else self.wait()
+
+    def poll(self) -> Saved | None:
+        """Move a background save on without waiting, and commit it once it is written. Every rank calls this."""
+        return self._settled(to_the_end=False)
+
+    def wait(self) -> Saved | None:
+        """Finish the save that is under way, if any: before another one, and before the process ends."""
+        return self._settled(to_the_end=True)
+
+    # --- at the start ---
+
+    def _open(self) -> None:
+        with explained("opening the run folder", self.place.folder):
+            self.place.require_ours("opens the run")
+            take(self.place.folder, self.place.run, self.disk)
+            self.disk.make_folder(self.place.checkpoints)
+            self.disk.sync(self.place.folder)
+
+    def _begin_from(self, found: Found | None) -> None:
+        self._start = Start(0 if found is None else found.folder.step, self.clock())
+        if found is not None:
+            self._newest, self._size_bytes = found.folder, found.manifest.size_bytes
+        self._clean_up()
+
+    # --- saving ---
+
+    def _facts(self, moment: Moment) -> Facts:
+        claim, uid = self.place.claim, self.place.run.uid
+        return Facts(attempt=claim.attempt, restart=claim.restart, job_uid=uid, **asdict(moment))
+
+    def _make_room(self, path: Path, needed_bytes: int) -> None:
+        with explained("making room for a checkpoint", path):
+            self.place.require_ours("saves")
+            if self._cleaning is not None:
+                self._cleaning.result()
+            remove_tree(self.disk, path)
+            free_bytes = self.disk.free_bytes(path.parent)
+            if complaint := room_complaint(free_bytes, needed_bytes, self.policy.keep, self.place.folder):
+                raise BadConfiguration(complaint)
+            self.disk.make_folder(path)
+
+    def _begun(self, path: Path) -> Pending:
+        begun: list[Pending] = []
+
+        def begin() -> None:
+            with explained("saving", path):
+                begun.append(self.writer.begin(path))
+
+        everyone(self.ranks, begin)
+        return begun[0]
+
+    def _settled(self, *, to_the_end: bool) -> Saved | None:
+        # Taken out at first: a save that failed is not tried again.
+        (saving, self._saving), called = (self._saving, None), self.clock()
+        if saving is None:
+            return None
+        size_bytes = self._advanced(saving)
+        while size_bytes is None and to_the_end:
+            time.sleep(_POLL_SECONDS)
+            size_bytes = self._advanced(saving)
+        saving.stalled_seconds += self.clock() - called
+        if size_bytes is None:
+            self._saving = saving
+            return None
+        return self._noted(saving, size_bytes)
+
+    def _noted(self, saving: _Saving, size_bytes: int) -> Saved:
+        folder, seconds = saving.facts.folder, self.clock() - saving.called_seconds
+        self._newest, self._size_bytes = folder, size_bytes
+        self.last = Saved(folder, size_bytes, seconds, saving.stalled_seconds)
+        self._clean_up()
+        return self.last
+
+    def _advanced(self, saving: _Saving) -> int | None:
+        """Move the save on by what can be done now; its bytes once it is committed."""
+        if saving.hashing is None:
+            if not self._is_written(saving):
+                return None
+            saving.hashing = self.background.submit(self._own_entries, saving)
+        if not agreed(self.ranks, saving.hashing.done()):
+            return None
+        return self._committed(saving, saving.hashing)
+
+    def _is_written(self, saving: _Saving) -> bool:
+        def finished() -> bool:
+            with explained("saving", saving.path):
+                return saving.pending.finished()
+
+        return self.ranks.broadcast(all(everyone(self.ranks, finished)))
+
+    def _own_entries(self, saving: _Saving) -> list[Entry]:
+        with explained("reading back what was saved", saving.path):
+            return entries(saving.path, saving.pending.names(), self.disk)
+
+    def _committed(self, saving: _Saving, hashing: Future[list[Entry]]) -> int:
+        # At first: a newer attempt has removed these files, and reading them would fail for a lesser reason.
+        decided(self.ranks, lambda: self.place.require_ours(f"commits {saving.path.name}"))
+        parts = everyone(self.ranks, hashing.result)
+
+        def commit_all() -> int:
+            named = [entry for part in parts for entry in part]
+            with explained("committing a checkpoint", saving.path):
+                others = set(written_names(saving.path)) - {entry.name for entry in named}
+                whole = manifest([*named, *entries(saving.path, others, self.disk)], saving.facts)
+                commit(saving.path, whole, self.place.is_ours, self.disk)
+            return whole.size_bytes
+
+        return decided(self.ranks, commit_all)
+
+    def _clean_up(self) -> None:
+        if self.ranks.rank == 0:
+            self._cleaning = self.background.submit(clean, self.place, self.policy, self.disk)

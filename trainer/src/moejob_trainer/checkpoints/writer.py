@@ -1,0 +1,24 @@
+"""What the checkpoint store needs of whatever writes the state of a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+
+class Pending(Protocol):
+    """One rank's part of a save that is under way."""
+
+    def finished(self) -> bool:
+        """Whether all that this rank writes is written; raises what went wrong. Every rank asks equally often."""
+
+    def names(self) -> Sequence[str]:
+        """The files this rank wrote, relative to the folder. What no rank names, rank 0 takes care of."""
+
+
+class StateWriter(Protocol):
+    """Writes the state of the run, each rank its part, without any rank waiting for a file longer than it must."""
+
+    def begin(self, folder: Path) -> Pending:
+        """Start writing into the folder, which exists and is empty. Every rank calls this."""
