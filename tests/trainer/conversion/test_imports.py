@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -191,16 +191,16 @@ def test_a_rank_reads_its_slice_of_the_whole(family: Family, sizes: tuple[int, i
         assert all(torch.equal(state[name], expected[name]) for name in expected)
 
 
+@dataclass(frozen=True)
 class Counted(Checkpoint):
     """A checkpoint that counts what is read."""
 
+    counts: list[int] = field(default_factory=list)
+
     def read(self, name: str, part: Slices) -> Tensor:
-        read = super().read(name, part)
-        READ.append(read.numel())
+        read = Checkpoint.read(self, name, part)
+        self.counts.append(read.numel())
         return read
-
-
-READ: list[int] = []
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -208,12 +208,11 @@ def test_a_rank_reads_as_many_numbers_as_it_holds_and_never_more_than_a_tensor(f
     values = values_of(family, vocab_size=128)
     found, place = table_of(values), Coordinates(1, 2, 1, 2, 1, 2)
     source = opened(saved(tmp_path, values), found)
-    counted = Counted(source.checkpoint.folder, source.checkpoint.tensors)
+    counted = Counted(tmp_path, source.checkpoint.tensors)
     state = blank(found, place)
-    READ.clear()
     import_weights(state, replace(source, checkpoint=counted), place)
-    assert sum(READ) == sum(tensor.numel() for tensor in state.values())
-    assert max(READ) <= max(piece.elements for piece in found.pieces) // 2
+    assert sum(counted.counts) == sum(tensor.numel() for tensor in state.values())
+    assert max(counted.counts) <= max(piece.elements for piece in found.pieces) // 2
 
 
 @pytest.mark.parametrize("family", MTP)
