@@ -23,7 +23,8 @@ _LAYERS = 3
 def values_of(family: Family, **changes: Any) -> dict[str, Any]:
     """A small config whose heads and widths four ranks divide; MTP only where it is asked for."""
     sizes = {"num_hidden_layers": _LAYERS, "hidden_size": 32, "num_attention_heads": 8, "intermediate_size": 16}
-    return config(family, **sizes | {"moe_intermediate_size": 20, "num_nextn_predict_layers": 0} | changes)
+    experts = {"moe_intermediate_size": 20, "n_group": 2, "topk_group": 1, "num_nextn_predict_layers": 0}
+    return config(family, **sizes | experts | changes)
 
 
 def table_of(values: dict[str, Any]) -> Table:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -11,15 +12,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from moejob_api.models import catalog
 from moejob_api.models.families import shape_of
 from moejob_api.models.shape import Family
 from moejob_api.problems import InvalidSpec
+from moejob_trainer.conversion.checkpoint import Checkpoint
 from moejob_trainer.conversion.families import table
 from moejob_trainer.conversion.imports import import_weights, opened
-from moejob_trainer.model.parameters import Coordinates, local_slices
+from moejob_trainer.model.parameters import Coordinates, Slices, local_slices
 from trainer.conversion.published import (
     FAMILIES,
     blank,
@@ -67,7 +69,7 @@ def test_every_weight_is_where_transformers_uses_it(family: Family, tmp_path: Pa
     assert ours.keys() - seen == {"embedding.weight", "output.weight", "final_norm.weight"}
 
 
-def layer_weights(layer: nn.Module, values: dict[str, Any]) -> dict[str, Tensor]:
+def layer_weights(layer: Any, values: dict[str, Any]) -> dict[str, Tensor]:
     """What one layer of Transformers computes with, in our shapes, told by its modules and not by names in files."""
     found = {
         "attention_norm.weight": layer.input_layernorm.weight,
@@ -187,6 +189,30 @@ def test_a_rank_reads_its_slice_of_the_whole(family: Family, sizes: tuple[int, i
         state = imported(folder, values, place)
         expected = cut(found, whole, place)
         assert all(torch.equal(state[name], expected[name]) for name in expected)
+
+
+@dataclass(frozen=True)
+class Counted(Checkpoint):
+    """A checkpoint that counts what is read."""
+
+    counts: list[int] = field(default_factory=list)
+
+    def read(self, name: str, part: Slices) -> Tensor:
+        read = Checkpoint.read(self, name, part)
+        self.counts.append(read.numel())
+        return read
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_rank_reads_as_many_numbers_as_it_holds_and_never_more_than_a_tensor(family: Family, tmp_path: Path) -> None:
+    values = values_of(family, vocab_size=128)
+    found, place = table_of(values), Coordinates(1, 2, 1, 2, 1, 2)
+    source = opened(saved(tmp_path, values), found)
+    counted = Counted(tmp_path, source.checkpoint.tensors)
+    state = blank(found, place)
+    import_weights(state, replace(source, checkpoint=counted), place)
+    assert sum(counted.counts) == sum(tensor.numel() for tensor in state.values())
+    assert max(counted.counts) <= max(piece.elements for piece in found.pieces) // 2
 
 
 @pytest.mark.parametrize("family", MTP)

@@ -1,0 +1,198 @@
+"""A model in Hugging Face's files, written by all ranks together and read back before it gets its name.
+
+Each rank writes the tensors it owns; the first one adds config, tokenizer and index. Knows neither modules nor
+Megatron.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from moejob_trainer.conversion.checkpoint import INDEX_FILE, SINGLE_FILE, listed
+from moejob_trainer.conversion.families import Table
+from moejob_trainer.conversion.gathering import Gathering, agreed, names
+from moejob_trainer.conversion.groups import ModelGroups, collected, shared, told
+from moejob_trainer.conversion.imports import opened
+from moejob_trainer.conversion.pieces import Piece
+from moejob_trainer.conversion.shards import Entry, planned, shard, verify
+from moejob_trainer.conversion.templates import copy_beside
+
+MOST_SHARD_BYTES = 5 * 10**9
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where an export goes. `template` is the folder the model came from: its config, tokenizer and code go along.
+
+    dtype: the type weights are written in; None writes them as they are held. Buffers stay float32.
+    """
+
+    folder: Path
+    template: Path
+    dtype: torch.dtype | None = None
+    most_shard_bytes: int = MOST_SHARD_BYTES
+
+    @property
+    def unfinished(self) -> Path:
+        """Where it is written until it is complete."""
+        return self.folder.with_name(f".{self.folder.name}.unfinished")
+
+    @property
+    def replaced(self) -> Path:
+        """Where an older export goes until the new one has its name."""
+        return self.folder.with_name(f".{self.folder.name}.replaced")
+
+
+@dataclass(frozen=True, slots=True)
+class ExportReport:
+    """A finished export, read back and found equal: the SHA-256 of every tensor by its name in the files."""
+
+    folder: Path
+    files: tuple[str, ...]
+    bytes: int
+    checksums: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    file: str
+    entries: tuple[Entry, ...]
+    checksums: Mapping[str, str]
+
+
+def export(state: Mapping[str, Tensor], table: Table, groups: ModelGroups, target: Target) -> ExportReport:
+    """Writes the model whose parts all ranks hold in `state`, by our global names. All ranks call it together.
+
+    An older export of that name is replaced, and is there until the new one is complete.
+    """
+    gathering = agreed(state, table, groups)
+    shards = _shards(gathering, target)
+    files = _file_names([len(theirs) for theirs in shared(shards, groups.world)], groups.rank)
+    if groups.rank == 0:
+        _prepare(target)
+    # Nobody writes before the folder is there.
+    told("ready", groups.world)
+    written = _write(gathering, target, dict(zip(files, shards, strict=True)))
+    for one in written:
+        verify(target.unfinished / one.file, one.entries, one.checksums)
+    everything = collected(written, groups.world)
+    report = None if everything is None else _finish(table, target, list(chain.from_iterable(everything)))
+    return told(report, groups.world)
+
+
+def _shards(gathering: Gathering, target: Target) -> list[list[Entry]]:
+    table = gathering.table
+    entries = [
+        Entry(name, piece.shape, _dtype(piece, gathering, target))
+        for piece in gathering.owned()
+        for name in names(piece, table)
+    ]
+    return planned(entries, target.most_shard_bytes)
+
+
+def _dtype(piece: Piece, gathering: Gathering, target: Target) -> torch.dtype:
+    parameter = gathering.table.by_name[piece.parameter]
+    if target.dtype is None or parameter.is_buffer:
+        return gathering.state[parameter.name].dtype
+    return target.dtype
+
+
+def _file_names(counts: Sequence[int], rank: int) -> list[str]:
+    """The names of a rank's files, given how many each rank has."""
+    total, first = sum(counts), sum(counts[:rank])
+    if total == 1:
+        return [SINGLE_FILE] * counts[rank]
+    return [f"model-{first + index:05}-of-{total:05}.safetensors" for index in range(1, counts[rank] + 1)]
+
+
+def _prepare(target: Target) -> None:
+    shutil.rmtree(target.unfinished, ignore_errors=True)
+    target.unfinished.mkdir(parents=True)
+
+
+def _write(gathering: Gathering, target: Target, shards: Mapping[str, list[Entry]]) -> list[_Written]:
+    tensors = _tensors(gathering, target)
+    written = []
+    for file, entries in shards.items():
+        with shard(target.unfinished / file, entries) as opened_shard:
+            checksums = {name: opened_shard.write(name, tensor) for name, tensor in islice(tensors, len(entries))}
+        written.append(_Written(file, tuple(entries), checksums))
+    # The others may still need this rank's parts.
+    deque(tensors, maxlen=0)
+    return written
+
+
+def _tensors(gathering: Gathering, target: Target) -> Iterator[tuple[str, Tensor]]:
+    for piece, tensor in gathering.tensors():
+        cast = tensor.to(_dtype(piece, gathering, target))
+        for name in names(piece, gathering.table):
+            yield name, cast
+
+
+def _finish(table: Table, target: Target, written: Sequence[_Written]) -> ExportReport:
+    folder = target.unfinished
+    _all_once(table, written)
+    entries = {entry.name: (one.file, entry) for one in written for entry in one.entries}
+    if len(written) > 1:
+        (folder / INDEX_FILE).write_text(_index(entries), encoding="utf-8")
+    copy_beside(target.template, folder, table.shape, _main_dtype(entry for _, entry in entries.values()))
+    # The same judgement as on every import: number, names, shapes and types of all tensors.
+    opened(folder, table)
+    _replace(target)
+    return ExportReport(
+        folder=target.folder,
+        files=tuple(sorted(one.file for one in written)),
+        bytes=sum(entry.bytes for _, entry in entries.values()),
+        checksums={name: checksum for one in written for name, checksum in one.checksums.items()},
+    )
+
+
+def _all_once(table: Table, written: Sequence[_Written]) -> None:
+    expected = Counter(name for piece in table.pieces for name in names(piece, table))
+    found = Counter(entry.name for one in written for entry in one.entries)
+    if found != expected:
+        wrong = listed(found - expected) or listed(expected - found)
+        raise RuntimeError(f"{len(found)} tensors were written, {len(expected)} expected; not once: {wrong}")
+
+
+def _index(entries: Mapping[str, tuple[str, Entry]]) -> str:
+    total = sum(entry.bytes for _, entry in entries.values())
+    places = {name: file for name, (file, _) in sorted(entries.items())}
+    return json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2) + "\n"
+
+
+def _main_dtype(entries: Iterable[Entry]) -> torch.dtype:
+    """The type of most numbers."""
+    counted = Counter[torch.dtype]()
+    for entry in entries:
+        counted[entry.dtype] += prod(entry.shape)
+    return counted.most_common(1)[0][0]
+
+
+def _replace(target: Target) -> None:
+    """Gives the new export its name. A crash in between leaves a complete export under one of the two."""
+    shutil.rmtree(target.replaced, ignore_errors=True)
+    if target.folder.exists():
+        target.folder.rename(target.replaced)
+    target.unfinished.rename(target.folder)
+    _sync(target.folder.parent)
+    shutil.rmtree(target.replaced, ignore_errors=True)
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,167 @@
+"""Whole Hugging Face tensors out of the parts that ranks hold, one at a time, each on one rank.
+
+Every published tensor has one owner: of the ranks that could put it together, the lowest. Replicas of data
+parallelism and a tied embedding's second stage own nothing by the same rule. Writes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from moejob_api.layout.ranks import Group
+from moejob_trainer.conversion.families import Table
+from moejob_trainer.conversion.groups import ModelGroups, gathered, members, shared
+from moejob_trainer.conversion.pieces import Piece, within
+from moejob_trainer.model.parameters import Coordinates, Parameter, Slices, division, local_shape, local_slices
+
+# Where a piece is held: the rank in each group that divides its parameter and not the piece itself.
+Home = tuple[tuple[Group, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """How one piece is put together in a layout; `gathered` are the axes on which it lies on several ranks."""
+
+    gathered: tuple[tuple[int, Group], ...]
+    home: Home
+
+    def is_held(self, place: Coordinates) -> bool:
+        """Whether a rank holds a part of it."""
+        return all(place.within(group)[0] == rank for group, rank in self.home)
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What a rank tells the others: which pieces it could put together, and the first rank of each of its groups."""
+
+    leads: frozenset[tuple[str, Home]]
+    first: Mapping[Group, int]
+
+
+@dataclass(frozen=True)
+class Gathering:
+    """An agreement of all ranks on who puts which piece together."""
+
+    table: Table
+    groups: ModelGroups
+    state: Mapping[str, Tensor]
+    holdings: tuple[Holding, ...]
+
+    def pieces(self) -> Iterator[tuple[Piece, Assembly]]:
+        """The pieces this rank has to do with, in an order that all ranks share: gathering in another one deadlocks."""
+        place, owners = self.groups.coordinates, _owners(self.holdings)
+        for parameter in self.table.parameters:
+            if parameter.name in self.state:
+                for piece in self.table.by_parameter[parameter.name]:
+                    how = assembly(piece, parameter, place)
+                    if how.is_held(place) and self._leader(how) == owners[parameter.name, how.home]:
+                        yield piece, how
+
+    def owned(self) -> tuple[Piece, ...]:
+        """The pieces that this rank puts together."""
+        return tuple(piece for piece, how in self.pieces() if self._leader(how) == self.groups.rank)
+
+    def tensors(self) -> Iterator[tuple[Piece, Tensor]]:
+        """Each piece this rank owns, as Hugging Face has it. All ranks must run it to its end together."""
+        for piece, how in self.pieces():
+            whole = self._whole(piece, how)
+            if whole is not None:
+                yield piece, whole
+
+    def _leader(self, how: Assembly) -> int:
+        rank = self.groups.rank
+        for _, group in how.gathered:
+            rank = self.holdings[rank].first[group]
+        return rank
+
+    def _whole(self, piece: Piece, how: Assembly) -> Tensor | None:
+        held = local_slices(self.table.by_name[piece.parameter], self.groups.coordinates)
+        axes = {axis for axis, _ in how.gathered}
+        reach = tuple(
+            mine if axis in axes else theirs for axis, (mine, theirs) in enumerate(zip(held, piece.region, strict=True))
+        )
+        block: Tensor | None = self.state[piece.parameter].detach()[within(reach, held)]
+        for axis, group in how.gathered:
+            block = None if block is None else gathered(block, axis, self.groups.over(group))
+        return None if block is None else piece.theirs(block[_rest(piece, axes)])
+
+
+def agreed(state: Mapping[str, Tensor], table: Table, groups: ModelGroups) -> Gathering:
+    """Asks every rank what it holds; ValueError on all of them where nobody holds a parameter."""
+    place = groups.coordinates
+    for name, tensor in state.items():
+        expected = local_shape(table.by_name[name], place)
+        if tuple(tensor.shape) != expected:
+            raise ValueError(f"{name} is {tuple(tensor.shape)}; {place} holds {expected}")
+    gathering = Gathering(table, groups, state, tuple(shared(_holding(state, table, groups), groups.world)))
+    owners = _owners(gathering.holdings)
+    homeless = {
+        parameter.name
+        for parameter in table.parameters
+        for piece in table.by_parameter[parameter.name]
+        if (parameter.name, assembly(piece, parameter, place).home) not in owners
+    }
+    if homeless:
+        raise ValueError(f"no rank holds all of {', '.join(sorted(homeless))}")
+    return gathering
+
+
+def hugging_face_tensors(
+    state: Mapping[str, Tensor], table: Table, groups: ModelGroups
+) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the published model once among all ranks, whole and one at a time, named as in its files.
+
+    `state` are a rank's tensors by our global names. A rank gets those it owns, yet all must run this to its end.
+    """
+    for piece, tensor in agreed(state, table, groups).tensors():
+        for name in names(piece, table):
+            yield name, tensor
+
+
+def names(piece: Piece, table: Table) -> tuple[str, ...]:
+    """What a piece is called in files: its name, and those of its copies that are written."""
+    copies = (copy.tensor for copy in table.copies if copy.of == piece.tensor and copy.is_written)
+    return (piece.tensor, *copies)
+
+
+def assembly(piece: Piece, parameter: Parameter, place: Coordinates) -> Assembly:
+    """How a piece is put together; equal on all ranks, for it looks at sizes only."""
+    several: list[tuple[int, Group]] = []
+    home: list[tuple[Group, int]] = []
+    for axis, group in division(parameter, place):
+        part = parameter.shape[axis] // place.within(group)[1]
+        first, last = piece.region[axis].start // part, (piece.region[axis].stop - 1) // part
+        if first == last:
+            home.append((group, first))
+        else:
+            several.append((axis, group))
+    return Assembly(tuple(several), tuple(home))
+
+
+def _holding(state: Mapping[str, Tensor], table: Table, groups: ModelGroups) -> Holding:
+    place = groups.coordinates
+    leads = {
+        (name, how.home)
+        for name in state
+        for piece in table.by_parameter[name]
+        if (how := assembly(piece, table.by_name[name], place)).is_held(place)
+        and all(place.within(group)[0] == 0 for _, group in how.gathered)
+    }
+    divisions = (Group.TENSOR, Group.EXPERT, Group.EXPERT_TENSOR)
+    return Holding(frozenset(leads), {group: members(groups.over(group), groups.rank)[0] for group in divisions})
+
+
+def _owners(holdings: tuple[Holding, ...]) -> dict[tuple[str, Home], int]:
+    owners: dict[tuple[str, Home], int] = {}
+    for rank, holding in enumerate(holdings):
+        for lead in holding.leads:
+            owners.setdefault(lead, rank)
+    return owners
+
+
+def _rest(piece: Piece, axes: set[int]) -> Slices:
+    """What is cut from a gathered block: rows beyond the vocabulary."""
+    return tuple(part if axis in axes else slice(None) for axis, part in enumerate(piece.region))

@@ -1,0 +1,55 @@
+"""What stands beside the weights of a published model: its config.json made true, and tokenizer files as they were."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+
+from moejob_api.models.families import shape_of
+from moejob_api.models.shape import ModelShape
+
+CONFIG_FILE = "config.json"
+_AS_THEY_WERE = (
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.tiktoken",
+    "chat_template*",
+    "additional_chat_templates",
+    "*.py",
+    "LICENSE*",
+)
+
+
+def copy_beside(template: Path, folder: Path, shape: ModelShape, dtype: torch.dtype) -> None:
+    """Puts config and tokenizer beside weights of this shape and type."""
+    for path in sorted({path for pattern in _AS_THEY_WERE for path in template.glob(pattern)}):
+        copy = shutil.copytree if path.is_dir() else shutil.copyfile
+        copy(path, folder / path.name)
+    text = (template / CONFIG_FILE).read_text(encoding="utf-8")
+    (folder / CONFIG_FILE).write_text(config(text, shape, dtype), encoding="utf-8")
+
+
+def config(text: str, shape: ModelShape, dtype: torch.dtype) -> str:
+    """A config.json that is true of these weights: untouched where it is already."""
+    published = json.loads(text)
+    changed = _true(published, shape, dtype)
+    if shape_of(changed) != shape:
+        raise ValueError(f"the {CONFIG_FILE} to export with describes another model than the one that was trained")
+    return text if changed == published else json.dumps(changed, indent=2, ensure_ascii=False) + "\n"
+
+
+def _true(published: dict[str, object], shape: ModelShape, dtype: torch.dtype) -> dict[str, object]:
+    key = "torch_dtype" if "torch_dtype" in published else "dtype"
+    changed = published | {key: str(dtype).removeprefix("torch.")}
+    # Weights are written as they are trained, not as they may have been published.
+    changed.pop("quantization_config", None)
+    if not shape.mtp_layers and shape_of(changed).mtp_layers:
+        changed["num_nextn_predict_layers"] = 0
+    return changed
