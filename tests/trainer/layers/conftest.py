@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from rank_pool import RankPool
+from trainer.rank_pool import RankPool
 
 
 @pytest.fixture(scope="session")

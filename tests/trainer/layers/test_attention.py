@@ -12,12 +12,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers.models.gpt_oss import modeling_gpt_oss
 
-from closeness import assert_all_close
-from layer_references import Attention, attention_by_definition, attention_case, attention_here, attention_on_rank
 from moejob_trainer.layers import attention
 from moejob_trainer.layers.attention import attended
 from moejob_trainer.layers.documents import Documents, in_row_order
-from rank_pool import RankPool
+from trainer.closeness import assert_all_close
+from trainer.layers.references import (
+    Attention,
+    attention_by_definition,
+    attention_case,
+    attention_here,
+    attention_on_rank,
+)
+from trainer.rank_pool import RankPool
 
 SHAPES = [
     pytest.param({}, id="grouped"),

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from closeness import assert_all_close
 from moejob_trainer.layers.experts import grouped_linear
 from moejob_trainer.layers.permutation import Permutation, combined, permuted, permuted_probabilities
+from trainer.closeness import assert_all_close
 
 COUNTS = [
     pytest.param([3, 4, 2], id="every expert has rows"),

@@ -14,9 +14,9 @@ from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, GptOssRMSNorm
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
-from closeness import assert_all_close
 from moejob_trainer.layers.activation import clamped_swiglu, swiglu
 from moejob_trainer.layers.norm import RMSNorm, rms_norm
+from trainer.closeness import assert_all_close
 
 Activation = Callable[[Tensor, Tensor | None], Tensor]
 

@@ -19,8 +19,8 @@ from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.configuration_llama import LlamaConfig
 
-from closeness import assert_all_close
 from moejob_trainer.layers.rotary import LinearScaling, Llama3Scaling, Rotary, YarnScaling, rotated
+from trainer.closeness import assert_all_close
 
 # Far positions are where a wrong last digit of a frequency shows.
 POSITIONS = torch.tensor([0, 1, 2, 0, 1, 77, 4095, 40000, 131071])

@@ -25,7 +25,6 @@ from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeExperts, Qw
 from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeTopKRouter
 
-from closeness import assert_all_close
 from moejob_trainer.layers.activation import clamped_swiglu, swiglu
 from moejob_trainer.layers.experts import grouped_linear
 from moejob_trainer.layers.permutation import Permutation, combined, permuted, permuted_probabilities
@@ -45,6 +44,7 @@ from moejob_trainer.layers.routing import (
     within_capacity,
     z_loss,
 )
+from trainer.closeness import assert_all_close
 
 # A router and experts, whose attributes torch cannot type.
 Modules = tuple[Any, Any]

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from closeness import assert_all_close
-from layer_references import Words, words_by_definition, words_case, words_here, words_on_rank
 from moejob_trainer.layers import vocabulary
 from moejob_trainer.layers.vocabulary import token_log_probabilities
-from rank_pool import RankPool
+from trainer.closeness import assert_all_close
+from trainer.layers.references import Words, words_by_definition, words_case, words_here, words_on_rank
+from trainer.rank_pool import RankPool
 
 CASES = [
     pytest.param({}, id="some chunks"),
