@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 
-from hypothesis import settings
+# On a machine with a GPU there may be no more than torch and pytest: tests/gpu asks for nothing else.
+if find_spec("hypothesis"):
+    from hypothesis import settings
 
-settings.register_profile("ci", derandomize=True, deadline=None, database=None, print_blob=True)
-settings.register_profile("explore", max_examples=5000, deadline=None, print_blob=True)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+    settings.register_profile("ci", derandomize=True, deadline=None, database=None, print_blob=True)
+    settings.register_profile("explore", max_examples=5000, deadline=None, print_blob=True)
+    settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))

@@ -27,9 +27,7 @@ def built(values: dict[str, Any]) -> PreTrainedModel:
     """The model of a config.json, without memory behind its parameters."""
     others = {key: value for key, value in values.items() if key != "model_type"}
     with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            AutoConfig.for_model(values["model_type"], **others)
-        )
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(values["model_type"], **others))
     return model
 
 

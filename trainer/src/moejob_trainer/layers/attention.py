@@ -50,11 +50,12 @@ def plain_attended(
     """`attended` in the operations of torch, given keys and values of the whole row."""
     # Zeros behind the values keep torch's fast kernels, which want one size for all three.
     padded = functional.pad(v, (0, max(0, q.shape[-1] - v.shape[-1])))
-    outputs = []
     spans = documents.spans()
-    for queries, span in zip(q.split([span.queries for span in spans]), spans, strict=True):
-        outputs += _span_attended(queries, k, padded, span, scale=scale, window=window, sinks=sinks)
-    return torch.cat([q.new_zeros(0, q.shape[1], padded.shape[-1]), *outputs])[..., : v.shape[-1]]
+    parts = zip(q.split([span.queries for span in spans]), spans, strict=True)
+    outputs = [
+        _span_attended(queries, k, padded, span, scale=scale, window=window, sinks=sinks) for queries, span in parts
+    ]
+    return torch.cat(outputs)[..., : v.shape[-1]]
 
 
 def _whole_row(k: Tensor, v: Tensor, documents: Documents, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
@@ -71,7 +72,7 @@ def _whole_row(k: Tensor, v: Tensor, documents: Documents, group: dist.ProcessGr
 
 def _span_attended(
     q: Tensor, k: Tensor, v: Tensor, span: Span, *, scale: float, window: int | None, sinks: Tensor | None
-) -> list[Tensor]:
+) -> Tensor:
     last_key = span.first_key + span.keys
     # split, and not one slice a document: the gradient of a slice is as long as the whole row.
     pieces = zip(
@@ -80,7 +81,7 @@ def _span_attended(
         v[span.first_key : last_key].split(span.key_counts),
         strict=True,
     )
-    return [_piece_attended(*piece, scale=scale, window=window, sinks=sinks) for piece in pieces]
+    return torch.cat([_piece_attended(*piece, scale=scale, window=window, sinks=sinks) for piece in pieces])
 
 
 def _piece_attended(

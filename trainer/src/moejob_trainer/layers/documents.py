@@ -48,6 +48,10 @@ class Documents:
     def __post_init__(self) -> None:
         if min(self.lengths, default=0) < 0:
             raise ValueError(f"document lengths {self.lengths} must not be negative")
+        if self.row_tokens == 0:
+            raise ValueError(
+                f"a row of the document lengths {self.lengths} has no token; put a document of padding in it"
+            )
         if self.cu_lengths.shape != (len(self.lengths) + 1,):
             raise ValueError(
                 f"cu_lengths has shape {tuple(self.cu_lengths.shape)}, "
@@ -105,7 +109,7 @@ class Documents:
         return self.indices() - self.cu_lengths[self.segments()]
 
     def order(self) -> Tensor:
-        """int64 [row_tokens]: `gathered[order]` is the row, where `gathered` is what the ranks hold, rank after rank."""
+        """int64 [row_tokens]: `gathered[order]` is the row, if `gathered` is what the ranks hold, rank after rank."""
         positions = torch.arange(self.row_tokens, device=self.cu_lengths.device)
         return in_row_order(positions, self.context_size)
 
@@ -117,7 +121,7 @@ class Documents:
         boundaries = pairwise(accumulate(self.lengths, initial=0))
         inside = [(first, min(last, end)) for first, last in boundaries if max(first, start) < min(last, end)]
         return Span(
-            first_key=inside[0][0] if inside else start,
+            first_key=inside[0][0],
             query_counts=tuple(last - max(first, start) for first, last in inside),
             key_counts=tuple(last - first for first, last in inside),
         )

@@ -61,7 +61,7 @@ def _product(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     if _kernel_takes(x, *weights.shape[1:]):
         product: Tensor = grouped_mm(x.contiguous(), weights, offs=ends)
         return product
-    parts = x.tensor_split(ends[:-1].cpu())
+    parts = x.tensor_split(ends[:-1].tolist())
     return torch.cat([part @ weight for part, weight in zip(parts, weights, strict=True)])
 
 
@@ -70,7 +70,7 @@ def _outer_products(gradient: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     if _kernel_takes(x, x.shape[1], gradient.shape[1]):
         products: Tensor = grouped_mm(gradient.t(), x.contiguous(), offs=ends)
         return products
-    inner = ends[:-1].cpu()
+    inner = ends[:-1].tolist()
     pairs = zip(gradient.tensor_split(inner), x.tensor_split(inner), strict=True)
     return torch.stack([rows.t() @ part for rows, part in pairs])
 

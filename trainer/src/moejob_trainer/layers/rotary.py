@@ -101,19 +101,20 @@ def plain_rotated(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = Fa
 @lru_cache(maxsize=64)
 def _frequencies(rotary: Rotary, device: torch.device) -> Tensor:
     powers = rotary.theta ** (torch.arange(0, rotary.dim, 2).float() / rotary.dim)
-    return _scaled(1.0 / powers, rotary).to(device)
+    return _scaled(powers, rotary).to(device)
 
 
-def _scaled(frequencies: Tensor, rotary: Rotary) -> Tensor:
+# In the order of Transformers' operations, for the same reason.
+def _scaled(powers: Tensor, rotary: Rotary) -> Tensor:
     match rotary.scaling:
         case None:
-            return frequencies
+            return 1.0 / powers
         case LinearScaling(factor):
-            return frequencies / factor
+            return 1.0 / powers / factor
         case Llama3Scaling() as scaling:
-            return _llama3_scaled(frequencies, scaling)
+            return _llama3_scaled(1.0 / powers, scaling)
         case YarnScaling() as scaling:
-            return _yarn_scaled(frequencies, scaling, rotary)
+            return _yarn_scaled(powers, scaling, rotary)
         case _:
             assert_never(rotary.scaling)
 
@@ -125,7 +126,7 @@ def _llama3_scaled(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
     return (1 - kept_share) * frequencies / scaling.factor + kept_share * frequencies
 
 
-def _yarn_scaled(frequencies: Tensor, scaling: YarnScaling, rotary: Rotary) -> Tensor:
+def _yarn_scaled(powers: Tensor, scaling: YarnScaling, rotary: Rotary) -> Tensor:
     low, high = (
         rotary.dim * math.log(scaling.original_context / (turns * 2 * math.pi)) / (2 * math.log(rotary.theta))
         for turns in (scaling.beta_fast, scaling.beta_slow)
@@ -135,8 +136,8 @@ def _yarn_scaled(frequencies: Tensor, scaling: YarnScaling, rotary: Rotary) -> T
     low, high = max(low, 0), min(high, rotary.dim - 1)
     # A ramp of no width would divide by zero.
     width = high - low if high != low else 0.001
-    divided_share = ((torch.arange(rotary.dim // 2).float() - low) / width).clamp(0, 1)
-    return frequencies / scaling.factor * divided_share + frequencies * (1 - divided_share)
+    kept_share = 1 - ((torch.arange(rotary.dim // 2).float() - low) / width).clamp(0, 1)
+    return 1.0 / (scaling.factor * powers) * (1 - kept_share) + 1.0 / powers * kept_share
 
 
 def _yarn_attention_factor(scaling: YarnScaling) -> float:

@@ -177,8 +177,7 @@ def _chosen(scores: Tensor, routing: Routing, selection_bias: Tensor | None) -> 
         scores = scores + selection_bias.to(scores.dtype)
     if routing.kept_groups < routing.groups:
         scores = _only_kept_groups(scores, routing)
-    best: Tensor = scores.topk(routing.per_token, dim=-1).indices
-    return best
+    return scores.topk(routing.per_token, dim=-1).indices
 
 
 def _only_kept_groups(scores: Tensor, routing: Routing) -> Tensor:
@@ -187,7 +186,8 @@ def _only_kept_groups(scores: Tensor, routing: Routing) -> Tensor:
     best = 2 if routing.scoring is Scoring.SIGMOID else 1
     kept = grouped.topk(best, dim=-1).values.sum(-1).topk(routing.kept_groups, dim=-1).indices
     is_kept = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter(1, kept, value=True)
-    return grouped.masked_fill(~is_kept[..., None], float("-inf")).flatten(1)
+    kept_scores: Tensor = grouped.masked_fill(~is_kept[..., None], float("-inf")).flatten(1)
+    return kept_scores
 
 
 def _smallest_sum(routing: Routing) -> float:

@@ -1,0 +1,151 @@
+"""Attention inside documents, against its definition and against Transformers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers.models.gpt_oss import modeling_gpt_oss
+
+from moejob_trainer.layers import attention
+from moejob_trainer.layers.attention import attended
+from moejob_trainer.layers.documents import Documents, in_row_order
+from trainer.closeness import assert_all_close
+from trainer.layers.references import (
+    Attention,
+    attention_by_definition,
+    attention_case,
+    attention_here,
+    attention_on_rank,
+)
+from trainer.rank_pool import RankPool
+
+SHAPES = [
+    pytest.param({}, id="grouped"),
+    pytest.param({"groups": 4}, id="as many key heads as query heads"),
+    pytest.param({"groups": 1}, id="one key head"),
+    pytest.param({"dim": 24, "value_dim": 24}, id="heads of 24"),
+    pytest.param({"dim": 24, "value_dim": 16, "groups": 4}, id="values narrower than keys"),
+    pytest.param({"dim": 8, "value_dim": 12}, id="values wider than keys"),
+    pytest.param({"window": 3}, id="window"),
+    pytest.param({"window": 1}, id="a window of oneself"),
+    pytest.param({"window": 1000}, id="a window longer than all"),
+    pytest.param({"sinks": True}, id="sinks"),
+    pytest.param({"sinks": True, "window": 3, "groups": 1}, id="sinks and window"),
+]
+LENGTHS = (5, 1, 0, 7, 1, 10)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("dtype", "within"),
+    [(torch.float64, 1e-13), (torch.float32, 3e-6), (torch.bfloat16, 2e-2)],
+    ids=["float64", "float32", "bfloat16"],
+)
+def test_attention_and_its_gradients_are_what_the_definition_says(
+    shape: dict[str, int], dtype: torch.dtype, within: float
+) -> None:
+    case = attention_case(LENGTHS, dtype=dtype, **shape)
+    assert_all_close(attention_here(case), attention_by_definition(case), within=within)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_blocks_of_masked_queries_are_one_attention(shape: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    case = attention_case(LENGTHS, **shape)
+    monkeypatch.setattr(attention, "MASKED_QUERIES", 2)
+    assert_all_close(attention_here(case), attention_by_definition(case), within=1e-13)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("size", [2, 4])
+def test_context_ranks_together_are_one_rank(ranks: RankPool, shape: dict[str, int], size: int) -> None:
+    case = attention_case(LENGTHS, **shape)
+    output, q, k, v, *sinks = zip(*ranks.run(size, attention_on_rank, case), strict=True)
+    rows = [in_row_order(torch.cat(parts), size) for parts in (output, q, k, v)]
+    # A sink belongs to every rank: each one has its own tokens' share of the gradient.
+    together = [*rows, *(torch.stack(parts).sum(0) for parts in sinks)]
+    assert_all_close(together, attention_by_definition(case), within=1e-13)
+
+
+def test_context_ranks_sum_gradients_of_keys_in_bfloat16(ranks: RankPool) -> None:
+    case = attention_case((24,), dtype=torch.bfloat16)
+    gathered = zip(*ranks.run(4, attention_on_rank, case), strict=True)
+    rows = [in_row_order(torch.cat(parts), 4) for parts in gathered]
+    assert_all_close(rows, attention_by_definition(case), within=2e-2)
+
+
+@pytest.mark.parametrize("shape", [{}, {"window": 2}, {"sinks": True}], ids=["plain", "window", "sinks"])
+def test_numerical_gradients_agree(shape: dict[str, int]) -> None:
+    case = attention_case((3, 1, 2), heads=2, groups=1, dim=2, value_dim=2, **shape)
+    documents = Documents.of(case.lengths)
+
+    def output(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+        return attended(q, k, v, documents, scale=case.scale, window=case.window, sinks=sinks)
+
+    assert torch.autograd.gradcheck(output, case.leaves())
+
+
+@given(st.lists(st.integers(1, 6), min_size=2, max_size=5), st.sampled_from([None, 2]), st.booleans(), st.data())
+@settings(max_examples=25)
+def test_documents_can_be_packed_in_any_order_or_kept_apart(
+    lengths: list[int], window: int | None, sinks: bool, data: st.DataObject
+) -> None:
+    case = attention_case(tuple(lengths), window=window, sinks=sinks)
+    output, q, *_ = attention_here(case)
+    order = data.draw(st.permutations(range(len(lengths))))
+    apart = [_only(case, index) for index in range(len(lengths))]
+    packed = _packed([apart[index] for index in order])
+    alone = [attention_here(one) for one in apart]
+    assert_all_close(
+        [torch.cat([one[0] for one in alone]), torch.cat([one[1] for one in alone])], [output, q], within=1e-12
+    )
+    repacked = attention_here(packed)
+    again = [
+        torch.cat([repacked[place].split(packed.lengths)[order.index(i)] for i in range(len(lengths))])
+        for place in (0, 1)
+    ]
+    assert_all_close(again, [output, q], within=1e-12)
+
+
+def test_a_gradient_of_stride_zero_and_heads_out_of_order_in_memory_are_fine() -> None:
+    case = attention_case(LENGTHS)
+    q, k, v = (x.transpose(0, 1).contiguous().transpose(0, 1).requires_grad_() for x in (case.q, case.k, case.v))
+    output = attended(q, k, v, Documents.of(LENGTHS), scale=case.scale)
+    gradients = torch.autograd.grad(output.sum(), [q, k, v])
+    expected = attention_by_definition(replace(case, upstream=torch.ones_like(case.upstream)))
+    assert_all_close([output.detach(), *gradients], expected, within=1e-13)
+
+
+def test_a_context_group_of_another_size_is_refused() -> None:
+    case = attention_case((8,))
+    documents = Documents.of((8,), context_size=2)
+    with pytest.raises(ValueError, match="cut for 2 context ranks, but the context group has 1"):
+        attended(case.q[:4], case.k[:4], case.v[:4], documents, scale=1.0)
+
+
+def test_sinks_are_those_of_gpt_oss() -> None:
+    case = attention_case((9,), sinks=True)
+    q, k, v, sinks = case.leaves()
+    module: Any = torch.nn.Module().eval()
+    module.num_key_value_groups, module.sinks = 2, torch.nn.Parameter(sinks)
+    mask = torch.full((9, 9), float("-inf"), dtype=torch.float64).triu(1)
+    query, key, value = (x.transpose(0, 1)[None] for x in (q, k, v))
+    output, _ = modeling_gpt_oss.eager_attention_forward(module, query, key, value, mask, scaling=case.scale)
+    gradients = torch.autograd.grad(output[0], [q, k, v, module.sinks], case.upstream)
+    assert_all_close(attention_here(case), [output[0].detach(), *gradients], within=1e-13)
+
+
+def _only(case: Attention, index: int) -> Attention:
+    parts = [x.split(case.lengths)[index] for x in (case.q, case.k, case.v, case.upstream)]
+    return replace(case, q=parts[0], k=parts[1], v=parts[2], upstream=parts[3], lengths=(case.lengths[index],))
+
+
+def _packed(cases: list[Attention]) -> Attention:
+    joined = [torch.cat(parts) for parts in zip(*((c.q, c.k, c.v, c.upstream) for c in cases), strict=True)]
+    lengths = tuple(length for case in cases for length in case.lengths)
+    return replace(cases[0], q=joined[0], k=joined[1], v=joined[2], upstream=joined[3], lengths=lengths)
