@@ -22,6 +22,7 @@ from builders import spec
 from moejob_api.contract import Environment, LastWord, PodProgress
 from moejob_trainer.launcher.launch import launch
 from moejob_trainer.launcher.options import Options
+from moejob_trainer.launcher.stop import Stop
 
 TESTS = Path(__file__).parents[2]
 LONGEST_SECONDS = 40.0
@@ -62,7 +63,6 @@ class Launcher:
 
     index: int
     process: ForkProcess
-    folder: Path
     port: int
     host: str
     log: Path
@@ -83,7 +83,7 @@ class Launcher:
 
     def get(self, path: str) -> tuple[int, str]:
         try:
-            with urllib.request.urlopen(f"http://{self.host}:{self.port}{path}", timeout=5) as answer:  # noqa: S310
+            with urllib.request.urlopen(f"http://{self.host}:{self.port}{path}", timeout=5) as answer:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()
@@ -93,6 +93,15 @@ class Launcher:
     def progress(self) -> PodProgress | None:
         status, body = self.get("/progress")
         return PodProgress.model_validate_json(body) if status == 200 else None
+
+    def heard(self, wanted: Callable[[PodProgress], object], what: str = "readiness") -> PodProgress:
+        """The pod's progress as soon as it is as wanted."""
+
+        def look() -> PodProgress | None:
+            seen = self.progress()
+            return seen if seen is not None and wanted(seen) else None
+
+        return eventually(look, f"{what} of pod {self.index}")
 
     def is_ready(self) -> bool:
         return self.get("/ready")[0] == 200
@@ -122,21 +131,24 @@ class Gang:
     def run_folder(self) -> Path:
         return self.folder / "run"
 
-    def start(self, program: str, index: int = 0, attempt: int | None = None) -> Launcher:
+    def start(self, program: str, index: int = 0, attempt: int | None = None, port: int | None = None) -> Launcher:
         self.run_folder.mkdir(exist_ok=True)
         number, host = len(self.launchers), f"127.0.0.{index + 1}"
         log, word = self.folder / f"log-{number}", self.folder / f"word-{number}"
+        log.touch()
+        module = "gloo_program" if program == "gather_ranks" else "rank_programs"
         options = Options(
-            target=f"trainer.launcher.rank_programs:{program}",
+            target=f"trainer.launcher.{module}:{program}",
             preload=self.preload,
             last_word=word,
             logs=self.run_folder / "logs" if self.logs else None,
             lost_seconds=self.lost_seconds,
         )
         environment = self.environment(index, self.attempt if attempt is None else attempt)
+        environment[Environment.PROGRESS_PORT] = str(port or self.progress_port)
         process = multiprocessing.get_context("fork").Process(target=_launch, args=(environment, options, log))
         process.start()
-        launcher = Launcher(index, process, self.run_folder, self.progress_port, host, log, word)
+        launcher = Launcher(index, process, port or self.progress_port, host, log, word)
         self.launchers.append(launcher)
         return launcher
 
@@ -159,7 +171,6 @@ class Gang:
             Environment.HOST: f"127.0.0.{index + 1}",
             Environment.RUN_FOLDER: str(self.run_folder),
             Environment.GRACE_SECONDS: str(self.grace),
-            Environment.PROGRESS_PORT: str(self.progress_port),
             Environment.RENDEZVOUS_PORT: str(self.rendezvous),
         }
 
@@ -193,7 +204,9 @@ def _launch(environment: Mapping[str, str], options: Options, log: Path) -> None
     written = os.open(log, os.O_CREAT | os.O_WRONLY)
     os.dup2(written, 1)
     os.dup2(written, 2)
-    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: PTH123, SIM115
+    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
     os.environ.update(environment)
     os.environ["PYTHONPATH"], os.environ["OMP_NUM_THREADS"] = str(TESTS), "1"
-    sys.exit(launch(environment, options))
+    stop = Stop()
+    stop.listen()
+    sys.exit(launch(environment, options, stop))

@@ -53,7 +53,7 @@ def work() -> int:
 
 def finish() -> int:
     start()
-    print(f"hello from {rank()}")
+    sys.stdout.write(f"hello from {rank()}\n")
     return 0
 
 
@@ -64,14 +64,16 @@ def finish_when_restarted() -> int:
 
 def refuse() -> int:
     start()
+    wait_for_all()
     if rank() == 1:
-        print("data.train[0]: no such file", file=sys.stderr)
+        sys.stderr.write("data.train[0]: no such file\n")
         return 78
     return for_ever()
 
 
 def fail() -> int:
     start()
+    wait_for_all()
     if rank() == 1:
         raise ValueError("loss is not finite")
     return for_ever()
@@ -94,12 +96,31 @@ def fall_silent() -> int:
     return for_ever()
 
 
-def fail_while_others_work_elsewhere() -> int:
+def finish_in_the_order_of_ranks() -> int:
     start()
-    if rank() != 3 or restart():
-        return for_ever()
+    wait_for(folder() / f"go-{rank()}")
+    return 0
+
+
+def fail_at_the_end_elsewhere() -> int:
+    start()
+    if rank() == 0 or restart():
+        return 0
     wait_for(folder() / "go-0")
     return 1
+
+
+def fail_on_another_node() -> int:
+    start()
+    wait_for_all()
+    return 1 if rank() == 2 else for_ever()
+
+
+def beat_for_ever() -> int:
+    beats = start()
+    while True:
+        beats.beat(1)
+        time.sleep(0.05)
 
 
 def refuse_on_another_node() -> int:
@@ -148,21 +169,7 @@ def leave_strays() -> int:
 
 def look_around() -> int:
     modules = [name for name in ("torch", "preloaded_by_test") if name in sys.modules]
-    start(modules=modules, threads=len(os.listdir("/proc/self/task")), session=os.getsid(0))
-    return 0
-
-
-def gather_ranks() -> int:
-    """Tell all others who one is, over gloo."""
-    import torch
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo")
-    mine = torch.tensor([dist.get_rank(), int(os.environ["MOEJOB_INDEX"])])
-    everyone = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, mine)
-    start(everyone=[row.tolist() for row in everyone])
-    dist.destroy_process_group()
+    start(modules=modules, threads=sum(1 for _ in Path("/proc/self/task").iterdir()), session=os.getsid(0))
     return 0
 
 
@@ -170,6 +177,11 @@ def hold_the_folder() -> int:
     claim = Claim.of_rank()
     start(claim=str(claim), ours=is_ours(folder(), claim))
     return for_ever()
+
+
+def wait_for_all() -> None:
+    for peer in range(int(os.environ["WORLD_SIZE"])):
+        wait_for(folder() / f"start-{restart()}-{peer}.json")
 
 
 def wait_for(path: Path) -> None:

@@ -7,8 +7,8 @@ import os
 import sys
 from pathlib import Path
 
-from moejob_trainer.launcher.launch import launch
 from moejob_trainer.launcher.options import Options
+from moejob_trainer.launcher.stop import Stop
 
 
 def options(arguments: list[str]) -> Options:
@@ -21,5 +21,15 @@ def options(arguments: list[str]) -> Options:
     return Options(last_word=given.last_word, logs=given.logs)
 
 
+def main() -> int:
+    """Run the pod."""
+    stop = Stop()
+    stop.listen()
+    # Process 1 loses a signal that it has no handler for, and importing torch takes seconds.
+    from moejob_trainer.launcher.launch import launch  # noqa: PLC0415
+
+    return launch(os.environ, options(sys.argv[1:]), stop)
+
+
 if __name__ == "__main__":
-    sys.exit(launch(os.environ, options(sys.argv[1:])))
+    sys.exit(main())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,7 +44,7 @@ _LOOK_SECONDS = 0.2
 _MARGIN_SECONDS, _MARGIN_SHARE = 5.0, 0.2
 _LAST_TO_LEAVE_SECONDS = 5.0
 _RANKS_NAMED = 8
-_LASTING = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOSPC, errno.EDQUOT)
+_LASTING = (errno.EEXIST, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,9 +299,13 @@ class Agent:
 
     def _others_ended(self, met: Round, ended: AllEnded) -> Ending | None:
         """Stay until the ranks of all pods have ended: one that fails now needs all of them to start again."""
-        self._meeting.done(met.number)
         if ended.exit_code == ExitCode.SAVED_AND_STOPPED and not self._pod.is_first:
+            # Nothing is started again after a stop, and pod 0 may be gone already.
+            with suppress(LostPeers):
+                self._meeting.done(met.number)
+            self._meeting.leave(met.number, _LAST_TO_LEAVE_SECONDS)
             return None
+        self._meeting.done(met.number)
         while not self._meeting.all_done(met.number):
             self._stop.wait(_LOOK_SECONDS)
             if self._stop.times:

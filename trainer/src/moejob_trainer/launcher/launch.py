@@ -16,11 +16,9 @@ from moejob_trainer.launcher.serving import Serving
 from moejob_trainer.launcher.stop import Stop
 
 
-def launch(environ: Mapping[str, str], options: Options) -> int:
+def launch(environ: Mapping[str, str], options: Options, stop: Stop) -> int:
     """Run the ranks of the pod that the environment describes; the exit code of the contract."""
     start_logging()
-    stop = Stop()
-    stop.listen()
     try:
         departure = _lived(pod_of(environ), options, stop)
     except BadEnvironment as error:
