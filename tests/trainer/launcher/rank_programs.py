@@ -168,8 +168,7 @@ def leave_strays() -> int:
 
 
 def look_around() -> int:
-    modules = [name for name in ("torch", "preloaded_by_test") if name in sys.modules]
-    start(modules=modules, threads=sum(1 for _ in Path("/proc/self/task").iterdir()), session=os.getsid(0))
+    start(modules=[name for name in ("torch", "transformers") if name in sys.modules], session=os.getsid(0))
     return 0
 
 

@@ -6,10 +6,11 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-from moejob_api.contract import Outcome
-from trainer.launcher.launchers import Gang, Launcher, eventually, gone, lives
+from moejob_api.contract import Outcome, PodProgress
+from trainer.launcher.launchers import Gang, eventually, gone, lives
 
 Make = Callable[..., Gang]
 
@@ -45,7 +46,7 @@ def test_restarts_in_place_are_counted(gang: Make) -> None:
     launcher = job.start("work")
     os.kill(job.pids()[0], signal.SIGKILL)
     again = job.pids(restart=1)
-    seen = eventually(lambda: (heard := launcher.progress()) and heard.ready and heard, "readiness")
+    seen = launcher.heard(lambda seen: seen.ready)
     assert seen.restarts == 1
     assert [beat.pid for beat in seen.ranks] == again
 
@@ -74,7 +75,7 @@ def test_a_new_checkpoint_forgives_restarts_in_place(gang: Make) -> None:
     launcher = job.start("fail_after_a_checkpoint")
     for restart in range(4):
         job.notes(restart)
-        eventually(lambda at=restart: checkpoint(launcher) == at, f"checkpoint {restart}")
+        launcher.heard(partial(has_saved, restart), f"checkpoint {restart}")
         job.allow(f"go-{restart}")
     job.notes(restart=4)
     assert launcher.process.is_alive()
@@ -148,7 +149,7 @@ def test_a_pod_is_ready_once_every_rank_has_beaten(gang: Make) -> None:
     job = gang()
     launcher = job.start("beat_when_told")
     job.allow("beat-0")
-    heard = eventually(lambda: (seen := launcher.progress()) and len(seen.ranks) == 2 and seen, "both ranks")
+    heard = launcher.heard(lambda seen: len(seen.ranks) == 2, "both ranks")
     assert not heard.ready
     assert launcher.get("/ready")[0] == 503
     job.allow("beat-1")
@@ -158,7 +159,7 @@ def test_a_pod_is_ready_once_every_rank_has_beaten(gang: Make) -> None:
 def test_progress_and_metrics_say_what_ranks_said(gang: Make) -> None:
     job = gang()
     launcher = job.start("say_progress")
-    heard = eventually(lambda: (seen := launcher.progress()) and seen.run and seen.ready and seen, "the run")
+    heard = launcher.heard(lambda seen: seen.ready and seen.run, "the run")
     assert (heard.attempt, heard.index, heard.restarts) == (1, 0, 0)
     assert [(beat.rank, beat.step) for beat in heard.ranks] == [(0, 12), (1, 12)]
     assert [beat.pid for beat in heard.ranks] == job.pids()
@@ -188,15 +189,12 @@ def test_what_a_dead_rank_leaves_behind_is_killed_and_buried(gang: Make) -> None
     assert all(lives(int(pid)) for pid in children)
 
 
-def test_ranks_start_with_the_imports_done_from_a_server_with_one_thread_and_in_a_session_of_their_own(
-    gang: Make,
-) -> None:
+def test_ranks_start_with_the_imports_done_and_in_a_session_of_their_own(gang: Make) -> None:
     job = gang(preload=("torch", "no_such_module", "trainer.launcher.broken_module"))
     launcher = job.start("look_around")
     assert launcher.exit_code() == 0, launcher.log.read_text()
     notes = job.notes().values()
     assert [note["modules"] for note in notes] == [["torch"], ["torch"]]
-    assert [note["threads"] for note in notes] == [1, 1]
     assert all(note["session"] == note["pid"] for note in notes)
     # One server has started both, and it is not the launcher.
     assert len({note["parent"] for note in notes} - {launcher.pid}) == 1
@@ -246,6 +244,5 @@ def listening(job: Gang) -> None:
     )
 
 
-def checkpoint(launcher: Launcher) -> int | None:
-    heard = launcher.progress()
-    return None if heard is None or heard.run is None else heard.run.last_checkpoint_step
+def has_saved(step: int, seen: PodProgress) -> bool:
+    return seen.run is not None and seen.run.last_checkpoint_step == step

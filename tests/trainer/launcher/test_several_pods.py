@@ -49,7 +49,7 @@ def test_all_pods_end_when_the_ranks_of_all_have_ended(gang: Make) -> None:
 def test_a_rank_that_fails_after_another_pod_is_done_makes_both_start_again(gang: Make) -> None:
     job = gang(nodes=2, ranks=1)
     first, second = job.start_all("fail_at_the_end_elsewhere")
-    eventually(lambda: (heard := first.progress()) and not heard.ranks and heard.ready, "the end of rank 0")
+    first.heard(lambda seen: seen.ready and not seen.ranks, "the end of the ranks")
     job.allow("go-0")
     assert [launcher.exit_code() for launcher in (first, second)] == [0, 0]
     assert len(job.notes(restart=1)) == 2
@@ -150,6 +150,4 @@ def test_the_pod_at_fault_leaves_after_its_restarts_and_the_others_wait_for_its_
 
 
 def ready(launcher: Launcher) -> PodProgress:
-    return eventually(
-        lambda: (heard := launcher.progress()) and heard.ready and heard, f"readiness of {launcher.index}"
-    )
+    return launcher.heard(lambda seen: seen.ready)
