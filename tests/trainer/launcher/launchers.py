@@ -1,0 +1,212 @@
+"""Real launchers for tests, as children of this process: forked, so that eleven of them import torch once."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import time
+import types
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from multiprocessing.context import ForkProcess
+from pathlib import Path
+from typing import Any, TypeVar
+
+from builders import spec
+from moejob_api.contract import Environment, LastWord, PodProgress
+from moejob_trainer.launcher.launch import launch
+from moejob_trainer.launcher.options import Options
+from moejob_trainer.launcher.stop import Stop
+
+TESTS = Path(__file__).parents[2]
+LONGEST_SECONDS = 40.0
+
+Found = TypeVar("Found")
+
+
+def eventually(look: Callable[[], Found | None], what: str = "it", seconds: float = LONGEST_SECONDS) -> Found:
+    """What `look` finds, as soon as it finds something."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        found = look()
+        if found:
+            return found
+        time.sleep(0.02)
+    raise AssertionError(f"{what} did not happen within {seconds} s")
+
+
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port: int = taken.getsockname()[1]
+        return port
+
+
+def lives(pid: int) -> bool:
+    """Whether a process runs; one that nobody has buried yet does not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+@dataclass
+class Launcher:
+    """One launcher and all that can be seen of it."""
+
+    index: int
+    process: ForkProcess
+    port: int
+    host: str
+    log: Path
+    last_word: Path
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
+
+    def exit_code(self, seconds: float = LONGEST_SECONDS) -> int:
+        self.process.join(seconds)
+        assert self.process.exitcode is not None, f"launcher {self.index} still runs:\n{self.log.read_text()}"
+        return self.process.exitcode
+
+    def word(self) -> LastWord:
+        return LastWord.model_validate_json(self.last_word.read_bytes())
+
+    def get(self, path: str) -> tuple[int, str]:
+        try:
+            with urllib.request.urlopen(f"http://{self.host}:{self.port}{path}", timeout=5) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+        except OSError:
+            return 0, ""
+
+    def progress(self) -> PodProgress | None:
+        status, body = self.get("/progress")
+        return PodProgress.model_validate_json(body) if status == 200 else None
+
+    def heard(self, wanted: Callable[[PodProgress], object], what: str = "readiness") -> PodProgress:
+        """The pod's progress as soon as it is as wanted."""
+
+        def look() -> PodProgress | None:
+            seen = self.progress()
+            return seen if seen is not None and wanted(seen) else None
+
+        return eventually(look, f"{what} of pod {self.index}")
+
+    def is_ready(self) -> bool:
+        return self.get("/ready")[0] == 200
+
+    def signal(self, number: signal.Signals) -> None:
+        os.kill(self.pid, number)
+
+
+@dataclass
+class Gang:
+    """Launchers of one job on simulated nodes: 127.0.0.1, 127.0.0.2 and so on."""
+
+    folder: Path
+    nodes: int = 1
+    ranks: int = 2
+    attempt: int = 1
+    grace: int = 60
+    progress_deadline: int = 600
+    lost_seconds: float = 30.0
+    preload: tuple[str, ...] = ()
+    logs: bool = False
+    rendezvous: int = field(default_factory=free_port)
+    progress_port: int = field(default_factory=free_port)
+    launchers: list[Launcher] = field(default_factory=list)
+
+    @property
+    def run_folder(self) -> Path:
+        return self.folder / "run"
+
+    def start(self, program: str, index: int = 0, attempt: int | None = None, port: int | None = None) -> Launcher:
+        self.run_folder.mkdir(exist_ok=True)
+        number, host = len(self.launchers), f"127.0.0.{index + 1}"
+        log, word = self.folder / f"log-{number}", self.folder / f"word-{number}"
+        log.touch()
+        module = "gloo_program" if program == "gather_ranks" else "rank_programs"
+        options = Options(
+            target=f"trainer.launcher.{module}:{program}",
+            preload=self.preload,
+            last_word=word,
+            logs=self.run_folder / "logs" if self.logs else None,
+            lost_seconds=self.lost_seconds,
+        )
+        environment = self.environment(index, self.attempt if attempt is None else attempt)
+        environment[Environment.PROGRESS_PORT] = str(port or self.progress_port)
+        process = multiprocessing.get_context("fork").Process(target=_launch, args=(environment, options, log))
+        process.start()
+        launcher = Launcher(index, process, port or self.progress_port, host, log, word)
+        self.launchers.append(launcher)
+        return launcher
+
+    def start_all(self, program: str) -> list[Launcher]:
+        return [self.start(program, index) for index in range(self.nodes)]
+
+    def environment(self, index: int, attempt: int) -> dict[str, str]:
+        described = spec(lifecycle={"progressDeadlineSeconds": self.progress_deadline})
+        return {
+            Environment.JOB: "job",
+            Environment.NAMESPACE: "default",
+            Environment.UID: "1234",
+            Environment.SPEC: described.model_dump_json(by_alias=True, exclude_none=True),
+            Environment.ROLE: "trainer",
+            Environment.ATTEMPT: str(attempt),
+            Environment.INDEX: str(index),
+            Environment.NODES: str(self.nodes),
+            Environment.RANKS_PER_NODE: str(self.ranks),
+            Environment.RENDEZVOUS_HOST: "127.0.0.1",
+            Environment.HOST: f"127.0.0.{index + 1}",
+            Environment.RUN_FOLDER: str(self.run_folder),
+            Environment.GRACE_SECONDS: str(self.grace),
+            Environment.RENDEZVOUS_PORT: str(self.rendezvous),
+        }
+
+    def notes(self, restart: int = 0) -> dict[int, dict[str, Any]]:
+        """How every rank was started, once all of them were."""
+        paths = [self.run_folder / f"start-{restart}-{rank}.json" for rank in range(self.nodes * self.ranks)]
+        eventually(lambda: all(path.exists() for path in paths), f"start {restart} of all ranks")
+        return {rank: json.loads(path.read_text()) for rank, path in enumerate(paths)}
+
+    def pids(self, restart: int = 0) -> list[int]:
+        return [note["pid"] for note in self.notes(restart).values()]
+
+    def allow(self, name: str) -> None:
+        (self.run_folder / name).touch()
+
+    def close(self) -> None:
+        for launcher in self.launchers:
+            if launcher.process.is_alive():
+                launcher.signal(signal.SIGKILL)
+            launcher.process.join()
+
+
+def gone(pids: list[int]) -> None:
+    """Wait until none of these processes lives."""
+    eventually(lambda: not any(lives(pid) for pid in pids), f"the end of {pids}")
+
+
+def _launch(environment: Mapping[str, str], options: Options, log: Path) -> None:
+    # Not the main module of pytest: ranks would import it.
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    written = os.open(log, os.O_CREAT | os.O_WRONLY)
+    os.dup2(written, 1)
+    os.dup2(written, 2)
+    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
+    os.environ.update(environment)
+    os.environ["PYTHONPATH"], os.environ["OMP_NUM_THREADS"] = str(TESTS), "1"
+    stop = Stop()
+    stop.listen()
+    sys.exit(launch(environment, options, stop))

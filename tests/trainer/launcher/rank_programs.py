@@ -1,0 +1,188 @@
+"""What ranks do in tests of the launcher. Each writes down how it was started before it does anything else."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from moejob_api.contract import RunProgress
+from moejob_trainer.beats import Beats
+from moejob_trainer.fencing import Claim, is_ours
+
+RANK, RESTART = "RANK", "TORCHELASTIC_RESTART_COUNT"
+
+
+def rank() -> int:
+    return int(os.environ[RANK])
+
+
+def restart() -> int:
+    return int(os.environ[RESTART])
+
+
+def folder() -> Path:
+    return Path(os.environ["MOEJOB_RUN_FOLDER"])
+
+
+def start(**more: object) -> Beats:
+    """Leave a note of how this rank was started, and send the first beat."""
+    names = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "MASTER_ADDR", "MOEJOB_ATTEMPT")
+    note = {"pid": os.getpid(), "parent": os.getppid(), **{name: os.environ[name] for name in names}, **more}
+    path = folder() / f"start-{restart()}-{rank()}.json"
+    path.with_suffix(".new").write_text(json.dumps(note))
+    path.with_suffix(".new").rename(path)
+    beats = Beats.for_rank()
+    beats.beat(restart() * 10 + rank())
+    return beats
+
+
+def for_ever() -> int:
+    while True:
+        signal.pause()
+
+
+def work() -> int:
+    start()
+    return for_ever()
+
+
+def finish() -> int:
+    start()
+    sys.stdout.write(f"hello from {rank()}\n")
+    return 0
+
+
+def finish_when_restarted() -> int:
+    start()
+    return 0 if restart() else for_ever()
+
+
+def refuse() -> int:
+    start()
+    wait_for_all()
+    if rank() == 1:
+        sys.stderr.write("data.train[0]: no such file\n")
+        return 78
+    return for_ever()
+
+
+def fail() -> int:
+    start()
+    wait_for_all()
+    if rank() == 1:
+        raise ValueError("loss is not finite")
+    return for_ever()
+
+
+def fail_after_a_checkpoint() -> int:
+    beats = start()
+    if rank() == 0:
+        beats.say(RunProgress(step=restart(), last_checkpoint_step=restart()))
+        return for_ever()
+    wait_for(folder() / f"go-{restart()}")
+    return 1
+
+
+def fall_silent() -> int:
+    beats = start()
+    while rank() == 0 or restart():
+        beats.beat(1)
+        time.sleep(0.05)
+    return for_ever()
+
+
+def finish_in_the_order_of_ranks() -> int:
+    start()
+    wait_for(folder() / f"go-{rank()}")
+    return 0
+
+
+def fail_at_the_end_elsewhere() -> int:
+    start()
+    if rank() == 0 or restart():
+        return 0
+    wait_for(folder() / "go-0")
+    return 1
+
+
+def fail_on_another_node() -> int:
+    start()
+    wait_for_all()
+    return 1 if rank() == 2 else for_ever()
+
+
+def beat_for_ever() -> int:
+    beats = start()
+    while True:
+        beats.beat(1)
+        time.sleep(0.05)
+
+
+def refuse_on_another_node() -> int:
+    start()
+    if rank() != 3:
+        return for_ever()
+    wait_for(folder() / "go-0")
+    return 78
+
+
+def save_slowly() -> int:
+    """Save for as long as the test's folder says, once asked to stop."""
+    beats = start()
+    asked: list[int] = []
+    signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
+    beats.beat(7)
+    (folder() / f"listening-{rank()}").touch()
+    while not asked and not (folder() / "stop-all").exists():
+        time.sleep(0.02)
+    if rank() == 0:
+        (folder() / "stop-all").touch()
+    wait_for(folder() / "saved")
+    return 143
+
+
+def say_progress() -> int:
+    beats = start()
+    beats.beat(12)
+    if rank() == 0:
+        beats.say(RunProgress(step=12, total_steps=100, loss=2.5, last_checkpoint_step=10))
+    return for_ever()
+
+
+def beat_when_told() -> int:
+    wait_for(folder() / f"beat-{rank()}")
+    return work()
+
+
+def leave_strays() -> int:
+    """Start a process that outlives this rank, in a session of its own; the second time, just be there."""
+    if restart():
+        return work()
+    subprocess.run(["/bin/sh", "-c", f"setsid sleep 1000 & echo $! > {folder()}/stray"], check=True)
+    return work()
+
+
+def look_around() -> int:
+    start(modules=[name for name in ("torch", "transformers") if name in sys.modules], session=os.getsid(0))
+    return 0
+
+
+def hold_the_folder() -> int:
+    claim = Claim.of_rank()
+    start(claim=str(claim), ours=is_ours(folder(), claim))
+    return for_ever()
+
+
+def wait_for_all() -> None:
+    for peer in range(int(os.environ["WORLD_SIZE"])):
+        wait_for(folder() / f"start-{restart()}-{peer}.json")
+
+
+def wait_for(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.02)

@@ -1,0 +1,98 @@
+"""The launchers' rung of the ladder: who is blamed, who may restart, who leaves."""
+
+from __future__ import annotations
+
+import pytest
+
+from moejob_api.contract import TERMINATION_BYTES, LastWord, Outcome
+from moejob_api.restarts import Cause
+from moejob_trainer.launcher.ending import (
+    Author,
+    Ending,
+    Fault,
+    blamed,
+    ending_by,
+    ending_without,
+    exit_code,
+    last_word,
+)
+from moejob_trainer.launcher.last_words import fitted
+
+FAULT = Fault(Cause.RANK_FAILED, "rank 5 was killed", rank=5, exit_code=-9, step=12)
+
+
+def before(in_place: int, checkpoint: int | None = None) -> Ending:
+    return Ending(pod=0, token="a", cause=Cause.RANK_FAILED, message="", in_place=in_place, checkpoint=checkpoint)
+
+
+def author(checkpoint: int | None = None, *, is_stopping: bool = False) -> Author:
+    return Author(1, "b", checkpoint, is_stopping)
+
+
+@pytest.mark.parametrize(
+    ("ending", "in_place", "leaves", "delay"),
+    [
+        pytest.param(ending_by(author(), FAULT, None), 1, False, 0.0, id="first failure"),
+        pytest.param(ending_by(author(), FAULT, before(1)), 2, False, 2.0, id="second"),
+        pytest.param(ending_by(author(), FAULT, before(2)), 2, True, 2.0, id="third"),
+        pytest.param(ending_by(author(10), FAULT, before(2)), 1, False, 0.0, id="third, first checkpoint before it"),
+        pytest.param(ending_by(author(20), FAULT, before(2, 10)), 1, False, 0.0, id="third, newer checkpoint"),
+        pytest.param(ending_by(author(10), FAULT, before(2, 10)), 2, True, 2.0, id="third, same checkpoint"),
+        pytest.param(ending_by(author(5), FAULT, before(2, 10)), 2, True, 2.0, id="third, older checkpoint"),
+        pytest.param(ending_by(author(is_stopping=True), FAULT, None), 0, True, 0.0, id="while stopping"),
+        pytest.param(
+            ending_by(author(), Fault(Cause.BAD_CONFIGURATION, ""), None), 0, True, 0.0, id="bad configuration"
+        ),
+        pytest.param(ending_without(3, author(), "gone", before(1)), 1, True, 0.0, id="another pod is gone"),
+        pytest.param(ending_without(3, author(9), "gone", before(1)), 0, True, 0.0, id="gone after a checkpoint"),
+    ],
+)
+def test_restarts_in_place_are_few_and_forgiven_by_a_checkpoint(
+    ending: Ending, in_place: int, leaves: bool, delay: float
+) -> None:
+    assert (ending.in_place, ending.pod_leaves, ending.delay_seconds) == (in_place, leaves, delay)
+
+
+def test_the_newest_checkpoint_is_remembered() -> None:
+    assert ending_by(author(5), FAULT, before(1, 10)).checkpoint == 10
+    assert ending_by(author(15), FAULT, before(1, 10)).checkpoint == 15
+    assert ending_by(author(), FAULT, None).checkpoint is None
+
+
+@pytest.mark.parametrize(
+    ("exits", "expected"),
+    [
+        pytest.param({0: 1, 3: 78}, 3, id="the one that calls the job wrong"),
+        pytest.param({0: 1, 3: -9}, 3, id="the one that was killed"),
+        pytest.param({0: 0, 2: 1, 3: 1}, 2, id="the lowest that failed"),
+        pytest.param({0: 143, 1: -15}, 1, id="not one that has saved"),
+    ],
+)
+def test_the_rank_that_explains_the_others_is_blamed(exits: dict[int, int], expected: int) -> None:
+    assert blamed(exits) == expected
+
+
+@pytest.mark.parametrize(
+    ("cause", "outcome", "code"),
+    [
+        pytest.param(Cause.BAD_CONFIGURATION, Outcome.BAD_CONFIGURATION, 78, id="bad configuration"),
+        pytest.param(Cause.HUNG, Outcome.HUNG, 1, id="hung"),
+        pytest.param(Cause.RANK_FAILED, Outcome.RANK_FAILED, 1, id="rank failed"),
+    ],
+)
+def test_a_launcher_leaves_as_the_contract_says(cause: Cause, outcome: Outcome, code: int) -> None:
+    fault = Fault(cause, "why", rank=4, exit_code=3, step=9)
+    assert exit_code(fault) == code
+    assert last_word(fault) == LastWord(outcome=outcome, message="why", rank=4, exit_code=3, step=9)
+
+
+@pytest.mark.parametrize(
+    "letter", ["a", "\u00e9", "\U0001f600", "\x01", '"'], ids=["ascii", "two", "four", "escape", "quote"]
+)
+def test_a_last_word_fits_into_what_kubernetes_keeps(letter: str) -> None:
+    word = LastWord(outcome=Outcome.RANK_FAILED, message=letter * 2048, rank=1)
+    text = fitted(word)
+    assert len(text) <= TERMINATION_BYTES
+    kept = LastWord.model_validate_json(text).message
+    assert word.message.startswith(kept)
+    assert len(kept) >= 600

@@ -1,0 +1,248 @@
+"""One launcher and its ranks, as real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from moejob_api.contract import Outcome, PodProgress
+from trainer.launcher.launchers import Gang, eventually, gone, lives
+
+Make = Callable[..., Gang]
+
+
+def test_ranks_that_end_well_end_the_launcher_with_0(gang: Make) -> None:
+    job = gang(logs=True)
+    launcher = job.start("finish")
+    assert launcher.exit_code() == 0, launcher.log.read_text()
+    assert launcher.word().outcome is Outcome.COMPLETED
+    assert "[rank 1] hello from 1" in launcher.log.read_text()
+    assert (job.run_folder / "logs" / "rank-0.log").read_text() == "hello from 0\n"
+
+
+def test_a_dead_rank_takes_the_others_down_and_all_start_again_under_the_same_launcher(gang: Make) -> None:
+    job = gang(ranks=3)
+    launcher = job.start("finish_when_restarted")
+    first = job.pids()
+    began = time.monotonic()
+    launcher_pid, victim = launcher.pid, first[1]
+    os.kill(victim, signal.SIGKILL)
+    gone(first)
+    second = job.notes(restart=1)
+    # Stock torch needs 33 s.
+    assert time.monotonic() - began < 10
+    assert set(first).isdisjoint(note["pid"] for note in second.values())
+    assert launcher.exit_code() == 0
+    assert launcher.pid == launcher_pid
+    assert "rank 1 was killed by signal 9" in launcher.log.read_text()
+
+
+def test_restarts_in_place_are_counted(gang: Make) -> None:
+    job = gang()
+    launcher = job.start("work")
+    os.kill(job.pids()[0], signal.SIGKILL)
+    again = job.pids(restart=1)
+    seen = launcher.heard(lambda seen: seen.ready)
+    assert seen.restarts == 1
+    assert [beat.pid for beat in seen.ranks] == again
+
+
+def test_bad_configuration_passes_at_once_with_the_line_that_says_why(gang: Make) -> None:
+    job = gang()
+    launcher = job.start("refuse")
+    assert launcher.exit_code() == 78
+    word = launcher.word()
+    assert (word.outcome, word.rank, word.exit_code) == (Outcome.BAD_CONFIGURATION, 1, 78)
+    assert word.message.endswith("data.train[0]: no such file")
+    gone(job.pids())
+
+
+def test_ranks_that_fail_for_the_third_time_without_a_checkpoint_end_the_launcher(gang: Make) -> None:
+    launcher = gang().start("fail")
+    assert launcher.exit_code() == 1
+    word = launcher.word()
+    assert (word.outcome, word.rank, word.exit_code) == (Outcome.RANK_FAILED, 1, 1)
+    assert word.message.endswith("ValueError: loss is not finite")
+    assert launcher.log.read_text().count("ranks started") == 3
+
+
+def test_a_new_checkpoint_forgives_restarts_in_place(gang: Make) -> None:
+    job = gang()
+    launcher = job.start("fail_after_a_checkpoint")
+    for restart in range(4):
+        job.notes(restart)
+        launcher.heard(partial(has_saved, restart), f"checkpoint {restart}")
+        job.allow(f"go-{restart}")
+    job.notes(restart=4)
+    assert launcher.process.is_alive()
+
+
+def test_a_request_to_stop_waits_for_the_save_and_passes_143(gang: Make) -> None:
+    job = gang(grace=60)
+    launcher = job.start("save_slowly")
+    listening(job)
+    launcher.signal(signal.SIGTERM)
+    eventually((job.run_folder / "stop-all").exists, "the stop")
+    assert all(lives(pid) for pid in job.pids())
+    job.allow("saved")
+    assert launcher.exit_code() == 143
+    assert (launcher.word().outcome, launcher.word().step) == (Outcome.PREEMPTED, 7)
+
+
+def test_a_save_that_outlasts_the_grace_period_is_cut_off_and_said_to_be_lost(gang: Make) -> None:
+    job = gang(grace=2)
+    launcher = job.start("save_slowly")
+    listening(job)
+    launcher.signal(signal.SIGTERM)
+    assert launcher.exit_code() == 1
+    assert launcher.word().message == "ranks 0, 1 had not saved when the pod had 2 s"
+    gone(job.pids())
+
+
+def test_a_second_request_to_stop_ends_at_once(gang: Make) -> None:
+    job = gang(grace=600)
+    launcher = job.start("save_slowly")
+    listening(job)
+    launcher.signal(signal.SIGTERM)
+    eventually((job.run_folder / "stop-all").exists, "the first stop")
+    launcher.signal(signal.SIGINT)
+    assert launcher.exit_code() == 1
+    assert "asked to stop again" in launcher.word().message
+    gone(job.pids())
+
+
+def test_a_pod_whose_ranks_have_nothing_to_save_yet_stops_as_asked(gang: Make) -> None:
+    job = gang()
+    launcher = job.start("beat_when_told")
+    eventually(lambda: "ranks started" in launcher.log.read_text(), "the start")
+    launcher.signal(signal.SIGTERM)
+    assert launcher.exit_code() == 143
+
+
+def test_a_pod_that_waits_for_others_stops_as_asked(gang: Make) -> None:
+    launcher = gang(nodes=2).start("work")
+    eventually(lambda: "arrived" in launcher.log.read_text(), "the arrival")
+    launcher.signal(signal.SIGTERM)
+    assert launcher.exit_code() == 143
+    assert launcher.word().outcome is Outcome.PREEMPTED
+
+
+def test_a_silent_rank_is_restarted_and_named(gang: Make) -> None:
+    job = gang(progress_deadline=3)
+    launcher = job.start("fall_silent")
+    job.notes(restart=1)
+    assert "rank 1 silent for 3 s" in launcher.log.read_text()
+
+
+def test_ranks_that_fall_silent_again_and_again_end_the_launcher_as_hung(gang: Make) -> None:
+    launcher = gang(progress_deadline=1).start("work")
+    assert launcher.exit_code() == 1
+    assert launcher.word().outcome is Outcome.HUNG
+    assert launcher.word().message.endswith("silent for 1 s")
+
+
+def test_a_pod_is_ready_once_every_rank_has_beaten(gang: Make) -> None:
+    job = gang()
+    launcher = job.start("beat_when_told")
+    job.allow("beat-0")
+    heard = launcher.heard(lambda seen: len(seen.ranks) == 2, "both ranks")
+    assert not heard.ready
+    assert launcher.get("/ready")[0] == 503
+    job.allow("beat-1")
+    eventually(launcher.is_ready, "readiness")
+
+
+def test_progress_and_metrics_say_what_ranks_said(gang: Make) -> None:
+    job = gang()
+    launcher = job.start("say_progress")
+    heard = launcher.heard(lambda seen: seen.ready and seen.run, "the run")
+    assert (heard.attempt, heard.index, heard.restarts) == (1, 0, 0)
+    assert [(beat.rank, beat.step) for beat in heard.ranks] == [(0, 12), (1, 12)]
+    assert [beat.pid for beat in heard.ranks] == job.pids()
+    assert heard.run is not None
+    assert (heard.run.step, heard.run.loss, heard.run.last_checkpoint_step) == (12, 2.5, 10)
+    lines = launcher.get("/metrics")[1].splitlines()
+    assert {"moejob_loss 2.5", "moejob_pod_ready 1", 'moejob_rank_step{rank="1"} 12'} <= set(lines)
+    assert launcher.get("/nothing")[0] == 404
+
+
+def test_a_killed_launcher_leaves_no_rank_behind(gang: Make) -> None:
+    job = gang()
+    launcher = job.start("work")
+    pids = [*job.pids(), *(note["parent"] for note in job.notes().values())]
+    launcher.signal(signal.SIGKILL)
+    gone(pids)
+
+
+def test_what_a_dead_rank_leaves_behind_is_killed_and_buried(gang: Make) -> None:
+    job = gang()
+    launcher = job.start("leave_strays")
+    os.kill(job.pids()[0], signal.SIGKILL)
+    job.notes(restart=1)
+    stray = int((job.run_folder / "stray").read_text())
+    assert not Path(f"/proc/{stray}").exists()
+    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+    assert all(lives(int(pid)) for pid in children)
+
+
+def test_ranks_start_with_the_imports_done_and_in_a_session_of_their_own(gang: Make) -> None:
+    job = gang(preload=("torch", "no_such_module", "trainer.launcher.broken_module"))
+    launcher = job.start("look_around")
+    assert launcher.exit_code() == 0, launcher.log.read_text()
+    notes = job.notes().values()
+    assert [note["modules"] for note in notes] == [["torch"], ["torch"]]
+    assert all(note["session"] == note["pid"] for note in notes)
+    # One server has started both, and it is not the launcher.
+    assert len({note["parent"] for note in notes} - {launcher.pid}) == 1
+    assert "RuntimeError: broken on purpose" in launcher.log.read_text()
+
+
+def test_ranks_hold_the_run_folder_under_a_new_number_at_every_start(gang: Make) -> None:
+    job = gang(attempt=3)
+    job.start("hold_the_folder")
+    assert {(note["claim"], note["ours"]) for note in job.notes().values()} == {("3.0", True)}
+    os.kill(job.pids()[1], signal.SIGKILL)
+    assert {(note["claim"], note["ours"]) for note in job.notes(restart=1).values()} == {("3.1", True)}
+
+
+def test_a_run_folder_of_a_newer_attempt_is_left_alone(gang: Make) -> None:
+    job = gang(attempt=2)
+    assert job.start("finish").exit_code() == 0
+    late = job.start("finish", attempt=1)
+    assert late.exit_code() == 1
+    assert late.word().outcome is Outcome.LOST_PEERS
+    assert "belongs to attempt 2.0 now" in late.word().message
+
+
+def test_a_run_folder_that_is_a_file_is_bad_configuration(gang: Make) -> None:
+    job = gang()
+    job.run_folder.mkdir()
+    (job.run_folder / "claims").touch()
+    launcher = job.start("finish")
+    assert launcher.exit_code() == 78
+    assert str(job.run_folder) in launcher.word().message
+
+
+def test_a_progress_port_that_is_taken_is_said_in_the_last_word(gang: Make) -> None:
+    job = gang()
+    job.start("work")
+    job.notes()
+    job.rendezvous += 1
+    second = job.start("work")
+    assert second.exit_code() != 0
+    assert "Address already in use" in second.word().message
+
+
+def listening(job: Gang) -> None:
+    eventually(
+        lambda: all((job.run_folder / f"listening-{rank}").exists() for rank in range(job.nodes * job.ranks)),
+        "handlers of all ranks",
+    )
+
+
+def has_saved(step: int, seen: PodProgress) -> bool:
+    return seen.run is not None and seen.run.last_checkpoint_step == step

@@ -1,0 +1,153 @@
+"""Several launchers on simulated nodes: they meet by index, fall and rise together, and name whose fault it was."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+
+from moejob_api.contract import Outcome, PodProgress
+from trainer.launcher.launchers import Gang, Launcher, eventually, free_port, gone
+
+Make = Callable[..., Gang]
+
+
+def test_ranks_are_numbered_pod_by_pod_in_the_order_of_the_indices_with_eleven_pods(gang: Make) -> None:
+    job = gang(nodes=11, ranks=1)
+    # In an order of their own: a place follows from the index, not from who comes first.
+    for index in (10, 2, 9, 1, 0, 8, 3, 7, 4, 6, 5):
+        job.start("gather_ranks", index)
+    assert [launcher.exit_code(90) for launcher in job.launchers] == [0] * 11
+    notes = job.notes()
+    assert [int(notes[rank]["GROUP_RANK"]) for rank in range(11)] == list(range(11))
+    # Each row is a rank and the index of its pod, as every rank has heard it from all others.
+    assert all(note["everyone"] == [[index, index] for index in range(11)] for note in notes.values())
+
+
+def test_a_dead_rank_takes_the_ranks_of_all_pods_down_and_only_its_pod_counts_the_restart(gang: Make) -> None:
+    job = gang(nodes=2)
+    first, second = job.start_all("work")
+    pids = job.pids()
+    os.kill(pids[3], signal.SIGKILL)
+    gone(pids)
+    notes = job.notes(restart=1)
+    assert [int(note["GROUP_RANK"]) for note in notes.values()] == [0, 0, 1, 1]
+    assert [ready(launcher).restarts for launcher in (first, second)] == [0, 1]
+    assert "rank 3 was killed by signal 9" in first.log.read_text()
+
+
+def test_all_pods_end_when_the_ranks_of_all_have_ended(gang: Make) -> None:
+    job = gang(nodes=2)
+    launchers = job.start_all("finish_in_the_order_of_ranks")
+    job.notes()
+    for rank in range(4):
+        assert all(launcher.process.is_alive() for launcher in launchers)
+        job.allow(f"go-{rank}")
+    assert [launcher.exit_code() for launcher in launchers] == [0, 0]
+
+
+def test_a_rank_that_fails_after_another_pod_is_done_makes_both_start_again(gang: Make) -> None:
+    job = gang(nodes=2, ranks=1)
+    first, second = job.start_all("fail_at_the_end_elsewhere")
+    first.heard(lambda seen: seen.ready and not seen.ranks, "the end of the ranks")
+    job.allow("go-0")
+    assert [launcher.exit_code() for launcher in (first, second)] == [0, 0]
+    assert len(job.notes(restart=1)) == 2
+
+
+def test_bad_configuration_on_one_pod_ends_all_with_the_same_word(gang: Make) -> None:
+    job = gang(nodes=2)
+    launchers = job.start_all("refuse_on_another_node")
+    job.notes()
+    job.allow("go-0")
+    assert [launcher.exit_code() for launcher in launchers] == [78, 78]
+    assert launchers[0].word() == launchers[1].word()
+    assert launchers[0].word().rank == 3
+
+
+def test_a_stop_of_one_pod_stops_all_after_saving(gang: Make) -> None:
+    job = gang(nodes=2, ranks=1)
+    first, second = job.start_all("save_slowly")
+    eventually(lambda: all((job.run_folder / f"listening-{rank}").exists() for rank in (0, 1)), "handlers")
+    first.signal(signal.SIGTERM)
+    eventually((job.run_folder / "stop-all").exists, "the stop")
+    job.allow("saved")
+    assert [launcher.exit_code() for launcher in (first, second)] == [143, 143]
+
+
+def test_a_killed_launcher_is_replaced_and_the_others_start_again_with_the_new_one(gang: Make) -> None:
+    job = gang(nodes=2)
+    first, second = job.start_all("work")
+    pids = job.pids()
+    second.signal(signal.SIGKILL)
+    replacement = job.start("work", index=1)
+    gone(pids)
+    assert [int(note["GROUP_RANK"]) for note in job.notes(restart=1).values()] == [0, 0, 1, 1]
+    assert [beat.rank for beat in ready(replacement).ranks] == [2, 3]
+    # The lost pod is the operator's to charge.
+    assert ready(first).restarts == 0
+    assert first.process.is_alive()
+
+
+def test_a_pod_that_falls_silent_takes_the_ranks_of_the_others_down_and_its_absence_is_waited_for_in_vain(
+    gang: Make,
+) -> None:
+    job = gang(nodes=2, lost_seconds=2.0, progress_deadline=3)
+    first, second = job.start_all("beat_for_ever")
+    pids = job.pids()
+    second.signal(signal.SIGSTOP)
+    gone(pids[:2])
+    assert first.exit_code() == 1
+    assert first.word().outcome is Outcome.LOST_PEERS
+    assert first.word().message == "pod 1 did not come back within 3 s"
+    assert "pod 1 has not been heard for 2 s" in first.log.read_text()
+
+
+def test_a_process_whose_pod_has_been_replaced_goes_away_when_it_wakes_up(gang: Make) -> None:
+    job = gang(nodes=2, ranks=1)
+    first, second = job.start_all("work")
+    job.notes()
+    second.signal(signal.SIGSTOP)
+    job.start("work", index=1, port=free_port())
+    job.notes(restart=1)
+    second.signal(signal.SIGCONT)
+    assert second.exit_code() == 1
+    assert second.word().outcome is Outcome.LOST_PEERS
+    assert "has taken the place of pod 1" in second.word().message
+    assert ready(first).ranks[0].pid == job.pids(restart=1)[0]
+
+
+def test_without_pod_0_the_others_end(gang: Make) -> None:
+    job = gang(nodes=2)
+    first, second = job.start_all("work")
+    pids = job.pids()
+    first.signal(signal.SIGKILL)
+    assert second.exit_code() == 1
+    assert second.word().outcome is Outcome.LOST_PEERS
+    gone(pids)
+
+
+def test_a_pod_of_another_attempt_is_turned_away(gang: Make) -> None:
+    job = gang(nodes=2, attempt=5)
+    job.start("work")
+    late = job.start("work", index=1, attempt=4)
+    assert late.exit_code() == 1
+    assert late.word().outcome is Outcome.LOST_PEERS
+    assert "'attempt': 4" in late.word().message
+    job.start("work", index=1)
+    assert {note["MOEJOB_ATTEMPT"] for note in job.notes().values()} == {"5"}
+
+
+def test_the_pod_at_fault_leaves_after_its_restarts_and_the_others_wait_for_its_replacement(gang: Make) -> None:
+    job = gang(nodes=2)
+    first, second = job.start_all("fail_on_another_node")
+    assert second.exit_code() == 1
+    assert (second.word().outcome, second.word().rank) == (Outcome.RANK_FAILED, 2)
+    assert first.process.is_alive()
+    job.start("work", index=1)
+    assert len(job.notes(restart=3)) == 4
+    assert ready(first).restarts == 0
+
+
+def ready(launcher: Launcher) -> PodProgress:
+    return launcher.heard(lambda seen: seen.ready)

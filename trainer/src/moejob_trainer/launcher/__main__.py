@@ -1,0 +1,35 @@
+"""`python -m moejob_trainer.launcher`: process 1 of a trainer pod. It reads the contract's environment."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from moejob_trainer.launcher.options import Options
+from moejob_trainer.launcher.stop import Stop
+
+
+def options(arguments: list[str]) -> Options:
+    """The options that `moejob run` sets; a pod sets none."""
+    parser = argparse.ArgumentParser(prog="moejob_trainer.launcher", description=__doc__)
+    standard = Options()
+    parser.add_argument("--last-word", type=Path, default=standard.last_word, help="file for the last word, as JSON")
+    parser.add_argument("--logs", type=Path, default=standard.logs, help="folder for a log file of each rank")
+    given = parser.parse_args(arguments)
+    return Options(last_word=given.last_word, logs=given.logs)
+
+
+def main() -> int:
+    """Run the pod."""
+    stop = Stop()
+    stop.listen()
+    # Process 1 loses a signal that it has no handler for, and importing torch takes seconds.
+    from moejob_trainer.launcher.launch import launch  # noqa: PLC0415
+
+    return launch(os.environ, options(sys.argv[1:]), stop)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,145 @@
+"""How one start of all ranks ends, and what follows: the launchers' rung of the recovery ladder. Pure.
+
+The launcher that writes an ending first decides for all pods, so that one failure is one ending, named once and charged
+once, however many ranks it takes down. Pods and gangs are the operator's rungs: where ranks may not be restarted in
+place any more, the launcher at fault leaves and its pod is replaced, while the others wait for the new one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pydantic import BaseModel, ConfigDict
+
+from moejob_api.contract import ExitCode, LastWord, Outcome
+from moejob_api.restarts import RESTARTS_IN_PLACE, Cause, delay_seconds
+
+FAILED = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Why ranks of this pod can no longer run."""
+
+    cause: Cause
+    message: str
+    rank: int | None = None
+    exit_code: int | None = None
+    step: int | None = None
+
+
+class Ending(BaseModel):
+    """The end of one round, the same for every pod. `in_place`: restarts in place since the last new checkpoint."""
+
+    model_config = ConfigDict(frozen=True)
+
+    pod: int
+    # Which process of that pod says so: a pod that was replaced has the index of the one before.
+    token: str
+    cause: Cause
+    message: str
+    rank: int | None = None
+    exit_code: int | None = None
+    step: int | None = None
+    in_place: int = 0
+    checkpoint: int | None = None
+    pod_leaves: bool = False
+    # A new process with the index of that pod is there: the old one, should it still live, has no place any more.
+    pod_was_taken_over: bool = False
+
+    @property
+    def is_final(self) -> bool:
+        """Whether no restart can help."""
+        return self.cause is Cause.BAD_CONFIGURATION
+
+    @property
+    def delay_seconds(self) -> float:
+        """How long to wait before ranks are restarted."""
+        return delay_seconds(self.in_place)
+
+
+@dataclass(frozen=True, slots=True)
+class Author:
+    """Who writes an ending, and what it knows of the run."""
+
+    pod: int
+    token: str
+    checkpoint: int | None = None
+    is_stopping: bool = False
+
+
+def ending_by(author: Author, fault: Fault, before: Ending | None) -> Ending:
+    """The ending that a fault in the author's own pod calls for."""
+    spent = _spent(before, author.checkpoint)
+    may_restart = not author.is_stopping and fault.cause is not Cause.BAD_CONFIGURATION and spent < RESTARTS_IN_PLACE
+    return Ending(
+        pod=author.pod,
+        token=author.token,
+        cause=fault.cause,
+        message=fault.message,
+        rank=fault.rank,
+        exit_code=fault.exit_code,
+        step=fault.step,
+        in_place=spent + 1 if may_restart else spent,
+        checkpoint=_newest(before, author.checkpoint),
+        pod_leaves=not may_restart,
+    )
+
+
+def ending_without(pod: int, author: Author, message: str, before: Ending | None) -> Ending:
+    """The ending when a pod is gone; that is the operator's to charge, not a restart in place."""
+    return Ending(
+        pod=pod,
+        token=author.token,
+        cause=Cause.POD_FAILED,
+        message=message,
+        in_place=_spent(before, author.checkpoint),
+        checkpoint=_newest(before, author.checkpoint),
+        pod_leaves=True,
+    )
+
+
+def last_word(ending: Ending | Fault) -> LastWord:
+    """What a launcher says that leaves because of it."""
+    outcomes = {Cause.BAD_CONFIGURATION: Outcome.BAD_CONFIGURATION, Cause.HUNG: Outcome.HUNG}
+    return LastWord(
+        outcome=outcomes.get(ending.cause, Outcome.RANK_FAILED),
+        message=ending.message[:2048],
+        rank=ending.rank,
+        exit_code=ending.exit_code,
+        step=ending.step,
+    )
+
+
+def exit_code(ending: Ending | Fault) -> int:
+    """The exit code of a launcher that leaves because of it."""
+    return ExitCode.BAD_CONFIGURATION if ending.cause is Cause.BAD_CONFIGURATION else FAILED
+
+
+def blamed(exits: dict[int, int]) -> int:
+    """The rank that explains the others: one that calls the job wrong, one that was killed, the lowest.
+
+    The exits are all that were seen at one moment; peers of a dead rank fail a little later, on a broken connection.
+    """
+    failed = {rank: code for rank, code in exits.items() if is_failure(code)}
+    wrong = [rank for rank, code in failed.items() if code == ExitCode.BAD_CONFIGURATION]
+    killed = [rank for rank, code in failed.items() if code < 0]
+    return min(wrong or killed or failed)
+
+
+def is_failure(code: int) -> bool:
+    """Whether a rank that ends so takes the others down. A negative code is a signal."""
+    return code not in (ExitCode.DONE, ExitCode.SAVED_AND_STOPPED)
+
+
+def _spent(before: Ending | None, checkpoint: int | None) -> int:
+    """Restarts in place that still count: a newer checkpoint forgives what came before it."""
+    if before is None:
+        return 0
+    is_newer = checkpoint is not None and (before.checkpoint is None or checkpoint > before.checkpoint)
+    return 0 if is_newer else before.in_place
+
+
+def _newest(before: Ending | None, checkpoint: int | None) -> int | None:
+    known = [step for step in (checkpoint, None if before is None else before.checkpoint) if step is not None]
+    return max(known, default=None)

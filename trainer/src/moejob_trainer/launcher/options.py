@@ -1,0 +1,23 @@
+"""What a launcher is built with besides its pod's environment; the defaults are those of a pod."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from moejob_api.contract import Path as PodPath
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """For `moejob run` and tests to change, by argument or in code; never by environment."""
+
+    # `module:function` of a rank; the function takes nothing and returns an exit code.
+    target: str = "moejob_trainer.rank:main"
+    # What the fork server imports before the first rank starts; what is not installed is left out.
+    preload: tuple[str, ...] = ("torch", "megatron.core", "transformers", "moejob_trainer.rank")
+    last_word: Path = Path(PodPath.TERMINATION)
+    # Where each rank's output is kept as rank-N.log besides the pod's own log; absent: nowhere.
+    logs: Path | None = None
+    # A pod that is not heard for this long is lost.
+    lost_seconds: float = 15.0

@@ -1,0 +1,141 @@
+"""What ranks print: read from pipes, passed on line by line with the rank's number, its last line remembered.
+
+One thread reads for all ranks of a round. Where nobody reads the pod's log any more, the run goes on.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import selectors
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from moejob_trainer.launcher.says import Log
+
+log = Log()
+
+_CHUNK = 64 * 1024
+# A line without an end is passed on in pieces of this size.
+_LONGEST_LINE = 16 * 1024
+# The pipe of a dead rank ends at once, unless a child of it holds it open.
+_LAST_WORD_SECONDS = 0.5
+# Progress bars go back to the start of the line instead of ending it.
+_LINE = re.compile(rb"[^\r\n]*[\r\n]+")
+
+
+@dataclass(slots=True)
+class _Stream:
+    rank: int
+    reader: Connection
+    is_errors: bool
+    rest: bytes = b""
+
+
+@dataclass(slots=True)
+class _LogFile:
+    path: Path
+    descriptor: int | None = None
+    is_broken: bool = field(default=False)
+
+    def write(self, text: bytes) -> None:
+        if self.is_broken:
+            return
+        try:
+            if self.descriptor is None:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self.descriptor = os.open(self.path, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o644)
+            os.write(self.descriptor, text)
+        except OSError as error:
+            self.is_broken = True
+            log.warning("the log of a rank is not written any more", path=str(self.path), error=str(error))
+
+    def close(self) -> None:
+        if self.descriptor is not None:
+            os.close(self.descriptor)
+            self.descriptor = None
+
+
+class Output:
+    """The output of the ranks of one round: `readers` are standard output and standard error of each rank."""
+
+    def __init__(self, readers: Mapping[int, tuple[Connection, Connection]], logs: Path | None) -> None:
+        self._last: dict[int, str] = {}
+        self._ended = {rank: threading.Event() for rank in readers}
+        self._files = {rank: _LogFile(logs / f"rank-{rank}.log") for rank in readers} if logs is not None else {}
+        self._selector = selectors.DefaultSelector()
+        for rank, pair in readers.items():
+            for reader, is_errors in zip(pair, (False, True), strict=True):
+                os.set_blocking(reader.fileno(), False)
+                self._selector.register(reader, selectors.EVENT_READ, _Stream(rank, reader, is_errors))
+        self._is_ending = threading.Event()
+        self._thread = threading.Thread(target=self._pump, name="output of ranks", daemon=True)
+        self._thread.start()
+
+    def last_line(self, rank: int) -> str:
+        """The last line of standard error of a rank that has ended; empty when it had nothing to complain about."""
+        self._ended[rank].wait(timeout=_LAST_WORD_SECONDS)
+        return self._last.get(rank, "")
+
+    def finish(self) -> None:
+        """Read what is left once the ranks have ended. Children of ranks may hold the pipes open: it is not waited."""
+        self._is_ending.set()
+        self._thread.join(timeout=5.0)
+
+    def _pump(self) -> None:
+        while self._selector.get_map():
+            was_ending = self._is_ending.is_set()
+            ready = self._selector.select(0.0 if was_ending else 0.1)
+            for key, _ in ready:
+                self._read(key.data)
+            if was_ending and not ready:
+                break
+        self._close()
+
+    def _read(self, stream: _Stream) -> None:
+        try:
+            text = os.read(stream.reader.fileno(), _CHUNK)
+        except BlockingIOError:
+            return
+        if not text:
+            self._selector.unregister(stream.reader)
+            self._flush(stream)
+            if stream.is_errors:
+                self._ended[stream.rank].set()
+            return
+        stream.rest += text
+        end = 0
+        for line in _LINE.finditer(stream.rest):
+            self._pass_on(stream, line.group())
+            end = line.end()
+        stream.rest = stream.rest[end:]
+        if len(stream.rest) >= _LONGEST_LINE:
+            self._flush(stream)
+
+    def _flush(self, stream: _Stream) -> None:
+        if stream.rest:
+            self._pass_on(stream, stream.rest + b"\n")
+            stream.rest = b""
+
+    def _pass_on(self, stream: _Stream, line: bytes) -> None:
+        if stream.is_errors and line.strip():
+            self._last[stream.rank] = line.decode(errors="replace").strip()
+        if stream.rank in self._files:
+            self._files[stream.rank].write(line)
+        try:
+            sys.stdout.buffer.write(b"[rank %d] %s" % (stream.rank, line))
+            sys.stdout.buffer.flush()
+        except (OSError, ValueError):
+            return
+
+    def _close(self) -> None:
+        for key in list(self._selector.get_map().values()):
+            self._flush(key.data)
+            key.data.reader.close()
+        self._selector.close()
+        for file in self._files.values():
+            file.close()

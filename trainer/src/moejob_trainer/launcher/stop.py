@@ -1,0 +1,43 @@
+"""Whether the launcher has been asked to stop: signals become a number that the loop reads, and end its waiting."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterable
+from multiprocessing.connection import wait
+
+
+class Stopped(Exception):
+    """Asked to stop where there is nothing to save."""
+
+
+class Stop:
+    """SIGTERM and SIGINT alike. The first asks the ranks to save, the second ends them."""
+
+    def __init__(self) -> None:
+        self.times = 0
+        self._reader, self._writer = os.pipe()
+        os.set_blocking(self._reader, False)
+        os.set_blocking(self._writer, False)
+
+    def listen(self) -> None:
+        """Take the signals of this process; its main thread must call it."""
+        signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        for asked in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(asked, lambda *_: self.ask())
+
+    def ask(self) -> None:
+        """Ask once more."""
+        self.times += 1
+
+    def wait(self, seconds: float, others: Iterable[int] = ()) -> None:
+        """Wait until asked to stop, until one of the others can be read, or that long."""
+        ready = wait([self._reader, *others], seconds)
+        if self._reader in ready:
+            os.read(self._reader, 4096)
+
+    def check(self) -> None:
+        """Raise Stopped when asked to."""
+        if self.times:
+            raise Stopped
