@@ -34,7 +34,7 @@ def table_of(values: dict[str, Any]) -> Table:
 def random_model(values: dict[str, Any], dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """The model of a config with every parameter and buffer of its own random numbers."""
     others = {key: value for key, value in values.items() if key != "model_type"}
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(values["model_type"], **others), dtype=dtype
     )
     generator = torch.Generator().manual_seed(7)

@@ -87,7 +87,7 @@ def test_fp8_blocks_mean_what_transformers_makes_of_them(tmp_path: Path) -> None
     eighths(tmp_path, values_of(Family.DEEPSEEK_V3), (4, 4))
     tensors, name = load_file(tmp_path / "model.safetensors"), "model.layers.0.mlp.down_proj.weight"
     ours = readable(tmp_path).read(name, (slice(0, 32), slice(0, 16)))
-    theirs = Fp8Dequantize(None)._dequantize_one(tensors[name], tensors[f"{name}_scale_inv"])  # type: ignore[no-untyped-call]  # noqa: SLF001
+    theirs = Fp8Dequantize(None)._dequantize_one(tensors[name], tensors[f"{name}_scale_inv"])  # noqa: SLF001
     assert torch.equal(ours, theirs)
 
 

@@ -62,7 +62,7 @@ def tokenizer() -> PreTrainedTokenizerBase:
     tokens.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokens.decoder = decoders.ByteLevel()
     tokens.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in _SPECIAL])
-    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+    return PreTrainedTokenizerFast(
         tokenizer_object=tokens,
         pad_token=_PAD,
         eos_token=_END,

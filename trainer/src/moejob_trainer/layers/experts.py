@@ -21,7 +21,13 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | Non
     x [r, k] sorted by expert, weight [e, n, k], counts int [e] with sum r, bias [e, n] -> [r, n]
     """
     product: Tensor = _GroupedLinear.apply(x, weight, counts.cumsum(0, dtype=torch.int32))
-    return product if bias is None else product + _RowsOfExperts.apply(bias, counts, x.shape[0])
+    return product if bias is None else product + rows_of_experts(bias, counts, x.shape[0])
+
+
+def rows_of_experts(bias: Tensor, counts: Tensor, rows: int) -> Tensor:
+    """Each expert's bias [e, n], once for each of its rows. [r, n]"""
+    repeated: Tensor = _RowsOfExperts.apply(bias, counts, rows)
+    return repeated
 
 
 class _GroupedLinear(torch.autograd.Function):

@@ -1,0 +1,318 @@
+"""The proof that every layout trains the same model: cells of the parity matrix, and the reference they are held to.
+
+The reference is Transformers in one process, document by document. Weights are asymmetric, documents of different
+lengths, their loss weights uneven. Gradients, as they are before clipping, and the weights after the last step are
+compared tensor by tensor: each rank looks at the pieces its optimizer updates, and all of them together are the model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from builders import merged, spec
+from model_configs import config as small_config
+from moejob_api.job import Spec
+from moejob_api.layout.sizes import layout as layout_of
+from moejob_api.models.shape import Family
+from moejob_trainer.batches import Document, MicroBatch, batch_plan, global_batch, loss_weight
+from moejob_trainer.conversion.families import table
+from moejob_trainer.conversion.imports import Source, opened
+from moejob_trainer.engine import LossTerms, TokenOutputs
+from moejob_trainer.losses import cross_entropy
+from moejob_trainer.megatron.cpu import use_cpu
+from moejob_trainer.megatron.engine import MegatronEngine, Placement
+from moejob_trainer.megatron.optimizer import Piece
+from moejob_trainer.megatron.stages import built
+from moejob_trainer.megatron.topology import start_groups, stop_groups
+from moejob_trainer.megatron.weights import coordinates, load_published
+from moejob_trainer.model.architecture import architecture
+from moejob_trainer.model.parameters import local_slices
+
+STEPS = 3
+LEARNING_RATE = 1e-2
+TRAINING: dict[str, Any] = {
+    "globalBatchSize": 8,
+    "clipGrad": 1.0,
+    # A large epsilon: Adam divides gradients near zero by their own size, and would show rounding, not mistakes.
+    "optimizer": {"learningRate": LEARNING_RATE, "weightDecay": 0.1, "epsilon": 1e-3},
+}
+LENGTHS = (9, 17, 5, 23, 12, 7, 14, 10)
+_GROUPED: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "rope_theta": 5000.0,
+}
+_SIGMOID: dict[str, Any] = {
+    "num_nextn_predict_layers": 0,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+}
+# theta is nowhere the 10000 that everything falls back to.
+MODELS: dict[Family, dict[str, Any]] = {
+    Family.MIXTRAL: _GROUPED,
+    Family.QWEN3_MOE: _GROUPED | {"norm_topk_prob": True},
+    Family.QWEN2_MOE: _GROUPED | {"decoder_sparse_step": 2},
+    Family.DEEPSEEK_V2: _GROUPED | {"num_key_value_heads": 8, "first_k_dense_replace": 1},
+    Family.DEEPSEEK_V3: _GROUPED | _SIGMOID | {"num_key_value_heads": 8},
+    Family.GLM4_MOE: _GROUPED | _SIGMOID | {"use_qk_norm": True, "partial_rotary_factor": 0.6},
+    Family.GPT_OSS: _GROUPED | {"sliding_window": 6},
+    Family.LLAMA: _GROUPED,
+    Family.QWEN2: _GROUPED | {"tie_word_embeddings": True},
+    Family.QWEN3: _GROUPED | {"tie_word_embeddings": True},
+}
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What was measured at each step."""
+
+    losses: tuple[float, ...]
+    norms: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """The tensor that is furthest from the reference, relative to the largest element of that tensor."""
+
+    name: str = ""
+    error: float = 0.0
+
+    def or_worse(self, other: Deviation) -> Deviation:
+        """The larger of two."""
+        return other if other.error > self.error or not np.isfinite(other.error) else self
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What one rank found."""
+
+    steps: Steps
+    gradients: Deviation
+    weights: Deviation
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One way of training the model. `sections` are laid over the job; a mutant is a mistake made on purpose."""
+
+    family: Family
+    sections: Mapping[str, Any]
+    mutant: str = ""
+
+    def spec(self) -> Spec:
+        """The job of the cell."""
+        base = {
+            "model": {"dtype": "float32"},
+            "data": {"maxLength": 32},
+            "training": TRAINING,
+            "moe": {"balancing": "None"},
+            "resources": {"accelerator": "CPU", "cpu": 1, "memory": "64Gi"},
+        }
+        return spec(**merged(base, self.sections))
+
+    def ranks(self) -> int:
+        """Ranks that it takes."""
+        return layout_of(self.spec().parallelism, 8).gpus
+
+
+def documents(step: int) -> list[Document]:
+    """The global batch of a step: no two documents alike, a third of all tokens without weight."""
+    random = np.random.default_rng(step)
+    made = []
+    for number, length in enumerate(LENGTHS):
+        tokens = random.integers(3, 38, length)
+        weights = (random.random(length) < 0.67) * random.uniform(0.5, 1.5, length)
+        made.append(Document(tokens, weights.astype(np.float32), number))
+    return made
+
+
+# --- the reference --------------------------------------------------------------------------------------------------
+
+
+def write_reference(family: Family, folder: Path) -> Steps:
+    """Trains with Transformers. Leaves behind the first weights, their first gradients and the last weights."""
+    model = _reference_model(family)
+    model.save_pretrained(folder / "first")
+    adam = torch.optim.AdamW(_parameter_groups(model), lr=LEARNING_RATE, betas=(0.9, 0.95), eps=1e-3)
+    losses, norms = [], []
+    for step in range(STEPS):
+        adam.zero_grad()
+        losses.append(_backward(model, documents(step)))
+        if step == 0:
+            _save_gradients(model, folder / "gradients")
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+        adam.step()
+    model.save_pretrained(folder / "last")
+    return Steps(tuple(losses), tuple(norms))
+
+
+def _reference_model(family: Family) -> PreTrainedModel:
+    torch.manual_seed(7)
+    config = AutoConfig.for_model(**small_config(family, **MODELS[family]), initializer_range=0.1)
+    config._attn_implementation = config._experts_implementation = "eager"  # noqa: SLF001 how Transformers takes it
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config).float()
+    with torch.no_grad():
+        # Norms start at one and biases at zero: a pair that is mixed up would not be seen.
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+        for name, buffer in model.named_buffers():
+            if "correction_bias" in name:
+                buffer.add_(torch.rand_like(buffer) * 0.2)
+    return model
+
+
+def _parameter_groups(model: PreTrainedModel) -> list[dict[str, Any]]:
+    plain = [p for name, p in model.named_parameters() if "norm" in name or "bias" in name or "sinks" in name]
+    held = {id(parameter) for parameter in plain}
+    decayed = [parameter for parameter in model.parameters() if id(parameter) not in held]
+    return [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
+
+
+def _backward(model: PreTrainedModel, batch: Sequence[Document]) -> float:
+    weight, loss = loss_weight(batch), 0.0
+    for document in batch:
+        tokens = torch.from_numpy(document.tokens)[None]
+        logits = model(tokens, use_cache=False).logits[0, :-1]
+        losses = torch.nn.functional.cross_entropy(logits, tokens[0, 1:], reduction="none")
+        total = (losses * torch.from_numpy(document.weights[1:])).sum() / weight
+        total.backward()
+        loss += total.item()
+    return loss
+
+
+def _save_gradients(model: PreTrainedModel, folder: Path) -> None:
+    """As a model whose weights are gradients: the same table then says which of ours belongs to which."""
+    kept = [parameter.detach().clone() for parameter in model.parameters()]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+        model.save_pretrained(folder)
+        for parameter, value in zip(model.parameters(), kept, strict=True):
+            parameter.copy_(value)
+
+
+# --- a cell ---------------------------------------------------------------------------------------------------------
+
+
+def trained(cell: Cell, folder: Path) -> Trained:
+    """Trains the model in the cell's layout; one rank's part."""
+    use_cpu()
+    engine = _started(cell, folder)
+    try:
+        losses, norms, gradients = [], [], Deviation()
+        for step in range(STEPS):
+            result = engine.update(_micro_batches(cell, engine, step), _loss_of(cell, engine))
+            losses.append(result.loss)
+            norms.append(result.gradient_norm)
+            if step == 0:
+                gradients = _deviation(engine, _source(folder / "gradients"), lambda piece: piece.gradient)
+        weights = _deviation(engine, _source(folder / "last"), lambda piece: piece.main)
+    finally:
+        stop_groups()
+    return Trained(Steps(tuple(losses), tuple(norms)), gradients, weights)
+
+
+def _started(cell: Cell, folder: Path) -> MegatronEngine:
+    spec_of_cell = cell.spec()
+    config = json.loads((folder / "first" / "config.json").read_text())
+    if cell.mutant == "theta 10000":
+        config["rope_parameters"]["rope_theta"] = 10000.0
+    model = architecture(config)
+    layout = layout_of(spec_of_cell.parallelism, 8)
+    groups = start_groups(layout)
+    device = torch.device("cpu")
+    stages = built(model, spec_of_cell, layout, groups, device)
+    load_published(stages, _source(folder / "first"), groups)
+    if cell.mutant == "two experts swapped":
+        _swap_experts(stages)
+    if cell.mutant == "a layer skipped":
+        _skip_layer(stages)
+    return MegatronEngine(model, spec_of_cell, stages, Placement(groups, device), lambda _: LEARNING_RATE)
+
+
+def _micro_batches(cell: Cell, engine: MegatronEngine, step: int) -> list[MicroBatch]:
+    batch = documents(step)
+    if cell.mutant == "mask shifted":
+        batch = [Document(d.tokens, np.roll(d.weights, 1), d.id) for d in batch]
+    layout = layout_of(engine.spec.parallelism, 8)
+    return global_batch(batch, batch_plan(engine.spec, layout, pad_token=0))[engine.groups.data.rank]
+
+
+def _loss_of(cell: Cell, engine: MegatronEngine) -> Callable[[TokenOutputs, MicroBatch], LossTerms]:
+    scale = 1.0 / engine.groups.data.size if cell.mutant == "gradients over DP" else 1.0
+
+    def loss(outputs: TokenOutputs, batch: MicroBatch) -> LossTerms:
+        # The number that is reported stays right: only gradients go wrong.
+        total = cross_entropy(outputs.log_probabilities, batch.weights)
+        return LossTerms(total * scale + total.detach() * (1.0 - scale))
+
+    return loss
+
+
+def _swap_experts(stages: Sequence[torch.nn.Module]) -> None:
+    for name, parameter in stages[0].named_parameters():
+        if name.endswith("experts.down"):
+            parameter.data[[0, 1]] = parameter.data[[1, 0]]
+            return
+
+
+def _skip_layer(stages: Sequence[Any]) -> None:
+    layers = stages[0].layers
+    last = [*layers][-1]
+    for parameter in (layers[last].attention.output.weight, *_outputs(layers[last])):
+        parameter.data.zero_()
+
+
+def _outputs(layer: Any) -> Iterator[torch.nn.Parameter]:
+    if hasattr(layer, "moe"):
+        yield layer.moe.experts.down
+        if layer.moe.shared is not None:
+            yield layer.moe.shared.down.weight
+    else:
+        yield layer.mlp.down.weight
+
+
+def _source(folder: Path) -> Source:
+    config = json.loads((folder / "config.json").read_text())
+    return opened(folder, table(architecture(config).shape))
+
+
+def _deviation(engine: MegatronEngine, source: Source, taken: Callable[[Piece], Tensor]) -> Deviation:
+    """How far this rank's pieces are from the reference."""
+    worst = Deviation()
+    place = coordinates(engine.groups)
+    for piece in engine.optimizer.pieces:
+        name = "embedding.weight" if piece.name not in source.table.by_name else piece.name
+        parameter = source.table.by_name[name]
+        expected = source.read(parameter, local_slices(parameter, place)).flatten()[piece.start : piece.stop]
+        whole = source.read(parameter, tuple(slice(0, size) for size in parameter.shape)).abs().max().item()
+        error = (taken(piece) - expected).abs().max().item() / max(whole, 1e-30)
+        worst = worst.or_worse(Deviation(piece.name, error))
+    return worst
+
+
+def assert_like(trained_on_ranks: Sequence[Trained], reference: Steps, *, within: float) -> None:
+    """Every rank of a cell found what the reference says."""
+    for rank, found in enumerate(trained_on_ranks):
+        for what, values, expected in (
+            ("losses", found.steps.losses, reference.losses),
+            ("gradient norms", found.steps.norms, reference.norms),
+        ):
+            np.testing.assert_allclose(values, expected, rtol=within, err_msg=f"{what} of rank {rank}")
+    gradients = max((found.gradients for found in trained_on_ranks), key=lambda deviation: deviation.error)
+    weights = max((found.weights for found in trained_on_ranks), key=lambda deviation: deviation.error)
+    assert gradients.error < 20 * within, f"the gradient of {gradients.name} is off by {gradients.error}"
+    assert weights.error < 20 * within, f"the weight {weights.name} is off by {weights.error}"

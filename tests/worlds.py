@@ -1,0 +1,124 @@
+"""Owns ranks that live as long as a test session, and the worlds made of them: importing Megatron costs seconds.
+
+A world is torch.distributed's default group; each call gets a new one of the size it asks for, so that tests of every
+layout share the same processes.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# A rank that died leaves the others waiting in an exchange.
+DEADLINE_SECONDS = 240.0
+_PRELOADED = ["torch", "megatron.core.pipeline_parallel", "megatron.core.distributed", "transformers"]
+
+
+@dataclass(frozen=True)
+class Failed:
+    """What a rank raised instead of an answer."""
+
+    text: str
+
+
+class Worlds:
+    """Up to `size` ranks."""
+
+    def __init__(self, size: int, folder: Path) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOADED)
+        self._context, self._folder, self._made = context, folder, 0
+        self._ranks: list[tuple[Any, Connection]] = []
+        self._size = size
+
+    def run(self, size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """What `function(*arguments)` returned on each rank of a new world. It has to be importable."""
+        self._start(size)
+        self._made += 1
+        store = str(self._folder / f"store-{self._made}")
+        asked = [connection for _, connection in self._ranks[:size]]
+        for rank, connection in enumerate(asked):
+            connection.send((store, rank, size, function, arguments))
+        answers = self._answers(asked)
+        failed = [answer.text for answer in answers if isinstance(answer, Failed)]
+        if failed:
+            # Ranks that wait for one that failed cannot be used again.
+            self.close()
+            raise AssertionError(f"{len(failed)} of {size} ranks failed; the first:\n{failed[0]}")
+        return answers
+
+    def close(self) -> None:
+        """Ends every rank."""
+        for process, _ in self._ranks:
+            process.kill()
+        for process, _ in self._ranks:
+            process.join()
+        self._ranks = []
+
+    def _start(self, size: int) -> None:
+        if size > self._size:
+            raise ValueError(f"a world of {size} ranks was asked for, but there are {self._size}")
+        while len(self._ranks) < size:
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._ranks.append((process, ours))
+
+    def _answers(self, asked: list[Connection]) -> list[Any]:
+        answers: dict[int, Any] = {}
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while len(answers) < len(asked) and not any(isinstance(answer, Failed) for answer in answers.values()):
+            silent = [connection for rank, connection in enumerate(asked) if rank not in answers]
+            ready = wait(silent, max(0.0, deadline - time.monotonic()))
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                answers[asked.index(connection)] = _received(connection)
+            if not ready:
+                return [Failed(f"{len(silent)} of {len(asked)} ranks did not answer in {DEADLINE_SECONDS} s")]
+        if len(answers) < len(asked):
+            # Who failed first is the cause; who waits for it has nothing to say.
+            return [answer for answer in answers.values() if isinstance(answer, Failed)]
+        return [answers[rank] for rank in range(len(asked))]
+
+
+def _received(connection: Connection) -> Any:
+    try:
+        return connection.recv()
+    except EOFError:
+        return Failed("the rank died without a word")
+
+
+def _serve(connection: Connection) -> None:
+    torch.set_num_threads(1)
+    with suppress(EOFError):
+        while True:
+            store, rank, size, function, arguments = connection.recv()
+            connection.send(_answer(store, rank, size, function, arguments))
+
+
+def _answer(store: str, rank: int, size: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=DEADLINE_SECONDS),
+    )
+    try:
+        return function(*arguments)
+    except BaseException:  # noqa: BLE001 whatever a test raises is its answer
+        return Failed(traceback.format_exc())
+    finally:
+        dist.destroy_process_group()

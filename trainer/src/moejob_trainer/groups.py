@@ -1,0 +1,225 @@
+"""The groups of ranks that share something, and the exchanges inside them that gradients flow back through.
+
+Knows torch.distributed only: who belongs to a group is for moejob_trainer.megatron.topology to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Function
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Ranks that share something; a group of one never communicates."""
+
+    rank: int = 0
+    size: int = 1
+    handle: dist.ProcessGroup | None = None
+
+
+ALONE = Group()
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Every group that this rank belongs to. Experts divide the ranks of a stage a second time."""
+
+    tensor: Group = ALONE
+    context: Group = ALONE
+    data: Group = ALONE
+    pipeline: Group = ALONE
+    # Ranks with the same dense weights: they see other documents, or other parts of the same ones.
+    replicas: Group = ALONE
+    expert: Group = ALONE
+    expert_tensor: Group = ALONE
+    expert_replicas: Group = ALONE
+    world: Group = ALONE
+
+
+# --- what has no gradient -------------------------------------------------------------------------------------------
+
+
+def total(value: Tensor, group: Group) -> Tensor:
+    """The sum over the group, in place."""
+    if group.size > 1:
+        dist.all_reduce(value, group=group.handle)
+    return value
+
+
+def row_counts(count: Tensor, group: Group) -> Tensor:
+    """What every rank of the group counted: [size, *count.shape]."""
+    if group.size == 1:
+        return count.unsqueeze(0)
+    everyones = count.new_empty(group.size * count.numel())
+    dist.all_gather_into_tensor(everyones, count.flatten(), group=group.handle)
+    return everyones.view(group.size, *count.shape)
+
+
+# --- what gradients flow back through -------------------------------------------------------------------------------
+
+
+def copied(x: Tensor, group: Group) -> Tensor:
+    """The same on every rank; each rank uses it differently, so gradients are summed."""
+    return x if group.size == 1 else _applied(_Copied, x, group)
+
+
+def summed(x: Tensor, group: Group) -> Tensor:
+    """The sum over the group; every rank goes on with it alike."""
+    return x if group.size == 1 else _applied(_Summed, x, group)
+
+
+def gathered(x: Tensor, group: Group) -> Tensor:
+    """The rows of all ranks, in the order of ranks; each rank uses them differently, so gradients are summed."""
+    return x if group.size == 1 else _applied(_Gathered, x, group)
+
+
+def gathered_alike(x: Tensor, group: Group) -> Tensor:
+    """The rows of all ranks; every rank goes on with them alike, so that its own rows' gradient is already whole."""
+    return x if group.size == 1 else _applied(_GatheredAlike, x, group)
+
+
+def scattered(x: Tensor, group: Group) -> Tensor:
+    """This rank's share of the rows, summed over the group."""
+    return x if group.size == 1 else _applied(_Scattered, x, group)
+
+
+def own_rows(x: Tensor, group: Group) -> Tensor:
+    """This rank's share of rows that are the same on every rank."""
+    return x if group.size == 1 else _applied(_OwnRows, x, group)
+
+
+def exchanged(x: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
+    """Rows sent to each rank of the group, and those that came from each, in the order of ranks."""
+    return x if group.size == 1 else _applied(_Exchanged, x, group, tuple(sent), tuple(received))
+
+
+def gathered_unevenly(x: Tensor, counts: Sequence[int], group: Group) -> Tensor:
+    """The rows of all ranks, of which each has another number; gradients are summed."""
+    if group.size == 1:
+        return x
+    # An exchange in which everybody gets everything: gloo gathers equal shares only.
+    return exchanged(x.repeat(group.size, *(1,) * (x.dim() - 1)), [len(x)] * group.size, counts, group)
+
+
+def scattered_unevenly(x: Tensor, counts: Sequence[int], group: Group) -> Tensor:
+    """This rank's share of the rows, summed over the group, where each rank has another number of them."""
+    if group.size == 1:
+        return x
+    own = counts[group.rank]
+    return exchanged(x, counts, [own] * group.size, group).view(group.size, own, *x.shape[1:]).sum(0)
+
+
+def _applied(function: type[Function], x: Tensor, *rest: Any) -> Tensor:
+    result: Tensor = function.apply(x, *rest)
+    return result
+
+
+def _all_reduce(x: Tensor, group: Group) -> Tensor:
+    x = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(x, group=group.handle)
+    return x
+
+
+def _all_gather(x: Tensor, group: Group) -> Tensor:
+    gathered = x.new_empty((group.size * x.shape[0], *x.shape[1:]))
+    dist.all_gather_into_tensor(gathered, x.contiguous(), group=group.handle)
+    return gathered
+
+
+def _reduce_scatter(x: Tensor, group: Group) -> Tensor:
+    share = x.new_empty((x.shape[0] // group.size, *x.shape[1:]))
+    dist.reduce_scatter_tensor(share, x.contiguous(), group=group.handle)
+    return share
+
+
+def _share(x: Tensor, group: Group) -> Tensor:
+    return x.view(group.size, -1, *x.shape[1:])[group.rank].clone()
+
+
+def _all_to_all(x: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
+    arrived = x.new_empty((sum(received), *x.shape[1:]))
+    dist.all_to_all_single(arrived, x.contiguous(), list(received), list(sent), group=group.handle)
+    return arrived
+
+
+class _Copied(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return _all_reduce(gradients[0], ctx.group), None
+
+
+class _Summed(Function):
+    @staticmethod
+    def forward(_ctx: Any, x: Tensor, group: Group) -> Tensor:
+        return _all_reduce(x, group)
+
+    @staticmethod
+    def backward(_ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0], None
+
+
+class _Gathered(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return _all_gather(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return _reduce_scatter(gradients[0], ctx.group), None
+
+
+class _GatheredAlike(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return _all_gather(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return _share(gradients[0].contiguous(), ctx.group), None
+
+
+class _Scattered(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return _reduce_scatter(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return _all_gather(gradients[0], ctx.group), None
+
+
+class _OwnRows(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return _share(x.contiguous(), group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return _all_gather(gradients[0], ctx.group), None
+
+
+class _Exchanged(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, sent: tuple[int, ...], received: tuple[int, ...]) -> Tensor:
+        ctx.group, ctx.sent, ctx.received = group, sent, received
+        return _all_to_all(x, sent, received, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return _all_to_all(gradients[0], ctx.received, ctx.sent, ctx.group), None, None, None

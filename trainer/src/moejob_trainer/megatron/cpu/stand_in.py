@@ -1,0 +1,70 @@
+"""A torch whose current CUDA device is the CPU, for Megatron's modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import torch
+
+# Megatron's modules that make tensors on the device, of those that the trainer runs.
+MODULES = (
+    "megatron.core.distributed.param_and_grad_buffer",
+    "megatron.core.pipeline_parallel.p2p_communication",
+    "megatron.core.pipeline_parallel.schedules",
+)
+# Functions that they give device="cuda" or device=torch.cuda.current_device().
+FACTORIES = ("empty", "tensor", "zeros")
+
+
+def use_cpu() -> None:
+    """Puts the stand-in into Megatron's modules; doing it again changes nothing."""
+    for name in MODULES:
+        module = import_module(name)
+        if module.torch is torch:
+            module.torch = _Torch()  # type: ignore[attr-defined]
+
+
+class _Cuda(ModuleType):
+    """torch.cuda where there is none."""
+
+    def __init__(self) -> None:
+        super().__init__("torch.cuda")
+
+    @staticmethod
+    def current_device() -> torch.device:
+        """Buffers are allocated here: param_and_grad_buffer, p2p_communication."""
+        return torch.device("cpu")
+
+    @staticmethod
+    def synchronize(*_: object) -> None:
+        """p2p_communication waits for the device after each exchange; a CPU has nothing to wait for."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cuda, name)
+
+
+class _Torch(ModuleType):
+    """torch, but for its cuda and for factories that are given a CUDA device."""
+
+    def __init__(self) -> None:
+        super().__init__("torch")
+        self.cuda = _Cuda()
+        for name in FACTORIES:
+            setattr(self, name, _on_cpu(getattr(torch, name)))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @wraps(factory)
+    def made(*arguments: Any, **named: Any) -> torch.Tensor:
+        if str(named.get("device", "")).startswith("cuda"):
+            named["device"] = "cpu"
+        return factory(*arguments, **named)
+
+    return made

@@ -1,0 +1,260 @@
+"""The engine on Megatron: adapts its schedules, buffers and groups to what the loop asks for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moejob_api.job.job import Spec
+from moejob_api.job.moe import Balancing
+from moejob_trainer.batches import MicroBatch
+from moejob_trainer.engine import Loss, LossTerms, Mean, TokenOutputs, UpdateResult
+from moejob_trainer.groups import Groups
+from moejob_trainer.layers.routing import updated_selection_bias
+from moejob_trainer.megatron.gradients import finish_gradients
+from moejob_trainer.megatron.optimizer import ShardedAdamW, moments
+from moejob_trainer.megatron.pipeline import forward_backward, row_input, whole
+from moejob_trainer.megatron.stages import buffered
+from moejob_trainer.model.architecture import Architecture
+from moejob_trainer.model.balancing import Balance
+from moejob_trainer.model.mixture import Mixture
+from moejob_trainer.model.stage import Stage
+
+
+class Diverged(RuntimeError):
+    """The gradient was not finite several times in a row."""
+
+
+# One bad batch is survived; a model that no longer computes is not.
+_MOST_SKIPPED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where the engine runs."""
+
+    groups: Groups
+    device: torch.device
+
+
+class MegatronEngine:
+    """A model spread over ranks by Megatron's groups. `learning_rate` says the rate of the n-th update."""
+
+    def __init__(
+        self,
+        model: Architecture,
+        spec: Spec,
+        stages: Sequence[Stage],
+        placement: Placement,
+        learning_rate: Callable[[int], float],
+    ) -> None:
+        self.model, self.spec, self.stages = model, spec, [*stages]
+        self.groups, self.device = placement.groups, placement.device
+        self.learning_rate = learning_rate
+        self.updates = 0
+        self._skipped = 0
+        self._freeze()
+        self.chunks = buffered(self.stages, spec)
+        training = spec.training
+        kept = moments(training.precision.moments, spec.memory.offload_optimizer)
+        self.optimizer = ShardedAdamW(self.chunks, self.groups, training.optimizer, kept)
+
+    # --- what the loop asks for ------------------------------------------------------------------------------------
+
+    def update(self, batches: Sequence[MicroBatch], loss: Loss) -> UpdateResult:
+        """One update of the weights from this data rank's micro batches of a global batch."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self._scale_balancing(len(batches))
+        result = self._run(batches, loss, forward_only=False)
+        finish_gradients(self.chunks, self.groups)
+        norm = self.optimizer.gradient_norm()
+        rate = self.learning_rate(self.updates)
+        is_applied = math.isfinite(norm) and math.isfinite(result.loss)
+        if is_applied:
+            self.optimizer.update(rate, self._clipping(norm))
+            self._move_selection_bias()
+        self._count(is_applied, norm, result.loss)
+        return replace(result, gradient_norm=norm, learning_rate=rate, is_applied=is_applied)
+
+    def evaluated(self, batches: Sequence[MicroBatch], loss: Loss) -> UpdateResult:
+        """The loss without an update."""
+        with torch.no_grad():
+            return self._run(batches, loss, forward_only=True)
+
+    def outputs(self, batches: Sequence[MicroBatch]) -> list[TokenOutputs]:
+        """What the model says now about each micro batch; every rank of a data rank gets all of it."""
+        found: dict[int, TokenOutputs] = {}
+
+        def kept(number: int, outputs: TokenOutputs, _: MicroBatch) -> Tensor:
+            found[number] = outputs
+            return outputs.log_probabilities.sum()
+
+        with torch.no_grad():
+            self._through_stages([self._here(batch) for batch in batches], kept, forward_only=True)
+        return [self._from_last_stage(found.get(number), batch) for number, batch in enumerate(batches)]
+
+    # --- a global batch ---------------------------------------------------------------------------------------------
+
+    def _run(self, batches: Sequence[MicroBatch], loss: Loss, *, forward_only: bool) -> UpdateResult:
+        here = [self._here(batch) for batch in batches]
+        weight, tokens = self._totals(here)
+        sums = _Sums()
+
+        def finished(_: int, outputs: TokenOutputs, batch: MicroBatch) -> Tensor:
+            terms = loss(outputs, batch)
+            sums.add(terms)
+            return terms.total / weight
+
+        self._through_stages(here, finished, forward_only=forward_only)
+        means = self._means(sums.values)
+        return UpdateResult(
+            loss=means.pop("loss", 0.0) / weight,
+            gradient_norm=0.0,
+            learning_rate=0.0,
+            tokens=tokens,
+            metrics=means,
+        )
+
+    def _through_stages(
+        self,
+        batches: Sequence[MicroBatch],
+        finish: Callable[[int, TokenOutputs, MicroBatch], Tensor],
+        *,
+        forward_only: bool,
+    ) -> None:
+        def finished(number: int, results: tuple[Tensor, Tensor]) -> Tensor:
+            log_probabilities, entropy = (whole(result, self.groups) for result in results)
+            return finish(number, TokenOutputs(log_probabilities, entropy), batches[number])
+
+        sequence_parallel = self.spec.parallelism.sequence_parallel
+        rows = [row_input(batch, self.model, self.groups, sequence_parallel=sequence_parallel) for batch in batches]
+        forward_backward(self.chunks, rows, finished, forward_only=forward_only)
+
+    def _totals(self, batches: Sequence[MicroBatch]) -> tuple[float, int]:
+        """Weight and tokens of the global batch: known before the backward pass, so that no layout changes the loss."""
+        weight = sum(float(batch.weights.double().sum()) for batch in batches)
+        tokens = sum(sum(batch.lengths) for batch in batches)
+        both = torch.tensor([weight, tokens], dtype=torch.float64, device=self.device)
+        if self.groups.data.size > 1:
+            dist.all_reduce(both, group=self.groups.data.handle)
+        weight, tokens = both.tolist()
+        if not weight > 0.0:
+            raise ValueError(
+                f"a global batch of {tokens:.0f} tokens has the loss weight {weight}: nothing to learn from"
+            )
+        return weight, int(tokens)
+
+    def _means(self, sums: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, float]:
+        """The same numbers on every rank, of what only the last stages saw."""
+        names = self._names(sums)
+        zero = torch.zeros((), device=self.device)
+        pairs = [sums.get(name, (zero, zero)) for name in names]
+        flat = torch.stack([value.double() for pair in pairs for value in pair])
+        # Context and tensor ranks hold the same sums.
+        for group in (self.groups.data, self.groups.pipeline):
+            if group.size > 1:
+                dist.all_reduce(flat, group=group.handle)
+        values = flat.tolist()
+        totals = dict(zip(names, zip(values[::2], values[1::2], strict=True), strict=True))
+        loss, _ = totals.pop("loss", (0.0, 0.0))
+        return {"loss": loss, **{name: total / weight for name, (total, weight) in totals.items() if weight}}
+
+    def _names(self, sums: Mapping[str, object]) -> list[str]:
+        """What the last stage measured: the others have to take part in summing it."""
+        names = [[*sums]]
+        group = self.groups.pipeline
+        if group.size > 1:
+            last = dist.get_global_rank(group.handle, group.size - 1)  # type: ignore[arg-type]
+            dist.broadcast_object_list(names, src=last, group=group.handle)
+        return names[0]
+
+    def _from_last_stage(self, outputs: TokenOutputs | None, batch: MicroBatch) -> TokenOutputs:
+        group = self.groups.pipeline
+        if group.size == 1 and outputs is not None:
+            return outputs
+        both = torch.zeros((2, len(batch.tokens)), device=self.device)
+        if outputs is not None:
+            both = torch.stack([outputs.log_probabilities, outputs.entropy])
+        last = dist.get_global_rank(group.handle, group.size - 1)  # type: ignore[arg-type]
+        dist.broadcast(both, src=last, group=group.handle)
+        return TokenOutputs(both[0], both[1])
+
+    def _here(self, batch: MicroBatch) -> MicroBatch:
+        """The micro batch on this device; its boundaries stay on the host too, where they are looked at."""
+        return replace(
+            batch,
+            tokens=batch.tokens.to(self.device, non_blocking=True),
+            labels=batch.labels.to(self.device, non_blocking=True),
+            weights=batch.weights.to(self.device, non_blocking=True),
+            extras={name: value.to(self.device, non_blocking=True) for name, value in batch.extras.items()},
+        )
+
+    # --- what an update is made of ----------------------------------------------------------------------------------
+
+    def _freeze(self) -> None:
+        if self.spec.moe.freeze_router:
+            for mixture in self._mixtures():
+                mixture.router.requires_grad_(requires_grad=False)
+
+    def _clipping(self, norm: float) -> float:
+        most = self.spec.training.clip_grad
+        return min(1.0, most / (norm + 1e-6)) if most else 1.0
+
+    def _scale_balancing(self, batches: int) -> None:
+        for balance in self._balances():
+            balance.loss_scale = 1.0 / (batches * self.groups.data.size)
+            balance.load.zero_()
+
+    def _move_selection_bias(self) -> None:
+        """Makes experts that got too much less likely to be chosen, and the others more."""
+        if self.spec.moe.balancing is not Balancing.EXPERT_BIAS:
+            return
+        for mixture in self._mixtures():
+            bias = mixture.router.selection_bias
+            if bias is None:
+                raise ValueError("moe.balancing ExpertBias needs a model that chooses experts by a bias; use AuxLoss")
+            rate = self.spec.moe.expert_bias_update_rate
+            bias.copy_(updated_selection_bias(bias, self.load(mixture.balance), rate))
+
+    def load(self, balance: Balance) -> Tensor:
+        """Tokens that each expert of a layer got since the last update, over all ranks. [E]"""
+        load = balance.load.clone()
+        for group in (self.groups.tensor, self.groups.replicas):
+            if group.size > 1:
+                dist.all_reduce(load, group=group.handle)
+        return load
+
+    def _count(self, is_applied: bool, norm: float, loss: float) -> None:
+        self.updates += 1
+        self._skipped = 0 if is_applied else self._skipped + 1
+        if self._skipped >= _MOST_SKIPPED:
+            raise Diverged(
+                f"loss {loss} and gradient norm {norm} were not finite in {self._skipped} updates in a row; lower "
+                "training.optimizer.learningRate, or look at the data of these steps"
+            )
+
+    def _mixtures(self) -> Iterator[Mixture]:
+        return (module for stage in self.stages for module in stage.modules() if isinstance(module, Mixture))
+
+    def _balances(self) -> Iterator[Balance]:
+        return (mixture.balance for mixture in self._mixtures())
+
+
+class _Sums:
+    """What micro batches add up to, on the device: reading each would wait for it."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def add(self, terms: LossTerms) -> None:
+        total = terms.total.detach()
+        for name, mean in {"loss": Mean(total, torch.zeros_like(total)), **terms.metrics}.items():
+            pair = tuple(torch.as_tensor(value, device=total.device).detach() for value in (mean.total, mean.weight))
+            known = self.values.get(name, (torch.zeros_like(total), torch.zeros_like(total)))
+            self.values[name] = (known[0] + pair[0], known[1] + pair[1])

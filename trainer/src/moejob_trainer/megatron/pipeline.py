@@ -1,0 +1,77 @@
+"""Sends micro batches through the stages of the pipeline, in Megatron's order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from moejob_trainer.batches import MicroBatch
+from moejob_trainer.groups import Groups, gathered_alike
+from moejob_trainer.layers.documents import Documents, in_row_order
+from moejob_trainer.model.architecture import Architecture
+from moejob_trainer.model.row import row_of
+from moejob_trainer.model.stage import RowInput
+
+
+def forward_backward(
+    chunks: Sequence[DistributedDataParallel],
+    batches: Sequence[RowInput],
+    finish: Callable[[int, tuple[Tensor, Tensor]], Tensor],
+    *,
+    forward_only: bool,
+) -> None:
+    """Runs every micro batch through every stage; on the last one `finish` gets its number and what came out."""
+    iterators: list[Iterator[tuple[int, RowInput]]] = [iter(enumerate(batches)) for _ in chunks]
+    is_one = len(chunks) == 1
+    get_forward_backward_func()(
+        forward_step_func=_step(finish),
+        data_iterator=iterators[0] if is_one else iterators,
+        model=chunks[0] if is_one else [*chunks],
+        num_microbatches=len(batches),
+        # Shapes are sent along; these are not looked at.
+        seq_length=1,
+        micro_batch_size=1,
+        forward_only=forward_only,
+    )
+
+
+def _step(finish: Callable[[int, tuple[Tensor, Tensor]], Tensor]) -> Callable[..., Any]:
+    def forward_step(iterator: Iterator[tuple[int, RowInput]], chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
+        number, batch = next(iterator)
+        result = chunk(batch)
+        if isinstance(result, Tensor):
+            return result, lambda _: None
+        log_probabilities, entropy = result
+
+        def loss(_: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            total = finish(number, (log_probabilities, entropy))
+            # Megatron's own count of tokens is an integer and is not used.
+            return total, torch.zeros((), dtype=torch.int, device=total.device), {}
+
+        return log_probabilities, loss
+
+    return forward_step
+
+
+def row_input(batch: MicroBatch, model: Architecture, groups: Groups, *, sequence_parallel: bool) -> RowInput:
+    """This rank's part of a micro batch that is on its device already."""
+    boundaries = batch.cu_lengths.tolist()
+    lengths = tuple(stop - start for start, stop in pairwise(boundaries))
+    documents = Documents(batch.cu_lengths.to(batch.tokens.device), lengths, groups.context.rank, groups.context.size)
+    held = documents.indices()
+    is_real = batch.is_real().to(batch.tokens.device)[held]
+    if sequence_parallel and groups.tensor.size > 1:
+        is_real = is_real.view(groups.tensor.size, -1)[groups.tensor.rank]
+    row = row_of(documents, model.rotary, groups.context.handle, is_real)
+    return RowInput(batch.tokens[held], batch.labels[held], row)
+
+
+def whole(values: Tensor, groups: Groups) -> Tensor:
+    """What the context ranks know about their tokens, in the order of the row. [t] -> [T]"""
+    return in_row_order(gathered_alike(values, groups.context), groups.context.size)

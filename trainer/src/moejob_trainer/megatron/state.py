@@ -1,0 +1,203 @@
+"""The state of model and optimizer in files: every rank writes what it holds as it lies, and reads what it needs.
+
+A file holds boxes of whole tensors and says which: nothing is gathered to save, and any layout reads what any other
+wrote. Not Megatron's own format, which gathers the whole optimizer at every save and loses its moments when the size of
+the expert group changes to or from one. Knows nothing of steps, markers or retention.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from moejob_api.layout.ranks import Group as LayoutGroup
+from moejob_trainer.boxes import Box, boxes_of_range
+from moejob_trainer.groups import Group
+from moejob_trainer.megatron.engine import MegatronEngine
+from moejob_trainer.megatron.optimizer import Piece, counts_here
+from moejob_trainer.megatron.weights import coordinates, named_weights
+from moejob_trainer.model.linear import is_tied_copy
+from moejob_trainer.model.parameters import Parameter, division, local_slices
+
+# What makes files of another kind unreadable here, and the other way round.
+STATE_FORMAT = "boxes-1"
+_BOXES = "boxes"
+
+
+class Kind(StrEnum):
+    """What of a parameter a tensor is."""
+
+    WEIGHT = "weight"
+    FIRST_MOMENT = "firstMoment"
+    SECOND_MOMENT = "secondMoment"
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A box of one tensor of the whole model, and where this rank keeps it."""
+
+    kind: Kind
+    name: str
+    box: Box
+    # A view: reading into it sets the state.
+    tensor: Tensor
+    # Whether this rank writes it; others may hold the same.
+    is_own: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A box in a file."""
+
+    file: str
+    key: str
+    kind: Kind
+    name: str
+    box: Box
+
+
+class Incomplete(RuntimeError):
+    """A checkpoint lacks a part of the state: it was saved by another model."""
+
+
+class StateFiles:
+    """Writes and reads the state of one engine."""
+
+    def __init__(self, engine: MegatronEngine, parameters: Sequence[Parameter], background: Executor) -> None:
+        self.engine, self.background = engine, background
+        self.parameters = {parameter.name: parameter for parameter in parameters}
+
+    def begin(self, folder: Path) -> PendingFiles:
+        """Copies what this rank has to write and writes the copy beside the training."""
+        groups = self.engine.groups
+        owned = [held for held in self._held() if held.is_own]
+        boxes = [{"kind": h.kind, "name": h.name, "start": h.box.start, "size": h.box.size} for h in owned]
+        tensors = {str(number): held.tensor.detach().to("cpu", copy=True) for number, held in enumerate(owned)}
+        name = f"state-{groups.world.rank:05d}.safetensors"
+        writing = self.background.submit(save_file, tensors, folder / name, {_BOXES: json.dumps(boxes)})
+        return PendingFiles(name, writing)
+
+    def read(self, folder: Path, *, kinds: frozenset[Kind] = frozenset(Kind)) -> None:
+        """Sets this rank's state, or only its weights, from what the ranks of any layout wrote."""
+        stored = _index(folder, self.engine.groups.world)
+        opened: dict[str, safe_open] = {}
+        for held in self._held():
+            if held.kind in kinds:
+                _fill(held, stored.get((held.kind, held.name), []), folder, opened)
+        self.engine.optimizer.gather_weights()
+
+    # --- what this rank holds ---------------------------------------------------------------------------------------
+
+    def _held(self) -> Iterator[Held]:
+        for piece in self.engine.optimizer.pieces:
+            yield from self._of_piece(piece)
+        for stage in self.engine.stages:
+            updated = {name for name, parameter in stage.named_parameters() if parameter.requires_grad}
+            for name, tensor in named_weights([stage]).items():
+                if name not in updated and name in self.parameters:
+                    yield self._whole(name, tensor)
+
+    def _of_piece(self, piece: Piece) -> Iterator[Held]:
+        name = self._name(piece)
+        origin = [part.start for part in local_slices(self.parameters[name], coordinates(self.engine.groups))]
+        states = {
+            Kind.WEIGHT: piece.main,
+            Kind.FIRST_MOMENT: piece.first_moment,
+            Kind.SECOND_MOMENT: piece.second_moment,
+        }
+        # Replicas of a piece lie on other tensor ranks, or at the other end of a tied model.
+        is_own = counts_here(piece.parameter, self.engine.groups)
+        begin = 0
+        for box in boxes_of_range(tuple(piece.parameter.shape), piece.start, piece.stop):
+            for kind, flat in states.items():
+                part = flat[begin : begin + box.elements].view(box.size)
+                yield Held(kind, name, box.moved(origin), part, is_own)
+            begin += box.elements
+
+    def _whole(self, name: str, tensor: Tensor) -> Held:
+        """What no update changes: frozen weights, and the bias on the choice of experts."""
+        held = local_slices(self.parameters[name], coordinates(self.engine.groups))
+        box = Box(tuple(part.start for part in held), tuple(part.stop - part.start for part in held))
+        groups = self.engine.groups
+        is_of_experts = any(group is not LayoutGroup.TENSOR for _, group in self.parameters[name].divided)
+        replicas, holders = (
+            (groups.expert_replicas, groups.expert_tensor) if is_of_experts else (groups.replicas, groups.tensor)
+        )
+        is_whole = not division(self.parameters[name], coordinates(groups))
+        return Held(Kind.WEIGHT, name, box, tensor, replicas.rank == 0 and (not is_whole or holders.rank == 0))
+
+    def _name(self, piece: Piece) -> str:
+        return "embedding.weight" if is_tied_copy(piece.parameter) else piece.name
+
+
+@dataclass(frozen=True, slots=True)
+class PendingFiles:
+    """A file that is being written."""
+
+    name: str
+    writing: Future[None]
+
+    def finished(self) -> bool:
+        """Whether it lies there; raises what went wrong."""
+        if not self.writing.done():
+            return False
+        self.writing.result()
+        return True
+
+    def names(self) -> Sequence[str]:
+        """What this rank wrote."""
+        return [self.name]
+
+
+def _index(folder: Path, world: Group) -> Mapping[tuple[Kind, str], list[Stored]]:
+    """Every box of a checkpoint; each rank looks into its share of the files."""
+    files = sorted(path.name for path in folder.glob("state-*.safetensors"))
+    share = [stored for file in files[world.rank :: world.size] for stored in _boxes_in(folder, file)]
+    everyones: list[list[Stored]] = [share]
+    if world.size > 1:
+        everyones = [[] for _ in range(world.size)]
+        dist.all_gather_object(everyones, share, group=world.handle)
+    index: dict[tuple[Kind, str], list[Stored]] = {}
+    for stored in (stored for of_one in everyones for stored in of_one):
+        index.setdefault((stored.kind, stored.name), []).append(stored)
+    return index
+
+
+def _boxes_in(folder: Path, file: str) -> Iterator[Stored]:
+    with safe_open(folder / file, framework="pt") as opened:
+        for number, told in enumerate(json.loads(opened.metadata()[_BOXES])):
+            box = Box(tuple(told["start"]), tuple(told["size"]))
+            yield Stored(file, str(number), Kind(told["kind"]), told["name"], box)
+
+
+def _fill(held: Held, stored: Sequence[Stored], folder: Path, opened: dict[str, safe_open]) -> None:
+    missing = held.box.elements
+    for one in stored:
+        common = held.box.overlap(one.box)
+        if common is None:
+            continue
+        if one.file not in opened:
+            opened[one.file] = safe_open(folder / one.file, framework="pt")
+        theirs = common.moved([-start for start in one.box.start])
+        ours = common.moved([-start for start in held.box.start])
+        part = (
+            opened[one.file].get_slice(one.key)[theirs.slices] if theirs.size else opened[one.file].get_tensor(one.key)
+        )
+        with torch.no_grad():
+            held.tensor[ours.slices].copy_(part)
+        missing -= common.elements
+    if missing:
+        raise Incomplete(
+            f"{folder} holds {held.box.elements - missing} of the {held.box.elements} numbers that {held.kind} of "
+            f"{held.name} needs; it was saved for another model or by another kind of training"
+        )

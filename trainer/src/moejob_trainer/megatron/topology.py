@@ -1,0 +1,89 @@
+"""Which ranks form which group: Megatron makes the groups, moejob's own arithmetic says what they have to be."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from moejob_api.layout.ranks import Place, place
+from moejob_api.layout.sizes import Layout
+from moejob_trainer.groups import Group, Groups
+
+# Longer than the slowest rank takes to read its part of a large model before it meets the others.
+_PATIENCE = timedelta(minutes=30)
+
+
+class WrongTopology(RuntimeError):
+    """Megatron numbers ranks otherwise than the plan that was shown to the user."""
+
+
+def start_groups(layout: Layout) -> Groups:
+    """Makes every group of this rank. All ranks of the world call it."""
+    world = dist.get_world_size()
+    if world != layout.gpus:
+        raise WrongTopology(f"{world} ranks were started, but the layout needs {layout.gpus}")
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        virtual_pipeline_model_parallel_size=layout.virtual_pipeline if layout.virtual_pipeline > 1 else None,
+        context_parallel_size=layout.context,
+        expert_model_parallel_size=layout.expert,
+        # Left out, it would become the tensor size.
+        expert_tensor_parallel_size=layout.expert_tensor,
+        distributed_timeout_minutes=int(_PATIENCE.total_seconds() // 60),
+        create_gloo_process_groups=False,
+    )
+    groups = _groups()
+    _expect(groups, place(layout, dist.get_rank()))
+    return groups
+
+
+def stop_groups() -> None:
+    """Forgets all groups, so that others can be made by the same processes."""
+    parallel_state.destroy_model_parallel()
+
+
+def _groups() -> Groups:
+    return Groups(
+        tensor=_group(parallel_state.get_tensor_model_parallel_group()),
+        context=_group(parallel_state.get_context_parallel_group()),
+        data=_group(parallel_state.get_data_parallel_group()),
+        pipeline=_group(parallel_state.get_pipeline_model_parallel_group()),
+        replicas=_group(parallel_state.get_data_parallel_group(with_context_parallel=True)),
+        expert=_group(parallel_state.get_expert_model_parallel_group()),
+        expert_tensor=_group(parallel_state.get_expert_tensor_parallel_group()),
+        expert_replicas=_group(parallel_state.get_expert_data_parallel_group()),
+        world=Group(dist.get_rank(), dist.get_world_size(), dist.group.WORLD),
+    )
+
+
+def _group(handle: dist.ProcessGroup) -> Group:
+    size = handle.size()
+    return Group(handle.rank(), size, handle) if size > 1 else Group()
+
+
+def _expect(groups: Groups, planned: Place) -> None:
+    """A rank map that differs would train a wrong model without an error."""
+    made = {
+        "tensor": groups.tensor.rank,
+        "context": groups.context.rank,
+        "data": groups.data.rank,
+        "pipeline": groups.pipeline.rank,
+        "expert tensor": groups.expert_tensor.rank,
+        "expert": groups.expert.rank,
+        "expert data": groups.expert_replicas.rank,
+    }
+    wanted = {
+        "tensor": planned.tensor,
+        "context": planned.context,
+        "data": planned.data,
+        "pipeline": planned.pipeline,
+        "expert tensor": planned.expert_tensor,
+        "expert": planned.expert,
+        "expert data": planned.expert_data,
+    }
+    wrong = {name: (made[name], wanted[name]) for name in made if made[name] != wanted[name]}
+    if wrong:
+        raise WrongTopology(f"rank {planned.rank} has the places {wrong} (made, planned); report this as a bug")

@@ -1,0 +1,157 @@
+"""What a model computes: its shape, as planned with, and the numbers that only training needs.
+
+Read from config.json through Transformers' own config classes, so that a missing key means here what it means there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from transformers import AutoConfig, PretrainedConfig
+
+from moejob_api.models.families import shape_of
+from moejob_api.models.shape import Family, LatentAttention, ModelShape
+from moejob_api.problems import InvalidSpec, Problem, Rule
+from moejob_trainer.layers.rotary import (
+    LinearScaling,
+    Llama3Scaling,
+    Rotary,
+    Scaling,
+    YarnScaling,
+    yarn_mscale,
+)
+from moejob_trainer.layers.routing import Routing, Scoring
+
+_ACTIVATIONS = ("silu", "swish")
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """A model as it is computed."""
+
+    shape: ModelShape
+    norm_epsilon: float
+    rotary: Rotary
+    # None without experts.
+    routing: Routing | None
+    attention_scale: float
+    # gpt-oss clamps the gate and adds one to the other half.
+    gate_limit: float | None = None
+
+
+def architecture(config: Mapping[str, Any], origin: str = "config.json") -> Architecture:
+    """The architecture that a parsed config.json describes; InvalidSpec where it cannot be trained."""
+    shape = shape_of(config, origin)
+    known = AutoConfig.for_model(**config)
+    _refuse_unknown_activation(known, origin)
+    return Architecture(
+        shape=shape,
+        norm_epsilon=known.rms_norm_eps,
+        rotary=_rotary(shape, known, origin),
+        routing=_routing(shape, known),
+        attention_scale=_attention_scale(shape, known),
+        gate_limit=getattr(known, "swiglu_limit", 7.0) if shape.family is Family.GPT_OSS else None,
+    )
+
+
+def _refuse_unknown_activation(config: PretrainedConfig, origin: str) -> None:
+    if config.hidden_act not in _ACTIVATIONS:
+        message = f"{origin}: hidden_act is {config.hidden_act}; the trainer computes {_ACTIVATIONS[0]} only"
+        raise InvalidSpec((Problem(Rule.MODEL_FAMILY, "spec.model.source", message),))
+
+
+def _head_dim(shape: ModelShape) -> int:
+    attention = next(shape.attentions())
+    if isinstance(attention, LatentAttention):
+        return attention.nope_dim + attention.rope_dim
+    return getattr(attention, "head_dim", 0)
+
+
+def _rotary(shape: ModelShape, config: PretrainedConfig, origin: str) -> Rotary:
+    parameters = config.rope_parameters
+    return Rotary(
+        dim=_rotary_dim(shape, parameters),
+        theta=float(parameters["rope_theta"]),
+        scaling=_scaling(parameters, config.max_position_embeddings, origin),
+        # DeepSeek-V2's code turns neighbouring elements always, DeepSeek-V3's when its config says so.
+        interleaved=shape.family is Family.DEEPSEEK_V2 or bool(getattr(config, "rope_interleave", False)),
+    )
+
+
+def _rotary_dim(shape: ModelShape, parameters: Mapping[str, Any]) -> int:
+    attention = next(shape.attentions())
+    if isinstance(attention, LatentAttention):
+        return attention.rope_dim
+    return int(_head_dim(shape) * parameters.get("partial_rotary_factor", 1.0))
+
+
+def _scaling(parameters: Mapping[str, Any], positions: int, origin: str) -> Scaling | None:
+    match parameters["rope_type"]:
+        case "default":
+            return None
+        case "linear":
+            return LinearScaling(parameters["factor"])
+        case "llama3":
+            return Llama3Scaling(
+                factor=parameters["factor"],
+                low_frequency_factor=parameters["low_freq_factor"],
+                high_frequency_factor=parameters["high_freq_factor"],
+                original_context=parameters["original_max_position_embeddings"],
+            )
+        case "yarn":
+            return YarnScaling(
+                factor=parameters["factor"],
+                original_context=parameters.get("original_max_position_embeddings") or positions,
+                beta_fast=parameters.get("beta_fast") or 32.0,
+                beta_slow=parameters.get("beta_slow") or 1.0,
+                mscale=parameters.get("mscale") or 0.0,
+                mscale_all_dim=parameters.get("mscale_all_dim") or 0.0,
+                attention_factor=parameters.get("attention_factor"),
+                truncate=parameters.get("truncate", True),
+            )
+        case other:
+            # Ignored, it would train another model without an error.
+            message = f"{origin}: rope_type is {other}; the trainer computes default, linear, llama3 and yarn"
+            raise InvalidSpec((Problem(Rule.MODEL_FAMILY, "spec.model.source", message),))
+
+
+def _attention_scale(shape: ModelShape, config: PretrainedConfig) -> float:
+    scale = float(_head_dim(shape) ** -0.5)
+    parameters = config.rope_parameters
+    if not isinstance(next(shape.attentions()), LatentAttention) or parameters["rope_type"] == "default":
+        return scale
+    # For latent attention, what a longer context puts on logits is part of the scale.
+    mscale = parameters.get("mscale_all_dim") or 0.0
+    return scale * yarn_mscale(parameters["factor"], mscale) ** 2 if mscale else scale
+
+
+def _routing(shape: ModelShape, config: PretrainedConfig) -> Routing | None:
+    experts = shape.experts
+    if experts is None:
+        return None
+    plain = Routing(experts.count, experts.per_token)
+    match shape.family:
+        case Family.MIXTRAL:
+            return replace(plain, renormalized=True)
+        case Family.QWEN2_MOE | Family.QWEN3_MOE:
+            return replace(plain, renormalized=config.norm_topk_prob)
+        case Family.GPT_OSS:
+            return replace(plain, scoring=Scoring.SELECTED_SOFTMAX)
+        case Family.DEEPSEEK_V2:
+            plain = replace(plain, scale=config.routed_scaling_factor)
+            if config.topk_method != "group_limited_greedy":
+                return plain
+            return replace(plain, groups=config.n_group, kept_groups=config.topk_group)
+        case Family.DEEPSEEK_V3 | Family.GLM4_MOE:
+            return replace(
+                plain,
+                scoring=Scoring.SIGMOID,
+                renormalized=config.norm_topk_prob,
+                groups=config.n_group,
+                kept_groups=config.topk_group,
+                scale=config.routed_scaling_factor,
+            )
+        case _:
+            raise NotImplementedError(f"nobody said how {shape.family} chooses experts")

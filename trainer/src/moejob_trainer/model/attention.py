@@ -1,0 +1,73 @@
+"""Self-attention whose query heads share keys and values in groups."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from moejob_api.models.shape import GroupedAttention
+from moejob_trainer.layers.attention import attended
+from moejob_trainer.layers.norm import RMSNorm
+from moejob_trainer.layers.rotary import rotated
+from moejob_trainer.model.linear import Linear, OutputLinear, TensorShare, mark_partial
+from moejob_trainer.model.row import Row
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with the extras that families add: head norms, biases, sinks, a window."""
+
+    def __init__(
+        self, shape: GroupedAttention, hidden: int, share: TensorShare, *, scale: float, epsilon: float
+    ) -> None:
+        super().__init__()
+        self.shape, self.share, self.scale = shape, share, scale
+        dim = shape.head_dim
+        self.heads = share.divided(shape.heads, "attention heads")
+        # Fewer groups than ranks: every rank holds all keys and values and uses those of its own heads.
+        self.is_replicated = shape.key_value_heads % share.group.size != 0
+        groups = shape.key_value_heads if self.is_replicated else shape.key_value_heads // share.group.size
+        self.query = Linear((self.heads, dim), (hidden,), bias=shape.qkv_bias)
+        self.key_value = Linear((groups, 2, dim), (hidden,), bias=shape.qkv_bias)
+        self.output = OutputLinear(hidden, (self.heads, dim), share, bias=shape.output_bias)
+        self.query_norm = RMSNorm(dim, epsilon) if shape.head_norm else None
+        self.key_norm = RMSNorm(dim, epsilon) if shape.head_norm else None
+        self.sinks = nn.Parameter(self.query.weight.new_empty(self.heads)) if shape.sinks else None
+        self._mark()
+
+    def _mark(self) -> None:
+        norms = [norm.weight for norm in (self.query_norm, self.key_norm) if norm is not None]
+        replicas = [*self.key_value.parameters()] if self.is_replicated else []
+        for parameter in (*norms, *replicas):
+            mark_partial(parameter)
+
+    def forward(self, x: Tensor, row: Row) -> Tensor:
+        """[t, h] -> [t, h]"""
+        x = self.share.entered(x)
+        query = self.query(x)
+        key, value = self._own_groups(self.key_value(x)).unbind(2)
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
+        return self.output(
+            attended(
+                rotated(query, row.cosine, row.sine, interleaved=row.interleaved),
+                rotated(key, row.cosine, row.sine, interleaved=row.interleaved),
+                value,
+                row.documents,
+                scale=self.scale,
+                window=self.shape.window,
+                sinks=self.sinks,
+                context_group=row.context_group,
+            )
+        )
+
+    def _own_groups(self, key_value: Tensor) -> Tensor:
+        """Keys and values of the groups that this rank's heads belong to. [t, g, 2, d]"""
+        if not self.is_replicated:
+            return key_value
+        per_group = self.shape.heads // self.shape.key_value_heads
+        first = self.share.group.rank * self.heads
+        groups = {(first + head) // per_group for head in range(self.heads)}
+        if self.heads % len(groups) or (len(groups) > 1 and self.heads // len(groups) != per_group):
+            # Heads of this rank straddle groups unevenly: give each head its own copy.
+            index = [(first + head) // per_group for head in range(self.heads)]
+            return key_value[:, index]
+        return key_value[:, min(groups) : max(groups) + 1]

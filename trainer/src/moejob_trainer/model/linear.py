@@ -1,0 +1,114 @@
+"""Matrices that a group of tensor ranks shares, and the two places where its ranks meet: before and behind a pair.
+
+Between `entered` and `left` every rank holds all rows of its own heads or features; outside, under sequence
+parallelism, it holds its own rows of all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from moejob_trainer.groups import Group, copied, gathered, scattered, summed
+
+
+@dataclass(frozen=True, slots=True)
+class TensorShare:
+    """How a rank takes part in tensor parallelism."""
+
+    group: Group
+    sequence_parallel: bool
+
+    def entered(self, x: Tensor) -> Tensor:
+        """What goes into matrices divided by their outputs: all rows. [t, h] -> [rows, h]"""
+        return gathered(x, self.group) if self.sequence_parallel else copied(x, self.group)
+
+    def left(self, x: Tensor) -> Tensor:
+        """What comes out of matrices divided by their inputs: partial sums become whole. [rows, h] -> [t, h]"""
+        return scattered(x, self.group) if self.sequence_parallel else summed(x, self.group)
+
+    def divided(self, size: int, what: str) -> int:
+        """This rank's share of a size."""
+        share, rest = divmod(size, self.group.size)
+        if rest:
+            raise ValueError(f"{what} {size} cannot be divided over {self.group.size} tensor ranks")
+        return share
+
+
+class Linear(nn.Module):
+    """y = x W + b. The weight keeps the axes of its outputs and inputs; only the product flattens it."""
+
+    def __init__(self, outputs: tuple[int, ...], inputs: tuple[int, ...], *, bias: bool = False) -> None:
+        super().__init__()
+        self.outputs = outputs
+        self.weight = nn.Parameter(torch.empty(*outputs, *inputs))
+        self.bias = nn.Parameter(torch.empty(*outputs)) if bias else None
+        self._in_features = math.prod(inputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[t, *inputs] -> [t, *outputs]"""
+        bias = None if self.bias is None else self.bias.flatten()
+        y = functional.linear(x.reshape(len(x), self._in_features), self.weight.view(-1, self._in_features), bias)
+        return y.view(len(x), *self.outputs)
+
+
+class OutputLinear(nn.Module):
+    """A matrix divided by its inputs: its partial sums meet in `TensorShare.left`, where the bias is added once."""
+
+    def __init__(self, hidden: int, inputs: tuple[int, ...], share: TensorShare, *, bias: bool = False) -> None:
+        super().__init__()
+        self.share = share
+        self.weight = nn.Parameter(torch.empty(hidden, *inputs))
+        self.bias = nn.Parameter(torch.empty(hidden)) if bias else None
+        self._in_features = math.prod(inputs)
+        if self.bias is not None:
+            mark_partial(self.bias, is_partial=share.sequence_parallel)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, *inputs] -> [t, hidden]"""
+        weight = self.weight.view(-1, self._in_features)
+        y = self.share.left(functional.linear(x.reshape(len(x), self._in_features), weight))
+        return y if self.bias is None else y + self.bias
+
+
+def mark_partial(parameter: nn.Parameter, *, is_partial: bool = True) -> None:
+    """A parameter that every tensor rank holds whole; `is_partial` when each rank sees only a part of its gradient."""
+    parameter.is_tensor_replica = True  # type: ignore[attr-defined]
+    parameter.is_partial = is_partial  # type: ignore[attr-defined]
+
+
+def is_tensor_replica(parameter: nn.Parameter) -> bool:
+    """Whether every rank of the tensor group holds the same parameter."""
+    return getattr(parameter, "is_tensor_replica", False)
+
+
+def is_partial(parameter: nn.Parameter) -> bool:
+    """Whether its gradient has to be summed over the tensor group."""
+    return getattr(parameter, "is_partial", False)
+
+
+def mark_tied(parameter: nn.Parameter, *, is_copy: bool) -> None:
+    """The embedding of a model whose output layer is its embedding; the last stage holds a copy of the first's."""
+    # Megatron's buffers read this name: both ends must cut the same bucket into the same shares.
+    parameter.shared_embedding = True  # type: ignore[attr-defined]
+    parameter.is_tied_copy = is_copy  # type: ignore[attr-defined]
+
+
+def is_tied_copy(parameter: nn.Parameter) -> bool:
+    """Whether another stage holds the original."""
+    return getattr(parameter, "is_tied_copy", False)
+
+
+def mark_expert(parameter: nn.Parameter) -> None:
+    """A parameter divided over the expert groups: its replicas are found among other ranks than those of the rest."""
+    # Megatron's buffers read this name.
+    parameter.allreduce = False  # type: ignore[attr-defined]
+
+
+def is_expert(parameter: nn.Parameter) -> bool:
+    """Whether it belongs to routed experts."""
+    return not getattr(parameter, "allreduce", True)

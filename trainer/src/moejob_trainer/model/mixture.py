@@ -1,0 +1,142 @@
+"""A layer's experts: which tokens go to which, the way there and back, and what keeps the load even."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from moejob_api.job.moe import MoE
+from moejob_api.job.training import RecomputeModule
+from moejob_api.models.shape import Experts as ExpertShape
+from moejob_trainer.groups import Groups
+from moejob_trainer.layers.activation import clamped_swiglu, swiglu
+from moejob_trainer.layers.experts import grouped_linear, rows_of_experts
+from moejob_trainer.layers.permutation import Permutation, combined, permuted, permuted_probabilities
+from moejob_trainer.layers.routing import Routing, capacity, routed, router_logits, within_capacity
+from moejob_trainer.model.balancing import Balance
+from moejob_trainer.model.dispatch import dispatch, returned
+from moejob_trainer.model.feedforward import GatedMLP
+from moejob_trainer.model.linear import Linear, TensorShare, mark_expert, mark_partial
+from moejob_trainer.model.recompute import recomputed
+from moejob_trainer.model.row import Row
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureSettings:
+    """What a job says about experts, beside the model's own shape."""
+
+    moe: MoE
+    routing: Routing
+    gate_limit: float | None
+    recompute: frozenset[RecomputeModule]
+
+
+class Router(nn.Module):
+    """One logit for each expert. Computed in float32 or float64, whatever the weights are kept in."""
+
+    def __init__(self, shape: ExpertShape, hidden: int, share: TensorShare, settings: MixtureSettings) -> None:
+        super().__init__()
+        self.dtype = settings.routing.dtype
+        self.weight = nn.Parameter(torch.empty(shape.count, hidden))
+        self.bias = nn.Parameter(torch.empty(shape.count)) if shape.router_bias else None
+        self.selection_bias: Tensor | None
+        bias = torch.zeros(shape.count, dtype=torch.float32) if shape.sigmoid_scores else None
+        self.register_buffer("selection_bias", bias)
+        for parameter in self.parameters():
+            mark_partial(parameter, is_partial=share.sequence_parallel)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[t, h] -> [t, E]"""
+        return router_logits(x, self.weight, self.bias, self.dtype)
+
+
+class Experts(nn.Module):
+    """The experts of this rank: rows sorted by expert go through all of them at once."""
+
+    def __init__(self, shape: ExpertShape, hidden: int, groups: Groups, settings: MixtureSettings) -> None:
+        super().__init__()
+        self.gate_limit = settings.gate_limit
+        self.is_recomputed = RecomputeModule.EXPERT_ACTIVATION in settings.recompute
+        self.count = _exact(shape.count, groups.expert.size, "experts", "expert")
+        features = _exact(shape.intermediate, groups.expert_tensor.size, "features of an expert", "expert tensor")
+        self.gate_up = nn.Parameter(torch.empty(self.count, 2, features, hidden))
+        self.down = nn.Parameter(torch.empty(self.count, hidden, features))
+        self.gate_up_bias = nn.Parameter(torch.empty(self.count, 2, features)) if shape.bias else None
+        self.down_bias = nn.Parameter(torch.empty(self.count, hidden)) if shape.bias else None
+        # Partial sums meet behind the experts: only one rank may add the bias, so only one sees its gradient.
+        self.adds_bias = groups.expert_tensor.rank == 0
+        if self.down_bias is not None:
+            mark_partial(self.down_bias)
+        for parameter in self.parameters():
+            mark_expert(parameter)
+
+    def forward(self, rows: Tensor, probabilities: Tensor, counts: Tensor) -> Tensor:
+        """[r, h], sorted by expert -> [r, h], weighted"""
+        inner = recomputed(self.is_recomputed, self._inner, rows, probabilities, counts)
+        y = grouped_linear(inner, self.down, counts)
+        if self.down_bias is None:
+            return y
+        biases = rows_of_experts(self.down_bias, counts, len(rows)) * probabilities.unsqueeze(-1)
+        return y + (biases * float(self.adds_bias)).to(y.dtype)
+
+    def _inner(self, rows: Tensor, probabilities: Tensor, counts: Tensor) -> Tensor:
+        bias = None if self.gate_up_bias is None else self.gate_up_bias.flatten(1)
+        gate_up = grouped_linear(rows, self.gate_up.flatten(1, 2), counts, bias).unflatten(1, (2, -1))
+        if self.gate_limit is not None:
+            return clamped_swiglu(gate_up, probabilities, limit=self.gate_limit)
+        return swiglu(gate_up, probabilities)
+
+
+class Mixture(nn.Module):
+    """Router, experts and what all tokens share."""
+
+    def __init__(
+        self, shape: ExpertShape, hidden: int, groups: Groups, share: TensorShare, settings: MixtureSettings
+    ) -> None:
+        super().__init__()
+        self.shape, self.groups, self.settings = shape, groups, settings
+        self.router = Router(shape, hidden, share, settings)
+        self.experts = Experts(shape, hidden, groups, settings)
+        self.balance = Balance(settings.routing, settings.moe, groups)
+        self.shared: GatedMLP | None = None
+        self.shared_gate: Linear | None = None
+        if shape.shared_intermediate:
+            is_recomputed = RecomputeModule.SHARED_EXPERTS in settings.recompute
+            self.shared = GatedMLP(hidden, shape.shared_intermediate, share, is_recomputed=is_recomputed)
+        if shape.shared_gate:
+            self.shared_gate = Linear((1,), (hidden,))
+            mark_partial(self.shared_gate.weight, is_partial=share.sequence_parallel)
+
+    def forward(self, x: Tensor, row: Row) -> Tensor:
+        """[t, h] -> [t, h]"""
+        logits = self.router(x)
+        chosen, probabilities = routed(logits, self.settings.routing, selection_bias=self.router.selection_bias)
+        probabilities = self.balance.watched(probabilities, logits, chosen, row)
+        chosen, probabilities = self._within_capacity(chosen, probabilities)
+        y = recomputed(RecomputeModule.EXPERTS in self.settings.recompute, self._mixed, x, chosen, probabilities)
+        if self.shared is None:
+            return y
+        shared = self.shared(x)
+        return y + (shared if self.shared_gate is None else torch.sigmoid(self.shared_gate(x)) * shared)
+
+    def _within_capacity(self, chosen: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
+        factor = self.settings.moe.capacity_factor
+        if factor is None:
+            return chosen, probabilities
+        most = capacity(len(chosen), self.settings.routing, factor)
+        return within_capacity(chosen, probabilities, most, self.shape.count)
+
+    def _mixed(self, x: Tensor, chosen: Tensor, probabilities: Tensor) -> Tensor:
+        permutation = Permutation.of(chosen, self.shape.count)
+        weights = permuted_probabilities(probabilities, permutation)
+        sent = dispatch(permuted(x, permutation), weights, permutation.counts, self.groups)
+        done = self.experts(sent.rows, sent.probabilities, sent.counts)
+        return combined(returned(done, sent, self.groups), permutation)
+
+
+def _exact(size: int, ranks: int, what: str, group: str) -> int:
+    if size % ranks:
+        raise ValueError(f"{size} {what} cannot be divided over {ranks} {group} ranks")
+    return size // ranks

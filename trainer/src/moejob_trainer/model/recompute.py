@@ -1,0 +1,66 @@
+"""What is not kept for the backward pass but computed again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from moejob_api.job.training import Recompute, RecomputeGranularity, RecomputeMethod, RecomputeModule
+
+R = TypeVar("R")
+
+_computes_again: ContextVar[bool] = ContextVar("computes_again", default=False)
+
+_BY_DEFAULT = frozenset({RecomputeModule.NORMS, RecomputeModule.EXPERT_ACTIVATION, RecomputeModule.MLP})
+
+
+def recomputed_modules(recompute: Recompute) -> frozenset[RecomputeModule]:
+    """The parts of a layer that are computed again one by one."""
+    if recompute.granularity is not RecomputeGranularity.SELECTIVE:
+        return frozenset()
+    return frozenset(recompute.modules) or _BY_DEFAULT
+
+
+def recomputed_groups(recompute: Recompute, layers: int) -> list[tuple[range, bool]]:
+    """The layers of a stage in groups, each with whether it is computed again as a whole."""
+    if recompute.granularity is not RecomputeGranularity.FULL:
+        return [(range(layers), False)]
+    size = recompute.layers or 1
+    if recompute.method is RecomputeMethod.BLOCK:
+        first = min(size, layers)
+        return [(range(index, index + 1), index < first) for index in range(layers)]
+    return [(range(start, min(start + size, layers)), True) for start in range(0, layers, size)]
+
+
+def recomputed(is_recomputed: bool, compute: Callable[..., R], *arguments: Any) -> R:
+    """The result, of which nothing but the arguments is kept when it is to be computed again."""
+    if not is_recomputed or not torch.is_grad_enabled():
+        return compute(*arguments)
+    # Nothing in a layer is random but the dropout of adapters, whose masks come from generators of their own.
+    result: R = checkpoint(
+        compute, *arguments, use_reentrant=False, preserve_rng_state=False, context_fn=_first_and_again
+    )
+    return result
+
+
+def computes_again() -> bool:
+    """Whether this is the second time: what counts things must count the first time only."""
+    return _computes_again.get()
+
+
+def _first_and_again() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    return nullcontext(), _again()
+
+
+@contextmanager
+def _again() -> Iterator[None]:
+    token = _computes_again.set(True)
+    try:
+        yield
+    finally:
+        _computes_again.reset(token)

@@ -1,0 +1,30 @@
+"""What every layer knows about the micro batch it works on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from moejob_trainer.layers.documents import Documents
+from moejob_trainer.layers.rotary import Rotary
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One packed row of documents: where they begin, and the rotation of each of this rank's tokens."""
+
+    documents: Documents
+    cosine: Tensor
+    sine: Tensor
+    interleaved: bool
+    context_group: ProcessGroup | None
+    # True for tokens that are no padding; this tensor rank's share under sequence parallelism. [t]
+    is_real: Tensor
+
+
+def row_of(documents: Documents, rotary: Rotary, context_group: ProcessGroup | None, is_real: Tensor) -> Row:
+    """The row, with its rotation computed once for all layers."""
+    cosine, sine = rotary.angles(documents.positions())
+    return Row(documents, cosine, sine, rotary.interleaved, context_group, is_real)

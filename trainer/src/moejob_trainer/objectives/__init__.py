@@ -1,0 +1,25 @@
+"""What is learned: each objective says which batches to take and what their loss is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+from moejob_trainer.batches import MicroBatch
+from moejob_trainer.engine import Engine, LossTerms, TokenOutputs
+
+
+class Objective(Protocol):
+    """A way of learning. Every rank holds one and asks it the same questions."""
+
+    def updates(self, step: int, engine: Engine) -> Iterable[Sequence[MicroBatch]]:
+        """This data rank's micro batches of each update of a step."""
+
+    def loss(self, outputs: TokenOutputs, batch: MicroBatch) -> LossTerms:
+        """The weighted sum of a micro batch's losses."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """What has to be known to go on: plain JSON."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where that state was taken."""

@@ -1,0 +1,50 @@
+"""Supervised fine-tuning: the labels are what should be said."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+from moejob_trainer.batches import MicroBatch
+from moejob_trainer.engine import Engine, LossTerms, Mean, TokenOutputs
+from moejob_trainer.losses import cross_entropy
+
+
+class BatchSource(Protocol):
+    """Global batches in a fixed order, of which each rank takes its own micro batches."""
+
+    def next_batches(self) -> Sequence[MicroBatch]:
+        """This data rank's micro batches of the next global batch."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Where the source stands."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes to where that state was taken."""
+
+
+class SupervisedFineTuning:
+    """One update a step, on the next global batch."""
+
+    def __init__(self, source: BatchSource) -> None:
+        self._source = source
+
+    def updates(self, step: int, engine: Engine) -> Iterable[Sequence[MicroBatch]]:  # noqa: ARG002
+        """The next global batch; neither the step nor what the model says matters."""
+        yield self._source.next_batches()
+
+    def loss(self, outputs: TokenOutputs, batch: MicroBatch) -> LossTerms:
+        """Cross-entropy of the tokens that carry weight, and the model's uncertainty about them."""
+        weight = batch.weights.sum()
+        return LossTerms(
+            total=cross_entropy(outputs.log_probabilities, batch.weights),
+            metrics={"entropy": Mean((outputs.entropy * batch.weights).sum(), weight)},
+        )
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Where the data stands."""
+        return self._source.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on with the sample after the last one that was learned from."""
+        self._source.load_state_dict(state)
