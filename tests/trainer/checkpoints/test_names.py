@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moejob_trainer.checkpoints.names import Claim, StepFolder, step_folder
+from moejob_trainer.checkpoints.names import StepFolder, step_folder
+from moejob_trainer.fencing import Claim
 
 NUMBERS = st.integers(min_value=0, max_value=10**9)
 

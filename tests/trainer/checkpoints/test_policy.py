@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from moejob_api.job.storage import Checkpoint
 from moejob_api.quantities import GIB
-from moejob_trainer.checkpoints.names import Claim, StepFolder, step_folder
+from moejob_trainer.checkpoints.names import StepFolder, step_folder
 from moejob_trainer.checkpoints.policy import Start, is_due, room_complaint, to_delete
 from moejob_trainer.checkpoints.verification import Seen, State
+from moejob_trainer.fencing import Claim
 
 MINUTE = 60.0
 STEPS = Checkpoint(every_steps=50)

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from moejob_trainer.checkpoints.manifest import marker
-from moejob_trainer.checkpoints.names import Claim, StepFolder
+from moejob_trainer.checkpoints.names import StepFolder
 from moejob_trainer.checkpoints.verification import Check, Found, Refusal, Search, latest
 from moejob_trainer.errors import BadConfiguration, Retryable
+from moejob_trainer.fencing import Claim
 from trainer.checkpoints.worlds import RanksOfThreads, files_below, flip, saved, state
 
 FILES = [*state(StepFolder(20, Claim(0, 0))), "manifest.json", "complete.json"]

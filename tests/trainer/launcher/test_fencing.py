@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from moejob_trainer.fencing import Claim, Superseded, claim, is_ours, newest
+from moejob_trainer.errors import Superseded
+from moejob_trainer.fencing import Claim, claim, is_ours, newest
 
 
 def test_the_newest_claim_holds_the_folder(tmp_path: Path) -> None:

@@ -68,4 +68,4 @@ class Engine(Protocol):
         """What the model says now about each micro batch; every rank of a data rank gets all of it."""
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights under their Hugging Face names, whole tensors one at a time; the same on every rank."""
+        """The weights under their Hugging Face names, one at a time, each on one rank; all run it to its end."""

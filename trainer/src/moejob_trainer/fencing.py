@@ -16,14 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moejob_api.contract import Environment
+from moejob_trainer.errors import Superseded
 
 CLAIMS = "claims"
 RESTART = "TORCHELASTIC_RESTART_COUNT"
 _NAME = re.compile(r"(\d{10})\.(\d{10})")
-
-
-class Superseded(RuntimeError):
-    """A newer attempt, or another process of the same one, has the run folder."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -34,7 +31,7 @@ class Claim:
     restart: int
 
     def __str__(self) -> str:
-        return f"{self.attempt}.{self.restart}"
+        return f"attempt {self.attempt}, restart {self.restart}"
 
     @classmethod
     def of_rank(cls, environ: Mapping[str, str] = os.environ) -> Claim:
@@ -51,12 +48,12 @@ def claim(folder: Path, attempt: int, restart: int) -> Claim:
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
     except FileExistsError:
         raise Superseded(
-            f"{folder} is already used by attempt {mine}; two runs cannot share a folder: give this one its own"
+            f"{folder} is already used by {mine}; two runs cannot share a folder: give this one its own"
         ) from None
     seen = _claims(folder)
     if seen[-1] != mine:
         path.unlink(missing_ok=True)
-        raise Superseded(f"{folder} belongs to attempt {seen[-1]} now; attempt {mine} is too late and writes nothing")
+        raise Superseded(f"{folder} belongs to {seen[-1]} now; {mine} is too late and writes nothing")
     for older in seen[:-1]:
         _path(folder, older).unlink(missing_ok=True)
     return mine
@@ -65,7 +62,7 @@ def claim(folder: Path, attempt: int, restart: int) -> Claim:
 def is_ours(folder: Path, mine: Claim) -> bool:
     """Whether that claim is still the newest one."""
     # A network file system may answer from memory until the folder is changed from here.
-    probe = folder / CLAIMS / f"probe-{mine}-{os.getpid()}"
+    probe = folder / CLAIMS / f"probe-{mine.attempt}.{mine.restart}-{os.getpid()}"
     with suppress(FileNotFoundError):
         probe.touch()
         probe.unlink()

@@ -7,12 +7,13 @@ nothing of what is in the state, and imports neither torch nor Megatron.
 
 from __future__ import annotations
 
-from moejob_trainer.checkpoints.names import Claim, StepFolder
+from moejob_trainer.checkpoints.names import StepFolder
 from moejob_trainer.checkpoints.ranks import Alone, Ranks
 from moejob_trainer.checkpoints.run import Place, Run, take
 from moejob_trainer.checkpoints.store import Checkpoints, Moment, Saved
 from moejob_trainer.checkpoints.verification import Check, Found, Refusal, Search, latest
 from moejob_trainer.checkpoints.writer import Pending, StateWriter
+from moejob_trainer.fencing import Claim
 
 __all__ = [
     "Alone",

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from moejob_trainer.checkpoints.disk import Disk, remove_tree, replace
 from moejob_trainer.checkpoints.manifest import Manifest, marker
-from moejob_trainer.checkpoints.names import MANIFEST, MARKER, REJECTED, Claim
+from moejob_trainer.checkpoints.names import MANIFEST, MARKER, REJECTED
 from moejob_trainer.errors import Retryable, Superseded
+from moejob_trainer.fencing import Claim
 
 
 def commit(folder: Path, manifest: Manifest, is_ours: Callable[[], bool], disk: Disk | None = None) -> None:

@@ -18,8 +18,9 @@ from pydantic import AfterValidator, Field, ValidationError
 
 from moejob_api.job.base import ApiModel
 from moejob_trainer.checkpoints.disk import Disk
-from moejob_trainer.checkpoints.names import MANIFEST, MARKER, OWN_FILES, TEMPORARY, Claim, StepFolder
+from moejob_trainer.checkpoints.names import MANIFEST, MARKER, OWN_FILES, TEMPORARY, StepFolder
 from moejob_trainer.errors import BadConfiguration
+from moejob_trainer.fencing import Claim
 
 FORMAT: Final = 1
 _BLOCK_BYTES = 2**22

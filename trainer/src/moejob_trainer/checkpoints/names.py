@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from moejob_trainer.fencing import Claim
+
 _NAME = re.compile(r"step-(0|[1-9]\d*)\.(0|[1-9]\d*)\.(0|[1-9]\d*)")
 
 CHECKPOINTS = "checkpoints"
@@ -16,17 +18,6 @@ REJECTED = "rejected.json"
 TEMPORARY = ".writing-"
 
 OWN_FILES = frozenset({MANIFEST, MARKER, REJECTED})
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Claim:
-    """Which start of the run a process belongs to; a later start is the greater one."""
-
-    attempt: int
-    restart: int
-
-    def __str__(self) -> str:
-        return f"attempt {self.attempt}, restart {self.restart}"
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from moejob_api.job.storage import Checkpoint
 from moejob_api.quantities import readable
-from moejob_trainer.checkpoints.names import Claim, StepFolder
+from moejob_trainer.checkpoints.names import StepFolder
 from moejob_trainer.checkpoints.verification import Seen, State
+from moejob_trainer.fencing import Claim
 
 DEFAULT_MINUTES = 30.0
 

@@ -14,10 +14,11 @@ from moejob_api import contract
 from moejob_api.job.base import ApiModel
 from moejob_trainer.checkpoints.commit import require_ours
 from moejob_trainer.checkpoints.disk import Disk
-from moejob_trainer.checkpoints.names import CHECKPOINTS, TEMPORARY, Claim, step_folder
+from moejob_trainer.checkpoints.names import CHECKPOINTS, TEMPORARY, step_folder
 from moejob_trainer.checkpoints.ranks import Ranks
 from moejob_trainer.checkpoints.verification import Check, Found, Refusal, checked, latest
 from moejob_trainer.errors import BadConfiguration
+from moejob_trainer.fencing import Claim
 
 RUN = "run.json"
 _SCHEME = "pvc://"

@@ -16,7 +16,8 @@ from pathlib import Path
 from moejob_api.contract import ExitCode, LastWord, Outcome, PodProgress, RankBeat
 from moejob_api.restarts import Cause
 from moejob_trainer.beats import BOARD, Board
-from moejob_trainer.fencing import RESTART, Superseded, claim
+from moejob_trainer.errors import Superseded
+from moejob_trainer.fencing import RESTART, claim
 from moejob_trainer.launcher.ending import (
     FAILED,
     Author,

@@ -13,6 +13,9 @@ from torch import Tensor
 from moejob_api.job.job import Spec
 from moejob_api.job.moe import Balancing
 from moejob_trainer.batches import MicroBatch
+from moejob_trainer.conversion.families import table
+from moejob_trainer.conversion.gathering import hugging_face_tensors
+from moejob_trainer.conversion.groups import ModelGroups
 from moejob_trainer.engine import Loss, LossTerms, Mean, TokenOutputs, UpdateResult
 from moejob_trainer.groups import Groups
 from moejob_trainer.layers.routing import updated_selection_bias
@@ -20,6 +23,7 @@ from moejob_trainer.megatron.gradients import finish_gradients
 from moejob_trainer.megatron.optimizer import ShardedAdamW, moments
 from moejob_trainer.megatron.pipeline import forward_backward, row_input, whole
 from moejob_trainer.megatron.stages import buffered
+from moejob_trainer.megatron.weights import named_weights
 from moejob_trainer.model.architecture import Architecture
 from moejob_trainer.model.balancing import Balance
 from moejob_trainer.model.mixture import Mixture
@@ -40,6 +44,14 @@ class Placement:
 
     groups: Groups
     device: torch.device
+    # All ranks, for words; None for a rank that is alone.
+    control: dist.ProcessGroup | None = None
+
+    @property
+    def model_groups(self) -> ModelGroups:
+        """The groups that divide parameters, as conversion wants them."""
+        groups = self.groups
+        return ModelGroups(self.control, groups.tensor.handle, groups.expert.handle, groups.expert_tensor.handle)
 
 
 class MegatronEngine:
@@ -54,7 +66,7 @@ class MegatronEngine:
         learning_rate: Callable[[int], float],
     ) -> None:
         self.model, self.spec, self.stages = model, spec, [*stages]
-        self.groups, self.device = placement.groups, placement.device
+        self.placement, self.groups, self.device = placement, placement.groups, placement.device
         self.learning_rate = learning_rate
         self.updates = 0
         self._skipped = 0
@@ -98,6 +110,10 @@ class MegatronEngine:
         with torch.no_grad():
             self._through_stages([self._here(batch) for batch in batches], kept, forward_only=True)
         return [self._from_last_stage(found.get(number), batch) for number, batch in enumerate(batches)]
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights under their Hugging Face names, whole and one at a time, each on one rank."""
+        return hugging_face_tensors(named_weights(self.stages), table(self.model.shape), self.placement.model_groups)
 
     # --- a global batch ---------------------------------------------------------------------------------------------
 

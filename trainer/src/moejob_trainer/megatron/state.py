@@ -87,14 +87,23 @@ class StateFiles:
         writing = self.background.submit(save_file, tensors, folder / name, {_BOXES: json.dumps(boxes)})
         return PendingFiles(name, writing)
 
-    def read(self, folder: Path, *, kinds: frozenset[Kind] = frozenset(Kind)) -> None:
+    def read(self, folder: Path, *, weights_only: bool) -> None:
         """Sets this rank's state, or only its weights, from what the ranks of any layout wrote."""
+        kinds = frozenset({Kind.WEIGHT}) if weights_only else frozenset(Kind)
         stored = _index(folder, self.engine.groups.world)
         opened: dict[str, safe_open] = {}
         for held in self._held():
             if held.kind in kinds:
                 _fill(held, stored.get((held.kind, held.name), []), folder, opened)
         self.engine.optimizer.gather_weights()
+
+    def counters(self) -> Mapping[str, int]:
+        """How many updates were made, and how many of them changed the weights."""
+        return {"updates": self.engine.updates, "applied": self.engine.optimizer.steps}
+
+    def set_counters(self, counters: Mapping[str, int]) -> None:
+        """Goes on counting there."""
+        self.engine.updates, self.engine.optimizer.steps = counters["updates"], counters["applied"]
 
     # --- what this rank holds ---------------------------------------------------------------------------------------
 
