@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 
 import pytest
@@ -154,7 +154,7 @@ def test_rows_are_nearly_full_and_no_document_waits_for_long() -> None:
     batches = selections(run, most=12)
     fill = [sum(lengths[key.document] for key in keys) / (64 * 512) for keys, _ in batches]
     assert min(fill) > 0.9
-    for (_, before), (keys, _) in zip(batches, batches[1:], strict=False):
+    for (_, before), (keys, _) in pairwise(batches):
         assert set(before.waiting) <= set(keys)
 
 
