@@ -165,7 +165,7 @@ def slots_of_ranks(lengths: Sequence[int], plan: BatchPlan) -> list[list[Slots]]
     if not plan.packing:
         batches = [_levelled(batch, plan.multiple) for batch in batches]
     filled = [batch or (Slot(FILLER, plan.multiple),) for batch in batches]
-    ordered = sorted(filled, key=lambda batch: (-_tokens(batch), batch[0].document))
+    ordered = sorted(filled, key=lambda batch: (batch[0].document == FILLER, -_tokens(batch), batch[0].document))
     return _dealt(_equal(ordered, plan) if plan.equal_lengths else ordered, plan.data)
 
 

@@ -107,7 +107,9 @@ def _prepared(dataset: Dataset, recipe: Recipe, folder: Path, workers: int, fing
         _refuse_empty(report, recipe.data)
         corpus.finish(building, report)
         building.chmod(0o755)
-        # Renaming is what makes it count: whoever is killed before leaves nothing that looks whole.
+        # What lies there without a report is a rest. Renaming is what makes this count: whoever is killed before leaves
+        # nothing that looks whole.
+        shutil.rmtree(target, ignore_errors=True)
         building.rename(target)
     finally:
         shutil.rmtree(building, ignore_errors=True)
@@ -183,6 +185,8 @@ def _on_all_cores(
 ) -> Iterator[list[Fitted]]:
     # Never forked: the process that prepares may already have threads and a GPU.
     context = multiprocessing.get_context("forkserver")
+    # Imported once instead of by every worker.
+    context.set_forkserver_preload([__name__])
     with ProcessPoolExecutor(workers, mp_context=context) as pool:
         waiting = deque[Future[list[Fitted]]]()
         for chunk in chunks:

@@ -80,7 +80,16 @@ class Template:
                     "differently when it is answered and when other messages follow, so what to train on cannot be "
                     f"told; {_FIX}"
                 )
+            self._refuse_endless(after[len(before) :], f"{conversation.place}, message {number + 1}")
             yield len(before), len(after)
+
+    def _refuse_endless(self, spoken: str, place: str) -> None:
+        """Some models stop by beginning the next turn; what they say then has no end to learn."""
+        if not spoken.rstrip().endswith(tuple(self._tokenizer.get_added_vocab())):
+            raise BadData(
+                f"{place}: under the chat template this message ends without a special token, so the model would not "
+                f"learn to stop; {_FIX}, that token included"
+            )
 
     def _text(self, conversation: Conversation, messages: Sequence[Message], prompt: bool = False) -> str:
         return self._render(conversation, messages, prompt=prompt)[0]

@@ -30,8 +30,9 @@ def tokenizer(
     # What Transformers raises for files that are missing, broken, of an unknown kind, or code that is not allowed.
     except (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError) as error:
         raise BadData(_missing(source, place, error)) from error
-    if len(found) == 0:
-        raise BadData(_missing(source, place, "it has no tokens"))
+    # For want of files Transformers may make a tokenizer of special tokens alone, which turns every text into nothing.
+    if found.get_vocab().keys() <= found.get_added_vocab().keys():
+        raise BadData(_missing(source, place, "its files hold no vocabulary"))
     return found
 
 

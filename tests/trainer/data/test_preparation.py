@@ -1,0 +1,142 @@
+"""Data sets become corpora: what is counted, dropped, refused, kept for the next start, and found damaged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moejob_api.job.model import DataFormat, Overlong
+from moejob_trainer.data import tiny
+from moejob_trainer.data.corpus import Corpus
+from moejob_trainer.data.preparation import prepare
+from moejob_trainer.errors import BadData
+from training_data import chat, corpora, dataset, jsonl, recipe
+
+
+def texts(folder: Path, *contents: str) -> Path:
+    return jsonl(folder / "texts.jsonl", *({"text": content} for content in contents))
+
+
+def test_documents_are_what_was_encoded_in_order(tmp_path: Path) -> None:
+    chats = jsonl(tmp_path / "chats.jsonl", chat("3 + 4", "7"), chat("say hello", "hello"))
+    [corpus] = corpora(tmp_path / "out", recipe(dataset(chats, DataFormat.CHAT)))
+    using = tiny.tokenizer()
+    first, second = corpus.document(0), corpus.document(1, source=3)
+    assert using.decode(first.tokens) == "<|user|>3 + 4<|end|><|assistant|>7<|end|>"
+    assert using.decode(second.tokens[second.weights > 0]) == "hello<|end|>"
+    assert (second.id, second.source) == (1, 3)
+    assert corpus.lengths.tolist() == [len(first.tokens), len(second.tokens)]
+    assert corpus.trained_tokens.tolist() == [first.loss_weight, second.loss_weight] == [2, 6]
+
+
+@pytest.mark.parametrize(
+    ("overlong", "counts", "lengths"),
+    [
+        # Of 3, 6 and 4 tokens, the end included.
+        pytest.param(Overlong.DROP, {"documents": 2, "dropped": 1, "truncated": 0, "tokens": 7}, [3, 4], id="drop"),
+        pytest.param(
+            Overlong.TRUNCATE, {"documents": 3, "dropped": 0, "truncated": 1, "tokens": 11}, [3, 4, 4], id="truncate"
+        ),
+    ],
+)
+def test_what_is_too_long_is_counted(
+    tmp_path: Path, overlong: Overlong, counts: dict[str, int], lengths: list[int]
+) -> None:
+    source = texts(tmp_path, "zz", "zzzzz", "zzz")
+    [corpus] = corpora(tmp_path / "out", recipe(dataset(source), max_length=4, overlong=overlong))
+    assert corpus.lengths.tolist() == lengths
+    assert corpus.report.records == 3
+    assert {name: getattr(corpus.report, name) for name in counts} == counts
+    assert corpus.report.trained_tokens == sum(length - 1 for length in lengths)
+
+
+def test_what_is_too_long_is_named_where_it_is_to_be_refused(tmp_path: Path) -> None:
+    source = texts(tmp_path, "zz", "zzzzz")
+    with pytest.raises(BadData, match=rf"^{source}, line 2 has 6 tokens, data.maxLength is 4 and data.overlong Refuse"):
+        corpora(tmp_path / "out", recipe(dataset(source), max_length=4, overlong=Overlong.REFUSE))
+
+
+def test_a_conversation_cut_before_its_answer_is_dropped_and_counted_as_such(tmp_path: Path) -> None:
+    source = jsonl(tmp_path / "chats.jsonl", chat("zzzzzzzzzz", "a"), chat("z", "a"))
+    using = recipe(dataset(source, DataFormat.CHAT), max_length=8, overlong=Overlong.TRUNCATE)
+    [corpus] = corpora(tmp_path / "out", using)
+    assert (corpus.report.documents, corpus.report.emptied, corpus.report.truncated) == (1, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("contents", "overlong", "said"),
+    [
+        pytest.param((), Overlong.DROP, r"\(split train\) is empty", id="no record"),
+        pytest.param(("zzzzz", "zzzzzz"), Overlong.DROP, "none of the 2 records .* 4 .2 dropped", id="all too long"),
+    ],
+)
+def test_a_data_set_without_documents_is_refused(
+    tmp_path: Path, contents: tuple[str, ...], overlong: Overlong, said: str
+) -> None:
+    source = texts(tmp_path, *contents)
+    with pytest.raises(BadData, match=said):
+        corpora(tmp_path / "out", recipe(dataset(source), max_length=4, overlong=overlong))
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_token_that_the_model_does_not_know_is_refused(tmp_path: Path) -> None:
+    source = texts(tmp_path, "a", " good")
+    small = recipe(dataset(source))
+    largest = max(tiny.tokenizer()(" good")["input_ids"])
+    with pytest.raises(
+        BadData, match=rf"line 2 has the token {largest}, and the model moejob/tiny-moe knows {largest};"
+    ):
+        prepare(small.data.train, type(small)(small.model, small.data, vocabulary=largest), tmp_path / "out")
+
+
+def test_what_was_prepared_is_kept_until_something_changes(tmp_path: Path) -> None:
+    source = texts(tmp_path, "a", "b")
+    using = recipe(dataset(source))
+    [first] = prepare(using.data.train, using, tmp_path / "out")
+    written = (first / "report.json").stat().st_mtime_ns
+    assert prepare(using.data.train, using, tmp_path / "out") == (first,)
+    assert (first / "report.json").stat().st_mtime_ns == written
+    others = [recipe(dataset(source), max_length=8), recipe(dataset(source), overlong=Overlong.REFUSE)]
+    texts(tmp_path, "a", "b", "c")
+    paths = {prepare(one.data.train, one, tmp_path / "out")[0] for one in [using, *others]}
+    assert len(paths | {first}) == 4
+    assert all(len(Corpus(path)) == 3 for path in paths)
+
+
+def test_half_written_data_is_never_taken_for_whole(tmp_path: Path) -> None:
+    source = texts(tmp_path, "a", "b")
+    using = recipe(dataset(source))
+    [path] = prepare(using.data.train, using, tmp_path / "out")
+    (path / "report.json").unlink()
+    with pytest.raises(BadData, match="does not hold prepared data, or not all of it"):
+        Corpus(path)
+    assert [len(Corpus(again)) for again in prepare(using.data.train, using, tmp_path / "out")] == [2]
+
+
+@pytest.mark.parametrize("name", ["tokens.bin", "trained.bin", "sizes.npy", "report.json"])
+def test_damage_is_found_when_data_is_opened(tmp_path: Path, name: str) -> None:
+    using = recipe(dataset(texts(tmp_path, "abc", "defg")))
+    [path] = prepare(using.data.train, using, tmp_path / "out")
+    content = (path / name).read_bytes()
+    (path / name).write_bytes(content[:-4])
+    with pytest.raises(BadData, match=str(path)):
+        Corpus(path)
+
+
+def test_several_processes_write_what_one_writes(tmp_path: Path) -> None:
+    # More than one process is worth starting for.
+    source = texts(tmp_path, *(f"{number} + {number}" for number in range(5000)))
+    using = recipe(dataset(source))
+    [alone], [together] = (prepare(using.data.train, using, tmp_path / str(n), workers=n) for n in (1, 2))
+    for name in ("tokens.bin", "trained.bin", "sizes.npy", "report.json"):
+        assert (alone / name).read_bytes() == (together / name).read_bytes()
+    assert len(np.fromfile(alone / "tokens.bin", np.int32)) == Corpus(alone).report.tokens
+
+
+def test_a_fault_found_in_another_process_is_told_in_full(tmp_path: Path) -> None:
+    source = jsonl(tmp_path / "texts.jsonl", *({"text": "a"} for _ in range(4500)), {"txt": "a"})
+    using = recipe(dataset(source))
+    with pytest.raises(BadData, match=f"^{source}, line 4501: there is no text; found txt$"):
+        prepare(using.data.train, using, tmp_path / "out", workers=2)

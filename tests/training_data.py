@@ -1,0 +1,83 @@
+"""Builders for what the trainer reads: documents, plans, files of records and what becomes of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moejob_api.job.model import Data, DataFormat, Dataset, Model, Overlong
+from moejob_trainer.batches import Document
+from moejob_trainer.data.corpus import Corpus
+from moejob_trainer.data.preparation import Recipe, prepare
+
+
+def document(length: int, id: int = 0, weights: Sequence[float] | None = None, **extras: Any) -> Document:  # noqa: A002
+    """A document whose tokens tell which document they are of and where they stand in it."""
+    return Document(
+        tokens=np.arange(length) + 1000 * (id + 1),
+        weights=np.array([1.0] * length if weights is None else weights, dtype=np.float32),
+        id=id,
+        extras={name: np.asarray(value) for name, value in extras.items()},
+    )
+
+
+def documents(*lengths: int) -> list[Document]:
+    """Documents of these lengths, numbered."""
+    return [document(length, number) for number, length in enumerate(lengths)]
+
+
+def user(content: str) -> dict[str, Any]:
+    """What the user says."""
+    return {"role": "user", "content": content}
+
+
+def assistant(content: str) -> dict[str, Any]:
+    """What the assistant says."""
+    return {"role": "assistant", "content": content}
+
+
+def chat(*contents: str) -> dict[str, Any]:
+    """A conversation in which user and assistant take turns."""
+    return {"messages": [(assistant if n % 2 else user)(content) for n, content in enumerate(contents)]}
+
+
+def jsonl(path: Path, *records: Mapping[str, Any] | str) -> Path:
+    """A file of records, each JSON or, where it should be broken, the line itself."""
+    lines = [record if isinstance(record, str) else json.dumps(record) for record in records]
+    path.write_text("".join(f"{line}\n" for line in lines))
+    return path
+
+
+def dataset(source: Path | str, format: DataFormat = DataFormat.TEXT, weight: float = 1.0) -> Dataset:  # noqa: A002
+    """A source of spec.data."""
+    return Dataset(source=str(source), format=format, weight=weight)
+
+
+def recipe(
+    *sources: Dataset,
+    max_length: int = 256,
+    overlong: Overlong = Overlong.DROP,
+    seed: int = 42,
+    shuffle: bool = True,
+    chat_template: str | None = None,
+    claims: Path = Path("/claims"),
+) -> Recipe:
+    """A recipe for the tiny model."""
+    data = Data(
+        train=sources or (dataset("moejob/tiny-chats", DataFormat.CHAT),),
+        max_length=max_length,
+        overlong=overlong,
+        seed=seed,
+        shuffle=shuffle,
+        chat_template=chat_template,
+    )
+    return Recipe(Model(source="moejob/tiny-moe"), data, vocabulary=512, claims=claims)
+
+
+def corpora(folder: Path, using: Recipe) -> list[Corpus]:
+    """The training data of a recipe, prepared below a folder."""
+    return [Corpus(path) for path in prepare(using.data.train, using, folder)]
