@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import resource
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -223,6 +225,41 @@ def test_an_export_replaces_an_older_one_and_what_a_crash_left(tmp_path: Path) -
     exported(values, source, tmp_path / "export")
     assert_same_bits(contents(tmp_path / "export"), contents(source))
     assert {path.name for path in tmp_path.iterdir()} == {"source", "export"}
+
+
+@contextmanager
+def files_of_at_most(size_bytes: int) -> Iterator[None]:
+    """A storage that is full, as far as this process can tell."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_storage_that_fills_up_leaves_the_older_export_and_the_next_one_succeeds(tmp_path: Path) -> None:
+    values = values_of(Family.LLAMA)
+    source, newer = saved(tmp_path / "source", values), held(values, tmp_path / "source")
+    exported(values, source, tmp_path / "export")
+    newer["final_norm.weight"] += 1
+    target = Target(tmp_path / "export", source)
+    with files_of_at_most(20_000), pytest.raises(OSError, match="File too large"):
+        export(newer, table_of(values), ModelGroups(), target)
+    assert_same_bits(contents(tmp_path / "export"), contents(source))
+    export(newer, table_of(values), ModelGroups(), target)
+    expected = contents(source)
+    expected["model.norm.weight"] += 1
+    assert_same_bits(contents(tmp_path / "export"), expected)
+
+
+def test_an_export_that_cannot_fit_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    values = values_of(Family.LLAMA, vocab_size=2**30, hidden_size=2**20)
+    table = table_of(values)
+    state = {parameter.name: torch.empty(parameter.shape, device="meta") for parameter in table.parameters}
+    with pytest.raises(OSError, match=r"the export needs 9,\d{3},\d{3},\d{3},\d{3},\d{3} bytes and .* are free"):
+        export(state, table, ModelGroups(), Target(tmp_path / "export", tmp_path))
+    assert not (tmp_path / "export").exists()
 
 
 def test_an_older_export_survives_one_that_fails(tmp_path: Path) -> None:

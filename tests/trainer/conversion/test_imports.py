@@ -11,9 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from model_configs import any_config
 from moejob_api.models import catalog
 from moejob_api.models.families import shape_of
 from moejob_api.models.shape import Family
@@ -289,15 +292,25 @@ def test_a_part_read_alone_is_the_part_that_is_filled_in(place: Coordinates, tmp
         assert torch.equal(source.read(parameter, local_slices(parameter, place)), state[parameter.name])
 
 
-@pytest.mark.parametrize("name", [name for name in catalog.shipped() if "Next" not in name])
-def test_the_pieces_of_a_shipped_model_fill_every_parameter_once(name: str) -> None:
-    found = table(shape_of(dict(catalog.config(name) or {})))
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=25)
+@given(data=st.data())
+def test_the_pieces_of_any_model_tile_its_parameters(family: Family, data: st.DataObject) -> None:
+    found = table(shape_of(data.draw(any_config(family))))
     assert len(found.by_tensor) == len(found.pieces)
     for parameter in found.parameters:
-        filled = sum(piece.elements for piece in found.by_parameter[parameter.name])
-        rows = {"embedding.weight", "output.weight"}
-        height = found.shape.vocabulary if parameter.name in rows else parameter.shape[0]
-        assert filled == torch.Size((height, *parameter.shape[1:])).numel()
+        fillings = torch.zeros(parameter.shape, dtype=torch.int)
+        for piece in found.by_parameter[parameter.name]:
+            fillings[piece.region] += 1
+        rows = found.shape.vocabulary if parameter.name in {"embedding.weight", "output.weight"} else None
+        assert bool((fillings[:rows] == 1).all())
+        assert rows is None or not fillings[rows:].any()
+
+
+@pytest.mark.parametrize("name", [name for name in catalog.shipped() if "Next" not in name])
+def test_every_shipped_model_that_can_be_planned_can_be_converted(name: str) -> None:
+    found = table(shape_of(dict(catalog.config(name) or {})))
+    assert len(found.by_tensor) == len(found.pieces) >= len(found.parameters)
 
 
 def dropped(name: str) -> Callable[[Path], None]:

@@ -6,14 +6,14 @@ Megatron.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
-from math import prod
 from pathlib import Path
 
 import torch
@@ -65,6 +65,14 @@ class ExportReport:
 
 
 @dataclass(frozen=True, slots=True)
+class _Plan:
+    """What a rank is about to write."""
+
+    files: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class _Written:
     file: str
     entries: tuple[Entry, ...]
@@ -78,9 +86,11 @@ def export(state: Mapping[str, Tensor], table: Table, groups: ModelGroups, targe
     """
     gathering = agreed(state, table, groups)
     shards = _shards(gathering, target)
-    files = _file_names([len(theirs) for theirs in shared(shards, groups.world)], groups.rank)
+    mine = _Plan(len(shards), sum(entry.bytes for entries in shards for entry in entries))
+    plans = shared(mine, groups.world)
     if groups.rank == 0:
-        _prepare(target)
+        _prepare(gathering, target, sum(plan.bytes for plan in plans))
+    files = _file_names([plan.files for plan in plans], groups.rank)
     # Nobody writes before the folder is there.
     told("ready", groups.world)
     written = _write(gathering, target, dict(zip(files, shards, strict=True)))
@@ -116,9 +126,16 @@ def _file_names(counts: Sequence[int], rank: int) -> list[str]:
     return [f"model-{first + index:05}-of-{total:05}.safetensors" for index in range(1, counts[rank] + 1)]
 
 
-def _prepare(target: Target) -> None:
+def _prepare(gathering: Gathering, target: Target, needed_bytes: int) -> None:
+    """Whatever can be wrong before hours of writing is found here."""
     shutil.rmtree(target.unfinished, ignore_errors=True)
     target.unfinished.mkdir(parents=True)
+    free_bytes = shutil.disk_usage(target.unfinished).free
+    if free_bytes < needed_bytes:
+        message = f"the export needs {needed_bytes:,} bytes and {free_bytes:,} are free; make room and resume the job"
+        raise OSError(errno.ENOSPC, message, str(target.folder))
+    largest = max(gathering.state.values(), key=Tensor.numel)
+    copy_beside(target.template, target.unfinished, gathering.table.shape, target.dtype or largest.dtype)
 
 
 def _write(gathering: Gathering, target: Target, shards: Mapping[str, list[Entry]]) -> list[_Written]:
@@ -146,7 +163,6 @@ def _finish(table: Table, target: Target, written: Sequence[_Written]) -> Export
     entries = {entry.name: (one.file, entry) for one in written for entry in one.entries}
     if len(written) > 1:
         (folder / INDEX_FILE).write_text(_index(entries), encoding="utf-8")
-    copy_beside(target.template, folder, table.shape, _main_dtype(entry for _, entry in entries.values()))
     # The same judgement as on every import: number, names, shapes and types of all tensors.
     opened(folder, table)
     _replace(target)
@@ -170,14 +186,6 @@ def _index(entries: Mapping[str, tuple[str, Entry]]) -> str:
     total = sum(entry.bytes for _, entry in entries.values())
     places = {name: file for name, (file, _) in sorted(entries.items())}
     return json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2) + "\n"
-
-
-def _main_dtype(entries: Iterable[Entry]) -> torch.dtype:
-    """The type of most numbers."""
-    counted = Counter[torch.dtype]()
-    for entry in entries:
-        counted[entry.dtype] += prod(entry.shape)
-    return counted.most_common(1)[0][0]
 
 
 def _replace(target: Target) -> None:

@@ -107,15 +107,15 @@ def pieces(row: Row, parameter: Parameter, tensor: str, vocabulary: int) -> Iter
     """The pieces that a row means for one parameter; `tensor` is the row's tensor with all but {e} filled in."""
     letters = row.ours.split()
     names = re.findall(r"\(([^)]*)\)|(\S+)", row.theirs)
-    axes = tuple(_group(letters, (bracket or plain).split()) for bracket, plain in names)
-    region = [_bounds(letter, size, vocabulary) for letter, size in zip(letters, parameter.shape, strict=True)]
+    axes = _complete(tuple(_group(letters, (bracket or plain).split()) for bracket, plain in names), len(letters))
+    region = tuple(_bounds(letter, size, vocabulary) for letter, size in zip(letters, parameter.shape, strict=True))
     if "{e}" not in tensor:
-        yield Piece(tensor, parameter.name, tuple(region), _complete(axes, len(letters)))
+        yield Piece(tensor, parameter.name, region, axes)
         return
     expert = letters.index("e")
     for index in range(parameter.shape[expert]):
-        region[expert] = slice(index, index + 1)
-        yield Piece(tensor.replace("{e}", str(index)), parameter.name, tuple(region), _complete(axes, len(letters)))
+        one = (*region[:expert], slice(index, index + 1), *region[expert + 1 :])
+        yield Piece(tensor.replace("{e}", str(index)), parameter.name, one, axes)
 
 
 def _group(letters: list[str], names: list[str]) -> tuple[int, ...]:
