@@ -15,6 +15,7 @@ from transformers.models.gpt_oss import modeling_gpt_oss
 from moejob_trainer.layers import attention
 from moejob_trainer.layers.attention import attended
 from moejob_trainer.layers.documents import Documents, in_row_order
+from moejob_trainer.layers.kernels.attention import packed_attended, padded_attended, padding_pays
 from trainer.closeness import assert_all_close
 from trainer.layers.references import (
     Attention,
@@ -119,6 +120,73 @@ def test_a_gradient_of_stride_zero_and_heads_out_of_order_in_memory_are_fine() -
     gradients = torch.autograd.grad(output.sum(), [q, k, v])
     expected = attention_by_definition(replace(case, upstream=torch.ones_like(case.upstream)))
     assert_all_close([output.detach(), *gradients], expected, within=1e-13)
+
+
+def packed_by_definition(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float,
+    causal: bool,
+    window_size: tuple[int | None, int | None],
+    learnable_sink: Tensor | None,
+) -> tuple[Tensor, None]:
+    """What flash-attn-4 says that it does, on tensors that nobody has to have a GPU for."""
+    assert causal
+    queries, keys = cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist()
+    assert (max(queries), max(keys)) == (max_seqlen_q, max_seqlen_k)
+    outputs = []
+    for one_q, one_k, one_v in zip(q.split(queries), k.split(keys), v.split(keys), strict=True):
+        distance = torch.arange(len(one_q))[:, None] + len(one_k) - len(one_q) - torch.arange(len(one_k))
+        left, right = (10**6 if side is None else side for side in window_size)
+        hidden = (distance > left) | (distance < -right)
+        shared = q.shape[1] // k.shape[1]
+        wide_k, wide_v = (x.repeat_interleave(shared, 1) for x in (one_k, one_v))
+        scores = (torch.einsum("qnd,knd->nqk", one_q, wide_k) * softmax_scale).masked_fill(hidden, float("-inf"))
+        if learnable_sink is not None:
+            scores = torch.cat([scores, learnable_sink[:, None, None].expand(-1, len(one_q), 1)], -1)
+        outputs.append(torch.einsum("nqk,knd->qnd", scores.softmax(-1)[..., : len(one_k)], wide_v))
+    return torch.cat(outputs), None
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_kernel_for_packed_sequences_is_told_the_right_ones(shape: dict[str, int], size: int) -> None:
+    case = attention_case(LENGTHS, **shape)
+    expected = attention_by_definition(case)[0]
+    for rank in range(size):
+        documents = Documents.of(LENGTHS, context_rank=rank, context_size=size)
+        options: dict[str, Any] = {"scale": case.scale, "window": case.window, "sinks": case.sinks}
+        held = documents.indices()
+        output = packed_attended(packed_by_definition, case.q[held], case.k, case.v, documents, **options)
+        assert_all_close([output], [expected[held]], within=1e-13)
+
+
+@pytest.mark.parametrize("lengths", [(5, 1, 0, 7), (4, 4, 4), (1,)])
+def test_documents_padded_to_a_batch_are_the_same_documents(lengths: tuple[int, ...]) -> None:
+    case = attention_case(lengths)
+    q, k, v = case.leaves()
+    output = padded_attended(q, k, v, Documents.of(lengths), scale=case.scale)
+    gradients = torch.autograd.grad(output, [q, k, v], case.upstream)
+    assert_all_close([output.detach(), *gradients], attention_by_definition(case), within=1e-13)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "size", "pays"),
+    [
+        pytest.param((4, 4, 4), 1, True, id="equal documents"),
+        pytest.param((4, 3, 2), 1, True, id="nearly equal documents"),
+        pytest.param((8, 1, 1), 1, False, id="one long document"),
+        pytest.param((4, 4), 2, False, id="a part of the row"),
+    ],
+)
+def test_padding_pays_where_documents_are_alike(lengths: tuple[int, ...], size: int, pays: bool) -> None:
+    assert padding_pays(Documents.of(lengths, context_size=size)) is pays
 
 
 def test_a_context_group_of_another_size_is_refused() -> None:

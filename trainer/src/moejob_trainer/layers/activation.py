@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional
 
+from moejob_trainer.layers.kernels import kernels
 from moejob_trainer.layers.precision import widened
 
 
@@ -13,6 +14,10 @@ def swiglu(gate_up: Tensor, probabilities: Tensor | None = None) -> Tensor:
 
     gate_up [r, 2, f], probabilities [r] -> [r, f]
     """
+    fused = kernels("activation", gate_up)
+    if fused:
+        activated: Tensor = fused.swiglu(gate_up, probabilities)
+        return activated
     return plain_swiglu(gate_up, probabilities)
 
 
@@ -29,6 +34,15 @@ def clamped_swiglu(
 
     gate_up [r, 2, f], probabilities [r] -> [r, f]
     """
+    fused = kernels("activation", gate_up)
+    if fused:
+        activated: Tensor = fused.clamped_swiglu(gate_up, probabilities, limit, steepness)
+        return activated
+    return plain_clamped_swiglu(gate_up, probabilities, limit=limit, steepness=steepness)
+
+
+def plain_clamped_swiglu(gate_up: Tensor, probabilities: Tensor | None, *, limit: float, steepness: float) -> Tensor:
+    """`clamped_swiglu` in the operations of torch."""
     gate, up = widened(gate_up).unbind(1)
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     activated = (up + 1) * gate * (gate * steepness).sigmoid()

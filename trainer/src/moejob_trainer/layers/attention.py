@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from moejob_trainer.layers.communication import gathered_row
 from moejob_trainer.layers.documents import Documents, Span
+from moejob_trainer.layers.kernels import kernels
 from moejob_trainer.layers.precision import widened
 
 # A mask is made for so many queries at a time: never one of a whole document.
@@ -34,6 +35,14 @@ def attended(
     """
     if documents.context_size > 1:
         k, v = _whole_row(k, v, documents, context_group)
+    fused = kernels("attention", q)
+    if fused and fused.flash_takes(q, v):
+        output: Tensor = fused.flash_attended(q, k, v, documents, scale=scale, window=window, sinks=sinks)
+        return output
+    window = None if window is None or window >= max(documents.lengths) else window
+    if fused and window is None and sinks is None and fused.padding_pays(documents):
+        batched: Tensor = fused.padded_attended(q, k, v, documents, scale=scale)
+        return batched
     return plain_attended(q, k, v, documents, scale=scale, window=window, sinks=sinks)
 
 
@@ -115,12 +124,12 @@ def _masked_attended(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *, scale: fl
     if sinks is None:
         return _softmax_attended(q, k, v, mask, scale=scale)
     heads_per_group = q.shape[1] // k.shape[1]
-    queries = q.unflatten(1, (k.shape[1], heads_per_group))
-    scores = widened(torch.einsum("qghd,kgd->ghqk", queries, k)) * scale
+    queries = widened(q).unflatten(1, (k.shape[1], heads_per_group))
+    scores = torch.einsum("qghd,kgd->ghqk", queries, widened(k)) * scale
     scores = scores.masked_fill(~mask, float("-inf"))
     sink = widened(sinks).view(*scores.shape[:2], 1, 1).expand(*scores.shape[:3], 1)
     weights = torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
-    return torch.einsum("ghqk,kgd->qghd", weights.to(v.dtype), v).flatten(1, 2)
+    return torch.einsum("ghqk,kgd->qghd", weights, widened(v)).flatten(1, 2).to(v.dtype)
 
 
 def _softmax_attended(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float) -> Tensor:

@@ -5,11 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from moejob_trainer.layers.kernels import kernels
 from moejob_trainer.layers.precision import widened
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`x` scaled to a root mean square of one, times `weight`; computed in float32 and rounded once."""
+    fused = kernels("norm", x)
+    if fused and fused.takes(x):
+        output: Tensor = fused.rms_norm(x, weight, eps)
+        return output
     return plain_rms_norm(x, weight, eps)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moejob_trainer.layers.kernels import kernels
 from moejob_trainer.layers.precision import widened
 
 
@@ -95,6 +96,10 @@ class _Combined(torch.autograd.Function):
 
 def _row_sums(rows: Tensor, inverse: Tensor) -> Tensor:
     """For each token the sum of its rows, in float32 and rounded once. rows [r, h], inverse [t, k] -> [t, h]"""
+    fused = kernels("permutation", rows)
+    if fused:
+        sums: Tensor = fused.row_sums(rows, inverse)
+        return sums
     return plain_row_sums(rows, inverse)
 
 

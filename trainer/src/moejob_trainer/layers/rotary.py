@@ -10,6 +10,7 @@ from typing import assert_never
 import torch
 from torch import Tensor
 
+from moejob_trainer.layers.kernels import kernels
 from moejob_trainer.layers.precision import widened
 
 
@@ -84,6 +85,10 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -
     Elements beyond `dim` stay. Interleaved pairs come out as halves: queries and keys agree on it, and nothing else
     sees the order.
     """
+    fused = kernels("rotary", x)
+    if fused:
+        turned: Tensor = fused.rotated(x, cos, sin, interleaved)
+        return turned
     return plain_rotated(x, cos, sin, interleaved=interleaved)
 
 

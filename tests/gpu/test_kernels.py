@@ -1,0 +1,190 @@
+"""Every kernel on a GPU beside its plain twin, in bfloat16 and float32, forward and backward.
+
+Bounds are in units of the largest element: 1e-2 in bfloat16 (2e-2 for attention), 2e-6 in float32 (1e-5); and never
+more than twice the error of the plain twin itself and a quarter of the bound. Both are measured against float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gpu.twins import Heads, Place, Twins, assert_kernel, assert_twins, attended
+from moejob_trainer.layers import activation, attention, norm, permutation, rotary
+from moejob_trainer.layers.documents import Documents
+from moejob_trainer.layers.experts import grouped_linear
+from moejob_trainer.layers.kernels import kernels
+from moejob_trainer.layers.vocabulary import token_log_probabilities
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
+
+PLACES = [
+    pytest.param(Place("cuda", torch.bfloat16), id="bfloat16"),
+    pytest.param(Place("cuda", torch.float32), id="float32"),
+]
+BFLOAT16 = Place("cuda", torch.bfloat16)
+# Two products of rounded factors: the plain twin rounds attention weights too.
+ATTENTION_WITHIN = 2e-2
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("weighted", [True, False], ids=["with probabilities", "without"])
+@pytest.mark.parametrize(("rows", "width"), [(1000, 768), (77, 1536), (33, 14336), (5, 24), (1, 1), (0, 8)])
+@pytest.mark.parametrize("name", ["swiglu", "clamped swiglu"])
+def test_gated_activations(place: Place, name: str, rows: int, width: int, weighted: bool) -> None:
+    assert_kernel(name, place, rows, width, weighted)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    "shape", [(4096, 2048), (1000, 32, 128), (70000, 64), (33, 7168), (3, 16384), (5, 24), (1, 1), (0, 8)], ids=str
+)
+def test_norms(place: Place, shape: tuple[int, ...]) -> None:
+    assert_kernel("norm", place, *shape)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("interleaved", [True, False], ids=["pairs", "halves"])
+@pytest.mark.parametrize(
+    ("heads", "dim", "turning"), [(32, 128, 128), (4, 128, 64), (128, 64, 64), (1, 64, 64), (3, 24, 24), (5, 40, 12)]
+)
+def test_rotary(place: Place, heads: int, dim: int, turning: int, interleaved: bool) -> None:
+    assert_kernel("rotary", place, 300, heads, dim, turning, interleaved)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("dropped", [True, False], ids=["some dropped", "all kept"])
+@pytest.mark.parametrize(("tokens", "choices", "width"), [(1000, 8, 2048), (100, 2, 4096), (7, 1, 24), (33, 4, 2880)])
+def test_sums_of_rows(place: Place, tokens: int, choices: int, width: int, dropped: bool) -> None:
+    assert_kernel("row sums", place, tokens, choices, width, dropped)
+
+
+PLAIN_HEADS = [
+    pytest.param(Heads(), id="grouped"),
+    pytest.param(Heads(groups=8), id="as many key heads as query heads"),
+    pytest.param(Heads(groups=1), id="one key head"),
+    pytest.param(Heads(dim=64, value_dim=64), id="heads of 64"),
+    pytest.param(Heads(dim=24, value_dim=24), id="heads of 24"),
+    pytest.param(Heads(groups=8, dim=192, value_dim=128), id="latent attention"),
+]
+HEADS = [
+    *PLAIN_HEADS,
+    pytest.param(Heads(window=100), id="window"),
+    pytest.param(Heads(dim=64, value_dim=64, sinks=True), id="sinks"),
+    pytest.param(Heads(dim=64, value_dim=64, sinks=True, window=100), id="sinks and window"),
+]
+ROWS = [
+    pytest.param((1000, 1, 0, 515, 1, 531), id="documents, some of one token and one of none"),
+    pytest.param((2048,), id="one document"),
+    pytest.param((512, 512, 512, 512), id="equal documents"),
+]
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("lengths", ROWS)
+@pytest.mark.parametrize(
+    ("rank", "size"), [(0, 1), (0, 2), (1, 2), (2, 4)], ids=["alone", "0 of 2", "1 of 2", "2 of 4"]
+)
+def test_flash_attention(heads: Heads, lengths: tuple[int, ...], rank: int, size: int) -> None:
+    documents = Documents.of(lengths, device="cuda", context_rank=rank, context_size=size)
+    flash = _attention_kernels()
+    query, value = (torch.empty(1, 1, dim, device="cuda", dtype=torch.bfloat16) for dim in (heads.dim, heads.value_dim))
+    if not flash.flash_takes(query, value):
+        pytest.skip("no flash-attn-4 for this GPU here")
+    assert_twins(attended(BFLOAT16, flash.flash_attended, documents, heads), within=ATTENTION_WITHIN)
+
+
+@pytest.mark.parametrize("heads", PLAIN_HEADS)
+@pytest.mark.parametrize("lengths", ROWS)
+def test_attention_of_padded_documents(heads: Heads, lengths: tuple[int, ...]) -> None:
+    def padded(q: Tensor, k: Tensor, v: Tensor, documents: Documents, **options: Any) -> Tensor:
+        output: Tensor = _attention_kernels().padded_attended(q, k, v, documents, scale=options["scale"])
+        return output
+
+    assert_twins(attended(BFLOAT16, padded, Documents.of(lengths, device="cuda"), heads), within=ATTENTION_WITHIN)
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("lengths", ROWS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+def test_whatever_attention_chooses_is_attention(heads: Heads, lengths: tuple[int, ...], dtype: torch.dtype) -> None:
+    documents = Documents.of(lengths, device="cuda")
+    within = ATTENTION_WITHIN if dtype is torch.bfloat16 else 1e-5
+    assert_twins(attended(Place("cuda", dtype), attention.attended, documents, heads), within=within)
+
+
+@pytest.mark.parametrize(
+    "counts", [[300, 0, 515, 1, 208], [0, 0, 0, 7, 0], [0, 0, 0, 0, 0]], ids=["uneven", "one expert has all", "no rows"]
+)
+@pytest.mark.parametrize(("inputs", "outputs"), [(2048, 768), (64, 24), (24, 10)])
+def test_grouped_linear_maps(counts: list[int], inputs: int, outputs: int) -> None:
+    sizes = torch.tensor(counts, device="cuda")
+
+    def one_by_one(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        parts = zip(x.split(counts), weight, bias, strict=True)
+        return torch.cat([part @ one.t() + more for part, one, more in parts])
+
+    leaves = (
+        BFLOAT16.normal(sum(counts), inputs),
+        BFLOAT16.normal(5, outputs, inputs) / inputs**0.5,
+        BFLOAT16.normal(5, outputs),
+    )
+    assert_twins(Twins(lambda x, w, b: grouped_linear(x, w, sizes, b), one_by_one, leaves), within=BFLOAT16.within)
+
+
+@pytest.mark.parametrize("chunk_tokens", [64, 10000])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probabilities(chunk_tokens: int, temperature: float) -> None:
+    labels = torch.randint(1000, (300,), device="cuda")
+
+    def fused(hidden: Tensor, weight: Tensor) -> Tensor:
+        options = {"vocabulary": 1000, "chunk_tokens": chunk_tokens, "temperature": temperature}
+        return token_log_probabilities(hidden, weight, labels, **options)[0]  # type: ignore[arg-type]
+
+    def whole(hidden: Tensor, weight: Tensor) -> Tensor:
+        logits = hidden @ weight[:1000].t() / temperature
+        return (
+            logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1).gather(1, labels[:, None])[:, 0]
+        )
+
+    leaves = (BFLOAT16.normal(300, 256), BFLOAT16.normal(1024, 256) / 16)
+    assert_twins(Twins(fused, whole, leaves), within=BFLOAT16.within)
+
+
+def test_a_tensor_on_a_gpu_takes_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each public function reaches its kernel: without this, all tests above could pass beside an unused kernel."""
+    x = BFLOAT16.normal(8, 2, 16)
+    cos, sin = rotary.Rotary(16, 100.0).angles(torch.arange(8, device="cuda"))
+    chosen = permutation.Permutation.of(torch.zeros(4, 2, device="cuda", dtype=torch.int64), 1)
+    row = Documents.of((8,), device="cuda")
+    calls: dict[tuple[str, str], Callable[[], Tensor]] = {
+        ("activation", "swiglu"): lambda: activation.swiglu(x),
+        ("activation", "clamped_swiglu"): lambda: activation.clamped_swiglu(x),
+        ("norm", "rms_norm"): lambda: norm.rms_norm(x, x[0, 0], 1e-5),
+        ("rotary", "rotated"): lambda: rotary.rotated(x, cos, sin),
+        ("permutation", "row_sums"): lambda: permutation.combined(x[:, 0], chosen),
+        ("attention", "flash_takes"): lambda: attention.attended(x, x, x, row, scale=1.0),
+    }
+    reached: list[str] = []
+    for (module, function), call in calls.items():
+        loaded = kernels(module, x)
+        assert loaded is not None, "Triton is not installed"
+        monkeypatch.setattr(loaded, function, _noted(getattr(loaded, function), function, reached))
+        call()
+    assert reached == [function for _, function in calls]
+
+
+def _noted(original: Callable[..., Any], name: str, reached: list[str]) -> Callable[..., Any]:
+    def call(*arguments: Any) -> Any:
+        reached.append(name)
+        return original(*arguments)
+
+    return call
+
+
+def _attention_kernels() -> Any:
+    return kernels("attention", torch.empty(0, device="cuda"))

@@ -1,0 +1,194 @@
+"""Every kernel beside its plain twin: what both compute, forward and backward. Asks for torch and Triton only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moejob_trainer.layers import activation, attention, norm, permutation, rotary
+from moejob_trainer.layers.documents import Documents
+
+Function = Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class Twins:
+    """Two ways to compute one thing, from leaves that both get a gradient for."""
+
+    kernel: Function
+    plain: Function
+    leaves: tuple[Tensor, ...]
+
+    def errors(self) -> list[tuple[float, float]]:
+        """The kernel's and the plain twin's distance from the plain twin in float64, output first, then gradients.
+
+        In units of the largest element.
+        """
+        upstream = torch.randn_like(self._outputs(self.plain, self.leaves)[0])
+        exact = self._outputs(self.plain, tuple(leaf.double() for leaf in self.leaves), upstream.double())
+        plain, kernel = (self._outputs(function, self.leaves, upstream) for function in (self.plain, self.kernel))
+        for one, other in zip(plain, kernel, strict=True):
+            assert (one.shape, one.dtype) == (other.shape, other.dtype)
+        return [(_distance(k, e), _distance(p, e)) for k, p, e in zip(kernel, plain, exact, strict=True)]
+
+    @staticmethod
+    def _outputs(function: Function, leaves: tuple[Tensor, ...], upstream: Tensor | None = None) -> list[Tensor]:
+        leaves = tuple(leaf.detach().requires_grad_() for leaf in leaves)
+        output = function(*leaves)
+        gradients = () if upstream is None else torch.autograd.grad(output, leaves, upstream)
+        return [output.detach(), *gradients]
+
+
+def assert_twins(twins: Twins, *, within: float) -> None:
+    """The kernel is as near to the truth as `within`, and not much further from it than its plain twin is."""
+    for place, (kernel, plain) in enumerate(twins.errors()):
+        assert kernel <= within, f"output {place} is off by {kernel}, more than {within}; the plain twin by {plain}"
+        assert kernel <= 2 * plain + within / 4, (
+            f"output {place} is off by {kernel}, but the plain twin by {plain} only"
+        )
+
+
+def _distance(one: Tensor, exact: Tensor) -> float:
+    if exact.numel() == 0:
+        return 0.0
+    return (one.double() - exact).abs().max().item() / max(exact.abs().max().item(), 1e-30)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where tensors lie and what they are made of."""
+
+    device: str
+    dtype: torch.dtype
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, device=self.device).to(self.dtype)
+
+    @property
+    def within(self) -> float:
+        return 1e-2 if self.dtype is torch.bfloat16 else 2e-6
+
+
+def swiglu(place: Place, kernels: Any, rows: int, width: int, weighted: bool) -> Twins:
+    probabilities = (torch.rand(rows, device=place.device),) if weighted else ()
+    return Twins(
+        lambda x, p=None: kernels.swiglu(x, p),
+        lambda x, p=None: activation.plain_swiglu(x, p),
+        (place.normal(rows, 2, width), *probabilities),
+    )
+
+
+def clamped_swiglu(place: Place, kernels: Any, rows: int, width: int, weighted: bool) -> Twins:
+    probabilities = (torch.rand(rows, device=place.device),) if weighted else ()
+    # Far enough out to meet every clamp.
+    return Twins(
+        lambda x, p=None: kernels.clamped_swiglu(x, p, 7.0, 1.702),
+        lambda x, p=None: activation.plain_clamped_swiglu(x, p, limit=7.0, steepness=1.702),
+        (place.normal(rows, 2, width) * 6, *probabilities),
+    )
+
+
+def rms_norm(place: Place, kernels: Any, *shape: int) -> Twins:
+    weight = 1 + place.normal(shape[-1]) / 4
+    return Twins(
+        lambda x, w: kernels.rms_norm(x, w, 1e-5),
+        lambda x, w: norm.plain_rms_norm(x, w, 1e-5),
+        (place.normal(*shape), weight),
+    )
+
+
+def rotated(place: Place, kernels: Any, tokens: int, heads: int, dim: int, turning: int, interleaved: bool) -> Twins:
+    positions = torch.arange(tokens, device=place.device)
+    cos, sin = rotary.Rotary(turning, 10000.0).angles(positions)
+    # Heads lie in a larger projection.
+    x = place.normal(tokens, heads + 3, dim)[:, 1 : heads + 1]
+    return Twins(
+        lambda x: kernels.rotated(x, cos, sin, interleaved),
+        lambda x: rotary.plain_rotated(x, cos.to(_wide(x)), sin.to(_wide(x)), interleaved=interleaved),
+        (x,),
+    )
+
+
+def row_sums(place: Place, kernels: Any, tokens: int, choices: int, width: int, dropped: bool) -> Twins:
+    experts = torch.stack([torch.randperm(16)[:choices] for _ in range(tokens)]).to(place.device)
+    if dropped:
+        experts[::2, 0] = 16
+    chosen = permutation.Permutation.of(experts, 16, rows=int((experts < 16).sum()))
+    return Twins(
+        lambda y: _summed(y, chosen, kernels.row_sums),
+        lambda y: _summed(y, chosen, permutation.plain_row_sums),
+        (place.normal(chosen.rows, width),),
+    )
+
+
+def _summed(y: Tensor, chosen: permutation.Permutation, sums: Function) -> Tensor:
+    summed: Tensor = _SumOf.apply(y, chosen, sums)  # type: ignore[no-untyped-call]
+    return summed
+
+
+class _SumOf(torch.autograd.Function):
+    """`combined`, by one of the twins."""
+
+    @staticmethod
+    def forward(context: Any, y: Tensor, chosen: permutation.Permutation, sums: Function) -> Tensor:
+        context.chosen = chosen
+        return sums(y, chosen.inverse)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return gradient.index_select(0, context.chosen.tokens), None, None
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The shape of one attention."""
+
+    heads: int = 8
+    groups: int = 2
+    dim: int = 128
+    value_dim: int = 128
+    window: int | None = None
+    sinks: bool = False
+
+
+def attended(place: Place, kernel: Function, documents: Documents, heads: Heads) -> Twins:
+    """Given keys and values of the whole row."""
+    sinks = (place.normal(heads.heads),) if heads.sinks else ()
+    options: dict[str, Any] = {"scale": heads.dim**-0.5, "window": heads.window}
+    row = documents.row_tokens
+    return Twins(
+        lambda q, k, v, sinks=None: kernel(q, k, v, documents, sinks=sinks, **options),
+        lambda q, k, v, sinks=None: attention.plain_attended(q, k, v, documents, sinks=sinks, **options),
+        (
+            place.normal(documents.tokens, heads.heads, heads.dim),
+            place.normal(row, heads.groups, heads.dim),
+            place.normal(row, heads.groups, heads.value_dim),
+            *sinks,
+        ),
+    )
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+BUILDERS: dict[str, tuple[str, Callable[..., Twins]]] = {
+    "swiglu": ("activation", swiglu),
+    "clamped swiglu": ("activation", clamped_swiglu),
+    "norm": ("norm", rms_norm),
+    "rotary": ("rotary", rotated),
+    "row sums": ("permutation", row_sums),
+}
+
+
+def assert_kernel(name: str, place: Place, *arguments: Any) -> None:
+    """The kernel of this name agrees with its twin."""
+    module, build = BUILDERS[name]
+    torch.manual_seed(1)
+    kernels = import_module(f"moejob_trainer.layers.kernels.{module}")
+    assert_twins(build(place, kernels, *arguments), within=place.within)

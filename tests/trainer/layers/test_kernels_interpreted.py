@@ -1,0 +1,57 @@
+"""The Triton kernels beside their twins on a machine without a GPU: Triton runs them in Python."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from gpu.twins import Place, assert_kernel
+
+PLACE = Place("cpu", torch.float32)
+Check = Callable[..., None]
+
+
+@pytest.fixture(scope="module")
+def check() -> Iterator[Check]:
+    """`assert_kernel` in a process of its own: Triton interprets all or nothing, from its import on."""
+    with (
+        pytest.MonkeyPatch.context() as environment,
+        ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process,
+    ):
+        environment.setenv("TRITON_INTERPRET", "1")
+        assert process.submit(os.getenv, "TRITON_INTERPRET").result() == "1"
+
+        def check(name: str, *arguments: Any) -> None:
+            process.submit(assert_kernel, name, PLACE, *arguments).result()
+
+        yield check
+
+
+@pytest.mark.parametrize("weighted", [True, False], ids=["with probabilities", "without"])
+@pytest.mark.parametrize(("rows", "width"), [(3, 5), (2, 1030), (0, 4)])
+@pytest.mark.parametrize("name", ["swiglu", "clamped swiglu"])
+def test_gated_activations(check: Check, name: str, rows: int, width: int, weighted: bool) -> None:
+    check(name, rows, width, weighted)
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (70, 2, 128), (5, 1000), (515, 2050), (0, 8)], ids=str)
+def test_norms(check: Check, shape: tuple[int, ...]) -> None:
+    check("norm", *shape)
+
+
+@pytest.mark.parametrize("interleaved", [True, False], ids=["pairs", "halves"])
+@pytest.mark.parametrize(("heads", "dim", "turning"), [(3, 24, 24), (1, 8, 4), (4, 10, 6)])
+def test_rotary(check: Check, heads: int, dim: int, turning: int, interleaved: bool) -> None:
+    check("rotary", 5, heads, dim, turning, interleaved)
+
+
+@pytest.mark.parametrize("dropped", [True, False], ids=["some dropped", "all kept"])
+@pytest.mark.parametrize(("tokens", "choices", "width"), [(4, 1, 5), (3, 3, 2050)])
+def test_sums_of_rows(check: Check, tokens: int, choices: int, width: int, dropped: bool) -> None:
+    check("row sums", tokens, choices, width, dropped)
