@@ -145,6 +145,31 @@ def test_ranks_that_fall_silent_again_and_again_end_the_launcher_as_hung(gang: M
     assert launcher.word().message.endswith("silent for 1 s")
 
 
+def test_a_rank_that_is_done_is_not_silent(gang: Make) -> None:
+    job = gang(progress_deadline=2)
+    launcher = job.start("work_on_alone")
+    done = job.pids()[1]
+    gone([done])
+    launcher.heard(lambda seen: len(seen.ranks) == 1, "the end of rank 1")
+    # Well over the deadline, by the clock that silence is measured with.
+    until = time.monotonic() + 3
+    eventually(lambda: time.monotonic() > until)
+    job.allow("go-0")
+    assert launcher.exit_code() == 0
+    assert launcher.log.read_text().count("ranks started") == 1
+
+
+def test_a_fork_server_that_dies_is_replaced_with_its_ranks(gang: Make) -> None:
+    job = gang()
+    launcher = job.start("work")
+    notes = job.notes()
+    os.kill(notes[0]["parent"], signal.SIGKILL)
+    again = job.notes(restart=1)
+    gone([note["pid"] for note in notes.values()])
+    assert again[0]["parent"] != notes[0]["parent"]
+    assert launcher.heard(lambda seen: seen.ready).restarts == 1
+
+
 def test_a_pod_is_ready_once_every_rank_has_beaten(gang: Make) -> None:
     job = gang()
     launcher = job.start("beat_when_told")

@@ -36,6 +36,15 @@ def test_a_dead_rank_takes_the_ranks_of_all_pods_down_and_only_its_pod_counts_th
     assert "rank 3 was killed by signal 9" in first.log.read_text()
 
 
+def test_ranks_that_die_in_two_pods_at_once_are_one_restart(gang: Make) -> None:
+    job = gang(nodes=2, ranks=1)
+    launchers = job.start_all("work")
+    for pid in job.pids():
+        os.kill(pid, signal.SIGKILL)
+    assert len(job.notes(restart=1)) == 2
+    assert sum(ready(launcher).restarts for launcher in launchers) == 1
+
+
 def test_all_pods_end_when_the_ranks_of_all_have_ended(gang: Make) -> None:
     job = gang(nodes=2)
     launchers = job.start_all("finish_in_the_order_of_ranks")

@@ -91,7 +91,6 @@ class Agent:
     def run(self) -> Departure:
         """Live through rounds until the job is done or this pod cannot go on."""
         try:
-            self._ranks.warm(self._stop)
             self._meeting.open()
             return self._rounds()
         except Stopped:
@@ -129,7 +128,7 @@ class Agent:
     def _rounds(self) -> Departure:
         patience: float | None = None
         while True:
-            self._is_gathering = True
+            self._ranks.warm(self._stop)
             met = self._meeting.gather(patience, self._claim)
             if isinstance(met, Ending):
                 return Departure(exit_code(met), last_word(met))
@@ -137,6 +136,7 @@ class Agent:
             departure = self._lived_through(met)
             if departure is not None:
                 return departure
+            self._rest(self._meeting.before(met.number + 1))
 
     def _lived_through(self, met: Round) -> Departure | None:
         self._start(met)
@@ -146,6 +146,7 @@ class Agent:
             if other is None:
                 return self._departure(seen)
             seen = other
+        self._is_gathering = True
         self._ranks.kill()
         departure = self._answer(met, seen)
         self._ranks.bury()
@@ -249,7 +250,10 @@ class Agent:
     def _hung(self) -> Fault | None:
         limit = self._pod.spec.lifecycle.progress_deadline_seconds
         heard = () if self._board is None or self._save_until is not None else self._board.heard()
-        silent = [self._pod.first_rank + local for local, row in enumerate(heard) if row.age_seconds >= limit]
+        first, living = self._pod.first_rank, self._ranks.pids
+        silent = [
+            first + local for local, row in enumerate(heard) if row.age_seconds >= limit and first + local in living
+        ]
         if not silent:
             return None
         return Fault(Cause.HUNG, f"{_named(silent)} silent for {limit} s", silent[0], None, self._step())
@@ -273,7 +277,6 @@ class Agent:
         if mine.pod_leaves:
             return Departure(exit_code(mine), last_word(mine))
         self._restarts += 1
-        self._wait_before_restart(mine.delay_seconds)
         return None
 
     def _told(self, met: Round, fault: Fault) -> tuple[Ending, Ending]:
@@ -290,8 +293,9 @@ class Agent:
         is_last = ending.is_final or self._stop.times > 0
         return Departure(exit_code(ending), last_word(ending)) if is_last else None
 
-    def _wait_before_restart(self, seconds: float) -> None:
-        until = time.monotonic() + seconds
+    def _rest(self, ended: Ending | None) -> None:
+        """Wait before ranks are restarted: longer each time that it did not help."""
+        until = time.monotonic() + (0.0 if ended is None else ended.delay_seconds)
         while (left := until - time.monotonic()) > 0:
             self._stop.check()
             self._stop.wait(left)

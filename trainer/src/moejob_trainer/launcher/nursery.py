@@ -14,7 +14,7 @@ import traceback
 from pathlib import Path
 
 PRELOAD = "MOEJOB_PRELOAD"
-# The file that says that all is imported.
+# The file that says which process has imported all.
 WARM = "MOEJOB_WARM"
 # Process id of the launcher.
 LAUNCHER = "MOEJOB_LAUNCHER"
@@ -53,4 +53,4 @@ def _is_absent(name: str) -> bool:
 if WARM in os.environ:
     die_with_parent(int(os.environ[LAUNCHER]))
     import_all([name for name in os.environ.get(PRELOAD, "").split(",") if name])
-    Path(os.environ[WARM]).touch()
+    Path(os.environ[WARM]).write_text(str(SERVER))

@@ -48,15 +48,15 @@ class Ranks:
 
     def warm(self, stop: Stop) -> None:
         """Wait until the imports are done: whoever arrives at a meeting must be able to start at once."""
+        # A fork server that died with the ranks of the round before is started anew.
+        forkserver.ensure_running()
         until = time.monotonic() + _LONGEST_IMPORT_SECONDS
-        while not self._warm.exists() and time.monotonic() < until:
+        while not self._is_warm() and time.monotonic() < until:
             stop.check()
             stop.wait(0.05)
 
     def start(self, ranks: Sequence[Rank]) -> None:
         """Start all ranks of a round."""
-        # The fork server may have died with the ranks of the round before.
-        forkserver.ensure_running()
         self._strays = Strays()
         readers, writers = {}, []
         for rank in ranks:
@@ -122,6 +122,14 @@ class Ranks:
         self._output, self._processes = None, {}
         self._look()
         self._strays.kill()
+
+    def _is_warm(self) -> bool:
+        """Whether the fork server that has done its imports is the one that lives."""
+        try:
+            os.kill(int(self._warm.read_text()), 0)
+        except (FileNotFoundError, ValueError, ProcessLookupError):
+            return False
+        return True
 
     def _look(self) -> None:
         # An exit code may be asked for by one thread only: it is read from a pipe.
