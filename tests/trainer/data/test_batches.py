@@ -25,7 +25,7 @@ from moejob_trainer.batches import (
     loss_weight,
     slots_of_ranks,
 )
-from training_data import document, documents
+from trainer.training_data import document, documents
 
 plans = st.builds(
     BatchPlan,

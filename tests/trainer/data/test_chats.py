@@ -18,7 +18,7 @@ from moejob_trainer.data.encoding import Sample, encoder
 from moejob_trainer.data.rendering import Template
 from moejob_trainer.data.sources import Record
 from moejob_trainer.errors import BadData
-from training_data import assistant, chat, user
+from trainer.training_data import assistant, chat, user
 
 TEMPLATES = Path(__file__).parent / "templates"
 UNMARKED = tiny.TEMPLATE.replace("{% generation %}", "").replace("{%- endgeneration %}", "")

@@ -12,7 +12,7 @@ from moejob_trainer.data import tiny
 from moejob_trainer.data.corpus import Corpus
 from moejob_trainer.data.preparation import prepare
 from moejob_trainer.errors import BadData
-from training_data import chat, corpora, dataset, jsonl, recipe
+from trainer.training_data import chat, corpora, dataset, jsonl, recipe
 
 
 def texts(folder: Path, *contents: str) -> Path:

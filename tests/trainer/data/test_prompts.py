@@ -11,7 +11,7 @@ from moejob_api.job.model import DataFormat, Overlong
 from moejob_trainer.data import tiny
 from moejob_trainer.data.prompts import Prompts, prompts
 from moejob_trainer.errors import BadData
-from training_data import chat, dataset, jsonl, recipe, user
+from trainer.training_data import chat, dataset, jsonl, recipe, user
 
 
 def read(folder: Path, *records: dict[str, Any] | str, most: int = 64, overlong: Overlong = Overlong.DROP) -> Prompts:

@@ -13,7 +13,7 @@ import pytest
 from moejob_api.job.model import DataFormat, Dataset
 from moejob_trainer.data.sources import records
 from moejob_trainer.errors import BadData
-from training_data import jsonl
+from trainer.training_data import jsonl
 
 
 def read(source: Path | str, claims: Path = Path("/claims"), split: str = "train") -> list[tuple[dict[str, Any], str]]:

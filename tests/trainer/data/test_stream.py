@@ -30,7 +30,7 @@ from moejob_trainer.data.stream import (
     mixture,
 )
 from moejob_trainer.errors import BadData
-from training_data import corpora, dataset, jsonl, recipe
+from trainer.training_data import corpora, dataset, jsonl, recipe
 
 PACKED = BatchSize(rows=4, row_tokens=16, packing=True)
 

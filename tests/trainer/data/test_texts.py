@@ -26,7 +26,7 @@ def words(bos: str | None = "<s>", eos: str | None = "</s>") -> PreTrainedTokeni
     tokens.pre_tokenizer = pre_tokenizers.Metaspace()
     tokens.decoder = decoders.Metaspace()
     tokens.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    return PreTrainedTokenizerFast(tokenizer_object=tokens, bos_token=bos, eos_token=eos, unk_token="?")  # type: ignore[no-untyped-call]
+    return PreTrainedTokenizerFast(tokenizer_object=tokens, bos_token=bos, eos_token=eos, unk_token="?")
 
 
 def test_of_prompt_and_completion_only_the_completion_and_its_end_are_trained_on() -> None:

@@ -19,7 +19,7 @@ from moejob_trainer.data import tiny
 from moejob_trainer.data.corpus import Corpus
 from moejob_trainer.data.preparation import prepare
 from moejob_trainer.data.stream import Batch, BatchSize, Share, Training, evaluation, mixture
-from training_data import corpora, recipe
+from trainer.training_data import corpora, recipe
 
 SIZE = BatchSize(rows=8, row_tokens=256, packing=True)
 ALONE = Share(BatchPlan(data=1, tokens=256), rank=0)
@@ -50,7 +50,7 @@ def test_no_question_of_the_test_split_is_in_the_training_split() -> None:
 def test_the_tiny_model_learns_the_tiny_chats_in_sixty_steps(tmp_path: Path) -> None:
     torch.manual_seed(0)
     config: dict[str, Any] = dict(catalog.config("moejob/tiny-moe") or {})
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(config.pop("model_type"), **config), dtype=torch.float32, attn_implementation="sdpa"
     )
     using = recipe()
@@ -73,7 +73,7 @@ def test_the_tiny_model_learns_the_tiny_chats_in_sixty_steps(tmp_path: Path) -> 
 def stepped(model: PreTrainedModel, optimizer: torch.optim.Optimizer, batch: Batch) -> float:
     optimizer.zero_grad()
     mean = loss(model, batch)
-    mean.backward()  # type: ignore[no-untyped-call]
+    mean.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     return mean.item()

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from moejob_api.models.shape import Family
-from parity import Steps, write_reference
-from worlds import Worlds
+from trainer.parity.cells import Steps, write_reference
+from trainer.worlds import Worlds
 
 Reference = Callable[[Family], tuple[Path, Steps]]
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from moejob_api.models.shape import Family
-from parity import MODELS, Cell, Steps, assert_like, trained
-from worlds import Worlds
+from trainer.parity.cells import MODELS, Cell, Steps, assert_like, trained
+from trainer.worlds import Worlds
 
 Reference = Callable[[Family], tuple[Path, Steps]]
 
