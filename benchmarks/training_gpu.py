@@ -1,0 +1,158 @@
+"""Training steps of one shape on the GPUs of this machine: tokens per second, TFLOP/s and memory.
+
+    python -m benchmarks.training_gpu --micro 4 --accumulate 4
+    torchrun --nproc-per-node 4 -m benchmarks.training_gpu --expert 4 --layers 24
+
+Random tokens, real routing, nothing dropped; a whole step with clipping and Adam. Prints one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from moejob_api.cost.estimate import model_flops
+from moejob_api.job import Spec
+from moejob_api.layout.sizes import layout as layout_of
+from moejob_api.models import catalog
+from moejob_trainer.batches import Document, MicroBatch, batch_plan, global_batch
+from moejob_trainer.engine import LossTerms, TokenOutputs, UpdateResult
+from moejob_trainer.losses import cross_entropy
+from moejob_trainer.megatron.engine import MegatronEngine, Placement
+from moejob_trainer.megatron.stages import built
+from moejob_trainer.megatron.topology import start_groups
+from moejob_trainer.model.architecture import architecture
+
+STEPS, WARM = 8, 3
+
+
+def main() -> None:
+    """Measures and prints."""
+    chosen = _arguments()
+    device = _joined()
+    spec = _spec(chosen)
+    config = dict(catalog.config(chosen.model) or {}) | {"num_hidden_layers": chosen.layers}
+    model = architecture(config)
+    sizes = layout_of(spec.parallelism, 8)
+    groups = start_groups(sizes)
+    stages = built(model, spec, sizes, groups, device)
+    torch.manual_seed(1 + groups.world.rank)
+    with torch.no_grad():
+        for stage in stages:
+            for name, parameter in stage.named_parameters():
+                if "norm" not in name:
+                    parameter.normal_(std=0.02)
+    engine = MegatronEngine(model, spec, stages, Placement(groups, device), lambda _: 1e-5)
+    random = np.random.default_rng(1)
+    seconds, result = [], None
+    for _ in range(STEPS):
+        documents = [
+            Document(random.integers(0, model.shape.vocabulary, chosen.length), np.ones(chosen.length, np.float32), n)
+            for n in range(chosen.micro * chosen.accumulate * sizes.data * chosen.per_row)
+        ]
+        mine = global_batch(documents, batch_plan(spec, sizes, 0))[groups.data.rank]
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        result = engine.update(mine, loss)
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - begun)
+    if groups.world.rank == 0 and result is not None:
+        print(json.dumps(_measured(chosen, model_flops(model.shape, chosen.length), result, seconds[WARM:])))
+    dist.destroy_process_group()
+
+
+def loss(outputs: TokenOutputs, batch: MicroBatch) -> LossTerms:
+    """What supervised fine-tuning learns from."""
+    return LossTerms(cross_entropy(outputs.log_probabilities, batch.weights))
+
+
+def _measured(
+    chosen: argparse.Namespace, flops_per_token: float, result: UpdateResult, seconds: list[float]
+) -> dict[str, object]:
+    step = float(np.median(seconds))
+    ranks = dist.get_world_size()
+    return {
+        "case": vars(chosen),
+        "tokensPerSecondPerGpu": round(result.tokens / step / ranks),
+        "teraflops": round(result.tokens * flops_per_token / step / ranks / 1e12, 1),
+        "secondsPerStep": round(step, 4),
+        "peakGiB": round(torch.cuda.max_memory_allocated() / 2**30, 1),
+        "loss": round(result.loss, 4),
+        "gradNorm": round(result.gradient_norm, 4),
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name(),
+    }
+
+
+def _spec(chosen: argparse.Namespace) -> Spec:
+    return Spec.model_validate_json(
+        json.dumps(
+            {
+                "method": "SFT",
+                "model": {"source": chosen.model, "dtype": "bfloat16"},
+                "data": {
+                    "train": [{"source": "/none.jsonl", "format": "Text"}],
+                    "maxLength": chosen.length * chosen.per_row,
+                },
+                "parallelism": {
+                    "tensor": chosen.tensor,
+                    "pipeline": chosen.pipeline,
+                    "expert": chosen.expert,
+                    "context": chosen.context,
+                    "data": chosen.data,
+                },
+                "training": {
+                    "maxSteps": STEPS,
+                    "globalBatchSize": chosen.micro * chosen.accumulate,
+                    "microBatchSize": chosen.micro,
+                    "precision": {"gradients": chosen.gradients, "moments": chosen.moments},
+                    "recompute": {"granularity": chosen.recompute},
+                },
+                "moe": {"balancing": "None"},
+                "storage": {"size": "1Gi"},
+                "resources": {"gpuType": "H200"},
+            }
+        )
+    )
+
+
+def _joined() -> torch.device:
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "127.0.0.1")):
+        os.environ.setdefault(name, value)
+    os.environ.setdefault("MASTER_PORT", "29511")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    return device
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="Qwen/Qwen3-30B-A3B")
+    parser.add_argument("--gradients", default="float32")
+    parser.add_argument("--moments", default="float32")
+    parser.add_argument("--recompute", default="None")
+    for name, default in (
+        ("layers", 8),
+        ("length", 4096),
+        ("per-row", 1),
+        ("micro", 2),
+        ("accumulate", 4),
+        ("tensor", 1),
+        ("pipeline", 1),
+        ("expert", 1),
+        ("context", 1),
+        ("data", 1),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""Trains the tiny model for a few steps on one device and prints what it found; a process of its own for each device.
+
+python tests/gpu/training.py cuda bfloat16
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT / "trainer" / "src"), str(ROOT / "crds" / "src")]
+
+import numpy as np  # noqa: E402 the trainer may lie there unpacked
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+
+from moejob_api.job import Spec  # noqa: E402
+from moejob_api.layout.sizes import layout as layout_of  # noqa: E402
+from moejob_api.models import catalog  # noqa: E402
+from moejob_trainer.batches import Document, MicroBatch, batch_plan, global_batch  # noqa: E402
+from moejob_trainer.engine import LossTerms, TokenOutputs  # noqa: E402
+from moejob_trainer.losses import cross_entropy  # noqa: E402
+from moejob_trainer.megatron.cpu import use_cpu  # noqa: E402
+from moejob_trainer.megatron.engine import MegatronEngine, Placement  # noqa: E402
+from moejob_trainer.megatron.stages import built  # noqa: E402
+from moejob_trainer.megatron.topology import start_groups  # noqa: E402
+from moejob_trainer.megatron.weights import initialise  # noqa: E402
+from moejob_trainer.model.architecture import architecture  # noqa: E402
+from moejob_trainer.model.parameters import parameters  # noqa: E402
+
+STEPS = 8
+
+
+def main(device: str, dtype: str) -> None:
+    """Trains and prints losses and gradient norms as JSON."""
+    os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(29600 + len(device + dtype)))
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    if device == "cpu":
+        use_cpu()
+    model = architecture(dict(catalog.config("moejob/tiny-moe") or {}))
+    spec = _spec(dtype, device)
+    layout = layout_of(spec.parallelism, 8)
+    groups = start_groups(layout)
+    stages = built(model, spec, layout, groups, torch.device(device))
+    initialise(stages, parameters(model.shape), groups, seed=5)
+    engine = MegatronEngine(model, spec, stages, Placement(groups, torch.device(device)), lambda _: 2e-3)
+    results = [engine.update(_batches(step, spec), _loss) for step in range(STEPS)]
+    print(json.dumps({"losses": [r.loss for r in results], "norms": [r.gradient_norm for r in results]}))  # noqa: T201
+    dist.destroy_process_group()
+
+
+def _loss(outputs: TokenOutputs, batch: MicroBatch) -> LossTerms:
+    return LossTerms(cross_entropy(outputs.log_probabilities, batch.weights))
+
+
+def _batches(step: int, spec: Spec) -> list[MicroBatch]:
+    # The same few documents again and again: a model that learns is seen to.
+    random = np.random.default_rng(step % 2)
+    documents = [
+        Document(random.integers(0, 500, length), np.ones(length, np.float32), number)
+        for number, length in enumerate((120, 33, 7, 200, 64, 90, 15, 180))
+    ]
+    return global_batch(documents, batch_plan(spec, layout_of(spec.parallelism, 8), 0))[0]
+
+
+def _spec(dtype: str, device: str) -> Spec:
+    return Spec.model_validate_json(
+        json.dumps(
+            {
+                "method": "SFT",
+                "model": {"source": "moejob/tiny-moe", "dtype": dtype},
+                "data": {"train": [{"source": "moejob/tiny-chats", "format": "Chat"}], "maxLength": 256},
+                "training": {"maxSteps": STEPS, "globalBatchSize": 4, "microBatchSize": 2},
+                "moe": {"balancing": "None"},
+                "storage": {"size": "1Gi"},
+                "resources": {"accelerator": "GPU" if device == "cuda" else "CPU"},
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2])
