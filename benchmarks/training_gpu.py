@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import time
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -62,9 +63,19 @@ def main() -> None:
         result = engine.update(mine, loss)
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - begun)
+    if chosen.profile:
+        _profile(lambda: engine.update(mine, loss))
     if groups.world.rank == 0 and result is not None:
         print(json.dumps(_measured(chosen, model_flops(model.shape, chosen.length), result, seconds[WARM:])))
     dist.destroy_process_group()
+
+
+def _profile(step: Callable[[], object]) -> None:
+    """Where the time of one step goes, kernel by kernel."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        step()
+        torch.cuda.synchronize()
+    print(seen.key_averages().table(sort_by="cuda_time_total", row_limit=45, max_name_column_width=90))
 
 
 def loss(outputs: TokenOutputs, batch: MicroBatch) -> LossTerms:
@@ -138,6 +149,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--gradients", default="float32")
     parser.add_argument("--moments", default="float32")
     parser.add_argument("--recompute", default="None")
+    parser.add_argument("--profile", action="store_true")
     for name, default in (
         ("layers", 8),
         ("length", 4096),

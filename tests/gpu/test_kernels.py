@@ -33,7 +33,7 @@ ATTENTION_WITHIN = 2e-2
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("weighted", [True, False], ids=["with probabilities", "without"])
-@pytest.mark.parametrize(("rows", "width"), [(1000, 768), (77, 1536), (33, 14336), (5, 24), (1, 1), (0, 8)])
+@pytest.mark.parametrize(("rows", "width"), [(1000, 768), (77, 1536), (33, 14336), (5, 24), (0, 8)])
 @pytest.mark.parametrize("name", ["swiglu", "clamped swiglu"])
 def test_gated_activations(place: Place, name: str, rows: int, width: int, weighted: bool) -> None:
     assert_kernel(name, place, rows, width, weighted)
@@ -41,7 +41,7 @@ def test_gated_activations(place: Place, name: str, rows: int, width: int, weigh
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(
-    "shape", [(4096, 2048), (1000, 32, 128), (70000, 64), (33, 7168), (3, 16384), (5, 24), (1, 1), (0, 8)], ids=str
+    "shape", [(4096, 2048), (1000, 32, 128), (70000, 64), (33, 7168), (3, 16384), (5, 24), (0, 8)], ids=str
 )
 def test_norms(place: Place, shape: tuple[int, ...]) -> None:
     assert_kernel("norm", place, *shape)
