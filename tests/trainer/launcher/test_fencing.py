@@ -27,9 +27,9 @@ def test_the_newest_claim_holds_the_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("attempt", "restart", "said"),
     [
-        pytest.param(1, 9, "belongs to attempt 2.3 now", id="older attempt"),
-        pytest.param(2, 2, "belongs to attempt 2.3 now", id="older restart"),
-        pytest.param(2, 3, "already used by attempt 2.3", id="the same one again"),
+        pytest.param(1, 9, "belongs to attempt 2, restart 3 now", id="older attempt"),
+        pytest.param(2, 2, "belongs to attempt 2, restart 3 now", id="older restart"),
+        pytest.param(2, 3, "already used by attempt 2, restart 3", id="the same one again"),
     ],
 )
 def test_who_is_not_newer_is_refused_and_changes_nothing(tmp_path: Path, attempt: int, restart: int, said: str) -> None:

@@ -229,9 +229,9 @@ def test_ranks_start_with_the_imports_done_and_in_a_session_of_their_own(gang: M
 def test_ranks_hold_the_run_folder_under_a_new_number_at_every_start(gang: Make) -> None:
     job = gang(attempt=3)
     job.start("hold_the_folder")
-    assert {(note["claim"], note["ours"]) for note in job.notes().values()} == {("3.0", True)}
+    assert {(note["claim"], note["ours"]) for note in job.notes().values()} == {("attempt 3, restart 0", True)}
     os.kill(job.pids()[1], signal.SIGKILL)
-    assert {(note["claim"], note["ours"]) for note in job.notes(restart=1).values()} == {("3.1", True)}
+    assert {(note["claim"], note["ours"]) for note in job.notes(restart=1).values()} == {("attempt 3, restart 1", True)}
 
 
 def test_a_run_folder_of_a_newer_attempt_is_left_alone(gang: Make) -> None:
@@ -240,7 +240,7 @@ def test_a_run_folder_of_a_newer_attempt_is_left_alone(gang: Make) -> None:
     late = job.start("finish", attempt=1)
     assert late.exit_code() == 1
     assert late.word().outcome is Outcome.LOST_PEERS
-    assert "belongs to attempt 2.0 now" in late.word().message
+    assert "belongs to attempt 2, restart 0 now" in late.word().message
 
 
 def test_a_run_folder_that_is_a_file_is_bad_configuration(gang: Make) -> None:
