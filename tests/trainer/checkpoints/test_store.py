@@ -12,6 +12,7 @@ import pytest
 from moejob_api.job.storage import Checkpoint
 from moejob_api.quantities import GIB
 from moejob_trainer.checkpoints import Alone, Checkpoints, Claim, Saved, StepFolder
+from moejob_trainer.checkpoints.cleaning import clean
 from moejob_trainer.checkpoints.disk import Disk
 from moejob_trainer.errors import BadConfiguration, Retryable, Superseded
 from trainer.checkpoints.worlds import (
@@ -108,6 +109,15 @@ def test_two_jobs_never_share_a_folder(tmp_path: Path) -> None:
     with pytest.raises(BadConfiguration, match="belongs to job sft"):
         store(place(tmp_path, attempt=1, uid="uid-2")).start()
     assert files_below(tmp_path) == before
+
+
+def test_what_a_failed_save_of_ours_left_is_no_part_of_the_next(tmp_path: Path) -> None:
+    run = store(place(tmp_path))
+    run.start()
+    (tmp_path / "checkpoints/step-10.0.0").mkdir()
+    (tmp_path / "checkpoints/step-10.0.0/__7_0.distcp").write_bytes(b"of another layout")
+    run.save(moment(10))
+    assert "__7_0.distcp" not in files_below(tmp_path / "checkpoints/step-10.0.0")
 
 
 # --- in the background ---
@@ -419,6 +429,14 @@ def test_an_older_attempt_that_wakes_up_commits_and_deletes_nothing(tmp_path: Pa
     left = {name: content for name, content in files_below(tmp_path).items() if "step-20.0.0" not in name}
     assert left == before
     assert new.save(moment(20)) is not None
+
+
+@pytest.mark.parametrize(("looks", "left"), [(0, 3), (1, 2), (2, 1)])
+def test_old_checkpoints_are_deleted_only_while_the_run_is_ours(tmp_path: Path, looks: int, left: int) -> None:
+    saved(tmp_path, 10, 20, 30)
+    answers = [True] * looks + [False]
+    clean(place(tmp_path, is_ours=lambda: answers.pop(0)), policy(keep=1), FragileDisk())
+    assert len(there(tmp_path)) == left
 
 
 def test_the_volume_that_vanished_is_something_to_try_again(tmp_path: Path) -> None:
