@@ -6,7 +6,6 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from importlinter import Contract, ContractCheck, fields, output
-from importlinter.contracts.forbidden import ForbiddenContract
 
 if TYPE_CHECKING:
     from grimp import ImportGraph
@@ -32,16 +31,3 @@ class OnlyContract(Contract):
     def render_broken_contract(self, check: ContractCheck) -> None:
         for importer, imported in check.metadata["strangers"]:
             output.print_error(f"{importer} imports {imported}, which is not among {', '.join(sorted(self.allowed))}")
-
-
-class ForbiddenWherePresentContract(ForbiddenContract):
-    """`forbidden` that warns of a source module which does not exist, where the original stops."""
-
-    source_modules: Any = ForbiddenContract.source_modules
-
-    def check(self, graph: ImportGraph, verbose: bool) -> ContractCheck:
-        absent = {module for module in self.source_modules if str(module) not in graph.modules}
-        self.source_modules -= absent
-        checked = super().check(graph, verbose)
-        checked.warnings.extend(f"{module} does not exist" for module in sorted(map(str, absent)))
-        return checked

@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from importlib.machinery import EXTENSION_SUFFIXES
 from importlib.metadata import Distribution, distributions
 from pathlib import Path, PurePosixPath
@@ -24,9 +24,8 @@ _IMPORT_ALL = """
 import importlib, json, sys
 
 errors = {}
-for name, preparation in json.load(sys.stdin):
+for name in json.load(sys.stdin):
     try:
-        exec(preparation)
         importlib.import_module(name)
     except Exception as error:
         errors[name] = repr(error)
@@ -74,11 +73,10 @@ def top_modules(dist: Distribution) -> list[str]:
     return sorted(".".join(module.parts) for module in tops)
 
 
-def import_errors(names: list[str], answer: Path, preparations: Mapping[str, str] | None = None) -> dict[str, str]:
-    """What each import raises that fails; a module with a preparation comes last, after that code has run."""
-    order = sorted(((name, (preparations or {}).get(name, "")) for name in names), key=lambda entry: entry[1] != "")
+def import_errors(names: list[str], answer: Path) -> dict[str, str]:
+    """What each import raises that fails."""
     command = [sys.executable, "-W", "ignore", "-c", _IMPORT_ALL, str(answer)]
-    subprocess.run(command, input=json.dumps(order), text=True, check=True, cwd=answer.parent)
+    subprocess.run(command, input=json.dumps(names), text=True, check=True, cwd=answer.parent)
     errors: dict[str, str] = json.loads(answer.read_text())
     return errors
 

@@ -11,25 +11,10 @@ NAMES = [module for tops in MODULES.values() for module in tops]
 # Wheels of shared libraries that torch loads by path: nothing in them can be imported.
 LIBRARIES = ("cuda-toolkit", "nvidia-")
 
-# The bridge's LoRA layers name Transformer Engine's classes as they load. Megatron decides whether it has Transformer
-# Engine when it is first imported: that must come before the stand-in.
-PREPARATIONS = {
-    "megatron.bridge": """
-import sys, types
-import torch, megatron.core.extensions.transformer_engine
-
-engine = types.ModuleType("transformer_engine")
-engine.pytorch = types.ModuleType("transformer_engine.pytorch")
-engine.pytorch.Linear = engine.pytorch.LayerNormLinear = torch.nn.Linear
-engine.pytorch.ops = types.SimpleNamespace(Sequential=torch.nn.Sequential)
-sys.modules[engine.__name__], sys.modules[engine.pytorch.__name__] = engine, engine.pytorch
-"""
-}
-
 
 @pytest.fixture(scope="module")
 def errors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return import_errors(NAMES, tmp_path_factory.mktemp("imports") / "errors.json", PREPARATIONS)
+    return import_errors(NAMES, tmp_path_factory.mktemp("imports") / "errors.json")
 
 
 @pytest.mark.parametrize("module", NAMES)

@@ -1,7 +1,7 @@
 """Training steps of one shape on the GPUs of this machine: tokens per second, TFLOP/s and memory.
 
-    python -m benchmarks.training_gpu --micro 4 --accumulate 4
-    torchrun --nproc-per-node 4 -m benchmarks.training_gpu --expert 4 --layers 24
+    python -m benchmarks.trainer.gpu_step --micro 4 --accumulate 4
+    torchrun --nproc-per-node 4 -m benchmarks.trainer.gpu_step --expert 4 --layers 24
 
 Random tokens, real routing, nothing dropped; a whole step with clipping and Adam. Prints one JSON line.
 """

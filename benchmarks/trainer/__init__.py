@@ -1,0 +1,1 @@
+"""What training costs: run in the trainer environment."""
