@@ -29,7 +29,7 @@ _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.1, 3.0
 
 @dataclass
 class Watch:
-    """The watch of one kind, in one namespace or in all. `listed` is set from when the cache holds all there is of it."""
+    """The watch of one kind, in one namespace or in all. `listed` is set once the cache holds all there is of it."""
 
     kind: Kind
     api: ApiClient
