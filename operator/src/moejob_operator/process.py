@@ -35,7 +35,7 @@ log = Log(__name__)
 # something happens.
 Reconcile = Callable[[JobKey, Cluster, frozenset[GangApi]], Awaitable[float | None]]
 
-_CLOSING_SECONDS = 5.0
+CLOSING_SECONDS = 5.0
 # Reviews come one at a time, when a person applies something.
 _REVIEWERS = 2
 
@@ -67,7 +67,7 @@ async def run(settings: Settings, reconcile: Reconcile) -> int:
         finally:
             for task in tasks:
                 task.cancel()
-            await asyncio.wait(tasks, timeout=_CLOSING_SECONDS)
+            await asyncio.wait(tasks, timeout=CLOSING_SECONDS)
     failed = [task for task in tasks if not _reported(task)]
     code = 0 if ended == {told} and not failed else 1
     log.info("stopped", exit_code=code)
