@@ -67,7 +67,9 @@ def test_every_name_and_label_on_the_dashboard_is_one_that_the_operator_exports(
 
 
 def test_everything_that_the_operator_exports_of_itself_is_on_the_dashboard() -> None:
-    families = {re.sub(r"_(bucket|sum|count|created|total)$", "", name) for name in exported() if name.startswith("moejob_")}
+    families = {
+        re.sub(r"_(bucket|sum|count|created|total)$", "", name) for name in exported() if name.startswith("moejob_")
+    }
     shown = {re.sub(r"_(bucket|count|total)$", "", name) for text in expressions() for name in _NAME.findall(text)}
     assert families - shown == set()
 
