@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ from moejob_operator.certificates import hosts_of
 from moejob_operator.leases import Terms
 from moejob_operator.settings import Settings
 
+Told = Callable[[Values], tuple[Settings, Rendered]]
 PREFIX = "MOEJOB_OPERATOR_"
 # What the chart decides by values of its own, or that only a process by itself needs.
 DECIDED = {
@@ -44,7 +45,7 @@ def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def told(helm: Helm, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def told(helm: Helm, monkeypatch: pytest.MonkeyPatch) -> Told:
     """The settings of an operator that the chart starts."""
 
     def settings(values: Values) -> tuple[Settings, Rendered]:
@@ -60,7 +61,7 @@ def told(helm: Helm, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     return settings
 
 
-def test_the_operator_starts_with_what_it_is_told(told: Any) -> None:
+def test_the_operator_starts_with_what_it_is_told(told: Told) -> None:
     settings, rendered = told({"namespaces": ["team-a", "team-b"]})
     version = yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"]
     assert settings.namespaces == ("team-a", "team-b")
@@ -70,7 +71,7 @@ def test_the_operator_starts_with_what_it_is_told(told: Any) -> None:
     assert rendered.container["command"] == ["python", "-m", "moejob_operator"]
 
 
-def test_whatever_the_operator_can_be_told_the_chart_can_tell_it(told: Any) -> None:
+def test_whatever_the_operator_can_be_told_the_chart_can_tell_it(told: Told) -> None:
     settings, _ = told({"settings": OTHERS})
     expected = {_snake(name): value for name, value in OTHERS.items()}
     assert settings.model_dump(include=set(expected)) == expected
@@ -110,7 +111,7 @@ def test_every_value_is_known_to_the_schema_and_has_a_default() -> None:
 @pytest.mark.parametrize(
     "values", [{}, {"namespaces": ["team-a"]}, {"webhook": {"certificates": "CertManager"}}], ids=str
 )
-def test_the_api_server_is_led_to_what_the_operator_serves(told: Any, values: Values) -> None:
+def test_the_api_server_is_led_to_what_the_operator_serves(told: Told, values: Values) -> None:
     settings, rendered = told(values)
     ports = {port["name"]: port["containerPort"] for port in rendered.container["ports"]}
     assert ports == {"http": settings.http_port, "webhook": settings.webhook_port}
@@ -124,7 +125,7 @@ def test_the_api_server_is_led_to_what_the_operator_serves(told: Any, values: Va
     assert (port["port"], port["targetPort"]) == (service["port"], "webhook")
 
 
-def test_rights_by_name_are_to_what_the_operator_uses(told: Any) -> None:
+def test_rights_by_name_are_to_what_the_operator_uses(told: Told) -> None:
     settings, rendered = told({})
     named = {
         rule["resources"][0]: rule["resourceNames"]
@@ -143,14 +144,14 @@ def test_rights_by_name_are_to_what_the_operator_uses(told: Any) -> None:
     assert rendered.one("Lease")["metadata"]["name"] == settings.lease_name
 
 
-def test_a_certificate_of_cert_manager_is_for_the_names_the_operator_goes_by(told: Any) -> None:
+def test_a_certificate_of_cert_manager_is_for_the_names_the_operator_goes_by(told: Told) -> None:
     settings, rendered = told({"webhook": {"certificates": "CertManager"}})
     spec = rendered.one("Certificate")["spec"]
     assert spec["dnsNames"] == list(hosts_of(settings.webhook_service, NAMESPACE))
     assert spec["secretName"] == settings.webhook_secret
 
 
-def test_probes_and_metrics_ask_the_port_that_answers(told: Any) -> None:
+def test_probes_and_metrics_ask_the_port_that_answers(told: Told) -> None:
     settings, rendered = told({})
     container = rendered.container
     asked = {name: container[f"{name}Probe"]["httpGet"] for name in ("startup", "liveness", "readiness")}
@@ -168,7 +169,7 @@ def test_the_operator_may_reach_the_pods_of_jobs(helm: Helm) -> None:
 
 
 @pytest.mark.parametrize("stop_seconds", [None, 45.5])
-def test_a_pod_gets_as_long_to_end_as_the_operator_takes(told: Any, stop_seconds: float | None) -> None:
+def test_a_pod_gets_as_long_to_end_as_the_operator_takes(told: Told, stop_seconds: float | None) -> None:
     settings, rendered = told({} if stop_seconds is None else {"settings": {"stopSeconds": stop_seconds}})
     sleep = rendered.container["lifecycle"]["preStop"]["sleep"]["seconds"]
     takes = sleep + settings.stop_seconds + process.CLOSING_SECONDS

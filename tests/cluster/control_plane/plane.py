@@ -131,6 +131,9 @@ def _node(name: str) -> dict[str, object]:
     return {
         "apiVersion": "v1",
         "kind": "Node",
-        "metadata": {"name": name, "labels": {"kwok.x-k8s.io/node": "fake", "kubernetes.io/hostname": name}},
+        "metadata": {
+            "name": name,
+            "labels": {"kwok.x-k8s.io/node": "fake", "kubernetes.io/hostname": name, "kubernetes.io/os": "linux"},
+        },
         "status": {"capacity": resources, "allocatable": resources},
     }
