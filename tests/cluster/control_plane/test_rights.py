@@ -266,10 +266,11 @@ def test_the_operator_has_no_rights_but_those_by_name(home: Home) -> None:
         ("get", "secrets"),
         ("create", "secrets"),
         ("list", "secrets"),
-        ("create", "serviceaccounts/token"),
-        ("create", "pods/exec"),
+        ("create", "serviceaccounts", "--subresource=token"),
+        ("create", "pods", "--subresource=exec"),
         ("update", "moetrainingjobs.moejob.dev"),
         ("bind", "clusterroles"),
     ):
+        # kubectl ends with 1 after a no.
         with pytest.raises(KubectlError):
             plane.kubectl("auth", "can-i", *question, f"--as={account}", f"--namespace={home.namespace}")
