@@ -22,7 +22,8 @@ from cluster.control_plane.operators import Home
 from cluster.control_plane.plane import ControlPlane
 from cluster.waiting import until
 
-DEFINITION = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/moetrainingjobs.moejob.dev"
+DEFINITIONS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
+DEFINITION = f"{DEFINITIONS}/moetrainingjobs.moejob.dev"
 HOOKS = "/apis/admissionregistration.k8s.io/v1/validatingwebhookconfigurations"
 TEST = "moejob-operator-test"
 SECONDS = 60

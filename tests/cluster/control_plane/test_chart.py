@@ -18,6 +18,7 @@ from cluster.control_plane.plane import ControlPlane, KubectlError
 from cluster.control_plane.plane import control_plane as running_control_plane
 from cluster.control_plane.releases import (
     DEFINITION,
+    DEFINITIONS,
     HOOKS,
     Release,
     changed_chart,
@@ -25,7 +26,9 @@ from cluster.control_plane.releases import (
     release,
     said_by_helm_test,
 )
+from cluster.control_plane.stand_ins import definition
 from cluster.waiting import until
+from moejob_operator.certificates import made, utc_now
 
 pytestmark = pytest.mark.cluster
 
@@ -170,6 +173,42 @@ def lead_to(operator: Operator, installed: Release) -> None:
     installed.plane.kubectl("patch", "service", "moejob-webhook", *at, "--type=merge", f"--patch={to_here}")
     port = f'[{{"op": "replace", "path": "/webhooks/0/clientConfig/service/port", "value": {operator.webhook_port}}}]'
     installed.plane.kubectl("patch", "validatingwebhookconfiguration", "moejob", *at, "--type=json", f"--patch={port}")
+
+
+def test_with_cert_manager_its_certificate_is_served_and_the_operator_makes_none(
+    plane: ControlPlane, tmp_path: Path
+) -> None:
+    for kind in ("Certificate", "Issuer"):
+        plane.api.create(DEFINITIONS, definition("cert-manager.io/v1", kind))
+    with release(plane, tmp_path) as found:
+        until(lambda: is_installed(found), seconds=30, waiting_for="kinds of cert-manager to be known")
+        pair = made(
+            tuple(found.get("cert-manager.io/v1:certificates/moejob-webhook-certificate")["spec"]["dnsNames"]),
+            utc_now(),
+        )
+        data = {"tls.crt": pair.certificate, "tls.key": pair.key, "ca.crt": pair.authority}
+        encoded = {name: base64.b64encode(value).decode() for name, value in data.items()}
+        secret = {"metadata": {"name": "moejob-webhook-certificate"}, "type": "kubernetes.io/tls", "data": encoded}
+        plane.api.create(f"/api/v1/namespaces/{found.namespace}/secrets", secret)
+        trust = f'[{{"op": "add", "path": "/webhooks/0/clientConfig/caBundle", "value": "{encoded["ca.crt"]}"}}]'
+        plane.kubectl("patch", "validatingwebhookconfiguration", "moejob", "--type=json", f"--patch={trust}")
+        with running(found.home) as operator:
+            lead_to(operator, found)
+            assert "ok: a job that cannot work is denied" in said_by_helm_test(
+                found, f"http://127.0.0.1:{operator.port}"
+            )
+        assert certificate(found) == encoded
+        assert bundle(plane) == encoded["ca.crt"]
+
+
+def is_installed(found: Release) -> bool:
+    try:
+        found.install({"webhook": {"certificates": "CertManager"}})
+    except HelmError as refused:
+        if "no matches for kind" in str(refused):
+            return False
+        raise
+    return True
 
 
 # --- upgrade and rollback -------------------------------------------------------------------------------------------

@@ -14,7 +14,8 @@ from cluster.control_plane.jobs import Body, body, path, text
 from cluster.control_plane.operators import ACCOUNT, Home
 from cluster.control_plane.plane import ControlPlane, KubectlError
 from cluster.control_plane.plane import control_plane as running_control_plane
-from cluster.control_plane.releases import release
+from cluster.control_plane.releases import DEFINITIONS, release
+from cluster.control_plane.stand_ins import definition
 from cluster.waiting import until
 from moejob_operator.children.gangs import GangApi
 
@@ -33,28 +34,8 @@ def plane(programs: Mapping[str, Path], tmp_path_factory: pytest.TempPathFactory
     """A control plane of our own, with every gang scheduler's API."""
     with running_control_plane(tmp_path_factory.mktemp("rights"), programs, NODES) as found:
         for api in STAND_INS.values():
-            found.api.create("/apis/apiextensions.k8s.io/v1/customresourcedefinitions", stand_in(api))
+            found.api.create(DEFINITIONS, definition(api, "PodGroup"))
         yield found
-
-
-def stand_in(api: GangApi) -> Body:
-    """A definition of pod groups that takes whatever they say."""
-    group, _, version = api.value.partition("/")
-    anything = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
-    schema = {"openAPIV3Schema": {"type": "object", "properties": {"spec": anything, "status": anything}}}
-    return {
-        "metadata": {
-            "name": f"podgroups.{group}",
-            # Names under k8s.io are protected.
-            "annotations": {"api-approved.kubernetes.io": "unapproved, a stand-in"},
-        },
-        "spec": {
-            "group": group,
-            "scope": "Namespaced",
-            "names": {"plural": "podgroups", "singular": "podgroup", "kind": "PodGroup", "listKind": "PodGroupList"},
-            "versions": [{"name": version, "served": True, "storage": True, "schema": schema}],
-        },
-    }
 
 
 @pytest.fixture(params=["all namespaces", "one namespace"])
