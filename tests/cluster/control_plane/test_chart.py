@@ -252,6 +252,30 @@ def test_a_rollback_brings_back_all_of_the_version_before(installed: Release) ->
     assert plane.api.get(path(installed.namespace, "job"))["spec"]["method"] == "SFT"
 
 
+def test_a_definition_that_came_by_kubectl_is_taken_over_when_asked_to(plane: ControlPlane, tmp_path: Path) -> None:
+    older = changed_chart(tmp_path, "0.0.9", new_field=FIELD) / "files" / "moetrainingjobs.yaml"
+    plane.kubectl("apply", "--server-side=false", "-f", older)
+    with release(plane, tmp_path) as found:
+        with pytest.raises(HelmError, match="invalid ownership metadata"):
+            found.install()
+        found.install({}, "--take-ownership", "--force-conflicts")
+        assert FIELD not in fields_of(plane.api.get(DEFINITION))
+
+
+def test_other_namespaces_can_be_served_from_the_next_upgrade_on(installed: Release) -> None:
+    plane = installed.plane
+    with running(installed.home):
+        until(lambda: bundle(plane), seconds=20, waiting_for="the authority")
+    installed.upgrade(CHART, {"namespaces": [installed.namespace]})
+    home = installed.home
+    with running(home):
+        create_job(plane, installed.namespace)
+        until(lambda: len(trainers(plane, installed.namespace)) == 2, seconds=20, waiting_for=home.tails)
+        until(lambda: bundle(plane, f"moejob-{installed.namespace}"), seconds=20, waiting_for="the authority, anew")
+    with pytest.raises(RefusedError, match="not found"):
+        bundle(plane)
+
+
 def test_a_failed_upgrade_leaves_the_replicas_that_work(installed: Release) -> None:
     plane = installed.plane
     before = {pod["metadata"]["name"] for pod in installed.get("pods")["items"]}
