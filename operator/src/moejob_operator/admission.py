@@ -23,6 +23,8 @@ from moejob_api.problems import InvalidSpec, Problem, Rule
 from moejob_operator.judging import Judgement, judgement
 
 PATH = "/validate"
+# What a denial is signed with.
+HOOK = "validate.moejob.dev"
 # Two objects of the most that etcd holds, as JSON in JSON.
 BODY_BYTES = 4 * 1024 * 1024
 # What is longer, the API server cuts off; all warnings together may have 4096.

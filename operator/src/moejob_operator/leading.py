@@ -21,10 +21,10 @@ _RETRY_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Leader:
-    """Leads for as long as it is let."""
+    """Leads for as long as it is let. All lists are of one cache and know the same gang schedulers."""
 
     queue: WorkQueue[JobKey]
-    lists: Lists
+    lists: Sequence[Lists]
     watches: Sequence[Watch]
     resync_seconds: float
     leads: Callable[[bool], None]
@@ -49,12 +49,12 @@ class Leader:
             if await self._listed(Kind.JOB, Kind.POD_GROUP):
                 break
             await asyncio.sleep(_RETRY_SECONDS)
-        for key in self.lists.cache.all_keys():
+        for key in self._all_keys():
             self.queue.add(key)
 
     async def _look_again(self) -> None:
         while True:
-            for key in self.lists.cache.all_keys():
+            for key in self._all_keys():
                 # Later than half a period: all have just been looked at. Never together: none has to wait for the rest.
                 self.queue.add(key, random.uniform(0.5, 1.5) * self.resync_seconds)
             await asyncio.sleep(self.resync_seconds)
@@ -63,10 +63,14 @@ class Leader:
     async def _listed(self, *kinds: Kind) -> bool:
         """Whether these kinds, and which gang schedulers there are, were read anew."""
         try:
-            await self.lists.gangs.refresh()
-            for kind in kinds:
-                await self.lists.fill(kind)
+            await self.lists[0].gangs.refresh()
+            for lists in self.lists:
+                for kind in kinds:
+                    await lists.fill(kind)
         except (Retryable, Forbidden) as error:
             log.warning("cannot list", error=str(error))
             return False
         return True
+
+    def _all_keys(self) -> list[JobKey]:
+        return self.lists[0].cache.all_keys()

@@ -97,7 +97,9 @@ class Lists:
                     if key is not None:
                         found.setdefault(key, []).append(slim(kind, raw))
         version = min(versions, default=0)
-        for key in {*found, *self.cache.all_keys()}:
+        # What is in a namespace of other lists, these have not seen.
+        known = {key for key in self.cache.all_keys() if self.namespace in (None, key.namespace)}
+        for key in known | set(found):
             self.cache.listed(kind, key, found.get(key, ()), version)
         return version
 

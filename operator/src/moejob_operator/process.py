@@ -25,7 +25,7 @@ from moejob_operator.lists import GangApis, Lists
 from moejob_operator.logs import Log
 from moejob_operator.metrics import Metrics
 from moejob_operator.settings import Settings, unique
-from moejob_operator.watching import watches
+from moejob_operator.watching import WATCHED, watches
 from moejob_operator.webhook import Webhook
 from moejob_operator.work_queue import Pace, WorkQueue
 
@@ -35,7 +35,7 @@ log = Log(__name__)
 # something happens.
 Reconcile = Callable[[JobKey, Cluster, frozenset[GangApi]], Awaitable[float | None]]
 
-_CLOSING_SECONDS = 5.0
+CLOSING_SECONDS = 5.0
 # Reviews come one at a time, when a person applies something.
 _REVIEWERS = 2
 
@@ -55,7 +55,7 @@ async def run(settings: Settings, reconcile: Reconcile) -> int:
     async with AsyncExitStack() as stack:
         parts = await _built(stack, settings, reconcile, stopping)
         tasks = _started(parts, stopping)
-        log.info("started", identity=settings.identity, namespace=settings.namespace)
+        log.info("started", identity=settings.identity, namespaces=settings.namespaces)
         leading, told, *_ = tasks
         try:
             ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -67,7 +67,7 @@ async def run(settings: Settings, reconcile: Reconcile) -> int:
         finally:
             for task in tasks:
                 task.cancel()
-            await asyncio.wait(tasks, timeout=_CLOSING_SECONDS)
+            await asyncio.wait(tasks, timeout=CLOSING_SECONDS)
     failed = [task for task in tasks if not _reported(task)]
     code = 0 if ended == {told} and not failed else 1
     log.info("stopped", exit_code=code)
@@ -81,7 +81,7 @@ def _started(parts: _Parts, stopping: asyncio.Event) -> list[asyncio.Task[Any]]:
     tasks: list[asyncio.Task[Any]] = [
         asyncio.create_task(parts.leadership.run(parts.leader.lead), name="election"),
         asyncio.create_task(stopping.wait(), name="signal"),
-        *(asyncio.create_task(watch.run(), name=f"watch of {watch.kind}") for watch in parts.leader.watches),
+        *(asyncio.create_task(watch.run(), name=watch.name) for watch in parts.leader.watches),
     ]
     if parts.webhook is not None:
         tasks.append(asyncio.create_task(parts.webhook.run(), name="webhook"))
@@ -107,11 +107,11 @@ async def _built(stack: AsyncExitStack, settings: Settings, reconcile: Reconcile
     cache = Cache()
     metrics.count(lambda: cache.jobs() if leadership.remaining_seconds() > 0 else ())
     gangs = GangApis(api)
-    lists = Lists(api, cache, settings.namespace, gangs)
+    lists = [Lists(api, cache, namespace, gangs) for namespace in settings.namespaces or (None,)]
     cluster = ApiServer(
         api=api,
         cache=cache,
-        lists=lists,
+        lists=lists[0],
         pods=await stack.enter_async_context(_pod_session(settings)),
         identity=settings.identity,
         remaining_seconds=leadership.remaining_seconds,
@@ -123,8 +123,9 @@ async def _built(stack: AsyncExitStack, settings: Settings, reconcile: Reconcile
         Pace(settings.workers, settings.spacing_seconds),
         expected=(Conflict, Retryable, Forbidden),
     )
-    # As many connections as there are watches, and one to spare for when one of them begins anew.
-    watching = watches(await _client(stack, settings, metrics, concurrency=8), lists, queue.add)
+    # As many connections as there are watches, and one to spare for each that begins anew.
+    watched = await _client(stack, settings, metrics, concurrency=2 * len(WATCHED) * len(lists))
+    watching = [watch for places in lists for watch in watches(watched, places, queue.add)]
     parts = _Parts(leadership, Leader(queue, lists, watching, settings.resync_seconds, metrics.leads), webhook)
     served = health.application(metrics, lambda: _missing(parts, stopping))
     await stack.enter_async_context(health.served(served, settings.http_port))
@@ -165,9 +166,7 @@ def _webhook(
 def _missing(parts: _Parts, stopping: asyncio.Event) -> Mapping[str, str]:
     if stopping.is_set():
         return {"operator": "is stopping"}
-    lacks = {
-        f"watch of {watch.kind}": "has not listed yet" for watch in parts.leader.watches if not watch.listed.is_set()
-    }
+    lacks = {watch.name: "has not listed yet" for watch in parts.leader.watches if not watch.listed.is_set()}
     if parts.webhook is not None and parts.webhook.pair is None:
         lacks["webhook"] = f"the Secret {parts.webhook.store.secret} holds no certificate yet"
     return lacks

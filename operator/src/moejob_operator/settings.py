@@ -45,7 +45,7 @@ class Settings(BaseSettings):
         extra="forbid",
     )
 
-    namespace: Annotated[str | None, Field(description="Serve this namespace only. Absent: all.")] = None
+    namespaces: Annotated[tuple[str, ...], Field(description="Serve these namespaces only. Absent: all.")] = ()
     kubeconfig: Annotated[
         Path | None, Field(description="How to reach the API server. Absent: as a pod, else as kubectl would.")
     ] = None

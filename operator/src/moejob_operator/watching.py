@@ -29,7 +29,7 @@ _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.1, 3.0
 
 @dataclass
 class Watch:
-    """The watch of one kind. `listed` is set from when the cache holds all there is of it."""
+    """The watch of one kind, in one namespace or in all. `listed` is set once the cache holds all there is of it."""
 
     kind: Kind
     api: ApiClient
@@ -37,6 +37,12 @@ class Watch:
     look: Callable[[JobKey], None]
     listed: asyncio.Event = field(default_factory=asyncio.Event)
     _pause: float = _SHORTEST_PAUSE
+
+    @property
+    def name(self) -> str:
+        """What people call it."""
+        namespace = self.lists.namespace
+        return f"watch of {self.kind}" if namespace is None else f"watch of {self.kind} in {namespace}"
 
     async def run(self) -> NoReturn:
         """Watch for ever, whatever the API server does."""
@@ -46,9 +52,9 @@ class Watch:
                 while True:
                     version = await self._follow(version)
             except Expired:
-                log.info("a watch has expired", kind=self.kind)
+                log.info("a watch has expired", part=self.name)
             except (Retryable, Forbidden, Absent) as error:
-                log.warning("cannot list", kind=self.kind, error=str(error))
+                log.warning("cannot list", part=self.name, error=str(error))
                 await self._wait()
 
     async def _list(self) -> str:
@@ -69,7 +75,7 @@ class Watch:
         except Expired:
             raise
         except Retryable as error:
-            log.info("a watch goes on", kind=self.kind, error=str(error))
+            log.info("a watch goes on", part=self.name, error=str(error))
         if version == begun:
             await self._wait()
         else:

@@ -1,4 +1,7 @@
-"""Operator processes as a pod would run them, under a service account of their own; knows not what they decide."""
+"""Operator processes as the chart's pods would run them: its service account, its rights, its settings.
+
+Knows not what they decide.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from charts import Object, Rendered, Values
 from cluster.control_plane.plane import ControlPlane
 from cluster.processes import Process
 from cluster.waiting import until
 
-RIGHTS = Path(__file__).with_name("operator_rights.yaml")
 ACCOUNT = "moejob-operator"
+# Of the chart, what a process needs that runs outside the cluster.
+RIGHTS = ("ServiceAccount", "Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding", "Lease", "Secret")
 # Importing takes a second or two, more on a machine that is busy.
 START_SECONDS = 30
 
@@ -72,9 +77,10 @@ class Operator:
 
 @dataclass
 class Home:
-    """Where the operator is installed: a namespace, a service account, its rights."""
+    """Where the operator is installed: a namespace, and what the chart puts into it."""
 
     plane: ControlPlane
+    chart: Rendered
     namespace: str
     folder: Path
     replicas: list[Operator] = field(default_factory=list)
@@ -92,7 +98,7 @@ class Home:
             f"--webhook-port={webhook_port}",
             *flags,
         ]
-        variables = [f"{key}={value}" for key, value in (environment or {}).items()]
+        variables = [f"{key}={value}" for key, value in (self.chart.environment | dict(environment or {})).items()]
         command = ["env", *variables, sys.executable, "-m", "moejob_operator", *arguments]
         made = Operator(Process(name, command, self.folder), port, webhook_port)
         self.replicas.append(made)
@@ -115,29 +121,27 @@ class Home:
 
 
 @contextmanager
-def installed(plane: ControlPlane, namespace: str, folder: Path) -> Iterator[Home]:
-    """The operator's account and rights; on the way out its processes end and its rights with them."""
-    plane.kubectl("apply", "-f", RIGHTS)
-    plane.api.create(f"/api/v1/namespaces/{namespace}/serviceaccounts", {"metadata": {"name": ACCOUNT}})
-    rbac = "/apis/rbac.authorization.k8s.io/v1"
-    everywhere = f"{rbac}/clusterrolebindings/{namespace}"
-    plane.api.create(everywhere.rpartition("/")[0], _binding(namespace, "moejob-operator", namespace))
-    plane.api.create(f"{rbac}/namespaces/{namespace}/rolebindings", _binding(namespace, "moejob-operator-home", "home"))
-    home = Home(plane, namespace, folder)
+def installed(plane: ControlPlane, namespace: str, folder: Path, values: Values | None = None) -> Iterator[Home]:
+    """The chart's account and rights; on the way out its processes end and its rights with them."""
+    chart = plane.helm.rendered(values, namespace)
+    rights = json.dumps({"apiVersion": "v1", "kind": "List", "items": list(_rights(chart))})
+    plane.kubectl("apply", "-f", "-", stdin=rights)
+    home = Home(plane, chart, namespace, folder)
     try:
         yield home
     finally:
         for replica in home.replicas:
             replica.process.stop()
-        plane.api.delete(everywhere)
+        plane.kubectl("delete", "--ignore-not-found", "-f", "-", stdin=rights)
 
 
-def _binding(namespace: str, role: str, name: str) -> dict[str, Any]:
-    return {
-        "metadata": {"name": name},
-        "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": role},
-        "subjects": [{"kind": "ServiceAccount", "name": ACCOUNT, "namespace": namespace}],
-    }
+def _rights(chart: Rendered) -> Iterator[Object]:
+    """Those of the operator: not what its test may do, nor its users."""
+    for found in chart.objects:
+        labels = found["metadata"]["labels"]
+        is_for_users = any("aggregate-to" in label for label in labels)
+        if found["kind"] in RIGHTS and labels["app.kubernetes.io/component"] == "operator" and not is_for_users:
+            yield found
 
 
 def free_port() -> int:

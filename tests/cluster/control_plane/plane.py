@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+from charts import Helm
 from cluster.control_plane.api import Api, RefusedError
 from cluster.control_plane.components import Component, Site, flags, health_url, new_site
 from cluster.control_plane.kubeconfigs import write_for_certificate, write_for_token
@@ -22,7 +23,7 @@ READY_SECONDS = 60
 
 # In the order in which they start.
 ALWAYS = (Component.ETCD, Component.API_SERVER, Component.CONTROLLER_MANAGER, Component.SCHEDULER)
-PROGRAMS = (*Component, "kubectl")
+PROGRAMS = (*Component, "kubectl", "helm")
 
 
 class KubectlError(Exception):
@@ -46,6 +47,7 @@ class ControlPlane:
         self.nodes: list[str] = []
         self._site = site
         self._kubectl = programs["kubectl"]
+        self.helm = Helm(programs["helm"], site.folder / "helm")
 
     def start(self, *components: Component) -> None:
         """Run components side by side and return when all are ready."""
@@ -129,6 +131,9 @@ def _node(name: str) -> dict[str, object]:
     return {
         "apiVersion": "v1",
         "kind": "Node",
-        "metadata": {"name": name, "labels": {"kwok.x-k8s.io/node": "fake", "kubernetes.io/hostname": name}},
+        "metadata": {
+            "name": name,
+            "labels": {"kwok.x-k8s.io/node": "fake", "kubernetes.io/hostname": name, "kubernetes.io/os": "linux"},
+        },
         "status": {"capacity": resources, "allocatable": resources},
     }

@@ -200,23 +200,9 @@ def webhook(home: Home) -> Iterator[Operator]:
         {"metadata": {"name": "moejob-webhook"}, "spec": {"type": "ExternalName", "externalName": "localhost"}},
     )
     hooks = "/apis/admissionregistration.k8s.io/v1/validatingwebhookconfigurations"
-    service = {"name": "moejob-webhook", "namespace": namespace, "path": "/validate", "port": operator.webhook_port}
-    rule = {
-        "apiGroups": ["moejob.dev"],
-        "apiVersions": ["v1alpha1"],
-        "operations": ["CREATE", "UPDATE"],
-        "resources": ["moetrainingjobs"],
-    }
-    hook = {
-        "name": "validate.moejob.dev",
-        "clientConfig": {"service": service},
-        "rules": [rule],
-        "failurePolicy": "Ignore",
-        "sideEffects": "None",
-        "admissionReviewVersions": ["v1"],
-        "timeoutSeconds": 10,
-    }
-    plane.api.create(hooks, {"metadata": {"name": "moejob"}, "webhooks": [hook]})
+    configuration = home.chart.one("ValidatingWebhookConfiguration")
+    configuration["webhooks"][0]["clientConfig"]["service"]["port"] = operator.webhook_port
+    plane.api.create(hooks, configuration)
     operator.start()
     until(lambda: operator.is_ready, seconds=20, waiting_for=home.tails)
     try:

@@ -70,7 +70,7 @@ class Story:
     def __post_init__(self) -> None:
         self.watch.listed.set()
         self.queue: WorkQueue[JobKey] = WorkQueue(self.look, NoMetrics(), Pace())
-        self.leader = Leader(self.queue, self.lists, [self.watch], 100.0, self.leads.append)  # type: ignore[arg-type, list-item]
+        self.leader = Leader(self.queue, [self.lists], [self.watch], 100.0, self.leads.append)  # type: ignore[list-item]
 
     async def look(self, key: JobKey) -> None:
         self.looks.append((now(), key))

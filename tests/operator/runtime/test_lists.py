@@ -65,6 +65,19 @@ def test_an_operator_of_one_namespace_lists_that_one() -> None:
     asyncio.run(story())
 
 
+def test_what_is_in_another_namespace_is_not_missed_in_this_one() -> None:
+    async def story() -> None:
+        async with stand_in() as (server, api):
+            everything(server)
+            cache = Cache()
+            cache.seen(Kind.JOB, stored("MoETrainingJob", "vanished"))
+            cache.seen(Kind.JOB, stored("MoETrainingJob", "job", metadata={"namespace": "elsewhere"}))
+            await Lists(api, cache, "default", GangApis(api)).fill(Kind.JOB)
+            assert cache.all_keys() == [JobKey("elsewhere", "job")]
+
+    asyncio.run(story())
+
+
 def test_the_version_of_a_list_is_where_a_watch_begins() -> None:
     async def story() -> None:
         async with stand_in() as (server, api):

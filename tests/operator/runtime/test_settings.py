@@ -15,7 +15,7 @@ def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_a_word_everything_is_set() -> None:
     found = read_settings([])
-    assert found.namespace is None
+    assert found.namespaces == ()
     assert found.terms == Terms()
     assert found.webhook_certificates == "SelfSigned"
 
@@ -28,8 +28,14 @@ def test_a_flag_wins_over_a_variable_and_a_variable_over_the_default(monkeypatch
 
 
 def test_an_empty_variable_is_as_if_it_were_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MOEJOB_OPERATOR_NAMESPACE", "")
-    assert read_settings([]).namespace is None
+    monkeypatch.setenv("MOEJOB_OPERATOR_NAMESPACES", "")
+    assert read_settings([]).namespaces == ()
+
+
+def test_several_namespaces_are_a_list_of_json_in_a_variable_and_one_flag_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOEJOB_OPERATOR_NAMESPACES", '["team-a", "team-b"]')
+    assert read_settings([]).namespaces == ("team-a", "team-b")
+    assert read_settings(["--namespaces", "team-c", "--namespaces=team-d"]).namespaces == ("team-c", "team-d")
 
 
 def test_switches_and_choices_are_given_as_flags() -> None:

@@ -48,6 +48,7 @@ class Served:
     store: FakeStore = field(default_factory=FakeStore)
     leads: bool = False
     ends: list[float] = field(default_factory=list)
+    check_seconds: float = 0.02
 
     def __post_init__(self) -> None:
         app = web.Application()
@@ -60,8 +61,8 @@ class Served:
             lambda: self.leads,
             self.ends.append,
             host="127.0.0.1",
-            first_seconds=0.01,
-            check_seconds=0.02,
+            tick_seconds=0.01,
+            check_seconds=self.check_seconds,
         )
         self.task = asyncio.ensure_future(self.webhook.run())
 
@@ -119,6 +120,24 @@ def test_a_leader_makes_the_certificate_itself() -> None:
 
         await until(is_served)
         assert served.store.made >= 1
+        await served.end()
+
+    asyncio.run(story())
+
+
+def test_a_new_leader_keeps_the_certificate_at_once() -> None:
+    """There may be one already, that a new webhook configuration does not trust yet."""
+
+    async def story() -> None:
+        served = Served(FakeStore(FIRST), check_seconds=3600)
+        await until(lambda: served.serves(FIRST))
+        assert served.store.made == 0
+        served.leads = True
+
+        async def is_kept() -> bool:
+            return served.store.made > 0
+
+        await until(is_kept)
         await served.end()
 
     asyncio.run(story())

@@ -12,7 +12,7 @@ from pathlib import Path
 from moejob_api.crd.definition import definition
 from moejob_api.documents.writing import yaml_text
 
-FILES = (Path("crds/moetrainingjobs.yaml"), Path("charts/moejob/crds/moetrainingjobs.yaml"))
+FILES = (Path("crds/moetrainingjobs.yaml"), Path("charts/moejob/files/moetrainingjobs.yaml"))
 _HEADER = "# Generated from the models in crds/src/moejob_api/job by `make generate`. Change those, not this file.\n"
 _SHOWN_LINES = 40
 

@@ -1,0 +1,96 @@
+{{/*
+Names are fixed, whatever the release is called: two operators that would serve the same jobs want the same names, and
+Helm refuses the second. Only what has no namespace is named after the release's where an operator serves some namespaces.
+*/}}
+{{- define "moejob.name" -}}moejob-operator{{- end }}
+
+{{- define "moejob.clusterName" -}}
+{{ include "moejob.name" . }}{{ if .Values.namespaces }}-{{ .Release.Namespace }}{{ end }}
+{{- end }}
+
+{{- define "moejob.hooks" -}}
+moejob{{ if .Values.namespaces }}-{{ .Release.Namespace }}{{ end }}
+{{- end }}
+
+{{- define "moejob.certificate" -}}moejob-webhook-certificate{{- end }}
+
+{{- define "moejob.selected" -}}
+app.kubernetes.io/name: moejob
+app.kubernetes.io/component: operator
+{{- end }}
+
+{{- define "moejob.common" -}}
+app.kubernetes.io/name: moejob
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version | replace "+" "_" }}
+{{- end }}
+
+{{- define "moejob.labels" -}}
+{{ include "moejob.common" . }}
+app.kubernetes.io/component: operator
+{{- end }}
+
+{{/* An image: list VALUES NAME DEFAULT-TAG. */}}
+{{- define "moejob.image" -}}
+{{- $images := index . 0 }}{{ $name := index . 1 }}
+{{- with $images.registry }}{{ trimSuffix "/" . }}/{{ end }}{{ $name }}
+{{- if not (contains "@" $name) }}:{{ $images.tag | default (index . 2) }}{{ end }}
+{{- end }}
+
+{{/* Rules for one role, on jobs and what is made for them. */}}
+{{- define "moejob.jobRules" -}}
+- apiGroups: [moejob.dev]
+  resources: [moetrainingjobs]
+  verbs: [list, watch, delete]
+- apiGroups: [moejob.dev]
+  resources: [moetrainingjobs/status]
+  verbs: [update]
+- apiGroups: [""]
+  resources: [pods]
+  verbs: [get, list, watch, create, delete]
+- apiGroups: [""]
+  resources: [services, persistentvolumeclaims]
+  verbs: [get, list, watch, create]
+- apiGroups: [scheduling.k8s.io, scheduling.volcano.sh, scheduling.x-k8s.io]
+  resources: [podgroups]
+  verbs: [get, list, create]
+- apiGroups: [events.k8s.io]
+  resources: [events]
+  verbs: [create]
+{{- end }}
+
+{{- define "moejob.nodeRules" -}}
+- apiGroups: [""]
+  resources: [nodes]
+  verbs: [get]
+{{- end }}
+
+{{/* cert-manager puts the authority in by itself. */}}
+{{- define "moejob.hookRules" -}}
+- apiGroups: [admissionregistration.k8s.io]
+  resources: [validatingwebhookconfigurations]
+  resourceNames: [{{ include "moejob.hooks" . }}]
+  verbs: [get, patch]
+{{- end }}
+
+{{- define "moejob.subjects" -}}
+- kind: ServiceAccount
+  name: {{ include "moejob.name" . }}
+  namespace: {{ .Release.Namespace | quote }}
+{{- end }}
+
+{{/* What no schema can say. */}}
+{{- define "moejob.checked" -}}
+{{- $terms := .Values.leaderElection }}
+{{- if gt (addf $terms.renewDeadlineSeconds 1) (float64 $terms.leaseSeconds) }}
+{{- fail (printf "leaderElection: renewDeadlineSeconds %v must be at least a second less than leaseSeconds %v: a leader has to stop before another may begin" $terms.renewDeadlineSeconds $terms.leaseSeconds) }}
+{{- end }}
+{{- if gt (mulf 2 $terms.retrySeconds) (float64 $terms.renewDeadlineSeconds) }}
+{{- fail (printf "leaderElection: retrySeconds %v must be at most half of renewDeadlineSeconds %v: one lost renewal must not end a leader" $terms.retrySeconds $terms.renewDeadlineSeconds) }}
+{{- end }}
+{{- if and .Values.webhook.issuerRef (ne .Values.webhook.certificates "CertManager") }}
+{{- fail (printf "webhook.issuerRef names an issuer of cert-manager, but webhook.certificates is %s; set it to CertManager, or remove issuerRef" .Values.webhook.certificates) }}
+{{- end }}
+{{- end }}

@@ -1,0 +1,156 @@
+"""python -m moejob_operator.installed: whether an installed operator does its work, asked from where its users are.
+
+What `helm test` runs. Creates nothing: jobs are tried with dryRun. Knows the API alone, not how the operator works.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import aiohttp
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from moejob_api.job import KIND
+from moejob_operator.actions import Kind
+from moejob_operator.admission import HOOK
+from moejob_operator.api_client import Absent, ApiClient, Exists, configuration
+from moejob_operator.cluster import Conflict, Forbidden, Retryable
+from moejob_operator.leases import ApiLeaseStore, Lease
+from moejob_operator.lists import JOBS, collection
+from moejob_operator.metrics import Metrics
+
+# What is wrong; None when nothing is.
+Problem = str | None
+
+_PAUSE_SECONDS = 1.0
+_REQUEST_SECONDS = 10.0
+_SPEC: Mapping[str, Any] = {
+    "method": "SFT",
+    "model": {"source": "moejob/tiny-moe"},
+    "data": {"train": [{"source": "moejob/tiny-chats", "format": "Chat"}], "maxLength": 256},
+    "parallelism": {"expert": 2},
+    "training": {"maxSteps": 1, "globalBatchSize": 8},
+    "storage": {"size": "1Gi"},
+    "resources": {"accelerator": "CPU", "gpusPerNode": 2},
+}
+# Four attention heads cannot be split in three.
+_WRONG_SPEC = {**_SPEC, "parallelism": {"tensor": 3}, "resources": {"accelerator": "CPU", "gpusPerNode": 3}}
+
+
+class Installation(BaseSettings):
+    """Where to look."""
+
+    model_config = SettingsConfigDict(
+        cli_prog_name="python -m moejob_operator.installed",
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        cli_hide_none_type=True,
+        frozen=True,
+    )
+
+    url: Annotated[str, Field(description="Where the operator serves /readyz.")]
+    namespace: Annotated[str, Field(description="A namespace that the operator serves; jobs are tried there.")]
+    own_namespace: Annotated[str, Field(description="Where the operator's Lease is.")]
+    lease_name: Annotated[str, Field(description="Name of the Lease.")] = "moejob-operator"
+    webhook: Annotated[bool, Field(description="Whether wrong jobs have to be denied by the webhook.")] = True
+    seconds: Annotated[float, Field(gt=0, description="How long to wait until all is well.")] = 90.0
+    kubeconfig: Annotated[
+        Path | None, Field(description="How to reach the API server. Absent: as a pod, else as kubectl would.")
+    ] = None
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One thing that has to be so."""
+
+    claim: str
+    problem: Callable[[], Awaitable[Problem]]
+
+
+def checks(installation: Installation, api: ApiClient, http: aiohttp.ClientSession) -> tuple[Check, ...]:
+    """What has to be so of an installation, in the order in which it comes about."""
+    lease = ApiLeaseStore(api, installation.own_namespace, installation.lease_name)
+    path = f"{collection(Kind.JOB, installation.namespace)}?dryRun=All&fieldValidation=Strict"
+    versions: set[str] = set()
+
+    async def is_unready() -> Problem:
+        async with http.get(f"{installation.url}/readyz") as answer:
+            return None if answer.status == 200 else (await answer.text()).strip()
+
+    async def is_leaderless() -> Problem:
+        raw = await lease.read()
+        held = None if raw is None else Lease.of(raw)
+        name = f"the Lease {installation.lease_name} in {installation.own_namespace}"
+        if held is None or not held.holder:
+            return f"nobody holds {name}"
+        # A holder that died stays in the Lease; only one that lives renews it.
+        versions.add(held.version)
+        return None if len(versions) > 1 else f"{held.holder} holds {name} and has not renewed it"
+
+    async def is_refused() -> Problem:
+        await api.create(path, _job(_SPEC))
+        return None
+
+    async def is_let_through() -> Problem:
+        try:
+            await api.create(path, _job(_WRONG_SPEC))
+        except Forbidden as refusal:
+            return None if f'admission webhook "{HOOK}" denied' in str(refusal) else str(refusal)
+        return f"it was accepted: the API server does not reach the webhook {HOOK}, or does not trust it"
+
+    always = (
+        Check("the operator is ready", is_unready),
+        Check("a replica leads", is_leaderless),
+        Check("a job that can work is accepted", is_refused),
+    )
+    return (*always, Check("a job that cannot work is denied", is_let_through)) if installation.webhook else always
+
+
+async def lasting_problem(check: Check, until: float) -> Problem:
+    """What is still wrong at the end; None as soon as nothing is."""
+    while True:
+        try:
+            problem = await check.problem()
+        except (Absent, Conflict, Exists, Forbidden, Retryable, aiohttp.ClientError, TimeoutError) as error:
+            problem = str(error) or repr(error)
+        if problem is None or asyncio.get_running_loop().time() + _PAUSE_SECONDS > until:
+            return problem
+        await asyncio.sleep(_PAUSE_SECONDS)
+
+
+async def examined(installation: Installation, say: Callable[[str], object]) -> bool:
+    """Whether all is well; each claim is said with what came of it."""
+    until = asyncio.get_running_loop().time() + installation.seconds
+    found = await configuration(installation.kubeconfig)
+    api = ApiClient(found, Metrics(), concurrency=1, seconds=_REQUEST_SECONDS)
+    timeout = aiohttp.ClientTimeout(total=_REQUEST_SECONDS)
+    problems = []
+    try:
+        async with aiohttp.ClientSession(timeout=timeout) as http:
+            for check in checks(installation, api, http):
+                problems.append(await lasting_problem(check, until))
+                say(f"ok: {check.claim}" if problems[-1] is None else f"NOT so: {check.claim}: {problems[-1]}")
+    finally:
+        await api.close()
+    return not any(problems)
+
+
+def _job(spec: Mapping[str, Any]) -> dict[str, Any]:
+    return {"apiVersion": JOBS, "kind": KIND, "metadata": {"name": "moejob-installed"}, "spec": spec}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Say what is well and what is not; 1 when something is not."""
+    installation = Installation(_cli_parse_args=list(arguments))
+    is_well = asyncio.run(examined(installation, lambda line: sys.stdout.write(f"{line}\n")))
+    return 0 if is_well else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,271 @@
+"""What the chart makes of its values, as far as Helm alone can tell."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from charts import CHART, NAMESPACE, Helm, Object, Rendered, Values
+
+ROOT = Path(__file__).parents[2]
+GENERATED = ROOT / "crds" / "moetrainingjobs.yaml"
+CLUSTER_SCOPED = {"ClusterRole", "ClusterRoleBinding", "CustomResourceDefinition", "ValidatingWebhookConfiguration"}
+
+EVERYTHING: Values = {
+    "metrics": {
+        "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
+        "dashboard": {"enabled": True},
+    },
+    "networkPolicy": {"egress": True, "metricsFrom": [{"namespaceSelector": {"matchLabels": {"name": "monitoring"}}}]},
+    "images": {"registry": "registry.example.com:5000/ml/", "pullSecrets": [{"name": "registry"}]},
+    "serviceAccount": {"annotations": {"example.com/role": "operator"}},
+    "podAnnotations": {"example.com/a": "b"},
+    "podLabels": {"example.com/c": "d"},
+    "priorityClassName": "system-cluster-critical",
+    "affinity": {"nodeAffinity": {}},
+    "runAsUser": None,
+}
+NOTHING: Values = {
+    "namespaces": ["team-a"],
+    "crd": {"install": False},
+    "rbac": {"nodes": False},
+    "webhook": {"enabled": False},
+    "podDisruptionBudget": {"enabled": False},
+    "networkPolicy": {"enabled": False},
+    "tolerations": [],
+    "nodeSelector": None,
+}
+CERT_MANAGER: Values = {"webhook": {"certificates": "CertManager"}}
+VALUES = pytest.mark.parametrize(
+    "values",
+    [
+        pytest.param({}, id="defaults"),
+        pytest.param(EVERYTHING, id="everything"),
+        pytest.param(NOTHING, id="as little as can be"),
+        pytest.param({"namespaces": ["team-a", NAMESPACE]}, id="two namespaces, one its own"),
+        pytest.param(CERT_MANAGER, id="cert-manager"),
+        pytest.param(
+            {"webhook": {"certificates": "CertManager", "issuerRef": {"name": "ca", "kind": "ClusterIssuer"}}},
+            id="an issuer that is there",
+        ),
+        pytest.param({"global": {"shared": 1}, "enabled": True}, id="as part of another chart"),
+    ],
+)
+
+
+def identity(found: Object) -> tuple[str, str, str | None]:
+    return found["kind"], found["metadata"]["name"], found["metadata"].get("namespace")
+
+
+@VALUES
+def test_the_chart_is_well_formed(helm: Helm, values: Values) -> None:
+    helm.run("lint", "--strict", CHART, values=values)
+
+
+@VALUES
+def test_every_object_is_one_of_its_name_and_says_whose_it_is(helm: Helm, values: Values) -> None:
+    objects = helm.rendered(values).objects
+    assert len({identity(found) for found in objects}) == len(objects)
+    for found in objects:
+        labels = found["metadata"]["labels"]
+        assert labels["app.kubernetes.io/name"] == "moejob"
+        assert labels["app.kubernetes.io/instance"] == "moejob"
+        assert ("namespace" in found["metadata"]) is (found["kind"] not in CLUSTER_SCOPED)
+
+
+def test_the_chart_is_of_the_version_that_it_installs() -> None:
+    about = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    version = (ROOT / "VERSION").read_text().strip()
+    assert (about["version"], about["appVersion"]) == (version, version)
+
+
+@pytest.mark.parametrize(
+    ("images", "expected"),
+    [
+        pytest.param({}, "moejob-operator:{version}", id="defaults"),
+        pytest.param(
+            {"registry": "registry.example.com/ml"}, "registry.example.com/ml/moejob-operator:{version}", id="r"
+        ),
+        pytest.param({"registry": "a.b:5000/", "tag": "main"}, "a.b:5000/moejob-operator:main", id="with a port"),
+        pytest.param(
+            {"tag": "main", "operator": f"op@sha256:{'a' * 64}"},
+            f"op@sha256:{'a' * 64}",
+            id="a digest is the last word",
+        ),
+    ],
+)
+def test_an_image_is_registry_name_and_version(helm: Helm, images: Values, expected: str) -> None:
+    version = (ROOT / "VERSION").read_text().strip()
+    assert helm.rendered({"images": images}).container["image"] == expected.format(version=version)
+
+
+# --- the definition -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("keep", "policy"), [(True, "keep"), (False, None)])
+def test_the_definition_is_the_generated_one_and_part_of_the_release(
+    helm: Helm, keep: bool, policy: str | None
+) -> None:
+    found = helm.rendered({"crd": {"keep": keep}}).one("CustomResourceDefinition")
+    generated = yaml.load(GENERATED.read_text(), yaml.CSafeLoader)
+    assert found["spec"] == generated["spec"]
+    assert found["metadata"]["name"] == generated["metadata"]["name"]
+    assert found["metadata"].get("annotations", {}).get("helm.sh/resource-policy") == policy
+    assert not (CHART / "crds").exists(), "Helm never upgrades what is in crds/"
+
+
+# --- rights ---------------------------------------------------------------------------------------------------------
+
+
+def resources(role: Object) -> set[str]:
+    return {resource for rule in role["rules"] for resource in rule["resources"]}
+
+
+def test_who_serves_all_namespaces_has_its_rights_everywhere(helm: Helm) -> None:
+    rendered = helm.rendered()
+    assert {"moetrainingjobs", "pods", "nodes", "validatingwebhookconfigurations"} <= resources(
+        rendered.one("ClusterRole", "moejob-operator")
+    )
+    assert {role["metadata"]["namespace"] for role in operator_roles(rendered)} == {NAMESPACE}
+
+
+def operator_roles(rendered: Rendered) -> list[Object]:
+    return [role for role in rendered.all("Role") if "helm.sh/hook" not in role["metadata"].get("annotations", {})]
+
+
+def test_who_serves_some_namespaces_has_its_rights_there_and_sees_only_nodes_and_its_webhook_beyond(helm: Helm) -> None:
+    rendered = helm.rendered({"namespaces": ["team-a", "team-b"]})
+    for namespace in ("team-a", "team-b"):
+        [role] = [role for role in operator_roles(rendered) if role["metadata"]["namespace"] == namespace]
+        assert {"moetrainingjobs", "pods"} <= resources(role)
+    beyond = rendered.one("ClusterRole", f"moejob-operator-{NAMESPACE}")
+    assert resources(beyond) == {"nodes", "validatingwebhookconfigurations"}
+    [selected] = rendered.one("ValidatingWebhookConfiguration")["webhooks"][0]["namespaceSelector"]["matchExpressions"]
+    assert (selected["key"], selected["operator"]) == ("kubernetes.io/metadata.name", "In")
+    assert selected["values"] == ["team-a", "team-b"]
+
+
+def test_nobody_needs_rights_beyond_namespaces_to_install_as_little_as_can_be(helm: Helm) -> None:
+    kinds = {found["kind"] for found in helm.rendered(NOTHING).objects}
+    assert not kinds & CLUSTER_SCOPED
+
+
+def rules(rendered: Rendered) -> list[tuple[Object, dict[str, Any]]]:
+    return [(role, rule) for kind in ("Role", "ClusterRole") for role in rendered.all(kind) for rule in role["rules"]]
+
+
+@VALUES
+def test_no_right_is_to_everything_and_secrets_are_known_by_name(helm: Helm, values: Values) -> None:
+    for _, rule in rules(helm.rendered(values)):
+        granted = {*rule["apiGroups"], *rule["resources"], *rule["verbs"]}
+        assert "*" not in granted
+        if "secrets" in rule["resources"]:
+            assert rule["resourceNames"] == ["moejob-webhook-certificate"]
+            assert set(rule["verbs"]) <= {"get", "patch"}
+
+
+@VALUES
+def test_every_role_is_given_to_the_account_that_runs_and_to_nobody_else(helm: Helm, values: Values) -> None:
+    rendered = helm.rendered(values)
+    account = rendered.pod["spec"]["serviceAccountName"]
+    assert {"moejob-operator", "moejob-operator-test"} == {
+        found["metadata"]["name"] for found in rendered.all("ServiceAccount")
+    }
+    for kind in ("Role", "ClusterRole"):
+        given = {
+            (binding["roleRef"]["name"], binding["metadata"].get("namespace")): binding["subjects"]
+            for binding in rendered.all(f"{kind}Binding")
+        }
+        roles = {identity(role)[1:] for role in rendered.all(kind) if role["metadata"]["name"] not in USER_ROLES}
+        assert set(given) == roles
+        for (name, _), subjects in given.items():
+            expected = f"{account}-test" if "test" in name else account
+            assert subjects == [{"kind": "ServiceAccount", "name": expected, "namespace": NAMESPACE}]
+
+
+USER_ROLES = {"moejob-view", "moejob-edit"}
+
+
+# --- pods -----------------------------------------------------------------------------------------------------------
+
+
+@VALUES
+def test_pods_keep_to_the_restricted_standard_and_write_nowhere(helm: Helm, values: Values) -> None:
+    rendered = helm.rendered(values)
+    for pod in (rendered.pod["spec"], rendered.one("Pod")["spec"]):
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        for container in pod["containers"]:
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            }
+            assert container["resources"]["requests"]
+
+
+def test_the_cluster_chooses_the_user_where_the_chart_names_none(helm: Helm) -> None:
+    assert helm.rendered().pod["spec"]["securityContext"]["runAsUser"] == 65532
+    assert "runAsUser" not in helm.rendered(EVERYTHING).pod["spec"]["securityContext"]
+
+
+@VALUES
+def test_every_service_budget_and_policy_finds_the_pods_of_the_operator_and_not_of_the_test(
+    helm: Helm, values: Values
+) -> None:
+    rendered = helm.rendered(values)
+    selectors = [rendered.one("Deployment")["spec"]["selector"]["matchLabels"]]
+    selectors += [found["spec"]["selector"] for found in rendered.all("Service")]
+    selectors += [found["spec"]["selector"]["matchLabels"] for found in rendered.all("PodDisruptionBudget")]
+    selectors += [found["spec"]["podSelector"]["matchLabels"] for found in rendered.all("NetworkPolicy")]
+    for selector in selectors:
+        assert selector.items() <= rendered.pod["metadata"]["labels"].items()
+        assert not selector.items() <= rendered.one("Pod")["metadata"]["labels"].items()
+    for monitor in rendered.all("ServiceMonitor"):
+        wanted = monitor["spec"]["selector"]["matchLabels"]
+        ports = {port["name"] for service in rendered.all("Service") for port in service["spec"]["ports"]}
+        assert wanted.items() <= rendered.one("Service", "moejob-operator")["metadata"]["labels"].items()
+        assert {endpoint["port"] for endpoint in monitor["spec"]["endpoints"]} <= ports
+
+
+def test_cert_manager_makes_the_certificate_where_it_is_asked_to(helm: Helm) -> None:
+    rendered = helm.rendered(CERT_MANAGER)
+    certificate, hooks = rendered.one("Certificate"), rendered.one("ValidatingWebhookConfiguration")
+    assert hooks["metadata"]["annotations"] == {
+        "cert-manager.io/inject-ca-from": f"{NAMESPACE}/{certificate['metadata']['name']}"
+    }
+    assert certificate["spec"]["issuerRef"]["name"] == rendered.one("Issuer")["metadata"]["name"]
+    assert rendered.all("Secret") == []
+    assert "validatingwebhookconfigurations" not in resources(rendered.one("ClusterRole", "moejob-operator"))
+
+
+def test_an_issuer_that_is_there_is_used_and_none_is_made(helm: Helm) -> None:
+    webhook = {"certificates": "CertManager", "issuerRef": {"name": "ca", "kind": "ClusterIssuer"}}
+    rendered = helm.rendered({"webhook": webhook})
+    assert rendered.one("Certificate")["spec"]["issuerRef"] == {"name": "ca", "kind": "ClusterIssuer"}
+    assert rendered.all("Issuer") == []
+
+
+@VALUES
+def test_helm_never_says_whom_the_webhook_trusts(helm: Helm, values: Values) -> None:
+    """It would take back at every upgrade what the leader has written."""
+    rendered = helm.rendered(values)
+    for hooks in rendered.all("ValidatingWebhookConfiguration"):
+        assert all("caBundle" not in hook["clientConfig"] for hook in hooks["webhooks"])
+        assert all(hook["failurePolicy"] == "Ignore" for hook in hooks["webhooks"])
+    for kept in (*rendered.all("Secret"), *rendered.all("Lease")):
+        assert not {"data", "stringData", "spec"} & kept.keys()
+
+
+@VALUES
+def test_all_that_only_the_test_may_do_goes_when_the_test_is_over(helm: Helm, values: Values) -> None:
+    hooks = [found for found in helm.rendered(values).objects if "test" in found["metadata"]["name"]]
+    assert {"Pod", "Role", "RoleBinding", "ServiceAccount"} == {found["kind"] for found in hooks}
+    for found in hooks:
+        annotations = found["metadata"]["annotations"]
+        assert annotations["helm.sh/hook"] == "test"
+        if found["kind"] != "Pod":
+            assert {"hook-succeeded", "hook-failed"} <= set(annotations["helm.sh/hook-delete-policy"].split(","))
