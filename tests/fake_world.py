@@ -42,6 +42,7 @@ class World:
     """One job called `job`, its cluster and its operator. Nothing happens by itself but what the verbs say."""
 
     cluster: FakeCluster = field(default_factory=FakeCluster)
+    key: JobKey = KEY
     gang_apis: frozenset[GangApi] = frozenset()
     judge: Judge = field(default_factory=Judge)
     # Kubelets that do not answer delete nothing.
@@ -54,7 +55,7 @@ class World:
         """One look of the operator at the job; one that crashed is looked at again by the next process."""
         means = Reconciler(self.judge, Setting(IMAGES, self.gang_apis), lambda: self.cluster.now)
         try:
-            return asyncio.run(reconcile(KEY, self.cluster, means))
+            return asyncio.run(reconcile(self.key, self.cluster, means))
         except Crash:
             self.crashes += 1
             self.judge = Judge()
@@ -84,10 +85,10 @@ class World:
 
     def apply_spec(self, spec: Mapping[str, Any]) -> None:
         """kubectl apply of any spec."""
-        there = self.cluster.objects.get((Kind.JOB, NAMESPACE, KEY.name))
+        there = self.cluster.objects.get(self._job_id)
         about: Body = {
-            "name": KEY.name,
-            "namespace": NAMESPACE,
+            "name": self.key.name,
+            "namespace": self.key.namespace,
             "generation": 1,
             "creationTimestamp": at(self.cluster.now),
         }
@@ -104,7 +105,7 @@ class World:
 
     def delete_job(self) -> None:
         """kubectl delete, in the background as by default."""
-        self.cluster.gone((Kind.JOB, NAMESPACE, KEY.name))
+        self.cluster.gone(self._job_id)
 
     def delete_job_in_foreground(self) -> None:
         """kubectl delete --cascade=foreground: the job stays until its objects are gone."""
@@ -113,7 +114,7 @@ class World:
 
     def delete_pod(self, index: int, role: Role = Role.TRAINER) -> None:
         """kubectl delete pod."""
-        self.cluster.end((Kind.POD, NAMESPACE, self.pod(index, role)["metadata"]["name"]))
+        self.cluster.end((Kind.POD, self.key.namespace, self.pod(index, role)["metadata"]["name"]))
 
     def wait(self, seconds: float) -> None:
         """Time passes."""
@@ -126,7 +127,7 @@ class World:
         for pod in list(self.cluster.pods()):
             about = pod["metadata"]
             if "deletionTimestamp" in about and pod["spec"].get("nodeName") not in self.dead_nodes:
-                self.cluster.gone((Kind.POD, NAMESPACE, about["name"]))
+                self.cluster.gone((Kind.POD, self.key.namespace, about["name"]))
 
     def run(self) -> None:
         """Every pod that can be is scheduled, starts and gets ready."""
@@ -165,9 +166,9 @@ class World:
         pod = self.pod(index, role)
         self._set(pod, phase="Failed", ready=False, reason="Evicted", message="The node was low on memory", more=target)
 
-    def preempt(self, index: int, code: int = 143) -> None:
-        """The scheduler wants the place: the pod saves, ends and is deleted."""
-        target = {"type": "DisruptionTarget", "status": "True", "reason": "PreemptionByScheduler"}
+    def preempt(self, index: int, code: int = 143, condition: str = "DisruptionTarget") -> None:
+        """A scheduler wants the place: the pod saves, ends and is deleted."""
+        target = {"type": condition, "status": "True", "reason": "PreemptionByScheduler"}
         self._set(self.pod(index), more=target)
         self.delete_pod(index)
         self.end(index, code)
@@ -193,7 +194,7 @@ class World:
 
     def bind_claim(self, phase: str) -> None:
         """The volume controller says something of the job's claim."""
-        claim = self.cluster.objects[(Kind.CLAIM, NAMESPACE, "job-storage")]
+        claim = self.cluster.objects[(Kind.CLAIM, self.key.namespace, "job-storage")]
         self.cluster.change(claim | {"status": {"phase": phase}})
 
     def say(self, step: int, *, saved: int | None = None, age: float = 1.0, restarts: int = 0, **run: Any) -> None:
@@ -216,12 +217,12 @@ class World:
     @property
     def job(self) -> Body:
         """The job as it is."""
-        return self.cluster.objects[(Kind.JOB, NAMESPACE, KEY.name)]
+        return self.cluster.objects[self._job_id]
 
     @property
     def is_gone(self) -> bool:
         """Whether the job is no more."""
-        return (Kind.JOB, NAMESPACE, KEY.name) not in self.cluster.objects
+        return self._job_id not in self.cluster.objects
 
     @property
     def status(self) -> Status:

@@ -121,6 +121,16 @@ def preempted(index: int) -> Verb:
     return lambda world: world.preempt(index)
 
 
+def evicted_by_kueue(*indices: int) -> Verb:
+    """Kueue gives the quota to somebody else, and the pods do not end in time."""
+
+    def evict(world: World) -> None:
+        for index in indices:
+            world.preempt(index, 137, condition="TerminationTarget")
+
+    return evict
+
+
 def quota(message: str | None) -> Verb:
     """A quota denies pods, or no longer does."""
 
@@ -158,6 +168,7 @@ def deleted_in_foreground(world: World) -> None:
 # --- the table --------------------------------------------------------------------------------------------------------
 
 BOTH = "0-0 0-1"
+KUEUE = frozenset({"kueue.x-k8s.io"})
 STARTED = (nothing, See("Pending", BOTH, attempt=0, spent=0, why="Starting"))
 RUNNING = (runs, See("Running", BOTH, attempt=0, spent=0, why="AllPodsRun"))
 GRPO: Mapping[str, Any] = {
@@ -544,8 +555,25 @@ SCENARIOS: tuple[Scenario, ...] = (
         (scheduled_not(0, "SchedulingGated", ""), See("Pending", BOTH, why="Queued")),
         RUNNING,
         (ends(0, 1), See("Restarting", "1-0 1-1", attempt=1)),
-        apis=frozenset({"kueue.x-k8s.io"}),
+        apis=KUEUE,
         lifecycle={"queue": "team"},
+    ),
+    scenario(
+        "a pod of a Kueue group keeps its name until the group has ended, so the gang is replaced",
+        STARTED,
+        RUNNING,
+        (ends(1, 1), See("Restarting", "1-0 1-1", attempt=1, spent=1)),
+        (runs, See("Running", "1-0 1-1", attempt=1, spent=1)),
+        apis=KUEUE,
+        lifecycle={"queue": "team"},
+    ),
+    scenario(
+        "a gang that Kueue evicts is not counted",
+        STARTED,
+        RUNNING,
+        (evicted_by_kueue(0, 1), See("Restarting", "1-0 1-1", attempt=1, spent=0, uncounted=1, failure="Preempted")),
+        apis=KUEUE,
+        lifecycle={"queue": "team", "backoffLimit": 0},
     ),
     scenario(
         "engines start beside the gang and end with the job",
