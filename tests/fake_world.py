@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -43,6 +43,7 @@ class World:
 
     cluster: FakeCluster = field(default_factory=FakeCluster)
     key: JobKey = KEY
+    small: Mapping[str, Any] = field(default_factory=lambda: SMALL)
     gang_apis: frozenset[GangApi] = frozenset()
     judge: Judge = field(default_factory=Judge)
     # Kubelets that do not answer delete nothing.
@@ -55,7 +56,7 @@ class World:
         """One look of the operator at the job; one that crashed is looked at again by the next process."""
         means = Reconciler(self.judge, Setting(IMAGES, self.gang_apis), lambda: self.cluster.now)
         try:
-            return asyncio.run(reconcile(self.key, self.cluster, means))
+            return self.cluster.looked(reconcile(self.key, self.cluster, means))
         except Crash:
             self.crashes += 1
             self.judge = Judge()
@@ -65,15 +66,17 @@ class World:
 
     def settle(self) -> None:
         """Let the operator look, and kubelets delete what they are told to, until nothing changes any more."""
+        before = (self.cluster.fingerprint(), self.crashes)
         for _ in range(MAX_LOOKS):
-            before = (self.cluster.versions, len(self.cluster.objects), self.crashes)
             again = self.look()
             self.kubelets_delete()
-            after = (self.cluster.versions, len(self.cluster.objects), self.crashes)
+            self.cluster.controllers_act()
+            after = (self.cluster.fingerprint(), self.crashes)
             if again is not None and 0 < again <= PATIENCE_SECONDS:
                 self.wait(again)
             elif before == after and again != 0:
                 return
+            before = after
         raise AssertionError(f"no fixed point after {MAX_LOOKS} looks:\n" + "\n".join(self.cluster.log[-20:]))
 
     # --- people ------------------------------------------------------------------------------------------------------
@@ -81,7 +84,7 @@ class World:
     def apply(self, **sections: Any) -> None:
         """kubectl apply of a small SFT job, with the given sections laid over it."""
         base = GRPO if sections.get("method") == "GRPO" else SFT
-        self.apply_spec(merged(merged(base, SMALL), sections))
+        self.apply_spec(merged(merged(base, self.small), sections))
 
     def apply_spec(self, spec: Mapping[str, Any]) -> None:
         """kubectl apply of any spec."""
@@ -151,7 +154,7 @@ class World:
             "startedAt": at(self.cluster.now),
             "message": "" if word is None else word.model_dump_json(by_alias=True, exclude_none=True),
         }
-        state = [{"name": "trainer", "state": {"terminated": terminated}}]
+        state = [_container({"terminated": terminated})]
         phase = "Succeeded" if code == 0 else "Failed"
         self._set(self.pod(index), phase=phase, ready=False, containerStatuses=state, **more)
 
@@ -178,17 +181,17 @@ class World:
         pod = self.pod(index)
         node = pod["spec"]["nodeName"]
         self.dead_nodes.add(node)
-        if is_known:
-            self.cluster.lost_nodes |= {node}
         target = {"type": "DisruptionTarget", "status": "True", "reason": "DeletionByTaintManager"}
         self._set(pod, ready=False, more=target)
         self.delete_pod(index)
+        if is_known:
+            self.cluster.lose(node)
 
     def hold(
         self, index: int, *, condition: Mapping[str, Any] | None = None, waiting: Mapping[str, Any] | None = None
     ) -> None:
         """A pod does not start: `condition` is PodScheduled, `waiting` the container's state."""
-        state = [{"name": "trainer", "state": {"waiting": dict(waiting)}}] if waiting is not None else []
+        state = [_container({"waiting": dict(waiting)})] if waiting is not None else []
         more = {"type": "PodScheduled", "status": "False", **condition} if condition is not None else None
         self._set(self.pod(index), more=more, containerStatuses=state)
 
@@ -262,6 +265,10 @@ class World:
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
+    @property
+    def _job_id(self) -> tuple[Kind, str, str]:
+        return Kind.JOB, self.key.namespace, self.key.name
+
     def _names(self, role: Role) -> Iterator[str]:
         for pod in self.cluster.pods(role):
             about = pod["metadata"]
@@ -280,15 +287,30 @@ class World:
         if more is not None:
             conditions[more["type"]] = {"lastTransitionTime": now, **more}
         if status.get("phase") == "Running":
-            status["containerStatuses"] = [{"name": "trainer", "state": {"running": {"startedAt": now}}}]
+            status["containerStatuses"] = [_container({"running": {"startedAt": now}})]
             conditions["PodScheduled"] = {"type": "PodScheduled", "status": "True", "lastTransitionTime": now}
             index = pod["metadata"]["labels"][Label.INDEX]
             pod = pod | {"spec": pod["spec"] | {"nodeName": f"node-{pod['metadata']['labels'][Label.ROLE]}-{index}"}}
         self.cluster.change(pod | {"status": before | status | {"conditions": list(conditions.values())}})
 
 
+def _container(state: Body) -> Body:
+    return {"name": "trainer", "image": "", "imageID": "", "ready": False, "restartCount": 0, "state": state}
+
+
+_TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ")
 _TIMES = frozenset(
-    {"last_transition_time", "start_time", "completion_time", "start_after", "time", "updated_at", "uid", "goodput"}
+    {
+        "last_transition_time",
+        "start_time",
+        "completion_time",
+        "start_after",
+        "time",
+        "updated_at",
+        "uid",
+        "goodput",
+        "eta",
+    }
 )
 
 
@@ -297,4 +319,4 @@ def _without_times(value: Any) -> Any:
         return {key: _without_times(inner) for key, inner in value.items() if key not in _TIMES}
     if isinstance(value, list):
         return [_without_times(inner) for inner in value]
-    return value
+    return _TIME.sub("then", value) if isinstance(value, str) else value
