@@ -81,7 +81,7 @@ class Api:
         data = None if body is None else json.dumps(body).encode()
         status, content = self._answer(method, path, data, {"Content-Type": kind})
         if status >= 400:
-            raise RefusedError(json.loads(content))
+            raise RefusedError(_refusal(status, content))
         return json.loads(content)
 
     def _answer(self, method: str, path: str, data: bytes | None, headers: dict[str, str]) -> tuple[int, bytes]:
@@ -95,6 +95,15 @@ class Api:
         fresh = http.client.HTTPSConnection(self._url.removeprefix("https://"), timeout=SECONDS, context=self._tls)
         self._kept.connection = fresh
         return _asked(fresh, method, path, data, headers)
+
+
+def _refusal(status: int, content: bytes) -> dict[str, Any]:
+    try:
+        said: dict[str, Any] = json.loads(content)
+    except ValueError:
+        # Of a path that it does not know it speaks in plain words.
+        return {"code": status, "message": content.decode()}
+    return said
 
 
 def _asked(

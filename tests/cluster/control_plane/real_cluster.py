@@ -20,6 +20,7 @@ from cluster.control_plane import jobs
 from cluster.control_plane.api import RefusedError
 from cluster.control_plane.plane import ControlPlane
 from cluster.control_plane.pod_voices import PodVoices
+from cluster.control_plane.volumes import VOLUMES, volume_for
 from cluster.waiting import until
 from fake_cluster import Body, Crash, FakeCluster, Id, at
 from moejob_api.contract import Label, PodProgress, Role
@@ -256,9 +257,8 @@ class RealCluster(FakeCluster):
         about = claim["metadata"]
         if "deletionTimestamp" in about or claim["status"]["phase"] == "Bound":
             return
-        name = f"{self.namespace}-{about['uid']}"
         with suppress(RefusedError):
-            self.plane.api.create("/api/v1/persistentvolumes", _volume(name, claim))
+            self.plane.api.create(VOLUMES, volume_for(claim))
         self._wait_for(partial(self._is_loose, about["name"]), "the volume controller")
 
     def _is_loose(self, claim: str) -> bool:
@@ -307,19 +307,6 @@ def _listed(plane: ControlPlane, kind: Kind, namespace: str) -> list[Body]:
 def _path(with_id: Id) -> str:
     kind, namespace, name = with_id
     return f"{collection(kind, namespace)}/{name}"
-
-
-def _volume(name: str, claim: Body) -> Body:
-    spec = claim["spec"]
-    return {
-        "metadata": {"name": name},
-        "spec": {
-            "capacity": spec["resources"]["requests"],
-            "accessModes": spec["accessModes"],
-            "hostPath": {"path": "/nowhere"},
-            "claimRef": {"namespace": claim["metadata"]["namespace"], "name": claim["metadata"]["name"]},
-        },
-    }
 
 
 def add_node(plane: ControlPlane, name: str) -> None:
