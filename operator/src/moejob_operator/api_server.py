@@ -142,10 +142,12 @@ class ApiServer:
             except (Absent, Conflict):
                 # Gone, or another object by now, which is none of our business.
                 continue
-            # An object that ends slowly comes back marked as ending; one that is gone is told of by the watch.
+            # An object that ends slowly comes back marked as ending; one that is gone is told of by the watch. One that
+            # somebody else took away at the same moment comes back without its version.
             known = self.cache.find(ref.kind, ref.namespace, ref.name)
-            if known is not None and left["kind"] != "Status":
-                self.cache.seen(ref.kind, {**known, "metadata": left["metadata"]})
+            metadata = left.get("metadata") or {}
+            if known is not None and metadata.get("uid") == ref.uid and metadata.get("resourceVersion"):
+                self.cache.seen(ref.kind, {**known, "metadata": metadata})
 
     def _apis_of(self, ref: Ref) -> tuple[str, ...]:
         if ref.kind is not Kind.POD_GROUP:

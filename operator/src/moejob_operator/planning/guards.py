@@ -155,6 +155,7 @@ def present(s: Situation) -> Step | None:
     _, layout = spec_and_layout(s)
     spent = objects.deletions((*objects.answered_pods(s), *objects.spent_engines(s)), s)
     created = objects.missing(s)
+    is_more = len(created) == objects.CREATED_AT_ONCE and s.refusal is None
     is_restart = s.attempt > 0 or bool(s.ladder.replacing)
     is_running = s.gang_runs and not objects.answered_pods(s)
     started = objects.trainers_among(created)
@@ -170,7 +171,7 @@ def present(s: Situation) -> Step | None:
         created=started,
         # The first gang of all can have no other beside it.
         needs_live=bool(spent) or (is_restart and started > 0),
-        look_again_after_seconds=_next_look(s, is_running=is_running),
+        look_again_after_seconds=0.0 if is_more else _next_look(s, is_running=is_running),
         notices=_told(spent, s),
     )
 
