@@ -59,8 +59,9 @@ types: $(operator_built) $(trainer_built) ## Check types, strictly, against what
 		benchmarks/*.py tests/*.py $(patsubst %,tests/%,api operator cli chart cluster rollout)))
 	@$(call quietly,$(trainer)/mypy --cache-dir .mypy_cache/trainer trainer/src tests/trainer tests/gpu benchmarks/trainer)
 
-generate: $(operator_built) ## Write the CRD that the models describe
+generate: $(operator_built) ## Write the CRD that the models describe, and the manifests that the operator makes
 	@$(operator)/python -m moejob_api.crd
+	@PYTHONPATH=tests $(operator)/python -m golden_manifests
 
 verify: lint types ## All of that, and that nothing generated is stale
 	@$(operator)/python -m moejob_api.crd --check

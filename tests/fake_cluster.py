@@ -6,8 +6,9 @@ one gang that is created while a pod of another is still there is an error at on
 
 from __future__ import annotations
 
+import asyncio
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -128,6 +129,25 @@ class FakeCluster:
         return self.answers.get(pod["metadata"]["uid"])
 
     # --- the tests' side --------------------------------------------------------------------------------------------
+
+    def looked(self, look: Coroutine[Any, Any, float | None]) -> float | None:
+        """One look of the operator, to its end."""
+        return asyncio.run(look)
+
+    def fingerprint(self) -> object:
+        """Something that changes with every object."""
+        return self.versions, len(self.objects)
+
+    def controllers_act(self) -> None:
+        """Garbage is collected and claims are bound at once: nothing is left to do."""
+
+    def deny_pods(self, message: str | None) -> None:
+        """A quota denies pods, in these words; None: no longer."""
+        self.refuses = lambda manifest: message if manifest["kind"] == Kind.POD else None
+
+    def lose(self, node: str) -> None:
+        """A node is known to be lost."""
+        self.lost_nodes |= {node}
 
     def sync(self, *, jobs: bool = True) -> None:
         """The watches catch up."""

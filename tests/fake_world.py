@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -42,6 +42,8 @@ class World:
     """One job called `job`, its cluster and its operator. Nothing happens by itself but what the verbs say."""
 
     cluster: FakeCluster = field(default_factory=FakeCluster)
+    key: JobKey = KEY
+    small: Mapping[str, Any] = field(default_factory=lambda: SMALL)
     gang_apis: frozenset[GangApi] = frozenset()
     judge: Judge = field(default_factory=Judge)
     # Kubelets that do not answer delete nothing.
@@ -54,7 +56,7 @@ class World:
         """One look of the operator at the job; one that crashed is looked at again by the next process."""
         means = Reconciler(self.judge, Setting(IMAGES, self.gang_apis), lambda: self.cluster.now)
         try:
-            return asyncio.run(reconcile(KEY, self.cluster, means))
+            return self.cluster.looked(reconcile(self.key, self.cluster, means))
         except Crash:
             self.crashes += 1
             self.judge = Judge()
@@ -64,15 +66,17 @@ class World:
 
     def settle(self) -> None:
         """Let the operator look, and kubelets delete what they are told to, until nothing changes any more."""
+        before = (self.cluster.fingerprint(), self.crashes)
         for _ in range(MAX_LOOKS):
-            before = (self.cluster.versions, len(self.cluster.objects), self.crashes)
             again = self.look()
             self.kubelets_delete()
-            after = (self.cluster.versions, len(self.cluster.objects), self.crashes)
+            self.cluster.controllers_act()
+            after = (self.cluster.fingerprint(), self.crashes)
             if again is not None and 0 < again <= PATIENCE_SECONDS:
                 self.wait(again)
             elif before == after and again != 0:
                 return
+            before = after
         raise AssertionError(f"no fixed point after {MAX_LOOKS} looks:\n" + "\n".join(self.cluster.log[-20:]))
 
     # --- people ------------------------------------------------------------------------------------------------------
@@ -80,14 +84,14 @@ class World:
     def apply(self, **sections: Any) -> None:
         """kubectl apply of a small SFT job, with the given sections laid over it."""
         base = GRPO if sections.get("method") == "GRPO" else SFT
-        self.apply_spec(merged(merged(base, SMALL), sections))
+        self.apply_spec(merged(merged(base, self.small), sections))
 
     def apply_spec(self, spec: Mapping[str, Any]) -> None:
         """kubectl apply of any spec."""
-        there = self.cluster.objects.get((Kind.JOB, NAMESPACE, KEY.name))
+        there = self.cluster.objects.get(self._job_id)
         about: Body = {
-            "name": KEY.name,
-            "namespace": NAMESPACE,
+            "name": self.key.name,
+            "namespace": self.key.namespace,
             "generation": 1,
             "creationTimestamp": at(self.cluster.now),
         }
@@ -104,7 +108,7 @@ class World:
 
     def delete_job(self) -> None:
         """kubectl delete, in the background as by default."""
-        self.cluster.gone((Kind.JOB, NAMESPACE, KEY.name))
+        self.cluster.gone(self._job_id)
 
     def delete_job_in_foreground(self) -> None:
         """kubectl delete --cascade=foreground: the job stays until its objects are gone."""
@@ -113,7 +117,7 @@ class World:
 
     def delete_pod(self, index: int, role: Role = Role.TRAINER) -> None:
         """kubectl delete pod."""
-        self.cluster.end((Kind.POD, NAMESPACE, self.pod(index, role)["metadata"]["name"]))
+        self.cluster.end((Kind.POD, self.key.namespace, self.pod(index, role)["metadata"]["name"]))
 
     def wait(self, seconds: float) -> None:
         """Time passes."""
@@ -126,7 +130,7 @@ class World:
         for pod in list(self.cluster.pods()):
             about = pod["metadata"]
             if "deletionTimestamp" in about and pod["spec"].get("nodeName") not in self.dead_nodes:
-                self.cluster.gone((Kind.POD, NAMESPACE, about["name"]))
+                self.cluster.gone((Kind.POD, self.key.namespace, about["name"]))
 
     def run(self) -> None:
         """Every pod that can be is scheduled, starts and gets ready."""
@@ -150,7 +154,7 @@ class World:
             "startedAt": at(self.cluster.now),
             "message": "" if word is None else word.model_dump_json(by_alias=True, exclude_none=True),
         }
-        state = [{"name": "trainer", "state": {"terminated": terminated}}]
+        state = [_container({"terminated": terminated})]
         phase = "Succeeded" if code == 0 else "Failed"
         self._set(self.pod(index), phase=phase, ready=False, containerStatuses=state, **more)
 
@@ -165,9 +169,9 @@ class World:
         pod = self.pod(index, role)
         self._set(pod, phase="Failed", ready=False, reason="Evicted", message="The node was low on memory", more=target)
 
-    def preempt(self, index: int, code: int = 143) -> None:
-        """The scheduler wants the place: the pod saves, ends and is deleted."""
-        target = {"type": "DisruptionTarget", "status": "True", "reason": "PreemptionByScheduler"}
+    def preempt(self, index: int, code: int = 143, condition: str = "DisruptionTarget") -> None:
+        """A scheduler wants the place: the pod saves, ends and is deleted."""
+        target = {"type": condition, "status": "True", "reason": "PreemptionByScheduler"}
         self._set(self.pod(index), more=target)
         self.delete_pod(index)
         self.end(index, code)
@@ -177,23 +181,23 @@ class World:
         pod = self.pod(index)
         node = pod["spec"]["nodeName"]
         self.dead_nodes.add(node)
-        if is_known:
-            self.cluster.lost_nodes |= {node}
         target = {"type": "DisruptionTarget", "status": "True", "reason": "DeletionByTaintManager"}
         self._set(pod, ready=False, more=target)
         self.delete_pod(index)
+        if is_known:
+            self.cluster.lose(node)
 
     def hold(
         self, index: int, *, condition: Mapping[str, Any] | None = None, waiting: Mapping[str, Any] | None = None
     ) -> None:
         """A pod does not start: `condition` is PodScheduled, `waiting` the container's state."""
-        state = [{"name": "trainer", "state": {"waiting": dict(waiting)}}] if waiting is not None else []
+        state = [_container({"waiting": dict(waiting)})] if waiting is not None else []
         more = {"type": "PodScheduled", "status": "False", **condition} if condition is not None else None
         self._set(self.pod(index), more=more, containerStatuses=state)
 
     def bind_claim(self, phase: str) -> None:
         """The volume controller says something of the job's claim."""
-        claim = self.cluster.objects[(Kind.CLAIM, NAMESPACE, "job-storage")]
+        claim = self.cluster.objects[(Kind.CLAIM, self.key.namespace, "job-storage")]
         self.cluster.change(claim | {"status": {"phase": phase}})
 
     def say(self, step: int, *, saved: int | None = None, age: float = 1.0, restarts: int = 0, **run: Any) -> None:
@@ -216,12 +220,12 @@ class World:
     @property
     def job(self) -> Body:
         """The job as it is."""
-        return self.cluster.objects[(Kind.JOB, NAMESPACE, KEY.name)]
+        return self.cluster.objects[self._job_id]
 
     @property
     def is_gone(self) -> bool:
         """Whether the job is no more."""
-        return (Kind.JOB, NAMESPACE, KEY.name) not in self.cluster.objects
+        return self._job_id not in self.cluster.objects
 
     @property
     def status(self) -> Status:
@@ -261,6 +265,10 @@ class World:
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
+    @property
+    def _job_id(self) -> tuple[Kind, str, str]:
+        return Kind.JOB, self.key.namespace, self.key.name
+
     def _names(self, role: Role) -> Iterator[str]:
         for pod in self.cluster.pods(role):
             about = pod["metadata"]
@@ -279,15 +287,30 @@ class World:
         if more is not None:
             conditions[more["type"]] = {"lastTransitionTime": now, **more}
         if status.get("phase") == "Running":
-            status["containerStatuses"] = [{"name": "trainer", "state": {"running": {"startedAt": now}}}]
+            status["containerStatuses"] = [_container({"running": {"startedAt": now}})]
             conditions["PodScheduled"] = {"type": "PodScheduled", "status": "True", "lastTransitionTime": now}
             index = pod["metadata"]["labels"][Label.INDEX]
             pod = pod | {"spec": pod["spec"] | {"nodeName": f"node-{pod['metadata']['labels'][Label.ROLE]}-{index}"}}
         self.cluster.change(pod | {"status": before | status | {"conditions": list(conditions.values())}})
 
 
+def _container(state: Body) -> Body:
+    return {"name": "trainer", "image": "", "imageID": "", "ready": False, "restartCount": 0, "state": state}
+
+
+_TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ")
 _TIMES = frozenset(
-    {"last_transition_time", "start_time", "completion_time", "start_after", "time", "updated_at", "uid", "goodput"}
+    {
+        "last_transition_time",
+        "start_time",
+        "completion_time",
+        "start_after",
+        "time",
+        "updated_at",
+        "uid",
+        "goodput",
+        "eta",
+    }
 )
 
 
@@ -296,4 +319,4 @@ def _without_times(value: Any) -> Any:
         return {key: _without_times(inner) for key, inner in value.items() if key not in _TIMES}
     if isinstance(value, list):
         return [_without_times(inner) for inner in value]
-    return value
+    return _TIME.sub("then", value) if isinstance(value, str) else value

@@ -12,6 +12,7 @@ from typing import Any
 
 from fake_world import World
 from moejob_api.contract import ExitCode, LastWord, Outcome, Role
+from moejob_api.job.status import ConditionType
 
 Verb = Callable[[World], None]
 
@@ -46,6 +47,39 @@ class Scenario:
 def scenario(title: str, /, *story: tuple[Verb, See], apis: frozenset[str] = frozenset(), **job: Any) -> Scenario:
     """A story; sections of the job are keywords."""
     return Scenario(title, story, job, apis)
+
+
+def live(scenario: Scenario, world: World) -> World:
+    """A whole story in a new world, with everything seen that was to be seen. Returns the world after it."""
+    world.apply(**scenario.job)
+    for number, (verb, see) in enumerate(scenario.story):
+        verb(world)
+        world.settle()
+        _check(world, see, number)
+    return world
+
+
+def _check(world: World, see: See, number: int) -> None:
+    """Compare what is there with what is to be seen."""
+    if see.phase == "gone" or world.is_gone:
+        assert (see.phase, world.is_gone) == ("gone", True), f"step {number}"
+        return
+    restarts = world.status.restarts
+    failure = world.status.last_failure
+    told = " ".join([*(found.message for found in world.status.conditions), failure.message if failure else ""])
+    actual = See(
+        phase=world.status.phase,
+        pods=" ".join(world.names()),
+        engines=" ".join(world.names(Role.ROLLOUT)),
+        attempt=world.status.attempt,
+        spent=restarts.since_checkpoint,
+        uncounted=restarts.ladder.uncounted,
+        why=world.condition(ConditionType.RUNNING).partition(" ")[2],
+        failure=failure.reason if failure else None,
+    )
+    wanted = {name: value for name, value in vars(see).items() if value is not None and name != "says"}
+    assert {name: getattr(actual, name) for name in wanted} == wanted, f"step {number}"
+    assert see.says in told, f"step {number}"
 
 
 # --- verbs ------------------------------------------------------------------------------------------------------------
@@ -121,13 +155,19 @@ def preempted(index: int) -> Verb:
     return lambda world: world.preempt(index)
 
 
+def evicted_by_kueue(*indices: int) -> Verb:
+    """Kueue gives the quota to somebody else, and the pods do not end in time."""
+
+    def evict(world: World) -> None:
+        for index in indices:
+            world.preempt(index, 137, condition="TerminationTarget")
+
+    return evict
+
+
 def quota(message: str | None) -> Verb:
     """A quota denies pods, or no longer does."""
-
-    def deny(world: World) -> None:
-        world.cluster.refuses = lambda manifest: message if manifest["kind"] == "Pod" else None
-
-    return deny
+    return lambda world: world.cluster.deny_pods(message)
 
 
 def scheduled_not(index: int, reason: str, message: str) -> Verb:
@@ -158,6 +198,7 @@ def deleted_in_foreground(world: World) -> None:
 # --- the table --------------------------------------------------------------------------------------------------------
 
 BOTH = "0-0 0-1"
+KUEUE = frozenset({"kueue.x-k8s.io"})
 STARTED = (nothing, See("Pending", BOTH, attempt=0, spent=0, why="Starting"))
 RUNNING = (runs, See("Running", BOTH, attempt=0, spent=0, why="AllPodsRun"))
 GRPO: Mapping[str, Any] = {
@@ -475,7 +516,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     ),
     scenario(
         "a quota that denies pods is told, and tried again",
-        (quota("exceeded quota: gpus, used 8"), See("Pending", "", why="QuotaExceeded", says="used 8")),
+        (quota("exceeded quota: gpus"), See("Pending", "", why="QuotaExceeded", says="exceeded quota: gpus")),
         (waits(31), See("Pending", "", why="QuotaExceeded")),
         (both(quota(None), waits(31)), See("Pending", BOTH, attempt=0, spent=0, why="Starting")),
         RUNNING,
@@ -484,7 +525,10 @@ SCENARIOS: tuple[Scenario, ...] = (
         "a quota that denies the next gang does not charge it",
         STARTED,
         RUNNING,
-        (both(quota("exceeded quota"), ends(0, 1)), See("Restarting", "", attempt=1, spent=1, why="QuotaExceeded")),
+        (
+            both(quota("exceeded quota: gpus"), ends(0, 1)),
+            See("Restarting", "", attempt=1, spent=1, why="QuotaExceeded"),
+        ),
         (waits(31), See("Restarting", "", attempt=1, spent=1, why="QuotaExceeded")),
         (both(quota(None), waits(31)), See("Restarting", "1-0 1-1", attempt=1, spent=1)),
     ),
@@ -544,8 +588,25 @@ SCENARIOS: tuple[Scenario, ...] = (
         (scheduled_not(0, "SchedulingGated", ""), See("Pending", BOTH, why="Queued")),
         RUNNING,
         (ends(0, 1), See("Restarting", "1-0 1-1", attempt=1)),
-        apis=frozenset({"kueue.x-k8s.io"}),
+        apis=KUEUE,
         lifecycle={"queue": "team"},
+    ),
+    scenario(
+        "a pod of a Kueue group keeps its name until the group has ended, so the gang is replaced",
+        STARTED,
+        RUNNING,
+        (ends(1, 1), See("Restarting", "1-0 1-1", attempt=1, spent=1)),
+        (runs, See("Running", "1-0 1-1", attempt=1, spent=1)),
+        apis=KUEUE,
+        lifecycle={"queue": "team"},
+    ),
+    scenario(
+        "a gang that Kueue evicts is not counted",
+        STARTED,
+        RUNNING,
+        (evicted_by_kueue(0, 1), See("Restarting", "1-0 1-1", attempt=1, spent=0, uncounted=1, failure="Preempted")),
+        apis=KUEUE,
+        lifecycle={"queue": "team", "backoffLimit": 0},
     ),
     scenario(
         "engines start beside the gang and end with the job",

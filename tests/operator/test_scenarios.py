@@ -5,10 +5,8 @@ from __future__ import annotations
 import pytest
 
 from fake_world import World
-from moejob_api.contract import Role
-from moejob_api.job.status import ConditionType
 from moejob_operator.children.gangs import GangApi
-from scenarios import SCENARIOS, Scenario, See
+from scenarios import SCENARIOS, Scenario, live
 
 EVERY = pytest.mark.parametrize("scenario", [pytest.param(found, id=found.id) for found in SCENARIOS])
 
@@ -17,35 +15,7 @@ def lived(scenario: Scenario, crash_at: int | None = None) -> World:
     """The world after a whole story, with everything seen that was to be seen."""
     world = World(gang_apis=frozenset(GangApi(api) for api in scenario.apis))
     world.cluster.crash_at = crash_at
-    world.apply(**scenario.job)
-    for number, (verb, see) in enumerate(scenario.story):
-        verb(world)
-        world.settle()
-        check(world, see, number)
-    return world
-
-
-def check(world: World, see: See, number: int) -> None:
-    """Compare what is there with what is to be seen."""
-    if see.phase == "gone" or world.is_gone:
-        assert (see.phase, world.is_gone) == ("gone", True), f"step {number}"
-        return
-    restarts = world.status.restarts
-    failure = world.status.last_failure
-    told = " ".join([*(found.message for found in world.status.conditions), failure.message if failure else ""])
-    actual = See(
-        phase=world.status.phase,
-        pods=" ".join(world.names()),
-        engines=" ".join(world.names(Role.ROLLOUT)),
-        attempt=world.status.attempt,
-        spent=restarts.since_checkpoint,
-        uncounted=restarts.ladder.uncounted,
-        why=world.condition(ConditionType.RUNNING).partition(" ")[2],
-        failure=failure.reason if failure else None,
-    )
-    wanted = {name: value for name, value in vars(see).items() if value is not None and name != "says"}
-    assert {name: getattr(actual, name) for name in wanted} == wanted, f"step {number}"
-    assert see.says in told, f"step {number}"
+    return live(scenario, world)
 
 
 @EVERY

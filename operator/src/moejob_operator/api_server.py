@@ -36,7 +36,8 @@ _REPORTER = "moejob.dev/operator"
 class ApiServer:
     """Implements moejob_operator.cluster.Cluster.
 
-    `remaining_seconds` says for how long this process may still write; `pods` carries its own deadline.
+    `remaining_seconds` says for how long this process may still write; `pods` carries its own deadline; `clock` tells
+    the time in UTC.
     """
 
     api: ApiClient
@@ -47,6 +48,7 @@ class ApiServer:
     remaining_seconds: Callable[[], float]
     status_written: Callable[[Mapping[str, Any], Mapping[str, Any]], None]
     progress_port: int = Port.PROGRESS.value
+    clock: Callable[[], datetime] = lambda: datetime.now(UTC)
     conversations: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_CONVERSATIONS))
 
     # --- reading --------------------------------------------------------------------------------------------------
@@ -64,7 +66,7 @@ class ApiServer:
             found = Children(pods, services, claims, groups)
         else:
             found = self.cache.children(key)
-        overdue = {node for pod in found.pods if (node := _overdue_on(pod, datetime.now(UTC))) is not None}
+        overdue = {node for pod in found.pods if (node := _overdue_on(pod, self.clock())) is not None}
         lost = [node for node in sorted(overdue) if await self._is_lost(node)]
         return replace(found, lost_nodes=frozenset(lost))
 
@@ -140,10 +142,12 @@ class ApiServer:
             except (Absent, Conflict):
                 # Gone, or another object by now, which is none of our business.
                 continue
-            # An object that ends slowly comes back marked as ending; one that is gone is told of by the watch.
+            # An object that ends slowly comes back marked as ending; one that is gone is told of by the watch. One that
+            # somebody else took away at the same moment comes back without its version.
             known = self.cache.find(ref.kind, ref.namespace, ref.name)
-            if known is not None and left["kind"] != "Status":
-                self.cache.seen(ref.kind, {**known, "metadata": left["metadata"]})
+            metadata = left.get("metadata") or {}
+            if known is not None and metadata.get("uid") == ref.uid and metadata.get("resourceVersion"):
+                self.cache.seen(ref.kind, {**known, "metadata": metadata})
 
     def _apis_of(self, ref: Ref) -> tuple[str, ...]:
         if ref.kind is not Kind.POD_GROUP:
@@ -178,7 +182,7 @@ class ApiServer:
             "apiVersion": "events.k8s.io/v1",
             "kind": "Event",
             "metadata": {"name": f"{metadata['name']}.{uuid4().hex}", "namespace": metadata["namespace"]},
-            "eventTime": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
+            "eventTime": self.clock().strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
             "reportingController": _REPORTER,
             "reportingInstance": self.identity[:128],
             "action": notice.reason,

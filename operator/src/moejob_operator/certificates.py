@@ -16,6 +16,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from cryptography import x509
+from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
@@ -92,8 +93,8 @@ def made(hosts: tuple[str, ...], now: datetime) -> KeyPair:
 
 
 def is_fit(pair: KeyPair | None, hosts: tuple[str, ...], now: datetime) -> bool:
-    """Whether a pair can stay: it is for these names and will not end soon."""
-    return pair is not None and set(hosts) <= set(pair.hosts) and now < pair.ends - RENEWAL
+    """Whether a pair can stay: it is for these names, will not end soon, and its authority has signed it."""
+    return pair is not None and set(hosts) <= set(pair.hosts) and now < pair.ends - RENEWAL and _is_signed(pair)
 
 
 def pair_of(secret: Raw) -> KeyPair | None:
@@ -111,9 +112,29 @@ def pair_of(secret: Raw) -> KeyPair | None:
 
 
 def first_of(bundle: bytes) -> bytes:
-    """The newest authority in a bundle: it stands first."""
-    certificates = x509.load_pem_x509_certificates(bundle) if bundle else []
+    """The newest authority in a bundle: it stands first. Empty when there is none to be read."""
+    certificates = _authorities(bundle)
     return certificates[0].public_bytes(serialization.Encoding.PEM) if certificates else b""
+
+
+def _authorities(bundle: bytes) -> list[x509.Certificate]:
+    try:
+        return x509.load_pem_x509_certificates(bundle)
+    except ValueError:
+        return []
+
+
+def _is_signed(pair: KeyPair) -> bool:
+    certificate = x509.load_pem_x509_certificate(pair.certificate)
+    return any(_signed(certificate, authority) for authority in _authorities(pair.authority))
+
+
+def _signed(certificate: x509.Certificate, authority: x509.Certificate) -> bool:
+    try:
+        certificate.verify_directly_issued_by(authority)
+    except (ValueError, TypeError, InvalidSignature):
+        return False
+    return True
 
 
 def load(context: ssl.SSLContext, pair: KeyPair) -> None:

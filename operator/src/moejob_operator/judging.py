@@ -20,6 +20,8 @@ from moejob_operator.children.environment import LONGEST_VALUE_BYTES, spec_text
 from moejob_operator.observed import Job
 
 _REMEMBERED = 4096
+# Each look goes through all pods of a job, and other jobs wait meanwhile.
+MOST_PODS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,7 @@ def judgement(spec: Spec) -> Judgement:
     except InvalidSpec as refused:
         return Judgement(refused.problems)
     return Judgement(
-        problems=(*found.problems, *_too_long(spec)),
+        problems=(*found.problems, *_too_long(spec), *_too_many_pods(found)),
         warnings=found.warnings,
         layout=found.layout,
         rollout=found.rollout,
@@ -76,6 +78,19 @@ class Judge:
             if len(self._known) > _REMEMBERED:
                 self._known.popitem(last=False)
         return known
+
+
+def _too_many_pods(found: Plan) -> tuple[Problem, ...]:
+    trainers = 0 if found.layout is None else found.layout.nodes
+    # Engines on the trainer's GPUs are in its pods.
+    engines = 0 if found.rollout is None or not found.rollout.gpus else found.rollout.engines
+    if trainers + engines <= MOST_PODS:
+        return ()
+    message = (
+        f"the job needs {trainers + engines} pods, of which {MOST_PODS} at most are looked after at once; give each "
+        "more GPUs with gpusPerNode"
+    )
+    return (Problem(Rule.NODE_SIZE, "spec.resources.gpusPerNode", message),)
 
 
 def _too_long(spec: Spec) -> tuple[Problem, ...]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import http.client
 import json
 import ssl
+import threading
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from typing import Any
 
 from cluster.control_plane.certificates import KeyPair
@@ -14,6 +16,8 @@ from cluster.control_plane.kubeconfigs import Server
 
 SECONDS = 30
 PROBE_SECONDS = 2
+# A watch that is silent for so long is begun anew.
+WATCH_SECONDS = 3
 
 
 class RefusedError(Exception):
@@ -32,6 +36,8 @@ class Api:
         self._url = server.url
         self._tls = ssl.create_default_context(cafile=server.ca)
         self._tls.load_cert_chain(user.certificate, user.key)
+        # One for each thread.
+        self._kept = threading.local()
 
     def get(self, path: str) -> Any:
         """The object or list at a path."""
@@ -53,6 +59,13 @@ class Api:
         """Delete what is at a path."""
         return self._call("DELETE", path)
 
+    def watch(self, path: str, stop: threading.Event) -> Iterator[Any]:
+        """Events of the collection at a path, whose query is not empty, until told to stop or the connection ends."""
+        request = urllib.request.Request(f"{self._url}{path}&watch=true")  # noqa: S310
+        with urllib.request.urlopen(request, timeout=WATCH_SECONDS, context=self._tls) as answer:  # noqa: S310
+            while not stop.is_set() and (line := answer.readline()):
+                yield json.loads(line)
+
     def is_healthy(self, url: str) -> bool:
         """Whether a component, known to the same authority, answers 200."""
         try:
@@ -66,10 +79,36 @@ class Api:
 
     def _call(self, method: str, path: str, body: Any = None, kind: str = "application/json") -> Any:
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self._url + path, data, {"Content-Type": kind}, method=method)  # noqa: S310
-        try:
-            with urllib.request.urlopen(request, timeout=SECONDS, context=self._tls) as answer:  # noqa: S310
-                return json.load(answer)
-        except urllib.error.HTTPError as refusal:
-            with refusal:
-                raise RefusedError(json.load(refusal)) from None
+        status, content = self._answer(method, path, data, {"Content-Type": kind})
+        if status >= 400:
+            raise RefusedError(_refusal(status, content))
+        return json.loads(content)
+
+    def _answer(self, method: str, path: str, data: bytes | None, headers: dict[str, str]) -> tuple[int, bytes]:
+        """Over the connection of before, where there is one and it still works: meeting anew costs more than asking."""
+        kept: http.client.HTTPSConnection | None = getattr(self._kept, "connection", None)
+        if kept is not None:
+            try:
+                return _asked(kept, method, path, data, headers)
+            except (OSError, http.client.HTTPException):
+                kept.close()
+        fresh = http.client.HTTPSConnection(self._url.removeprefix("https://"), timeout=SECONDS, context=self._tls)
+        self._kept.connection = fresh
+        return _asked(fresh, method, path, data, headers)
+
+
+def _refusal(status: int, content: bytes) -> dict[str, Any]:
+    try:
+        said: dict[str, Any] = json.loads(content)
+    except ValueError:
+        # Of a path that it does not know it speaks in plain words.
+        return {"code": status, "message": content.decode()}
+    return said
+
+
+def _asked(
+    connection: http.client.HTTPSConnection, method: str, path: str, data: bytes | None, headers: dict[str, str]
+) -> tuple[int, bytes]:
+    connection.request(method, path, data, headers)
+    answer = connection.getresponse()
+    return answer.status, answer.read()

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from cluster.control_plane.api import RefusedError
 from cluster.control_plane.plane import ControlPlane, KubectlError
 from cluster.waiting import until
 
@@ -18,8 +19,10 @@ def definition(control_plane: ControlPlane) -> Path:
 
     def is_known() -> bool:
         try:
+            # There is a moment before jobs can be kept, and clients can look up names and schemas.
+            control_plane.api.get("/apis/moejob.dev/v1alpha1/moetrainingjobs")
             return bool(control_plane.kubectl("explain", "mtj"))
-        except KubectlError:
+        except (KubectlError, RefusedError):
             return False
 
     control_plane.kubectl("apply", "--server-side=false", "-f", DEFINITION)

@@ -85,13 +85,15 @@ class Home:
     folder: Path
     replicas: list[Operator] = field(default_factory=list)
 
-    def replica(self, *flags: str, environment: Mapping[str, str] | None = None) -> Operator:
-        """A further replica, not started."""
+    def replica(
+        self, *flags: str, environment: Mapping[str, str] | None = None, kubeconfig: Path | None = None
+    ) -> Operator:
+        """A further replica, not started; unless told otherwise it speaks to the API server itself."""
         number = len(self.replicas)
         port, webhook_port = free_port(), free_port()
         name = f"operator-{self.namespace}-{number}"
         arguments = [
-            f"--kubeconfig={self.plane.service_account_kubeconfig(self.namespace, ACCOUNT)}",
+            f"--kubeconfig={kubeconfig or self.plane.service_account_kubeconfig(self.namespace, ACCOUNT)}",
             f"--own-namespace={self.namespace}",
             f"--identity=replica-{number}",
             f"--http-port={port}",

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -77,11 +78,12 @@ class ControlPlane:
             raise KubectlError(done.stderr)
         return done.stdout
 
-    def service_account_kubeconfig(self, namespace: str, name: str) -> Path:
-        """With what a pod of the service account would speak to the API server, for an hour."""
+    def service_account_kubeconfig(self, namespace: str, name: str, by_way_of: str | None = None) -> Path:
+        """With what a pod of the service account would speak to the API server, for an hour; or to another address."""
         token = self.kubectl("create", "token", name, f"--namespace={namespace}").strip()
-        path = self.folder / f"{namespace}-{name}.kubeconfig"
-        return write_for_token(path, self._site.server, token, namespace)
+        server = self._site.server if by_way_of is None else replace(self._site.server, url=by_way_of)
+        path = self.folder / f"{namespace}-{name}{'' if by_way_of is None else '-proxied'}.kubeconfig"
+        return write_for_token(path, server, token, namespace)
 
     def add_nodes(self, count: int) -> None:
         """Fake nodes, each with GPUs of its own, and return when pods can go there."""

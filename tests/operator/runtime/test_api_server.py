@@ -257,6 +257,20 @@ def test_deleting_what_is_not_there_is_fine(answer: Answer) -> None:
     played(story)
 
 
+def test_a_pod_that_somebody_else_took_away_at_the_same_moment_is_left_to_the_watch() -> None:
+    async def story(here: World) -> None:
+        here.cache.seen(Kind.POD, pod(status={"phase": "Failed"}))
+        # The API server then answers with the object as it was about to be written: without a version.
+        answer = pod(metadata={"deletionTimestamp": FUTURE})["metadata"]
+        del answer["resourceVersion"]
+        here.server.say(f"DELETE {PODS}/{REF.name}", (200, {"kind": "PartialObjectMetadata", "metadata": answer}))
+        await here.cluster.delete(REF, force=False)
+        [left] = (await here.cluster.children(KEY, live=False)).pods
+        assert left["status"] == {"phase": "Failed"}
+
+    played(story)
+
+
 def test_a_pod_group_is_deleted_where_it_is() -> None:
     async def story(here: World) -> None:
         ref = Ref(Kind.POD_GROUP, "default", "job", "uid-job")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import ssl
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -211,6 +212,30 @@ def test_while_a_certificate_is_replaced_old_and_new_are_trusted() -> None:
             assert told(trust) == third.authority
             assert third.authority.count(b"BEGIN") == 2
             assert first.authority not in third.authority
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize(
+    "authority",
+    [
+        pytest.param(b"-----BEGIN CERTIFICATE-----\nnonsense\n-----END CERTIFICATE-----\n", id="nonsense"),
+        pytest.param(b"", id="none"),
+        pytest.param(made(HOSTS, NOW).authority, id="that of another certificate"),
+    ],
+)
+def test_a_certificate_that_its_authority_did_not_sign_is_replaced(authority: bytes) -> None:
+    damaged = replace(PAIR, authority=authority)
+
+    async def story() -> None:
+        async with stand_in() as (server, api):
+            server.say(f"GET {SECRET}", (200, secret(damaged)))
+            server.say(f"GET {HOOKS}", (200, hooks(encoded(authority))))
+            server.say(f"PATCH {HOOKS}", (200, {}))
+            server.say(f"PATCH {SECRET}", (200, {}))
+            pair, (trust, _) = await kept(server, CertificateStore(api, "moejob-system", "certificate", "moejob"))
+            assert pair.certificate != damaged.certificate
+            await shaken(pair, told(trust), HOSTS[0])
 
     asyncio.run(story())
 

@@ -39,7 +39,12 @@ class Lifecycle(ApiModel):
     ] = 1800
     gang: Annotated[
         Gang,
-        Field(description="Gang scheduler. Auto: Kueue with a queue, else Native when the cluster has it, else None."),
+        Field(
+            description=(
+                "Gang scheduler. Auto: with a queue Kueue, or Volcano where there is only that; without one Native where "
+                "the cluster has it, else None."
+            )
+        ),
     ] = Gang.AUTO
     queue: Annotated[ObjectName | None, Field(description="Queue of Kueue or Volcano.")] = None
 

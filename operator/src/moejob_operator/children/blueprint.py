@@ -15,6 +15,8 @@ from moejob_api.rules.rollout_rules import RolloutLayout
 
 # Engines outlive gangs: loading a model takes minutes, and the trainer syncs its weights to whoever is there.
 ROLLOUT_ATTEMPT = 0
+# An engine has nothing to save.
+ENGINE_GRACE_SECONDS = 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,7 @@ class Blueprint:
     attempt: int
     gang: Gang
     images: Images
-    grace_seconds: int
+    trainer_grace_seconds: int
 
     @property
     def service(self) -> str:
@@ -65,6 +67,10 @@ class Blueprint:
     def pod(self, role: Role, index: int) -> str:
         """The name of a pod, which is also its host name."""
         return pod_name(self.name, role, self.attempt_of(role), index)
+
+    def grace_seconds(self, role: Role) -> int:
+        """How long a pod gets between being asked to stop and being killed."""
+        return self.trainer_grace_seconds if role is Role.TRAINER else ENGINE_GRACE_SECONDS
 
     def attempt_of(self, role: Role) -> int:
         """The attempt that a pod of this role belongs to."""

@@ -48,7 +48,7 @@ def _contract(blueprint: Blueprint, role: Role, index: int) -> dict[Environment,
         Environment.RENDEZVOUS_HOST: blueprint.host(Role.TRAINER, 0),
         Environment.HOST: blueprint.host(role, index),
         Environment.RUN_FOLDER: f"{blueprint.spec.storage.mount_path.rstrip('/')}/{blueprint.name}",
-        Environment.GRACE_SECONDS: str(blueprint.grace_seconds),
+        Environment.GRACE_SECONDS: str(blueprint.grace_seconds(role)),
         Environment.PROGRESS_PORT: str(Port.PROGRESS.value),
         Environment.RENDEZVOUS_PORT: str(Port.RENDEZVOUS.value),
     } | _engines(blueprint)

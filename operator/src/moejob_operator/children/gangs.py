@@ -50,7 +50,8 @@ def chosen_gang(lifecycle: Lifecycle, apis: frozenset[GangApi]) -> Gang:
     if lifecycle.gang is not Gang.AUTO:
         return lifecycle.gang
     if lifecycle.queue is not None:
-        return Gang.KUEUE
+        only_volcano = GangApi.VOLCANO in apis and GangApi.KUEUE not in apis
+        return Gang.VOLCANO if only_volcano else Gang.KUEUE
     return Gang.NATIVE if GangApi.NATIVE in apis else Gang.NONE
 
 
@@ -74,10 +75,9 @@ def pod_group(blueprint: Blueprint) -> dict[str, Any] | None:
 
 
 def gang_marks(blueprint: Blueprint, role: Role) -> GangMarks:
-    """What a pod says to the gang scheduler. Rollout pods come and go: they are in no gang, but in the same queue."""
+    """What a pod says to the gang scheduler."""
     if role is Role.ROLLOUT:
-        queued = blueprint.gang is Gang.KUEUE
-        return GangMarks(labels=_queue(blueprint)) if queued else GangMarks()
+        return _marks_of_engine(blueprint)
     scheduler = _scheduler(blueprint)
     match blueprint.gang:
         case Gang.NATIVE:
@@ -125,23 +125,49 @@ def _volcano(blueprint: Blueprint) -> dict[str, Any]:
     }
 
 
+def _marks_of_engine(blueprint: Blueprint) -> GangMarks:
+    """Engines come and go: they are in no gang, but in its queue, and never left to a second scheduler of its nodes."""
+    queue = blueprint.spec.lifecycle.queue
+    match blueprint.gang:
+        case Gang.KUEUE:
+            return GangMarks(labels=_queue(blueprint))
+        case Gang.VOLCANO:
+            annotations = {} if queue is None else {"scheduling.volcano.sh/queue-name": queue}
+            return GangMarks(annotations=annotations, spec=_scheduler(blueprint))
+        case _:
+            return GangMarks(spec=_scheduler(blueprint))
+
+
 def _kueue(blueprint: Blueprint) -> GangMarks:
-    key = blueprint.spec.resources.topology_key
-    size = pods_per_group(blueprint.layout)
-    topology = {} if key is None else {f"kueue.x-k8s.io/podset-{_strictness(blueprint, size)}-topology": key}
     return GangMarks(
         # A group that has ended stays ended for Kueue: every attempt is a group of its own.
         labels=_queue(blueprint) | {"kueue.x-k8s.io/pod-group-name": f"{blueprint.name}-{blueprint.attempt}"},
         annotations={
             "kueue.x-k8s.io/pod-group-total-count": str(blueprint.layout.nodes),
             "kueue.x-k8s.io/pod-group-pod-index-label": Label.INDEX.value,
+            # Kueue holds an ended pod by a finalizer until another takes its place in the group, which no pod of ours
+            # does. So told, it lets go of all of them once the last has ended, and of their quota.
+            "kueue.x-k8s.io/retriable-in-group": "false",
         }
-        | topology,
+        | _kueue_topology(blueprint),
     )
 
 
-def _strictness(blueprint: Blueprint, size: int) -> str:
-    return "required" if size == blueprint.layout.nodes else "preferred"
+def _kueue_topology(blueprint: Blueprint) -> dict[str, str]:
+    key, nodes = blueprint.spec.resources.topology_key, blueprint.layout.nodes
+    if key is None:
+        return {}
+    size = pods_per_group(blueprint.layout)
+    if size == nodes:
+        return {"kueue.x-k8s.io/podset-required-topology": key}
+    whole_gang = {"kueue.x-k8s.io/podset-preferred-topology": key}
+    if size == 1 or nodes % size != 0:
+        return whole_gang
+    # Kueue cuts slices in the order of the indices, as the groups are.
+    return whole_gang | {
+        "kueue.x-k8s.io/podset-slice-required-topology": key,
+        "kueue.x-k8s.io/podset-slice-size": str(size),
+    }
 
 
 def _queue(blueprint: Blueprint) -> dict[str, str]:

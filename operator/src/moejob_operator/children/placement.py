@@ -6,6 +6,7 @@ from typing import Any
 
 from moejob_api.arithmetic import ceil_div
 from moejob_api.contract import Label, Role
+from moejob_api.job.lifecycle import Gang
 from moejob_api.job.resources import Toleration
 from moejob_api.layout.sizes import Layout
 from moejob_operator.children.blueprint import Blueprint
@@ -33,6 +34,9 @@ def affinity(blueprint: Blueprint, role: Role, index: int) -> dict[str, Any] | N
     """Pods that talk most in one domain, the others near it; None without a topology key."""
     key = blueprint.spec.resources.topology_key
     if key is None or role is not Role.TRAINER or blueprint.layout.nodes == 1:
+        return None
+    # Kueue places by its own annotations, and takes pods that differ in affinity for roles, of which it allows eight.
+    if blueprint.gang is Gang.KUEUE:
         return None
     near = {"weight": 100, "podAffinityTerm": _term(blueprint, key, None)}
     terms: dict[str, Any] = {"preferredDuringSchedulingIgnoredDuringExecution": [near]}

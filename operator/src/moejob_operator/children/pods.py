@@ -16,8 +16,10 @@ from moejob_operator.children.volumes import mounts, volumes
 
 # Who owns what is written to volumes; images run as a user of this group.
 GROUP_ID = 65532
-# An engine has nothing to save.
-ENGINE_GRACE_SECONDS = 30
+# Autoscalers that tidy up half-empty nodes would restart a whole gang each time; a job's own word wins.
+_STAYS = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false", "karpenter.sh/do-not-disrupt": "true"}
+# An engine loads for minutes, half an hour at most; then one that says nothing for five is started anew in its place.
+_LOADING_PROBES, _LIVING_PROBES = 180, 10
 _NETWORKS = "k8s.v1.cni.cncf.io/networks"
 
 
@@ -27,17 +29,22 @@ def trainer_pod(blueprint: Blueprint, index: int) -> dict[str, Any]:
     ready = {"httpGet": {"path": HttpPath.READY.value, "port": Port.PROGRESS.value}, "periodSeconds": 2}
     ports = [_port("progress", Port.PROGRESS), _port("rendezvous", Port.RENDEZVOUS)]
     container = {"image": image, "ports": ports, "readinessProbe": ready}
-    spec = {"restartPolicy": "Never", "terminationGracePeriodSeconds": blueprint.grace_seconds}
+    spec = {"restartPolicy": "Never"}
     return _pod(blueprint, Role.TRAINER, index, container, spec)
 
 
 def rollout_pod(blueprint: Blueprint, index: int) -> dict[str, Any]:
     """One engine. The kubelet restarts it in its place; only one that lost its place is replaced."""
     image = blueprint.spec.resources.rollout_image or blueprint.images.rollout
-    ready = {"httpGet": {"path": "/health", "port": Port.ROLLOUT.value}, "periodSeconds": 5}
-    ports = [_port("rollout", Port.ROLLOUT), _port("weights", Port.WEIGHTS)]
-    container = {"image": image, "ports": ports, "readinessProbe": ready}
-    spec = {"restartPolicy": "Always", "terminationGracePeriodSeconds": ENGINE_GRACE_SECONDS}
+    health = {"httpGet": {"path": "/health", "port": Port.ROLLOUT.value}}
+    container = {
+        "image": image,
+        "ports": [_port("rollout", Port.ROLLOUT), _port("weights", Port.WEIGHTS)],
+        "startupProbe": health | {"periodSeconds": 10, "failureThreshold": _LOADING_PROBES},
+        "livenessProbe": health | {"periodSeconds": 30, "timeoutSeconds": 10, "failureThreshold": _LIVING_PROBES},
+        "readinessProbe": health | {"periodSeconds": 5},
+    }
+    spec = {"restartPolicy": "Always"}
     return _pod(blueprint, Role.ROLLOUT, index, container, spec)
 
 
@@ -49,7 +56,8 @@ def _pod(
     about["labels"] = (
         dict(blueprint.spec.resources.labels) | about["labels"] | _own_labels(blueprint, role, index) | marks.labels
     )
-    annotations = _annotations(blueprint.spec) | marks.annotations
+    stays = _STAYS if role is Role.TRAINER else {}
+    annotations = stays | _annotations(blueprint.spec) | marks.annotations
     if annotations:
         about["annotations"] = annotations
     return {
@@ -57,6 +65,7 @@ def _pod(
         "kind": Kind.POD.value,
         "metadata": about,
         "spec": spec
+        | {"terminationGracePeriodSeconds": blueprint.grace_seconds(role)}
         | _pod_spec(blueprint, role, index)
         | marks.spec
         | {

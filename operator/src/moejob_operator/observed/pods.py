@@ -13,6 +13,8 @@ from moejob_operator.cluster import Raw
 from moejob_operator.observed import reading
 
 _MESSAGE_CHARACTERS = 2048
+# Conditions of a pod that somebody wants gone: Kubernetes' own, and Kueue's.
+_TAKEN_AWAY = ("DisruptionTarget", "TerminationTarget")
 
 
 class PodPhase(StrEnum):
@@ -71,7 +73,7 @@ class Pod:
     waiting: Waiting | None
     unschedulable: str | None
     is_gated: bool
-    # Why the cluster takes the pod away: the reason of condition DisruptionTarget.
+    # Why the cluster takes the pod away: the reason of a condition that says so.
     disruption: str | None
     # The pod's own reason and message, such as Evicted.
     reason: str
@@ -88,7 +90,6 @@ def pod(raw: Raw) -> Pod:
     about, status = reading.metadata(raw), reading.mapping(raw.get("status"))
     ready = reading.condition(status, "Ready")
     scheduled = reading.condition(status, "PodScheduled")
-    disrupted = reading.condition(status, "DisruptionTarget")
     is_waiting_for_node = scheduled.get("status") == "False"
     return Pod(
         name=reading.text(about.get("name")),
@@ -110,10 +111,15 @@ def pod(raw: Raw) -> Pod:
         if is_waiting_for_node and scheduled.get("reason") == "Unschedulable"
         else None,
         is_gated=is_waiting_for_node and scheduled.get("reason") == "SchedulingGated",
-        disruption=reading.text(disrupted.get("reason")) if disrupted.get("status") == "True" else None,
+        disruption=_disruption(status),
         reason=reading.text(status.get("reason")),
         message=_message(status),
     )
+
+
+def _disruption(status: Raw) -> str | None:
+    found = (reading.condition(status, kind) for kind in _TAKEN_AWAY)
+    return next((reading.text(taken.get("reason")) for taken in found if taken.get("status") == "True"), None)
 
 
 def _role(raw: Raw) -> Role | None:

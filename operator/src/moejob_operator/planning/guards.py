@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from moejob_api.job.lifecycle import Gang
 from moejob_api.job.status import ConditionStatus, ConditionType, Phase, Restarts
 from moejob_operator.actions import Action, Delete, Kind, Notice, Ref, Severity
 from moejob_operator.observed import Pod, PodPhase
@@ -41,7 +40,8 @@ def finished(s: Situation) -> Step | None:
     phase = s.status.phase
     if phase is None or not phase.is_finished:
         return None
-    actions: tuple[Action, ...] = objects.deletions((pod for pod in s.seen.pods if _is_leftover(pod, s)), s)
+    holding = (pod for pod in s.seen.pods if not pod.phase.has_ended)
+    actions: tuple[Action, ...] = objects.deletions(holding, s)
     left = _seconds_to_live(s)
     if left is not None and left <= 0:
         job = s.seen.job
@@ -155,6 +155,7 @@ def present(s: Situation) -> Step | None:
     _, layout = spec_and_layout(s)
     spent = objects.deletions((*objects.answered_pods(s), *objects.spent_engines(s)), s)
     created = objects.missing(s)
+    is_more = len(created) == objects.CREATED_AT_ONCE and s.refusal is None
     is_restart = s.attempt > 0 or bool(s.ladder.replacing)
     is_running = s.gang_runs and not objects.answered_pods(s)
     started = objects.trainers_among(created)
@@ -170,7 +171,7 @@ def present(s: Situation) -> Step | None:
         created=started,
         # The first gang of all can have no other beside it.
         needs_live=bool(spent) or (is_restart and started > 0),
-        look_again_after_seconds=_next_look(s, is_running=is_running),
+        look_again_after_seconds=0.0 if is_more else _next_look(s, is_running=is_running),
         notices=_told(spent, s),
     )
 
@@ -190,15 +191,6 @@ GUARDS: tuple[Guard, ...] = (
 
 
 # --- the end ----------------------------------------------------------------------------------------------------------
-
-
-def _is_leftover(pod: Pod, s: Situation) -> bool:
-    if not pod.phase.has_ended:
-        return True
-    # Kueue counts a group with failed pods as running until they are gone.
-    spec = s.seen.job.spec
-    is_queued = spec is not None and spec.lifecycle.queue is not None and spec.lifecycle.gang is not Gang.VOLCANO
-    return is_queued and pod.phase is PodPhase.FAILED
 
 
 def _seconds_to_live(s: Situation) -> float | None:

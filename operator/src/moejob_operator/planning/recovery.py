@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import assert_never
 
+from moejob_api.job.lifecycle import Gang
 from moejob_api.job.status import MAX_REPLACED, Ladder, LastFailure, Phase, Replaced, Restarts
 from moejob_api.restarts import (
     Budget,
@@ -21,7 +22,7 @@ from moejob_api.restarts import (
 )
 from moejob_operator.observed import PodPhase
 from moejob_operator.planning.failures import Loss, rank_restarts
-from moejob_operator.planning.situation import Situation, restarting_or_pending, spec_and_layout
+from moejob_operator.planning.situation import Situation, gang_of, restarting_or_pending, spec_and_layout
 from moejob_operator.planning.step import Reason, Step
 from moejob_operator.planning.times import later, seconds_until, written
 
@@ -102,6 +103,9 @@ def _absorbed(s: Situation, lost: tuple[Loss, ...], budget: Budget) -> Step:
 
 def _can_be_mended(s: Situation, lost: tuple[int, ...]) -> bool:
     """Whether the others can go on: one that has ended well cannot meet a new pod any more."""
+    # Kueue keeps a pod of a group, and so its name, until the whole group has ended.
+    if gang_of(s) is Gang.KUEUE:
+        return False
     others_run = all(pod.phase is not PodPhase.SUCCEEDED for index, pod in s.trainers.items() if index not in lost)
     return others_run and len({*lost, *(entry.index for entry in s.ladder.replacing)}) <= MAX_REPLACED
 

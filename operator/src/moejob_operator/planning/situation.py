@@ -155,7 +155,7 @@ def blueprint(s: Situation) -> Blueprint:
         attempt=s.attempt,
         gang=gang_of(s),
         images=s.setting.images,
-        grace_seconds=grace_seconds(s.status),
+        trainer_grace_seconds=grace_seconds(s.status),
     )
 
 

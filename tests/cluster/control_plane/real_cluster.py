@@ -1,0 +1,325 @@
+"""A cluster with the verbs of FakeCluster that is a real one: API server and controllers; nodes are played by hand.
+
+The operator's side is its own ApiServer under its own service account. Kubelets are the tests': pods are bound, run and
+end as a story says. Time is the real one plus what a story has let pass, and stands still while the operator looks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, ItemsView, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from typing import Any
+
+import aiohttp
+
+from cluster.control_plane import jobs
+from cluster.control_plane.api import RefusedError
+from cluster.control_plane.plane import ControlPlane
+from cluster.control_plane.pod_voices import PodVoices
+from cluster.control_plane.volumes import VOLUMES, volume_for
+from cluster.waiting import until
+from fake_cluster import Body, Crash, FakeCluster, Id, at
+from moejob_api.contract import Label, PodProgress, Role
+from moejob_operator.actions import Kind, Manifest, Notice, Ref
+from moejob_operator.api_client import ApiClient
+from moejob_operator.api_server import ApiServer
+from moejob_operator.cache import Cache
+from moejob_operator.cluster import Children, JobKey, Raw
+from moejob_operator.lists import GangApis, Lists, collection
+from moejob_operator.watching import WATCHED
+
+# The garbage collector learns of a new kind every half minute.
+CONTROLLER_SECONDS = 60
+HELD = "tests.moejob.dev/held"
+QUOTA = "gpus"
+
+
+@dataclass(eq=False)
+class RealCluster(FakeCluster):
+    """Implements moejob_operator.cluster.Cluster, and what a World does to a cluster."""
+
+    plane: ControlPlane = field(kw_only=True)
+    namespace: str = field(kw_only=True)
+    api: ApiClient = field(kw_only=True)
+    voices: PodVoices = field(kw_only=True)
+    loop: asyncio.AbstractEventLoop = field(kw_only=True)
+    passed: timedelta = field(default=timedelta(), init=False)
+    lost: set[str] = field(default_factory=set)
+    has_garbage: bool = False
+    has_volumes: bool = True
+    is_bound: bool = False
+
+    def __post_init__(self) -> None:
+        self._moment, self.passed = datetime.now(UTC), timedelta()
+        self._forget()
+
+    def _forget(self) -> None:
+        """A new process of the operator knows nothing."""
+        self.answers = self.voices.answers
+        self._cache = Cache()
+        self._lists = Lists(self.api, self._cache, self.namespace, GangApis(self.api))
+        self._server = ApiServer(
+            api=self.api,
+            cache=self._cache,
+            lists=self._lists,
+            # Replaced at every look: a session belongs to the loop that it is made in.
+            pods=None,  # type: ignore[arg-type]
+            identity="tests",
+            remaining_seconds=lambda: float("inf"),
+            status_written=lambda _before, _after: None,
+            progress_port=self.voices.port,
+            clock=lambda: self.now,
+        )
+
+    # --- time ---------------------------------------------------------------------------------------------------------
+
+    @property  # type: ignore[misc]
+    def now(self) -> datetime:
+        """When something last happened, and what a story has let pass since: how long a look takes is no part of it."""
+        return self._moment
+
+    @now.setter
+    def now(self, moment: datetime) -> None:
+        if hasattr(self, "_moment"):
+            self.passed += moment - self._moment
+        self._moment = moment
+
+    def catch_up(self) -> None:
+        """Something happens: what the API server has dated until now is in the past."""
+        self._moment = max(self._moment, datetime.now(UTC) + self.passed)
+
+    # --- the operator's side ------------------------------------------------------------------------------------------
+
+    def looked(self, look: Coroutine[Any, Any, float | None]) -> float | None:
+        """One look of the operator, after its watches have caught up."""
+        return self.loop.run_until_complete(self._looked(look))
+
+    async def _looked(self, look: Coroutine[Any, Any, float | None]) -> float | None:
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=2)) as pods:
+            self._server = replace(self._server, pods=pods)
+            await asyncio.gather(*(self._lists.fill(kind) for kind in WATCHED))
+            try:
+                return await look
+            except Crash:
+                self._forget()
+                raise
+
+    async def job(self, key: JobKey) -> Raw | None:
+        return await self._server.job(key)
+
+    async def children(self, key: JobKey, *, live: bool) -> Children:
+        return await self._server.children(key, live=live)
+
+    async def ensure(self, manifest: Manifest) -> None:
+        about = manifest["metadata"]
+        self._before(f"create {manifest['kind']} {about['name']}")
+        await self._server.ensure(manifest)
+        self._after()
+
+    async def delete(self, ref: Ref, *, force: bool) -> None:
+        self._before(f"{'force-' * force}delete {ref.kind} {ref.name}")
+        self.has_garbage |= ref.kind is Kind.JOB
+        await self._server.delete(ref, force=force)
+        self._after()
+
+    async def write_status(self, job: Raw, status: Raw) -> None:
+        self._before("write status")
+        await self._server.write_status(job, status)
+        self._after()
+
+    async def post(self, job: Raw, notice: Notice) -> None:
+        self._before(None)
+        await self._server.post(job, notice)
+        self._after()
+
+    async def progress(self, pod: Raw) -> PodProgress | None:
+        return await self._server.progress(pod)
+
+    # --- the tests' side: reading -------------------------------------------------------------------------------------
+
+    @property  # type: ignore[misc, override]
+    def objects(self) -> Mapping[Id, Body]:
+        """Everything that the operator knows of, as it is now."""
+        return _Objects(self.plane, self.namespace)
+
+    @objects.setter
+    def objects(self, _: Mapping[Id, Body]) -> None:
+        """There is nothing to begin with."""
+
+    def pods(self, role: Role | None = None) -> Iterator[Body]:
+        for body in sorted(self._listed(Kind.POD), key=lambda pod: str(pod["metadata"]["name"])):
+            if role in (None, body["metadata"].get("labels", {}).get(Label.ROLE)):
+                yield body
+
+    def fingerprint(self) -> object:
+        return {(body["metadata"]["uid"], body["metadata"]["resourceVersion"]) for _, body in self.objects.items()}
+
+    def _listed(self, kind: Kind) -> list[Body]:
+        return _listed(self.plane, kind, self.namespace)
+
+    # --- the tests' side: changing ------------------------------------------------------------------------------------
+
+    def change(self, body: Body) -> None:
+        """Make an object like this, as far as people, kubelets and controllers may."""
+        self.catch_up()
+        match body["kind"]:
+            case Kind.JOB:
+                self._change_job(body)
+            case Kind.POD:
+                self._change_pod(body)
+            case _:
+                raise NotImplementedError(f"a {body['kind']} is for its controller to change")
+
+    def _change_job(self, body: Body) -> None:
+        about = body["metadata"]
+        path = jobs.path(self.namespace, about["name"])
+        if "uid" not in about:
+            self.plane.api.create(jobs.path(self.namespace), body | {"metadata": {"name": about["name"]}})
+        elif "deletionTimestamp" in about:
+            # In the foreground it would be gone in a moment: nothing here blocks it. So it is held by hand.
+            self.plane.api.merge(path, {"metadata": {"finalizers": [HELD]}})
+            self.plane.api.delete(path)
+        else:
+            self.plane.api.merge(path, {"spec": body["spec"]})
+
+    def _change_pod(self, body: Body) -> None:
+        path = _path((Kind.POD, self.namespace, body["metadata"]["name"]))
+        node = body["spec"].get("nodeName")
+        if node is not None and "nodeName" not in self.plane.api.get(path)["spec"]:
+            target = {"apiVersion": "v1", "kind": "Node", "name": node}
+            self.plane.api.create(f"{path}/binding", {"metadata": {"name": body["metadata"]["name"]}, "target": target})
+        address = body["status"].get("podIP") or self.voices.new_address(body["metadata"]["uid"])
+        self.plane.api.merge(f"{path}/status", {"status": body["status"] | {"podIP": address}})
+
+    def end(self, with_id: Id, *, force: bool = False) -> None:
+        self.has_garbage |= with_id[0] is Kind.JOB
+        path = _path(with_id)
+        with suppress(RefusedError):
+            self.plane.api.delete(f"{path}?gracePeriodSeconds=0" if force else path)
+        if not force:
+            self.catch_up()
+
+    def gone(self, with_id: Id) -> None:
+        self.end(with_id, force=with_id[0] is Kind.POD)
+
+    def lose(self, node: str) -> None:
+        """The node is taken out of the cluster, and the grace of its pods passes: before that nobody asks for it."""
+        self.plane.api.delete(f"/api/v1/nodes/{node}")
+        self.lost.add(node)
+        self.now += timedelta(seconds=301)
+
+    def deny_pods(self, message: str | None) -> None:
+        """A real quota; the words are those of the API server."""
+        path = f"/api/v1/namespaces/{self.namespace}/resourcequotas"
+        if message is None:
+            self.plane.api.delete(f"{path}/{QUOTA}")
+        else:
+            self.plane.api.create(path, {"metadata": {"name": QUOTA}, "spec": {"hard": {"pods": "0"}}})
+        until(lambda: self._denial() == (message is not None), seconds=20, waiting_for="the quota to count")
+
+    def _denial(self) -> bool:
+        pod = {"metadata": {"name": "probe"}, "spec": {"containers": [{"name": "main", "image": "none"}]}}
+        try:
+            self.plane.api.create(f"/api/v1/namespaces/{self.namespace}/pods?dryRun=All", pod)
+        except RefusedError as refused:
+            # Until it has been counted once the words are others.
+            return "exceeded quota" in refused.message
+        return False
+
+    # --- controllers --------------------------------------------------------------------------------------------------
+
+    def controllers_act(self) -> None:
+        """Wait for the garbage collector, when a job was deleted, and for the volume controller."""
+        if self.has_garbage:
+            self._wait_for(self._garbage, "the garbage collector")
+            self.has_garbage = False
+        elif self.is_bound or not self.has_volumes:
+            return
+        for claim in self._listed(Kind.CLAIM):
+            self._bind(claim)
+            self.is_bound = True
+
+    def _garbage(self) -> list[str]:
+        bodies = dict(self.objects.items())
+        owners = {body["metadata"]["uid"] for (kind, _, _), body in bodies.items() if kind is Kind.JOB}
+        return [
+            name
+            for (_, _, name), body in bodies.items()
+            if "deletionTimestamp" not in body["metadata"]
+            and any(owner["uid"] not in owners for owner in body["metadata"].get("ownerReferences", ()))
+        ]
+
+    def _bind(self, claim: Body) -> None:
+        about = claim["metadata"]
+        if "deletionTimestamp" in about or claim["status"]["phase"] == "Bound":
+            return
+        with suppress(RefusedError):
+            self.plane.api.create(VOLUMES, volume_for(claim))
+        self._wait_for(partial(self._is_loose, about["name"]), "the volume controller")
+
+    def _is_loose(self, claim: str) -> bool:
+        found = self.objects.get((Kind.CLAIM, self.namespace, claim))
+        return found is not None and found["status"]["phase"] != "Bound"
+
+    def _wait_for(self, work: Callable[[], object], whom: str) -> None:
+        until(lambda: not work(), seconds=CONTROLLER_SECONDS, waiting_for=f"{whom} in {self.namespace}")
+
+
+class _Objects(Mapping[Id, Body]):
+    """Everything that the operator knows of, as it is whenever somebody looks."""
+
+    def __init__(self, plane: ControlPlane, namespace: str) -> None:
+        self._plane = plane
+        self._namespace = namespace
+
+    def __getitem__(self, with_id: Id) -> Body:
+        try:
+            found: Body = self._plane.api.get(_path(with_id))
+        except RefusedError as refused:
+            raise KeyError(with_id) from refused
+        return found
+
+    def __iter__(self) -> Iterator[Id]:
+        return iter(dict(self.items()))
+
+    def __len__(self) -> int:
+        return len(dict(self.items()))
+
+    def items(self) -> ItemsView[Id, Body]:
+        """All of them, one list a kind."""
+        return {
+            (kind, self._namespace, body["metadata"]["name"]): body
+            for kind in WATCHED
+            for body in _listed(self._plane, kind, self._namespace)
+            if kind is Kind.JOB or Label.JOB in (body["metadata"].get("labels") or {})
+        }.items()
+
+
+def _listed(plane: ControlPlane, kind: Kind, namespace: str) -> list[Body]:
+    listed = plane.api.get(collection(kind, namespace))
+    return [{"apiVersion": listed["apiVersion"], "kind": kind.value} | item for item in listed["items"]]
+
+
+def _path(with_id: Id) -> str:
+    kind, namespace, name = with_id
+    return f"{collection(kind, namespace)}/{name}"
+
+
+def add_node(plane: ControlPlane, name: str) -> None:
+    """A node that is ready, that no scheduler uses and that nobody plays but the tests."""
+    plane.api.create("/api/v1/nodes", {"metadata": {"name": name}, "spec": {"unschedulable": True}, "status": _ready()})
+
+
+def beat(plane: ControlPlane, name: str) -> None:
+    """The node lives: after 50 s of silence the controller manager would take it for lost."""
+    plane.api.merge(f"/api/v1/nodes/{name}/status", {"status": _ready()})
+
+
+def _ready() -> Body:
+    now = at(datetime.now(UTC))
+    condition = {"type": "Ready", "status": "True", "reason": "KubeletReady", "message": "played by hand"}
+    return {"conditions": [condition | {"lastHeartbeatTime": now, "lastTransitionTime": now}]}
