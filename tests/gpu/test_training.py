@@ -38,3 +38,24 @@ def test_a_gpu_trains_what_the_cpu_trains(dtype: str, within: float) -> None:
     assert here["losses"] == pytest.approx(reference["losses"], rel=within)
     assert here["norms"] == pytest.approx(reference["norms"], rel=10 * within)
     assert reference["losses"][-1] < reference["losses"][0] - 0.3, "the reference itself does not learn"
+
+
+LAYOUTS: dict[str, dict[str, object]] = {
+    "TP2.EP2": {"tensor": 2, "expert": 2},
+    "PP2.EP2": {"pipeline": 2, "expert": 2},
+    "CP2.DP2": {"context": 2, "data": 2},
+    "EP4 folded over TP2.DP2": {"tensor": 2, "data": 2, "expert": 4, "expertLayout": "Folded"},
+    "PP2.VPP2.DP2": {"pipeline": 2, "virtualPipeline": 2, "data": 2},
+}
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_over_four_gpus_trains_what_one_cpu_trains(layout: str) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4"]
+    program = [str(PROGRAM.with_name("layouts.py")), json.dumps(LAYOUTS[layout])]
+    done = subprocess.run([*command, *program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    here, reference = json.loads(done.stdout.splitlines()[-1]), trained("cpu", "float32")
+    assert here["losses"] == pytest.approx(reference["losses"], rel=2e-4)
+    assert here["norms"] == pytest.approx(reference["norms"], rel=2e-3)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -41,38 +42,42 @@ def main(device: str, dtype: str) -> None:
     if device == "cpu":
         use_cpu()
     model = architecture(dict(catalog.config("moejob/tiny-moe") or {}))
-    spec = _spec(dtype, device)
+    spec = job(dtype, device)
     layout = layout_of(spec.parallelism, 8)
     groups = start_groups(layout)
     stages = built(model, spec, layout, groups, torch.device(device))
     initialise(stages, parameters(model.shape), groups, seed=5)
     engine = MegatronEngine(model, spec, stages, Placement(groups, torch.device(device)), lambda _: 2e-3)
-    results = [engine.update(_batches(step, spec), _loss) for step in range(STEPS)]
+    results = [engine.update(global_batches(step, spec)[0], loss) for step in range(STEPS)]
     print(json.dumps({"losses": [r.loss for r in results], "norms": [r.gradient_norm for r in results]}))  # noqa: T201
     dist.destroy_process_group()
 
 
-def _loss(outputs: TokenOutputs, batch: MicroBatch) -> LossTerms:
+def loss(outputs: TokenOutputs, batch: MicroBatch) -> LossTerms:
+    """What supervised fine-tuning learns from."""
     return LossTerms(cross_entropy(outputs.log_probabilities, batch.weights))
 
 
-def _batches(step: int, spec: Spec) -> list[MicroBatch]:
+def global_batches(step: int, spec: Spec) -> list[list[MicroBatch]]:
+    """The micro batches of every data rank."""
     # The same few documents again and again: a model that learns is seen to.
     random = np.random.default_rng(step % 2)
     documents = [
         Document(random.integers(0, 500, length), np.ones(length, np.float32), number)
         for number, length in enumerate((120, 33, 7, 200, 64, 90, 15, 180))
     ]
-    return global_batch(documents, batch_plan(spec, layout_of(spec.parallelism, 8), 0))[0]
+    return global_batch(documents, batch_plan(spec, layout_of(spec.parallelism, 8), 0))
 
 
-def _spec(dtype: str, device: str) -> Spec:
+def job(dtype: str, device: str, parallelism: Mapping[str, object] | None = None) -> Spec:
+    """The job that is trained here."""
     return Spec.model_validate_json(
         json.dumps(
             {
                 "method": "SFT",
                 "model": {"source": "moejob/tiny-moe", "dtype": dtype},
                 "data": {"train": [{"source": "moejob/tiny-chats", "format": "Chat"}], "maxLength": 256},
+                "parallelism": dict(parallelism or {}),
                 "training": {"maxSteps": STEPS, "globalBatchSize": 4, "microBatchSize": 2},
                 "moe": {"balancing": "None"},
                 "storage": {"size": "1Gi"},

@@ -1,0 +1,49 @@
+"""Trains the tiny model in one layout on all GPUs of this machine and prints its losses; torchrun starts it.
+
+torchrun --nproc-per-node 4 tests/gpu/layouts.py '{"tensor": 2, "expert": 2}'
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT / "trainer" / "src"), str(ROOT / "crds" / "src"), str(ROOT / "tests")]
+
+import torch  # noqa: E402 the trainer may lie there unpacked
+import torch.distributed as dist  # noqa: E402
+
+from gpu.training import STEPS, global_batches, job, loss  # noqa: E402
+from moejob_api.layout.sizes import layout as layout_of  # noqa: E402
+from moejob_api.models import catalog  # noqa: E402
+from moejob_trainer.megatron.engine import MegatronEngine, Placement  # noqa: E402
+from moejob_trainer.megatron.stages import built  # noqa: E402
+from moejob_trainer.megatron.topology import start_groups  # noqa: E402
+from moejob_trainer.megatron.weights import initialise  # noqa: E402
+from moejob_trainer.model.architecture import architecture  # noqa: E402
+from moejob_trainer.model.parameters import parameters  # noqa: E402
+
+
+def main(parallelism: dict[str, object]) -> None:
+    """Trains and prints losses and gradient norms as JSON."""
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    model = architecture(dict(catalog.config("moejob/tiny-moe") or {}))
+    spec = job("float32", "cuda", parallelism)
+    layout = layout_of(spec.parallelism, 8)
+    groups = start_groups(layout)
+    stages = built(model, spec, layout, groups, device)
+    initialise(stages, parameters(model.shape), groups, seed=5)
+    engine = MegatronEngine(model, spec, stages, Placement(groups, device), lambda _: 2e-3)
+    results = [engine.update(global_batches(step, spec)[groups.data.rank], loss) for step in range(STEPS)]
+    if groups.world.rank == 0:
+        print(json.dumps({"losses": [r.loss for r in results], "norms": [r.gradient_norm for r in results]}))  # noqa: T201
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
