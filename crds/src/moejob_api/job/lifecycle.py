@@ -41,8 +41,8 @@ class Lifecycle(ApiModel):
         Gang,
         Field(
             description=(
-                "Gang scheduler. Auto: with a queue Kueue, or Volcano where there is only that; without one Native where "
-                "the cluster has it, else None."
+                "Gang scheduler. Auto: with a queue Kueue, or Volcano where there is only that; without one Native "
+                "where the cluster has it, else None."
             )
         ),
     ] = Gang.AUTO
