@@ -80,6 +80,9 @@ test-trainer: $(trainer_built) ## Test the trainer
 test-rollout: $(rollout_built) ## Test what runs beside vLLM
 	@$(rollout)/pytest tests/rollout $(ARGS)
 
+gpu-test: $(trainer_built) ## Test kernels and training on the GPUs of this machine
+	@$(trainer)/pytest tests/gpu -rs $(ARGS)
+
 # Builds the cluster programs that it lacks, and skips by name where it cannot; so it does not wait for control-plane.
 test-cluster: $(operator_built) ## Test on a real control plane
 	@$(operator)/pytest tests/cluster -rs --no-fold-skipped $(ARGS)
@@ -117,4 +120,4 @@ clean: ## Remove the environments and all build output; the cache stays
 		$(foreach dist,crds operator trainer cli,$(dist)/dist $(dist)/build)
 	@find $(wildcard crds operator trainer cli tests benchmarks scripts) -name __pycache__ -prune -exec rm -rf {} +
 
-.PHONY: help setup fmt lint types generate verify test test-operator test-trainer test-rollout test-cluster control-plane bench demo lock clean
+.PHONY: help setup fmt lint types generate verify test test-operator test-trainer test-rollout test-cluster gpu-test control-plane bench demo lock clean

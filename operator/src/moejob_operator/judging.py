@@ -14,9 +14,9 @@ from moejob_api.job import Spec
 from moejob_api.layout.sizes import Layout
 from moejob_api.models.sources import Unseen, model_shape
 from moejob_api.plan import Plan, plan
+from moejob_api.pod_environment import LONGEST_VALUE_BYTES, spec_text
 from moejob_api.problems import InvalidSpec, Problem, Rule
 from moejob_api.rules.rollout_rules import RolloutLayout
-from moejob_operator.children.environment import LONGEST_VALUE_BYTES, spec_text
 from moejob_operator.observed import Job
 
 _REMEMBERED = 4096

@@ -7,10 +7,8 @@ from typing import Any
 from moejob_api.contract import Environment, Port, Role
 from moejob_api.job import Spec
 from moejob_api.job.resources import EnvSource, EnvVar, KeyReference
+from moejob_api.pod_environment import Address, PodOrders, contract_environment
 from moejob_operator.children.blueprint import Blueprint
-
-# The kernel refuses to start a program with a longer one.
-LONGEST_VALUE_BYTES = 128 * 1024 - 256
 
 
 def environment(blueprint: Blueprint, role: Role, index: int) -> list[dict[str, Any]]:
@@ -27,13 +25,8 @@ def environment_sources(spec: Spec) -> list[dict[str, Any]]:
     return [_source(given) for given in spec.resources.env_from]
 
 
-def spec_text(spec: Spec) -> str:
-    """The spec as JSON with all defaults. What only the pod itself is made of stays outside: it may hold secrets."""
-    pod = spec.resources.model_copy(update={"env": (), "env_from": (), "labels": {}, "annotations": {}})
-    return spec.model_copy(update={"resources": pod}).model_dump_json(by_alias=True, exclude_none=True)
-
-
 def _contract(blueprint: Blueprint, role: Role, index: int) -> dict[Environment, str]:
+<<<<<<< HEAD
     return {
         Environment.JOB: blueprint.name,
         Environment.NAMESPACE: blueprint.namespace,
@@ -52,6 +45,30 @@ def _contract(blueprint: Blueprint, role: Role, index: int) -> dict[Environment,
         Environment.PROGRESS_PORT: str(Port.PROGRESS.value),
         Environment.RENDEZVOUS_PORT: str(Port.RENDEZVOUS.value),
     } | _engines(blueprint)
+=======
+    orders = PodOrders(
+        job=blueprint.name,
+        namespace=blueprint.namespace,
+        uid=blueprint.uid,
+        spec=blueprint.spec,
+        role=role,
+        attempt=blueprint.attempt_of(role),
+        index=index,
+        nodes=blueprint.layout.nodes if role is Role.TRAINER else blueprint.engines,
+        ranks=ranks_per_pod(blueprint, role),
+        address=Address(
+            host=blueprint.host(role, index),
+            rendezvous_host=blueprint.host(Role.TRAINER, 0),
+            rendezvous_port=Port.RENDEZVOUS,
+            progress_port=Port.PROGRESS,
+        ),
+        run_folder=f"{blueprint.spec.storage.mount_path.rstrip('/')}/{blueprint.name}",
+        grace_seconds=blueprint.grace_seconds,
+    )
+    said = contract_environment(orders)
+    # Kubernetes would expand $(NAME) in a value; a chat template may well hold one.
+    return said | {Environment.SPEC: said[Environment.SPEC].replace("$", "$$")} | _engines(blueprint)
+>>>>>>> run
 
 
 def ranks_per_pod(blueprint: Blueprint, role: Role) -> int:
