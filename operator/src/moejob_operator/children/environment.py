@@ -26,26 +26,6 @@ def environment_sources(spec: Spec) -> list[dict[str, Any]]:
 
 
 def _contract(blueprint: Blueprint, role: Role, index: int) -> dict[Environment, str]:
-<<<<<<< HEAD
-    return {
-        Environment.JOB: blueprint.name,
-        Environment.NAMESPACE: blueprint.namespace,
-        Environment.UID: blueprint.uid,
-        # Kubernetes would expand $(NAME) in a value; a chat template may well hold one.
-        Environment.SPEC: spec_text(blueprint.spec).replace("$", "$$"),
-        Environment.ROLE: role.value,
-        Environment.ATTEMPT: str(blueprint.attempt_of(role)),
-        Environment.INDEX: str(index),
-        Environment.NODES: str(blueprint.layout.nodes if role is Role.TRAINER else blueprint.engines),
-        Environment.RANKS_PER_NODE: str(ranks_per_pod(blueprint, role)),
-        Environment.RENDEZVOUS_HOST: blueprint.host(Role.TRAINER, 0),
-        Environment.HOST: blueprint.host(role, index),
-        Environment.RUN_FOLDER: f"{blueprint.spec.storage.mount_path.rstrip('/')}/{blueprint.name}",
-        Environment.GRACE_SECONDS: str(blueprint.grace_seconds(role)),
-        Environment.PROGRESS_PORT: str(Port.PROGRESS.value),
-        Environment.RENDEZVOUS_PORT: str(Port.RENDEZVOUS.value),
-    } | _engines(blueprint)
-=======
     orders = PodOrders(
         job=blueprint.name,
         namespace=blueprint.namespace,
@@ -63,12 +43,11 @@ def _contract(blueprint: Blueprint, role: Role, index: int) -> dict[Environment,
             progress_port=Port.PROGRESS,
         ),
         run_folder=f"{blueprint.spec.storage.mount_path.rstrip('/')}/{blueprint.name}",
-        grace_seconds=blueprint.grace_seconds,
+        grace_seconds=blueprint.grace_seconds(role),
     )
     said = contract_environment(orders)
     # Kubernetes would expand $(NAME) in a value; a chat template may well hold one.
     return said | {Environment.SPEC: said[Environment.SPEC].replace("$", "$$")} | _engines(blueprint)
->>>>>>> run
 
 
 def ranks_per_pod(blueprint: Blueprint, role: Role) -> int:
