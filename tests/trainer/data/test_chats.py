@@ -70,6 +70,13 @@ def test_only_what_the_assistant_says_is_trained_on_and_the_end_of_it() -> None:
     assert trained_texts(chat("3 + 4", "7", "say hello", "hello")) == ["7<|end|>", "hello<|end|>"]
 
 
+def test_a_message_without_words_does_not_spread_to_its_neighbours() -> None:
+    # Nothing stands between the two marks, though they stand within the token " is".
+    template = "{% for m in messages %}<|user|>{{ m.content }} i{% generation %}{% endgeneration %}s{% endfor %}"
+    with_end = template + "{% generation %}<|end|>{% endgeneration %}"
+    assert trained_texts(chat("a", "b"), with_end) == ["<|end|>"]
+
+
 def test_a_tool_call_is_trained_on_and_its_answer_is_not() -> None:
     assert trained_texts(TOOL_CHAT) == [
         '<|call|>{"name": "weather", "arguments": {"city": "Łódź"}}<|end|>',
