@@ -54,11 +54,15 @@ lint: $(operator_built) ## Check format, style and the import rules
 	@$(operator)/ruff check --quiet
 	@$(call quietly,PYTHONPATH=crds/src:operator/src:trainer/src:cli/src:scripts $(operator)/lint-imports --no-logo --no-cache)
 
+# They measure what only the trainer's environment can import.
+trainer_benchmarks := benchmarks/data.py benchmarks/training_gpu.py
+
 types: $(operator_built) $(trainer_built) ## Check types, strictly, against what each package runs with
 	@$(call quietly,$(operator)/mypy --cache-dir .mypy_cache/operator $(wildcard crds/src operator/src cli/src scripts \
-		$(filter-out benchmarks/data.py,$(wildcard benchmarks/*.py)) tests/*.py \
+		$(filter-out $(trainer_benchmarks),$(wildcard benchmarks/*.py)) tests/*.py \
 		$(patsubst %,tests/%,api operator cli chart cluster rollout)))
-	@$(call quietly,$(trainer)/mypy --cache-dir .mypy_cache/trainer trainer/src tests/trainer tests/gpu benchmarks/data.py)
+	@$(call quietly,$(trainer)/mypy --cache-dir .mypy_cache/trainer trainer/src tests/trainer tests/gpu \
+		$(trainer_benchmarks))
 
 generate: $(operator_built) ## Write the CRD that the models describe
 	@$(operator)/python -m moejob_api.crd
