@@ -81,9 +81,9 @@ def test_a_message_without_words_does_not_spread_to_its_neighbours() -> None:
 def test_blanks_that_a_tokenizer_leaves_out_of_its_offsets_are_trained_on() -> None:
     using = tokenizer()
     using.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
-    template = "{% for m in messages %}<|user|>{% generation %}{{ m.content + '\n' }}{% endgeneration %}{% endfor %}"
+    template = "{% for m in messages %}<|user|>{% generation %}{{ m.content + '  ' }}{% endgeneration %}{% endfor %}"
     sample = encoder(DataFormat.CHAT, using, template)(Record(chat(" a", "b"), "chats.jsonl, line 3"))
-    assert using.decode(sample.tokens[sample.trained]) == " a\nb\n"
+    assert using.decode(sample.tokens[sample.trained]) == " a  b  "
 
 
 def test_a_tool_call_is_trained_on_and_its_answer_is_not() -> None:
