@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import processors
 from transformers import PreTrainedTokenizerBase
 
 from moejob_api.job.model import DataFormat
@@ -68,6 +69,21 @@ def test_only_what_the_assistant_says_is_trained_on_and_the_end_of_it() -> None:
     text = "<|user|>3 + 4<|end|><|assistant|>7<|end|><|user|>say hello<|end|><|assistant|>hello<|end|>"
     assert using.decode(sample.tokens) == text
     assert trained_texts(chat("3 + 4", "7", "say hello", "hello")) == ["7<|end|>", "hello<|end|>"]
+
+
+def test_a_message_without_words_does_not_spread_to_its_neighbours() -> None:
+    # Nothing stands between the two marks, though they stand within the token " is".
+    template = "{% for m in messages %}<|user|>{{ m.content }} i{% generation %}{% endgeneration %}s{% endfor %}"
+    with_end = template + "{% generation %}<|end|>{% endgeneration %}"
+    assert trained_texts(chat("a", "b"), with_end) == ["<|end|>"]
+
+
+def test_blanks_that_a_tokenizer_leaves_out_of_its_offsets_are_trained_on() -> None:
+    using = tokenizer()
+    using.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    template = "{% for m in messages %}<|user|>{% generation %}{{ m.content + '  ' }}{% endgeneration %}{% endfor %}"
+    sample = encoder(DataFormat.CHAT, using, template)(Record(chat(" a", "b"), "chats.jsonl, line 3"))
+    assert using.decode(sample.tokens[sample.trained]) == " a  b  "
 
 
 def test_a_tool_call_is_trained_on_and_its_answer_is_not() -> None:

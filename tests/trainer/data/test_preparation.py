@@ -125,6 +125,7 @@ def test_damage_is_found_when_data_is_opened(tmp_path: Path, name: str) -> None:
         Corpus(path)
 
 
+@pytest.mark.slow
 def test_several_processes_write_what_one_writes(tmp_path: Path) -> None:
     # More than one process is worth starting for.
     source = texts(tmp_path, *(f"{number} + {number}" for number in range(5000)))
@@ -135,6 +136,7 @@ def test_several_processes_write_what_one_writes(tmp_path: Path) -> None:
     assert len(np.fromfile(alone / "tokens.bin", np.int32)) == Corpus(alone).report.tokens
 
 
+@pytest.mark.slow
 def test_a_fault_found_in_another_process_is_told_in_full(tmp_path: Path) -> None:
     source = jsonl(tmp_path / "texts.jsonl", *({"text": "a"} for _ in range(4500)), {"txt": "a"})
     using = recipe(dataset(source))

@@ -9,6 +9,7 @@ from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -47,6 +48,7 @@ def test_no_question_of_the_test_split_is_in_the_training_split() -> None:
     assert not sums["train"] & sums["test"]
 
 
+@pytest.mark.slow
 def test_the_tiny_model_learns_the_tiny_chats_in_sixty_steps(tmp_path: Path) -> None:
     torch.manual_seed(0)
     config: dict[str, Any] = dict(catalog.config("moejob/tiny-moe") or {})

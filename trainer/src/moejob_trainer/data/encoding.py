@@ -32,6 +32,8 @@ class Sample:
 
 Encoder = Callable[[Record], Sample]
 
+_NEVER = np.iinfo(np.int64).max
+
 
 def encoder(format: DataFormat, tokenizer: PreTrainedTokenizerBase, chat_template: str | None) -> Encoder:  # noqa: A002
     """What turns records of a format into samples."""
@@ -73,13 +75,15 @@ def _by_offsets(record: Record, tokenizer: PreTrainedTokenizerBase, rendered: Re
     return _sample(record, found["input_ids"], _in_spans(found["offset_mapping"], rendered.spans))
 
 
-def _in_spans(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
-    """Which tokens have a character in a span."""
-    inside, end = [], 0
-    for first, last in offsets:
-        # Byte-level tokenizers leave blanks out of offsets, and give every byte of a character the same ones.
-        first, end = min(first, end), max(end, last)  # noqa: PLW2901
-        inside.append(any(first < stop and end > start for start, stop in spans))
+def _in_spans(offsets: Sequence[Span], spans: Sequence[Span]) -> npt.NDArray[np.bool_]:
+    """Which tokens have a character in one of the spans, which are in order and apart."""
+    first, last = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
+    # Byte-level tokenizers leave blanks out of offsets, and give every byte of a character the same ones.
+    ends = np.maximum.accumulate(last)
+    starts = np.minimum(first, np.concatenate([[0], ends[:-1]]))
+    # The span that each token could be in: the first that does not end before it.
+    opened, closed = np.array([*spans, (_NEVER, _NEVER)], dtype=np.int64).T
+    inside: npt.NDArray[np.bool_] = opened[np.searchsorted(closed, starts, side="right")] < ends
     return inside
 
 
@@ -133,7 +137,7 @@ def _end(tokenizer: PreTrainedTokenizerBase) -> int:
     return tokenizer.eos_token_id
 
 
-def _sample(record: Record, tokens: Sequence[int], trained: Sequence[bool]) -> Sample:
+def _sample(record: Record, tokens: Sequence[int], trained: Sequence[bool] | npt.NDArray[np.bool_]) -> Sample:
     mask = np.array(trained, dtype=np.bool_)
     mask[:1] = False
     if not mask.any():

@@ -53,9 +53,10 @@ class Template:
         text, marked = self._render(conversation, conversation.messages, mark=True)
         _refuse_omissions(conversation, text)
         spans = marked if self.has_markers(conversation) else tuple(self._spans(conversation, text))
-        if not any(start < end for start, end in spans):
+        written = tuple(sorted((start, end) for start, end in spans if start < end))
+        if not written:
             raise BadData(f"{conversation.place}: the chat template marks nothing as the assistant's; {_FIX}")
-        return Rendered(text, tuple(spans))
+        return Rendered(text, written)
 
     def prompt(self, conversation: Conversation) -> str:
         """The conversation up to where the assistant begins to answer."""
