@@ -33,7 +33,7 @@ from moejob_trainer.megatron.engine import MegatronEngine, Placement
 from moejob_trainer.megatron.optimizer import Piece
 from moejob_trainer.megatron.stages import built
 from moejob_trainer.megatron.topology import start_groups, stop_groups
-from moejob_trainer.megatron.weights import coordinates, load_published
+from moejob_trainer.megatron.weights import coordinates, load_published, named_weights
 from moejob_trainer.model.architecture import architecture
 from moejob_trainer.model.parameters import local_slices
 
@@ -81,6 +81,7 @@ class Steps:
 
     losses: tuple[float, ...]
     norms: tuple[float, ...]
+    balancing: tuple[float, ...] = (0.0,) * STEPS
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,7 @@ class Trained:
     steps: Steps
     gradients: Deviation
     weights: Deviation
+    selection_biases: Mapping[str, list[float]]
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,7 @@ class Cell:
     family: Family
     sections: Mapping[str, Any]
     mutant: str = ""
+    lengths: tuple[int, ...] = LENGTHS
 
     def spec(self) -> Spec:
         """The job of the cell."""
@@ -128,11 +131,11 @@ class Cell:
         return layout_of(self.spec().parallelism, 8).gpus
 
 
-def documents(step: int) -> list[Document]:
+def documents(step: int, lengths: Sequence[int] = LENGTHS) -> list[Document]:
     """The global batch of a step: no two documents alike, a third of all tokens without weight."""
     random = np.random.default_rng(step)
     made = []
-    for number, length in enumerate(LENGTHS):
+    for number, length in enumerate(lengths):
         tokens = random.integers(3, 38, length)
         weights = (random.random(length) < 0.67) * random.uniform(0.5, 1.5, length)
         made.append(Document(tokens, weights.astype(np.float32), number))
@@ -144,24 +147,24 @@ def documents(step: int) -> list[Document]:
 
 def write_reference(family: Family, folder: Path) -> Steps:
     """Trains with Transformers. Leaves behind the first weights, their first gradients and the last weights."""
-    model = _reference_model(family)
+    model = reference_model(family)
     model.save_pretrained(folder / "first")
-    adam = torch.optim.AdamW(_parameter_groups(model), lr=LEARNING_RATE, betas=(0.9, 0.95), eps=1e-3)
+    adam = torch.optim.AdamW(parameter_groups(model), lr=LEARNING_RATE, betas=(0.9, 0.95), eps=1e-3)
     losses, norms = [], []
     for step in range(STEPS):
         adam.zero_grad()
         losses.append(_backward(model, documents(step)))
         if step == 0:
-            _save_gradients(model, folder / "gradients")
+            save_gradients(model, folder / "gradients")
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
         adam.step()
     model.save_pretrained(folder / "last")
     return Steps(tuple(losses), tuple(norms))
 
 
-def _reference_model(family: Family) -> PreTrainedModel:
+def reference_model(family: Family, **changes: Any) -> PreTrainedModel:
     torch.manual_seed(7)
-    config = AutoConfig.for_model(**small_config(family, **MODELS[family]), initializer_range=0.1)
+    config = AutoConfig.for_model(**small_config(family, **MODELS[family] | changes), initializer_range=0.1)
     config._attn_implementation = config._experts_implementation = "eager"  # noqa: SLF001 how Transformers takes it
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config).float()
     with torch.no_grad():
@@ -174,7 +177,7 @@ def _reference_model(family: Family) -> PreTrainedModel:
     return model
 
 
-def _parameter_groups(model: PreTrainedModel) -> list[dict[str, Any]]:
+def parameter_groups(model: PreTrainedModel) -> list[dict[str, Any]]:
     plain = [p for name, p in model.named_parameters() if "norm" in name or "bias" in name or "sinks" in name]
     held = {id(parameter) for parameter in plain}
     decayed = [parameter for parameter in model.parameters() if id(parameter) not in held]
@@ -193,7 +196,7 @@ def _backward(model: PreTrainedModel, batch: Sequence[Document]) -> float:
     return loss
 
 
-def _save_gradients(model: PreTrainedModel, folder: Path) -> None:
+def save_gradients(model: PreTrainedModel, folder: Path) -> None:
     """As a model whose weights are gradients: the same table then says which of ours belongs to which."""
     kept = [parameter.detach().clone() for parameter in model.parameters()]
     with torch.no_grad():
@@ -210,22 +213,31 @@ def _save_gradients(model: PreTrainedModel, folder: Path) -> None:
 def trained(cell: Cell, folder: Path) -> Trained:
     """Trains the model in the cell's layout; one rank's part."""
     use_cpu()
-    engine = _started(cell, folder)
+    engine = started(cell, folder)
     try:
-        losses, norms, gradients = [], [], Deviation()
+        results, gradients = [], Deviation()
         for step in range(STEPS):
-            result = engine.update(_micro_batches(cell, engine, step), _loss_of(cell, engine))
-            losses.append(result.loss)
-            norms.append(result.gradient_norm)
+            results.append(engine.update(micro_batches(cell, engine, step), _loss_of(cell, engine)))
             if step == 0:
                 gradients = _deviation(engine, _source(folder / "gradients"), lambda piece: piece.gradient)
         weights = _deviation(engine, _source(folder / "last"), lambda piece: piece.main)
     finally:
         stop_groups()
-    return Trained(Steps(tuple(losses), tuple(norms)), gradients, weights)
+    steps = Steps(
+        losses=tuple(result.loss for result in results),
+        norms=tuple(result.gradient_norm for result in results),
+        balancing=tuple(result.metrics.get("balancingLoss", 0.0) for result in results),
+    )
+    return Trained(steps, gradients, weights, dict(_selection_biases(engine)))
 
 
-def _started(cell: Cell, folder: Path) -> MegatronEngine:
+def _selection_biases(engine: MegatronEngine) -> Iterator[tuple[str, list[float]]]:
+    for name, tensor in named_weights(engine.stages).items():
+        if name.endswith("selection_bias"):
+            yield name, tensor.tolist()
+
+
+def started(cell: Cell, folder: Path) -> MegatronEngine:
     spec_of_cell = cell.spec()
     config = json.loads((folder / "first" / "config.json").read_text())
     if cell.mutant == "theta 10000":
@@ -243,8 +255,8 @@ def _started(cell: Cell, folder: Path) -> MegatronEngine:
     return MegatronEngine(model, spec_of_cell, stages, Placement(groups, device), lambda _: LEARNING_RATE)
 
 
-def _micro_batches(cell: Cell, engine: MegatronEngine, step: int) -> list[MicroBatch]:
-    batch = documents(step)
+def micro_batches(cell: Cell, engine: MegatronEngine, step: int) -> list[MicroBatch]:
+    batch = documents(step, cell.lengths)
     if cell.mutant == "mask shifted":
         batch = [Document(d.tokens, np.roll(d.weights, 1), d.id) for d in batch]
     layout = layout_of(engine.spec.parallelism, 8)
@@ -310,9 +322,19 @@ def assert_like(trained_on_ranks: Sequence[Trained], reference: Steps, *, within
         for what, values, expected in (
             ("losses", found.steps.losses, reference.losses),
             ("gradient norms", found.steps.norms, reference.norms),
+            ("balancing losses", found.steps.balancing, reference.balancing),
         ):
             np.testing.assert_allclose(values, expected, rtol=within, err_msg=f"{what} of rank {rank}")
     gradients = max((found.gradients for found in trained_on_ranks), key=lambda deviation: deviation.error)
     weights = max((found.weights for found in trained_on_ranks), key=lambda deviation: deviation.error)
     assert gradients.error < 20 * within, f"the gradient of {gradients.name} is off by {gradients.error}"
     assert weights.error < 20 * within, f"the weight {weights.name} is off by {weights.error}"
+
+
+def updated(cell: Cell, folder: Path) -> set[str]:
+    """The parameters that an update of the cell changes."""
+    use_cpu()
+    try:
+        return {piece.name for piece in started(cell, folder).optimizer.pieces}
+    finally:
+        stop_groups()

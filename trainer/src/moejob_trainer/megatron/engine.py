@@ -12,12 +12,14 @@ from torch import Tensor
 
 from moejob_api.job.job import Spec
 from moejob_api.job.moe import Balancing
+from moejob_api.memory.share import router_is_frozen
+from moejob_api.models.shape import Experts
 from moejob_trainer.batches import MicroBatch
 from moejob_trainer.conversion.families import table
 from moejob_trainer.conversion.gathering import hugging_face_tensors
 from moejob_trainer.conversion.groups import ModelGroups
 from moejob_trainer.engine import Loss, LossTerms, Mean, TokenOutputs, UpdateResult
-from moejob_trainer.groups import Groups
+from moejob_trainer.groups import Groups, total
 from moejob_trainer.layers.routing import updated_selection_bias
 from moejob_trainer.megatron.gradients import finish_gradients
 from moejob_trainer.megatron.optimizer import ShardedAdamW, moments
@@ -25,7 +27,7 @@ from moejob_trainer.megatron.pipeline import forward_backward, row_input, whole
 from moejob_trainer.megatron.stages import buffered
 from moejob_trainer.megatron.weights import named_weights
 from moejob_trainer.model.architecture import Architecture
-from moejob_trainer.model.balancing import Balance
+from moejob_trainer.model.balancing import Balance, GlobalBatch
 from moejob_trainer.model.mixture import Mixture
 from moejob_trainer.model.stage import Stage
 
@@ -82,7 +84,6 @@ class MegatronEngine:
         """One update of the weights from this data rank's micro batches of a global batch."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
-        self._scale_balancing(len(batches))
         result = self._run(batches, loss, forward_only=False)
         finish_gradients(self.chunks, self.groups)
         norm = self.optimizer.gradient_norm()
@@ -119,7 +120,9 @@ class MegatronEngine:
 
     def _run(self, batches: Sequence[MicroBatch], loss: Loss, *, forward_only: bool) -> UpdateResult:
         here = [self._here(batch) for batch in batches]
-        weight, tokens = self._totals(here)
+        weight, tokens, micro_batches = self._totals(here)
+        if not forward_only:
+            self._begin_balancing(GlobalBatch(len(batches), micro_batches))
         sums = _Sums()
 
         def finished(_: int, outputs: TokenOutputs, batch: MicroBatch) -> Tensor:
@@ -129,6 +132,8 @@ class MegatronEngine:
 
         self._through_stages(here, finished, forward_only=forward_only)
         means = self._means(sums.values)
+        if not forward_only:
+            means |= self._routing_metrics(tokens)
         return UpdateResult(
             loss=means.pop("loss", 0.0) / weight,
             gradient_norm=0.0,
@@ -149,22 +154,26 @@ class MegatronEngine:
             return finish(number, TokenOutputs(log_probabilities, entropy), batches[number])
 
         sequence_parallel = self.spec.parallelism.sequence_parallel
-        rows = [row_input(batch, self.model, self.groups, sequence_parallel=sequence_parallel) for batch in batches]
+        rows = [
+            row_input(number, batch, self.model, self.groups, sequence_parallel=sequence_parallel)
+            for number, batch in enumerate(batches)
+        ]
         forward_backward(self.chunks, rows, finished, forward_only=forward_only)
 
-    def _totals(self, batches: Sequence[MicroBatch]) -> tuple[float, int]:
-        """Weight and tokens of the global batch: known before the backward pass, so that no layout changes the loss."""
+    def _totals(self, batches: Sequence[MicroBatch]) -> tuple[float, int, int]:
+        """Weight, tokens and micro batches that hold any: known before the backward pass, so that no layout changes
+        the loss.
+        """
         weight = sum(float(batch.weights.double().sum()) for batch in batches)
         tokens = sum(sum(batch.lengths) for batch in batches)
-        both = torch.tensor([weight, tokens], dtype=torch.float64, device=self.device)
-        if self.groups.data.size > 1:
-            dist.all_reduce(both, group=self.groups.data.handle)
-        weight, tokens = both.tolist()
+        filled = sum(any(batch.lengths) for batch in batches)
+        totals = torch.tensor([weight, tokens, filled], dtype=torch.float64, device=self.device)
+        weight, tokens, filled = total(totals, self.groups.data).tolist()
         if not weight > 0.0:
             raise ValueError(
                 f"a global batch of {tokens:.0f} tokens has the loss weight {weight}: nothing to learn from"
             )
-        return weight, int(tokens)
+        return weight, int(tokens), int(filled)
 
     def _means(self, sums: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, float]:
         """The same numbers on every rank, of what only the last stages saw."""
@@ -179,7 +188,7 @@ class MegatronEngine:
         values = flat.tolist()
         totals = dict(zip(names, zip(values[::2], values[1::2], strict=True), strict=True))
         loss, _ = totals.pop("loss", (0.0, 0.0))
-        return {"loss": loss, **{name: total / weight for name, (total, weight) in totals.items() if weight}}
+        return {"loss": loss, **{name: summed / weight for name, (summed, weight) in totals.items() if weight}}
 
     def _names(self, sums: Mapping[str, object]) -> list[str]:
         """What the last stage measured: the others have to take part in summing it."""
@@ -214,7 +223,7 @@ class MegatronEngine:
     # --- what an update is made of ----------------------------------------------------------------------------------
 
     def _freeze(self) -> None:
-        if self.spec.moe.freeze_router:
+        if router_is_frozen(self.spec):
             for mixture in self._mixtures():
                 mixture.router.requires_grad_(requires_grad=False)
 
@@ -222,10 +231,26 @@ class MegatronEngine:
         most = self.spec.training.clip_grad
         return min(1.0, most / (norm + 1e-6)) if most else 1.0
 
-    def _scale_balancing(self, batches: int) -> None:
+    def _begin_balancing(self, batch: GlobalBatch) -> None:
         for balance in self._balances():
-            balance.loss_scale = 1.0 / (batches * self.groups.data.size)
-            balance.load.zero_()
+            balance.begin(batch)
+
+    def _routing_metrics(self, tokens: int) -> dict[str, float]:
+        """The balancing losses of all layers, and the share of choices that found their expert full."""
+        routing = self.model.routing
+        if routing is None:
+            return {}
+        layers = sum(isinstance(layer.mlp, Experts) for layer in self.model.shape.layers)
+        loss, dropped = (
+            sum((getattr(balance, name) for balance in self._balances()), torch.zeros((), device=self.device))
+            for name in ("loss", "dropped")
+        )
+        # Every rank counts its own tokens in its own layers.
+        loss, dropped = total(torch.stack([loss, dropped]), self.groups.world).tolist()
+        metrics = {"balancingLoss": loss}
+        if self.spec.moe.capacity_factor is not None:
+            metrics["dropRate"] = dropped / (tokens * routing.per_token * layers)
+        return metrics
 
     def _move_selection_bias(self) -> None:
         """Makes experts that got too much less likely to be chosen, and the others more."""
@@ -269,8 +294,8 @@ class _Sums:
         self.values: dict[str, tuple[Tensor, Tensor]] = {}
 
     def add(self, terms: LossTerms) -> None:
-        total = terms.total.detach()
-        for name, mean in {"loss": Mean(total, torch.zeros_like(total)), **terms.metrics}.items():
-            pair = tuple(torch.as_tensor(value, device=total.device).detach() for value in (mean.total, mean.weight))
-            known = self.values.get(name, (torch.zeros_like(total), torch.zeros_like(total)))
+        summed = terms.total.detach()
+        for name, mean in {"loss": Mean(summed, torch.zeros_like(summed)), **terms.metrics}.items():
+            pair = tuple(torch.as_tensor(value, device=summed.device).detach() for value in (mean.total, mean.weight))
+            known = self.values.get(name, (torch.zeros_like(summed), torch.zeros_like(summed)))
             self.values[name] = (known[0] + pair[0], known[1] + pair[1])

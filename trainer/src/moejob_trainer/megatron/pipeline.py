@@ -12,10 +12,10 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from moejob_trainer.batches import MicroBatch
-from moejob_trainer.groups import Groups, gathered_alike
+from moejob_trainer.groups import Groups, gathered_alike, own_rows
 from moejob_trainer.layers.documents import Documents, in_row_order
 from moejob_trainer.model.architecture import Architecture
-from moejob_trainer.model.row import row_of
+from moejob_trainer.model.row import OwnTokens, row_of
 from moejob_trainer.model.stage import RowInput
 
 
@@ -59,16 +59,18 @@ def _step(finish: Callable[[int, tuple[Tensor, Tensor]], Tensor]) -> Callable[..
     return forward_step
 
 
-def row_input(batch: MicroBatch, model: Architecture, groups: Groups, *, sequence_parallel: bool) -> RowInput:
-    """This rank's part of a micro batch that is on its device already."""
+def row_input(
+    number: int, batch: MicroBatch, model: Architecture, groups: Groups, *, sequence_parallel: bool
+) -> RowInput:
+    """This rank's part of its micro batch of that number, which is on its device already."""
     boundaries = batch.cu_lengths.tolist()
     lengths = tuple(stop - start for start, stop in pairwise(boundaries))
     documents = Documents(batch.cu_lengths.to(batch.tokens.device), lengths, groups.context.rank, groups.context.size)
     held = documents.indices()
-    is_real = batch.is_real().to(batch.tokens.device)[held]
-    if sequence_parallel and groups.tensor.size > 1:
-        is_real = is_real.view(groups.tensor.size, -1)[groups.tensor.rank]
-    row = row_of(documents, model.rotary, groups.context.handle, is_real)
+    is_real, segments = batch.is_real().to(batch.tokens.device)[held], documents.segments()
+    if sequence_parallel:
+        is_real, segments = own_rows(is_real, groups.tensor), own_rows(segments, groups.tensor)
+    row = row_of(documents, model.rotary, groups.context.handle, OwnTokens(is_real, segments), number)
     return RowInput(batch.tokens[held], batch.labels[held], row)
 
 

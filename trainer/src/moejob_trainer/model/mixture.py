@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from moejob_api.job.moe import MoE
+from moejob_api.job.moe import Balancing, MoE
 from moejob_api.job.training import RecomputeModule
 from moejob_api.models.shape import Experts as ExpertShape
 from moejob_trainer.groups import Groups
@@ -28,6 +28,7 @@ class MixtureSettings:
     """What a job says about experts, beside the model's own shape."""
 
     moe: MoE
+    balancing: Balancing
     routing: Routing
     gate_limit: float | None
     recompute: frozenset[RecomputeModule]
@@ -99,7 +100,7 @@ class Mixture(nn.Module):
         self.shape, self.groups, self.settings = shape, groups, settings
         self.router = Router(shape, hidden, share, settings)
         self.experts = Experts(shape, hidden, groups, settings)
-        self.balance = Balance(settings.routing, settings.moe, groups)
+        self.balance = Balance(settings.routing, settings.moe, settings.balancing, groups)
         self.shared: GatedMLP | None = None
         self.shared_gate: Linear | None = None
         if shape.shared_intermediate:
@@ -114,19 +115,21 @@ class Mixture(nn.Module):
         logits = self.router(x)
         chosen, probabilities = routed(logits, self.settings.routing, selection_bias=self.router.selection_bias)
         probabilities = self.balance.watched(probabilities, logits, chosen, row)
-        chosen, probabilities = self._within_capacity(chosen, probabilities)
+        chosen, probabilities = self._within_capacity(chosen, probabilities, row)
         y = recomputed(RecomputeModule.EXPERTS in self.settings.recompute, self._mixed, x, chosen, probabilities)
         if self.shared is None:
             return y
         shared = self.shared(x)
         return y + (shared if self.shared_gate is None else torch.sigmoid(self.shared_gate(x)) * shared)
 
-    def _within_capacity(self, chosen: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
+    def _within_capacity(self, chosen: Tensor, probabilities: Tensor, row: Row) -> tuple[Tensor, Tensor]:
         factor = self.settings.moe.capacity_factor
         if factor is None:
             return chosen, probabilities
         most = capacity(len(chosen), self.settings.routing, factor)
-        return within_capacity(chosen, probabilities, most, self.shape.count)
+        chosen, probabilities = within_capacity(chosen, probabilities, most, self.shape.count)
+        self.balance.count_dropped(chosen, row)
+        return chosen, probabilities
 
     def _mixed(self, x: Tensor, chosen: Tensor, probabilities: Tensor) -> Tensor:
         permutation = Permutation.of(chosen, self.shape.count)

@@ -22,9 +22,23 @@ class Row:
     context_group: ProcessGroup | None
     # True for tokens that are no padding; this tensor rank's share under sequence parallelism. [t]
     is_real: Tensor
+    # The document of each of the same tokens. [t]
+    segments: Tensor
+    # Which of this rank's micro batches of the global batch it is.
+    number: int = 0
 
 
-def row_of(documents: Documents, rotary: Rotary, context_group: ProcessGroup | None, is_real: Tensor) -> Row:
+@dataclass(frozen=True, slots=True)
+class OwnTokens:
+    """What routing looks at: about the tokens that this rank sends to experts. [t]"""
+
+    is_real: Tensor
+    segments: Tensor
+
+
+def row_of(
+    documents: Documents, rotary: Rotary, context_group: ProcessGroup | None, own: OwnTokens, number: int = 0
+) -> Row:
     """The row, with its rotation computed once for all layers."""
     cosine, sine = rotary.angles(documents.positions())
-    return Row(documents, cosine, sine, rotary.interleaved, context_group, is_real)
+    return Row(documents, cosine, sine, rotary.interleaved, context_group, own.is_real, own.segments, number)

@@ -16,6 +16,7 @@ from torch.nn import functional
 from moejob_api.job.job import Spec
 from moejob_api.job.training import RecomputeModule
 from moejob_api.memory.constants import LOSS_CHUNK_TOKENS
+from moejob_api.memory.share import balancing
 from moejob_api.models.shape import DenseMLP, Experts, GroupedAttention, ModelShape
 from moejob_api.models.shape import LatentAttention as LatentShape
 from moejob_api.models.shape import Layer as LayerShape
@@ -188,7 +189,8 @@ def mixture_settings(model: Architecture, spec: Spec) -> MixtureSettings:
     if model.routing is None:
         raise ValueError(f"{model.shape.family} does not say how it chooses experts")
     routing = replace(model.routing, dtype=getattr(torch, spec.moe.router_dtype.value))
-    return MixtureSettings(spec.moe, routing, model.gate_limit, recomputed_modules(spec.training.recompute))
+    again = recomputed_modules(spec.training.recompute)
+    return MixtureSettings(spec.moe, balancing(spec), routing, model.gate_limit, again)
 
 
 def _norm(hidden: int, model: Architecture, share: TensorShare) -> RMSNorm:

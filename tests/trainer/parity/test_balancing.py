@@ -1,0 +1,133 @@
+"""Balancing is what its definition says, in every layout: the losses, all gradients and the bias on the choice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moejob_api.models.shape import Family
+from trainer.parity.balancing import LENGTHS, Expected, Rules, write_balanced_reference
+from trainer.parity.cells import Cell, assert_like, trained, updated
+from trainer.worlds import Worlds
+
+Balanced = Callable[[Rules], tuple[Path, Expected]]
+
+WITHIN = 1e-5
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one rank": {},
+    "TP2": {"tensor": 2},
+    "CP2": {"context": 2},
+    "EP2": {"expert": 2},
+    "PP2": {"pipeline": 2},
+    "DP2": {"data": 2},
+    "TP2.CP2.PP2": {"tensor": 2, "context": 2, "pipeline": 2},
+}
+# Micro batches are dealt to and fro over data ranks.
+TWO_AT_A_TIME = ((0, 1), (3, 2))
+AGAIN: dict[str, Any] = {"recompute": {"granularity": "Full"}}
+
+
+@pytest.fixture(scope="session")
+def balanced(tmp_path_factory: pytest.TempPathFactory) -> Balanced:
+    """The folder of what rules do to training, and what was measured; written when first asked for."""
+
+    @cache
+    def written(rules: Rules) -> tuple[Path, Expected]:
+        folder = tmp_path_factory.mktemp("balanced")
+        return folder, write_balanced_reference(rules, folder)
+
+    return written
+
+
+def _cell(rules: Rules, moe: dict[str, Any], layout: dict[str, Any], **training: Any) -> Cell:
+    training = {"microBatchSize": 2, **training}
+    sections = {"data": {"packing": False}, "training": training, "moe": moe, "parallelism": layout}
+    return Cell(rules.family, sections, lengths=LENGTHS)
+
+
+def _holds(worlds: Worlds, balanced: Balanced, rules: Rules, cell: Cell) -> None:
+    folder, expected = balanced(rules)
+    assert_like(worlds.run(cell.ranks(), trained, cell, folder), expected.steps, within=WITHIN)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("balancing", ["AuxLoss", "SeqAuxLoss"])
+def test_tokens_are_balanced_within_their_micro_batch_or_document(
+    worlds: Worlds, balanced: Balanced, balancing: str, layout: str
+) -> None:
+    rules = Rules(loss=balancing, coefficient=0.5, z_coefficient=0.01)
+    moe = {"balancing": balancing, "auxLossCoefficient": 0.5, "zLossCoefficient": 0.01}
+    _holds(worlds, balanced, rules, _cell(rules, moe, LAYOUTS[layout]))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_tokens_are_balanced_over_the_global_batch_so_far(worlds: Worlds, balanced: Balanced, layout: str) -> None:
+    # Ranks that divide experts hold other documents each.
+    turns = TWO_AT_A_TIME if layout in ("DP2", "EP2") else Rules().turns
+    rules = Rules(loss="GlobalAuxLoss", coefficient=0.5, turns=turns)
+    moe = {"balancing": "GlobalAuxLoss", "auxLossCoefficient": 0.5}
+    _holds(worlds, balanced, rules, _cell(rules, moe, LAYOUTS[layout]))
+
+
+@pytest.mark.parametrize("balancing", ["AuxLoss", "GlobalAuxLoss"])
+def test_what_is_computed_again_sees_the_counts_it_saw_before(
+    worlds: Worlds, balanced: Balanced, balancing: str
+) -> None:
+    rules = Rules(loss=balancing, coefficient=0.5)
+    moe = {"balancing": balancing, "auxLossCoefficient": 0.5}
+    # Interleaved, micro batches that came later were counted by then.
+    layout = {"pipeline": 2, "virtualPipeline": 2}
+    _holds(worlds, balanced, rules, _cell(rules, moe, layout, **AGAIN))
+
+
+def test_supervised_fine_tuning_balances_micro_batches_unless_told_otherwise(
+    worlds: Worlds, balanced: Balanced
+) -> None:
+    rules = Rules(coefficient=1e-3)
+    _holds(worlds, balanced, rules, _cell(rules, {"balancing": None}, {}))
+
+
+@pytest.mark.parametrize("layout", ["one rank", "TP2", "DP2", "EP2", "TP2.CP2.PP2"])
+def test_the_bias_on_the_choice_moves_alike_on_every_rank(worlds: Worlds, balanced: Balanced, layout: str) -> None:
+    rules = Rules(Family.DEEPSEEK_V3, bias_rate=0.05)
+    cell = _cell(rules, {"balancing": "ExpertBias", "expertBiasUpdateRate": 0.05}, LAYOUTS[layout])
+    folder, expected = balanced(rules)
+    found = worlds.run(cell.ranks(), trained, cell, folder)
+    assert_like(found, expected.steps, within=WITHIN)
+    # The first layer has no experts.
+    by_name = {f"layers.{index + 1}.moe.router.selection_bias": b for index, b in enumerate(expected.selection_biases)}
+    assert {name for of_rank in found for name in of_rank.selection_biases} == by_name.keys()
+    for of_rank in found:
+        for name, bias in of_rank.selection_biases.items():
+            np.testing.assert_allclose(bias, by_name[name], atol=1e-6, err_msg=name)
+
+
+def test_sigmoid_scores_are_balanced_as_shares(worlds: Worlds, balanced: Balanced) -> None:
+    rules = Rules(Family.DEEPSEEK_V3, coefficient=0.5)
+    moe = {"balancing": "AuxLoss", "auxLossCoefficient": 0.5}
+    _holds(worlds, balanced, rules, _cell(rules, moe, {"tensor": 2}))
+
+
+@pytest.mark.parametrize(
+    ("moe", "method", "is_trained"),
+    [
+        pytest.param({}, "SFT", True, id="by supervised fine-tuning"),
+        pytest.param({}, "GRPO", False, id="not by reinforcement learning"),
+        pytest.param({"freezeRouter": True}, "SFT", False, id="not where it is frozen"),
+        pytest.param({"freezeRouter": False}, "GRPO", True, id="where it is not frozen"),
+    ],
+)
+def test_routers_are_trained(
+    worlds: Worlds, balanced: Balanced, moe: dict[str, Any], method: str, is_trained: bool
+) -> None:
+    folder, _ = balanced(Rules(coefficient=1e-3))
+    training = {"globalBatchSize": 8} if method == "SFT" else {"globalBatchSize": None}
+    cell = Cell(Family.QWEN3_MOE, {"method": method, "moe": moe, "training": training})
+    (names,) = worlds.run(1, updated, cell, folder)
+    assert any("experts" in name for name in names)
+    assert any("router" in name for name in names) is is_trained
