@@ -14,6 +14,7 @@ from moejob_api.quantities import GIB
 from moejob_trainer.checkpoints import Alone, Checkpoints, Claim, Saved, StepFolder
 from moejob_trainer.checkpoints.cleaning import clean
 from moejob_trainer.checkpoints.disk import Disk
+from moejob_trainer.checkpoints.manifest import marker
 from moejob_trainer.errors import BadConfiguration, Retryable, Superseded
 from trainer.checkpoints.worlds import (
     FragileDisk,
@@ -429,6 +430,25 @@ def test_an_older_attempt_that_wakes_up_commits_and_deletes_nothing(tmp_path: Pa
     left = {name: content for name, content in files_below(tmp_path).items() if "step-20.0.0" not in name}
     assert left == before
     assert new.save(moment(20)) is not None
+
+
+def test_a_checkpoint_of_which_files_are_missing_takes_no_place_among_those_that_are_kept(tmp_path: Path) -> None:
+    _, middle, _ = saved(tmp_path, 10, 20, 30)
+    (middle / "__0_0.distcp").unlink()
+    store(place(tmp_path, attempt=1), policy(keep=2)).start()
+    assert there(tmp_path) == ["step-10.0.0", "step-30.0.0"]
+
+
+def test_a_checkpoint_of_another_version_is_neither_an_obstacle_nor_deleted_early(tmp_path: Path) -> None:
+    _, older, _ = saved(tmp_path, 10, 20, 30)
+    content = (older / "manifest.json").read_bytes().replace(b'"format": 1', b'"format": 2')
+    (older / "manifest.json").write_bytes(content)
+    (older / "complete.json").write_bytes(marker(content).content())
+    run = store(place(tmp_path, attempt=1), policy(keep=2))
+    run.start()
+    assert there(tmp_path) == ["step-20.0.0", "step-30.0.0"]
+    run.save(moment(40))
+    assert there(tmp_path) == ["step-30.0.0", "step-40.1.0"]
 
 
 @pytest.mark.parametrize(("looks", "left"), [(0, 3), (1, 2), (2, 1)])

@@ -10,7 +10,7 @@ from moejob_trainer.checkpoints.disk import Disk, explained
 from moejob_trainer.checkpoints.names import MARKER, StepFolder, step_folder
 from moejob_trainer.checkpoints.policy import to_delete
 from moejob_trainer.checkpoints.run import Place, other_run
-from moejob_trainer.checkpoints.verification import Search, seen
+from moejob_trainer.checkpoints.verification import Check, Found, Search, Seen, State, checked, seen
 from moejob_trainer.errors import BadConfiguration
 
 log = logging.getLogger(__name__)
@@ -33,8 +33,12 @@ def set_aside(place: Place, search: Search, disk: Disk) -> None:
 
 
 def clean(place: Place, policy: Checkpoint, disk: Disk) -> None:
-    """Delete what may go. A folder that cannot be removed costs space, which saving looks at; never the run."""
-    folders = seen(place.checkpoints)
+    """Delete what may go. A folder that cannot be removed costs space, which saving looks at; never the run.
+
+    What counts as kept has all its files in their sizes. Reading them all again for this would cost hours: bytes that
+    changed since show when a run goes on from them.
+    """
+    folders = [_counted(place, one) for one in seen(place.checkpoints)]
     for folder in to_delete(folders, policy.keep, place.claim, _spared(place, policy)):
         if not place.is_ours():
             return
@@ -42,6 +46,21 @@ def clean(place: Place, policy: Checkpoint, disk: Disk) -> None:
             delete(place.checkpoints / folder.name, disk)
         except OSError as error:
             log.warning("checkpoint not deleted", extra={"checkpoint": folder.name, "reason": str(error)})
+
+
+def _counted(place: Place, one: Seen) -> Seen:
+    """As it was seen, but a checkpoint with damage that shows at a glance takes no place among those that are kept."""
+    if one.state is not State.COMPLETE:
+        return one
+    try:
+        outcome = checked(place.checkpoints / one.folder.name, Check.SIZES)
+    except BadConfiguration:
+        # Another version of moejob wrote it, and can read it.
+        return one
+    if isinstance(outcome, Found):
+        return one
+    log.warning("checkpoint refused", extra={"checkpoint": one.folder.name, "reason": outcome.reason})
+    return Seen(one.folder, State.REJECTED)
 
 
 def _spared(place: Place, policy: Checkpoint) -> frozenset[StepFolder]:

@@ -6,7 +6,6 @@ Knows files and hashes; not which checkpoint is newest, nor who may write one.
 from __future__ import annotations
 
 import heapq
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
@@ -24,8 +23,6 @@ from moejob_trainer.fencing import Claim
 
 FORMAT: Final = 1
 _BLOCK_BYTES = 2**22
-# Hashing outruns any disk; the threads are there to have several reads under way, which networked volumes need.
-_THREADS = min(16, 2 * (os.cpu_count() or 1))
 
 
 def _inside(name: str) -> str:
@@ -118,7 +115,7 @@ def entries(folder: Path, names: Iterable[str], disk: Disk | None = None) -> lis
         volume.sync(folder / name)
         return hashed(folder, name)
 
-    with ThreadPoolExecutor(_THREADS) as pool:
+    with ThreadPoolExecutor(volume.reads_at_once) as pool:
         return list(pool.map(entry, sorted(names)))
 
 
@@ -142,7 +139,7 @@ def hashed_all(folder: Path, names: Iterable[str]) -> list[Entry | OSError]:
         except OSError as error:
             return error
 
-    with ThreadPoolExecutor(_THREADS) as pool:
+    with ThreadPoolExecutor(Disk.reads_at_once) as pool:
         return list(pool.map(entry, names))
 
 
