@@ -60,7 +60,8 @@ def train(run: Run) -> Outcome:
         step += 1
         run.report(step, results)
         is_stopping = run.stop.agreed()
-        if is_stopping or run.checkpoints.is_due(step):
+        # The last step is saved too: an export that fails must not cost what was learned since.
+        if is_stopping or step == run.total_steps or run.checkpoints.is_due(step):
             run.checkpoints.save(step)
         if is_stopping and step < run.total_steps:
             return Outcome.PREEMPTED

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from moejob_api.contract import ExitCode
 from moejob_api.job import Spec
 from moejob_api.layout.sizes import Layout, layout
+from moejob_api.memory.storage import checkpoint_bytes
 from moejob_api.plan import plan
 from moejob_api.problems import InvalidSpec
 from moejob_trainer.batches import batch_plan
@@ -49,7 +50,7 @@ from moejob_trainer.objectives.sft import SupervisedFineTuning
 from moejob_trainer.orders import Orders, orders
 from moejob_trainer.published import Published, fetch, published
 from moejob_trainer.reporting import Reporter, Teller
-from moejob_trainer.saving import RunCheckpoints, RunWriter, WorldRanks, background
+from moejob_trainer.saving import RunCheckpoints, RunWriter, StateFacts, WorldRanks, background
 from moejob_trainer.schedule import learning_rate
 from moejob_trainer.stopping import AgreedStop
 
@@ -160,7 +161,7 @@ def _trained(here: Here, model: Model, beats: Beats) -> Outcome:
         total_steps = spec.training.max_steps or training.steps()
         engine = _engine(here, model, total_steps)
         state = StateFiles(engine, model.table.parameters, stack.enter_context(background()))
-        checkpoints = _checkpoints(here, RunWriter(state, objective, is_first=order.rank == 0))
+        checkpoints = _checkpoints(here, model, RunWriter(state, objective, is_first=order.rank == 0))
 
         def evaluate(step: int) -> Mapping[str, float]:
             if not evaluated or not _evaluates(spec, step, total_steps):
@@ -213,7 +214,7 @@ def _engine(here: Here, model: Model, total_steps: int) -> MegatronEngine:
     return MegatronEngine(model.architecture, spec, stages, here.placement, rate)
 
 
-def _checkpoints(here: Here, writer: RunWriter) -> RunCheckpoints:
+def _checkpoints(here: Here, model: Model, writer: RunWriter) -> RunCheckpoints:
     order = here.order
     place = Place(
         folder=order.folder,
@@ -222,7 +223,8 @@ def _checkpoints(here: Here, writer: RunWriter) -> RunCheckpoints:
         is_ours=lambda: is_ours(order.folder, order.claim),
     )
     store = Checkpoints(place, order.spec.checkpoint, here.ranks, writer)
-    return RunCheckpoints(store, writer, here.layout, STATE_FORMAT, order.uid)
+    facts = StateFacts(here.layout, STATE_FORMAT, checkpoint_bytes(model.architecture.shape, order.spec))
+    return RunCheckpoints(store, writer, facts)
 
 
 def _evaluates(spec: Spec, step: int, total_steps: int) -> bool:

@@ -105,12 +105,20 @@ class _WithCounters:
         return [*self.tensors.names(), _COUNTERS]
 
 
+@dataclass(frozen=True, slots=True)
+class StateFacts:
+    """What is known of the state before any of it is written."""
+
+    layout: Layout
+    format: str
+    expected_bytes: int
+
+
 class RunCheckpoints:
     """Restores and saves a run."""
 
-    def __init__(self, store: Checkpoints, writer: RunWriter, layout: Layout, state_format: str, uid: str) -> None:
-        self.store, self.writer = store, writer
-        self.layout, self.state_format, self.uid = layout, state_format, uid
+    def __init__(self, store: Checkpoints, writer: RunWriter, state: StateFacts) -> None:
+        self.store, self.writer, self.state = store, writer, state
 
     def restore(self) -> int:
         """Goes on from the newest good checkpoint of this run, or begins with the weights of another one's."""
@@ -118,7 +126,7 @@ class RunCheckpoints:
         if found is None:
             return 0
         self._refuse_other_format(found)
-        is_own = found.manifest.facts.job_uid == self.uid
+        is_own = found.manifest.facts.job_uid == self.store.place.run.uid
         self.writer.state.read(found.path, weights_only=not is_own)
         if not is_own:
             return 0
@@ -138,11 +146,12 @@ class RunCheckpoints:
         self.store.save(
             Moment(
                 step=step,
-                state_format=self.state_format,
-                layout={name: int(size) for name, size in asdict(self.layout).items()},
+                state_format=self.state.format,
+                layout={name: int(size) for name, size in asdict(self.state.layout).items()},
                 versions={package: version(package) for package in _PACKAGES},
                 data={"steps": step},
-            )
+            ),
+            self.state.expected_bytes,
         )
 
     def finish(self) -> None:
@@ -150,10 +159,10 @@ class RunCheckpoints:
         self.store.wait()
 
     def _refuse_other_format(self, found: Found) -> None:
-        format_ = found.manifest.facts.state_format
-        if format_ != self.state_format:
+        theirs = found.manifest.facts.state_format
+        if theirs != self.state.format:
             raise BadConfiguration(
-                f"{found.path} holds {format_} and this job reads {self.state_format}; start from its Hugging Face "
+                f"{found.path} holds {theirs} and this job reads {self.state.format}; start from its Hugging Face "
                 "export by spec.model.source instead of checkpoint.resumeFrom"
             )
 

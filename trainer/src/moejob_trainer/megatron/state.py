@@ -8,6 +8,8 @@ the expert group changes to or from one. Knows nothing of steps, markers or rete
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
@@ -16,7 +18,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -32,6 +34,7 @@ from moejob_trainer.model.parameters import Parameter, division, local_slices
 # What makes files of another kind unreadable here, and the other way round.
 STATE_FORMAT = "boxes-1"
 _BOXES = "boxes"
+_SYSTEM_ERROR = re.compile(r"os error (\d+)")
 
 
 class Kind(StrEnum):
@@ -84,7 +87,7 @@ class StateFiles:
         boxes = [{"kind": h.kind, "name": h.name, "start": h.box.start, "size": h.box.size} for h in owned]
         tensors = {str(number): held.tensor.detach().to("cpu", copy=True) for number, held in enumerate(owned)}
         name = f"state-{groups.world.rank:05d}.safetensors"
-        writing = self.background.submit(save_file, tensors, folder / name, {_BOXES: json.dumps(boxes)})
+        writing = self.background.submit(_write, tensors, folder / name, {_BOXES: json.dumps(boxes)})
         return PendingFiles(name, writing)
 
     def read(self, folder: Path, *, weights_only: bool) -> None:
@@ -166,6 +169,17 @@ class PendingFiles:
     def names(self) -> Sequence[str]:
         """What this rank wrote."""
         return [self.name]
+
+
+def _write(tensors: Mapping[str, Tensor], file: Path, about: Mapping[str, str]) -> None:
+    try:
+        save_file(dict(tensors), file, dict(about))
+    except SafetensorError as error:
+        # The library hides what the system said; a full disk has an answer of its own.
+        number = _SYSTEM_ERROR.search(str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(file)) from error
 
 
 def _index(folder: Path, world: Group) -> Mapping[tuple[Kind, str], list[Stored]]:
