@@ -38,6 +38,7 @@ from moejob_trainer.drawing import DrawnBatches
 from moejob_trainer.errors import BadConfiguration
 from moejob_trainer.fencing import is_ours
 from moejob_trainer.groups import Groups
+from moejob_trainer.limits import refuse_what_is_missing
 from moejob_trainer.loop import Outcome, Run, train
 from moejob_trainer.megatron.cpu import use_cpu
 from moejob_trainer.megatron.engine import MegatronEngine, Placement
@@ -117,6 +118,7 @@ def main() -> int:
 
 
 def _ran(order: Orders) -> int:
+    refuse_what_is_missing(order.spec)
     beats = Beats.for_rank()
     with _joined(order) as here:
         beats.beat(0)
