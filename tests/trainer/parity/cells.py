@@ -338,3 +338,13 @@ def updated(cell: Cell, folder: Path) -> set[str]:
         return {piece.name for piece in started(cell, folder).optimizer.pieces}
     finally:
         stop_groups()
+
+
+def measured(cell: Cell, folder: Path) -> Mapping[str, float]:
+    """What an update of the cell says beside its loss."""
+    use_cpu()
+    engine = started(cell, folder)
+    try:
+        return engine.update(micro_batches(cell, engine, 0), _loss_of(cell, engine)).metrics
+    finally:
+        stop_groups()

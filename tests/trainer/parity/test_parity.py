@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from moejob_api.models.shape import Family
-from trainer.parity.cells import MODELS, Cell, Steps, assert_like, trained
+from trainer.parity.cells import MODELS, Cell, Steps, assert_like, measured, trained
 from trainer.worlds import Worlds
 
 Reference = Callable[[Family], tuple[Path, Steps]]
@@ -37,12 +37,32 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 TRAINED: dict[str, dict[str, Any]] = {
     "everything recomputed": {"training": {"recompute": {"granularity": "Full"}}},
+    "groups of layers recomputed": {
+        "training": {"recompute": {"granularity": "Full", "method": "Uniform", "layers": 3}}
+    },
+    "the first layers recomputed": {"training": {"recompute": {"granularity": "Full", "method": "Block", "layers": 2}}},
     "norms and activations recomputed": {"training": {"recompute": {"granularity": "Selective"}}},
-    "experts recomputed": {"training": {"recompute": {"granularity": "Selective", "modules": ["Experts"]}}},
     "activations offloaded": {"memory": {"offloadActivations": True}},
     "documents apart": {"data": {"packing": False}, "training": {"microBatchSize": 2}},
     "one document at a time": {"data": {"packing": False}, "training": {"microBatchSize": 1}},
     "batches by tokens": {"training": {"dynamicBatchTokens": 48}},
+}
+# A module, and a family that has it.
+RECOMPUTED: dict[str, Family] = {
+    "CoreAttention": Family.QWEN3_MOE,
+    "LatentUpProjection": Family.DEEPSEEK_V3,
+    "Norms": Family.QWEN3_MOE,
+    "MLP": Family.DEEPSEEK_V3,
+    "ExpertActivation": Family.QWEN3_MOE,
+    "SharedExperts": Family.DEEPSEEK_V3,
+    "Experts": Family.QWEN3_MOE,
+}
+# Ranks that hold tokens of their own in every way, and share experts in both.
+GATHERED: dict[str, dict[str, Any]] = {
+    "EP2": {"expert": 2},
+    "ETP2 folded": {"data": 2, "expertTensor": 2, **FOLDED},
+    "TP2.EP2.ETP2 folded over TP2.DP2": {"tensor": 2, "data": 2, "expert": 2, "expertTensor": 2, **FOLDED},
+    "TP2.CP2.EP4 folded over TP2.CP2": {"tensor": 2, "context": 2, "expert": 4, **FOLDED},
 }
 
 
@@ -70,6 +90,34 @@ def test_how_memory_is_saved_and_batches_are_made_changes_nothing(
 ) -> None:
     parallelism = {"parallelism": {"tensor": 2, "expert": 2, "expertLayout": "Folded"}}
     _holds(worlds, reference, Cell(Family.QWEN3_MOE, parallelism | TRAINED[how]))
+
+
+@pytest.mark.parametrize("module", RECOMPUTED)
+def test_computing_a_module_again_changes_nothing(worlds: Worlds, reference: Reference, module: str) -> None:
+    parallelism = {"parallelism": {"tensor": 2, "expert": 2, "expertLayout": "Folded"}}
+    again = {"training": {"recompute": {"granularity": "Selective", "modules": [module]}}}
+    _holds(worlds, reference, Cell(RECOMPUTED[module], parallelism | again))
+
+
+@pytest.mark.parametrize("layout", GATHERED)
+@pytest.mark.parametrize("family", [Family.QWEN3_MOE, Family.GPT_OSS])
+def test_gathering_tokens_is_the_same_as_exchanging_them(
+    worlds: Worlds, reference: Reference, family: Family, layout: str
+) -> None:
+    _holds(worlds, reference, Cell(family, {"parallelism": GATHERED[layout], "moe": {"dispatcher": "AllGather"}}))
+
+
+def test_every_rank_says_which_share_of_choices_was_dropped(worlds: Worlds, reference: Reference) -> None:
+    folder, _ = reference(Family.QWEN3_MOE)
+    rates = []
+    for factor in (0.5, 8.0):
+        layout = {"tensor": 2, "expert": 2, **FOLDED}
+        cell = Cell(Family.QWEN3_MOE, {"parallelism": layout, "moe": {"capacityFactor": factor}})
+        rates.append([metrics["dropRate"] for metrics in worlds.run(2, measured, cell, folder)])
+    # Half an even share drops at least half, but for what padding left free.
+    assert rates[0][0] == rates[0][1]
+    assert 0.3 < rates[0][0] < 0.9
+    assert rates[1] == [0.0, 0.0]
 
 
 # --- the matrix cannot lie ------------------------------------------------------------------------------------------

@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor, nn
 
+from moejob_api.job.training import RecomputeModule
 from moejob_api.models.shape import GroupedAttention
 from moejob_trainer.layers.attention import attended
 from moejob_trainer.layers.norm import RMSNorm
 from moejob_trainer.layers.rotary import rotated
 from moejob_trainer.model.linear import Linear, OutputLinear, TensorShare, mark_partial
+from moejob_trainer.model.recompute import recomputed
 from moejob_trainer.model.row import Row
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSettings:
+    """What attention is told beside its shape."""
+
+    scale: float
+    epsilon: float
+    recompute: frozenset[RecomputeModule]
 
 
 class Attention(nn.Module):
     """Grouped-query attention with the extras that families add: head norms, biases, sinks, a window."""
 
-    def __init__(
-        self, shape: GroupedAttention, hidden: int, share: TensorShare, *, scale: float, epsilon: float
-    ) -> None:
+    def __init__(self, shape: GroupedAttention, hidden: int, share: TensorShare, settings: AttentionSettings) -> None:
         super().__init__()
-        self.shape, self.share, self.scale = shape, share, scale
+        self.shape, self.share, self.settings = shape, share, settings
+        epsilon = settings.epsilon
         dim = shape.head_dim
         self.heads = share.divided(shape.heads, "attention heads")
         # Fewer groups than ranks: every rank holds all keys and values and uses those of its own heads.
@@ -46,17 +58,20 @@ class Attention(nn.Module):
         key, value = self._own_groups(self.key_value(x)).unbind(2)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
-        return self.output(
-            attended(
-                rotated(query, row.cosine, row.sine, interleaved=row.interleaved),
-                rotated(key, row.cosine, row.sine, interleaved=row.interleaved),
-                value,
-                row.documents,
-                scale=self.scale,
-                window=self.shape.window,
-                sinks=self.sinks,
-                context_group=row.context_group,
-            )
+        query, key = (rotated(x, row.cosine, row.sine, interleaved=row.interleaved) for x in (query, key))
+        again = RecomputeModule.CORE_ATTENTION in self.settings.recompute
+        return self.output(recomputed(again, self._attended, query, key, value, row))
+
+    def _attended(self, query: Tensor, key: Tensor, value: Tensor, row: Row) -> Tensor:
+        return attended(
+            query,
+            key,
+            value,
+            row.documents,
+            scale=self.settings.scale,
+            window=self.shape.window,
+            sinks=self.sinks,
+            context_group=row.context_group,
         )
 
     def _own_groups(self, key_value: Tensor) -> Tensor:

@@ -2,6 +2,8 @@
 
 Rows leave sorted by expert; they arrive as one block from each rank and are put in order of the local experts. Where
 several ranks share an expert's matrices, each of them works on the rows of all.
+
+The other way: every rank gathers the tokens of all and picks those of its experts (`of_all`, `own_choices`, `of_own`).
 """
 
 from __future__ import annotations
@@ -11,7 +13,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moejob_trainer.groups import Groups, exchanged, gathered_unevenly, row_counts, scattered_unevenly
+from moejob_trainer.groups import (
+    Groups,
+    exchanged,
+    gathered,
+    gathered_unevenly,
+    row_counts,
+    scattered,
+    scattered_unevenly,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +74,22 @@ def returned(rows: Tensor, sent: Dispatched, groups: Groups) -> Tensor:
     inverse[sent.order] = torch.arange(len(inverse), device=inverse.device)
     own = scattered_unevenly(rows[inverse], sent.shares, groups.expert_tensor)
     return exchanged(own, sent.received, sent.sent, groups.expert)
+
+
+def of_all(x: Tensor, groups: Groups) -> Tensor:
+    """What all ranks that share experts hold, of which each has equally many rows; gradients are summed."""
+    return gathered(gathered(x, groups.expert), groups.expert_tensor)
+
+
+def own_choices(chosen: Tensor, experts: int, groups: Groups) -> Tensor:
+    """The choices that fell on this rank's experts, counted from its first; `experts`, which is none, for the others."""
+    own = chosen - groups.expert.rank * experts
+    return own.masked_fill((own < 0) | (own > experts), experts)
+
+
+def of_own(x: Tensor, groups: Groups) -> Tensor:
+    """This rank's rows of those that `of_all` gathered, summed over the ranks."""
+    return scattered(scattered(x, groups.expert_tensor), groups.expert)
 
 
 def _sizes(everyones: Tensor, arriving: Tensor, groups: Groups) -> tuple[tuple[int, ...], ...]:

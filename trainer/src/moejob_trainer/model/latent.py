@@ -5,20 +5,24 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from moejob_api.job.training import RecomputeModule
 from moejob_api.models.shape import LatentAttention as LatentShape
 from moejob_trainer.layers.attention import attended
 from moejob_trainer.layers.norm import RMSNorm
 from moejob_trainer.layers.rotary import rotated
+from moejob_trainer.model.attention import AttentionSettings
 from moejob_trainer.model.linear import Linear, OutputLinear, TensorShare, mark_partial
+from moejob_trainer.model.recompute import recomputed
 from moejob_trainer.model.row import Row
 
 
 class LatentAttention(nn.Module):
     """The projections down are whole on every tensor rank and see its own rows only; those up are divided by heads."""
 
-    def __init__(self, shape: LatentShape, hidden: int, share: TensorShare, *, scale: float, epsilon: float) -> None:
+    def __init__(self, shape: LatentShape, hidden: int, share: TensorShare, settings: AttentionSettings) -> None:
         super().__init__()
-        self.shape, self.share, self.scale = shape, share, scale
+        self.shape, self.share, self.settings = shape, share, settings
+        epsilon = settings.epsilon
         self.heads = share.divided(shape.heads, "attention heads")
         query_dim, latent = shape.nope_dim + shape.rope_dim, shape.key_value_rank
         if shape.query_rank is None:
@@ -37,25 +41,36 @@ class LatentAttention(nn.Module):
 
     def forward(self, x: Tensor, row: Row) -> Tensor:
         """[t, h] -> [t, h]"""
-        nope, rope = self.shape.nope_dim, self.shape.rope_dim
         query = self._query(x)
-        latent, key_rope = self.key_value_down(x).split([self.shape.key_value_rank, rope], dim=-1)
-        key_value = self.key_value_up(self.share.entered(self.key_value_down_norm(latent)))
-        key_nope, value = key_value.split([nope, self.shape.value_dim], dim=-1)
-        key_rope = self._rotated(self._all_rows(key_rope).unsqueeze(1), row).expand(-1, self.heads, -1)
+        latent, key_rope = self.key_value_down(x).split([self.shape.key_value_rank, self.shape.rope_dim], dim=-1)
+        latent = self.share.entered(self.key_value_down_norm(latent))
+        # The part of the keys that all heads share, for all rows: each rank's heads add to its gradient.
+        key_rope = self.share.entered(key_rope)
+        again = RecomputeModule.LATENT_UP_PROJECTION in self.settings.recompute
+        return self.output(recomputed(again, self._up_and_attended, query, latent, key_rope, row))
+
+    def _up_and_attended(self, query: Tensor, latent: Tensor, key_rope: Tensor, row: Row) -> Tensor:
+        """What attention computes from the compressed vectors. It keeps what these become, many times their size, so
+        computing them again means computing attention again.
+        """
+        nope = self.shape.nope_dim
+        query = query if self.shape.query_rank is None else self.query_up(query)
+        key_nope, value = self.key_value_up(latent).split([nope, self.shape.value_dim], dim=-1)
+        key_rope = self._rotated(key_rope.unsqueeze(1), row).expand(-1, self.heads, -1)
         query = torch.cat([query[..., :nope], self._rotated(query[..., nope:], row)], dim=-1)
         key = torch.cat([key_nope, key_rope], dim=-1)
-        group = row.context_group
-        return self.output(attended(query, key, value, row.documents, scale=self.scale, context_group=group))
+        again = RecomputeModule.CORE_ATTENTION in self.settings.recompute
+        return recomputed(again, self._attended, query, key, value, row)
+
+    def _attended(self, query: Tensor, key: Tensor, value: Tensor, row: Row) -> Tensor:
+        scale, group = self.settings.scale, row.context_group
+        return attended(query, key, value, row.documents, scale=scale, context_group=group)
 
     def _query(self, x: Tensor) -> Tensor:
+        """What queries are made of: the compressed vector of each token where there is one."""
         if self.shape.query_rank is None:
             return self.query(self.share.entered(x))
-        return self.query_up(self.share.entered(self.query_down_norm(self.query_down(x))))
-
-    def _all_rows(self, key_rope: Tensor) -> Tensor:
-        """The part of the keys that all heads share, for all rows: each rank's heads add to its gradient."""
-        return self.share.entered(key_rope)
+        return self.share.entered(self.query_down_norm(self.query_down(x)))
 
     @staticmethod
     def _rotated(x: Tensor, row: Row) -> Tensor:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from moejob_api.job.moe import Balancing, MoE
+from moejob_api.job.moe import Balancing, Dispatcher, MoE
 from moejob_api.job.training import RecomputeModule
 from moejob_api.models.shape import Experts as ExpertShape
 from moejob_trainer.groups import Groups
@@ -16,7 +16,7 @@ from moejob_trainer.layers.experts import grouped_linear, rows_of_experts
 from moejob_trainer.layers.permutation import Permutation, combined, permuted, permuted_probabilities
 from moejob_trainer.layers.routing import Routing, capacity, routed, router_logits, within_capacity
 from moejob_trainer.model.balancing import Balance
-from moejob_trainer.model.dispatch import dispatch, returned
+from moejob_trainer.model.dispatch import dispatch, of_all, of_own, own_choices, returned
 from moejob_trainer.model.feedforward import GatedMLP
 from moejob_trainer.model.linear import Linear, TensorShare, mark_expert, mark_partial
 from moejob_trainer.model.recompute import recomputed
@@ -127,16 +127,35 @@ class Mixture(nn.Module):
         if factor is None:
             return chosen, probabilities
         most = capacity(len(chosen), self.settings.routing, factor)
+        # Padding takes no room from tokens.
+        chosen = chosen.masked_fill(~row.is_real.unsqueeze(-1), self.shape.count)
         chosen, probabilities = within_capacity(chosen, probabilities, most, self.shape.count)
         self.balance.count_dropped(chosen, row)
         return chosen, probabilities
 
     def _mixed(self, x: Tensor, chosen: Tensor, probabilities: Tensor) -> Tensor:
-        permutation = Permutation.of(chosen, self.shape.count)
+        if self.settings.moe.dispatcher is Dispatcher.ALL_GATHER:
+            return self._mixed_of_all(x, chosen, probabilities)
+        permutation = self._permutation(chosen, self.shape.count, is_complete=self.settings.moe.capacity_factor is None)
         weights = permuted_probabilities(probabilities, permutation)
         sent = dispatch(permuted(x, permutation), weights, permutation.counts, self.groups)
         done = self.experts(sent.rows, sent.probabilities, sent.counts)
         return combined(returned(done, sent, self.groups), permutation)
+
+    def _mixed_of_all(self, x: Tensor, chosen: Tensor, probabilities: Tensor) -> Tensor:
+        """Every rank sees the tokens of all and adds what its own experts make of them."""
+        own, groups = self.experts.count, self.groups
+        x, probabilities = of_all(x, groups), of_all(probabilities, groups)
+        chosen = own_choices(of_all(chosen, groups), own, groups)
+        permutation = self._permutation(chosen, own, is_complete=False)
+        weights = permuted_probabilities(probabilities, permutation)
+        done = self.experts(permuted(x, permutation), weights, permutation.counts)
+        return of_own(combined(done, permutation), groups)
+
+    @staticmethod
+    def _permutation(chosen: Tensor, experts: int, *, is_complete: bool) -> Permutation:
+        # Where some choices are of none, how many are not has to be known on the host.
+        return Permutation.of(chosen, experts, None if is_complete else int((chosen < experts).sum()))
 
 
 def _exact(size: int, ranks: int, what: str, group: str) -> int:

@@ -14,17 +14,19 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from moejob_api.job.job import Spec
+from moejob_api.job.moe import Dispatcher
 from moejob_api.job.training import RecomputeModule
 from moejob_api.memory.constants import LOSS_CHUNK_TOKENS
 from moejob_api.memory.share import balancing
 from moejob_api.models.shape import DenseMLP, Experts, GroupedAttention, ModelShape
 from moejob_api.models.shape import LatentAttention as LatentShape
 from moejob_api.models.shape import Layer as LayerShape
+from moejob_trainer.errors import BadConfiguration
 from moejob_trainer.groups import Groups
 from moejob_trainer.layers.norm import RMSNorm
 from moejob_trainer.layers.vocabulary import token_log_probabilities
 from moejob_trainer.model.architecture import Architecture
-from moejob_trainer.model.attention import Attention
+from moejob_trainer.model.attention import Attention, AttentionSettings
 from moejob_trainer.model.feedforward import GatedMLP
 from moejob_trainer.model.latent import LatentAttention
 from moejob_trainer.model.linear import TensorShare, mark_partial, mark_tied
@@ -61,7 +63,7 @@ class Layer(nn.Module):
         share = TensorShare(groups.tensor, spec.parallelism.sequence_parallel)
         self.recompute = recomputed_modules(spec.training.recompute)
         self.attention_norm = _norm(hidden, model, share)
-        self.attention = _attention(shape, model, share)
+        self.attention = _attention(shape, model, share, self.recompute)
         self.mlp_norm = _norm(hidden, model, share)
         match shape.mlp:
             case DenseMLP(intermediate, bias):
@@ -188,6 +190,8 @@ def mixture_settings(model: Architecture, spec: Spec) -> MixtureSettings:
     """What the experts of every layer are told."""
     if model.routing is None:
         raise ValueError(f"{model.shape.family} does not say how it chooses experts")
+    if spec.moe.dispatcher is Dispatcher.FLEX:
+        raise BadConfiguration("spec.moe.dispatcher Flex needs DeepEP, which this image does not have; use AllToAll")
     routing = replace(model.routing, dtype=getattr(torch, spec.moe.router_dtype.value))
     again = recomputed_modules(spec.training.recompute)
     return MixtureSettings(spec.moe, balancing(spec), routing, model.gate_limit, again)
@@ -199,12 +203,14 @@ def _norm(hidden: int, model: Architecture, share: TensorShare) -> RMSNorm:
     return norm
 
 
-def _attention(shape: LayerShape, model: Architecture, share: TensorShare) -> nn.Module:
-    numbers = {"scale": model.attention_scale, "epsilon": model.norm_epsilon}
+def _attention(
+    shape: LayerShape, model: Architecture, share: TensorShare, recompute: frozenset[RecomputeModule]
+) -> nn.Module:
+    settings = AttentionSettings(model.attention_scale, model.norm_epsilon, recompute)
     match shape.attention:
         case GroupedAttention() as grouped:
-            return Attention(grouped, model.shape.hidden, share, **numbers)
+            return Attention(grouped, model.shape.hidden, share, settings)
         case LatentShape() as latent:
-            return LatentAttention(latent, model.shape.hidden, share, **numbers)
+            return LatentAttention(latent, model.shape.hidden, share, settings)
         case other:
             raise NotImplementedError(f"{type(other).__name__} cannot be trained yet")
