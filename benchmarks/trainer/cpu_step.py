@@ -114,7 +114,7 @@ def _ours() -> Step:
 
 
 def _theirs() -> Step:
-    config = AutoConfig.for_model(**CONFIG)
+    config = AutoConfig.for_model(**CONFIG)  # type: ignore[arg-type]
     config._experts_implementation = "grouped_mm"  # noqa: SLF001 how Transformers takes it
     model = AutoModelForCausalLM.from_config(config).float()
     adam = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), fused=True)
