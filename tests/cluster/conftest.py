@@ -39,7 +39,8 @@ def namespace(control_plane: ControlPlane) -> Iterator[str]:
     """A namespace for one test. Its pods are gone when the next test starts, the rest of it a little later."""
     created = control_plane.api.create("/api/v1/namespaces", {"metadata": {"generateName": "test-"}})
     name: str = created["metadata"]["name"]
-    until(lambda: control_plane.has_service_account(name), seconds=20, waiting_for=f"a service account in {name}")
+    # After a loss of the API server the controller manager takes its time to come back.
+    until(lambda: control_plane.has_service_account(name), seconds=60, waiting_for=f"a service account in {name}")
     yield name
     pods = f"/api/v1/namespaces/{name}/pods"
     control_plane.api.delete(pods)

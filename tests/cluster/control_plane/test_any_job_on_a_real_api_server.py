@@ -33,7 +33,7 @@ FEW_PODS = 8
 def home(control_plane: ControlPlane, namespace: str, tmp_path: Path) -> Iterator[Home]:
     with installed(control_plane, namespace, tmp_path) as found:
         yield found
-    control_plane.kubectl("delete", "moetrainingjobs", "--all", f"--namespace={namespace}")
+    control_plane.kubectl("delete", "moetrainingjobs", "--all", "--wait=false", f"--namespace={namespace}")
 
 
 def test_whatever_the_crd_lets_through_is_answered_and_stops_nobody(home: Home) -> None:

@@ -1,6 +1,7 @@
 """Faults in the middle of restarts: whatever breaks, nothing is lost, nothing doubled, and every failure charged once.
 
-MOEJOB_FAULTS=full kills the operator at 30 moments and lets the API misbehave for a minute; otherwise it is a third.
+MOEJOB_FAULTS=full kills the operator 30 times and lets the API misbehave for a minute; otherwise it is a third of that,
+with three jobs in the middle of a restart at each kill.
 """
 
 from __future__ import annotations
@@ -133,7 +134,7 @@ def names(count: int) -> list[str]:
 
 def test_an_operator_that_is_killed_at_any_moment_of_a_restart_restarts_every_gang_once(fleet: Fleet) -> None:
     chance = random.Random(4)
-    batches = [[f"job-{kill}-{number}" for number in range(2)] for kill in range(KILLS)]
+    batches = [[f"job-{kill}-{number}" for number in range(3)] for kill in range(KILLS)]
     every = [name for batch in batches for name in batch]
     operator = fleet.home.replica(*ALONE)
     operator.start()
