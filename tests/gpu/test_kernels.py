@@ -167,11 +167,12 @@ def test_log_probabilities(chunk_tokens: int, temperature: float) -> None:
 def test_log_probabilities_need_less_memory_than_three_chunks_of_logits() -> None:
     tokens, words, chunk_tokens = 16384, 151936, 2048
     labels = torch.randint(words, (tokens,), device="cuda")
-    leaves = [BFLOAT16.normal(tokens, 2048).requires_grad_(), (BFLOAT16.normal(words, 2048) / 45).requires_grad_()]
+    hidden = BFLOAT16.normal(tokens, 2048).requires_grad_()
+    weight = (BFLOAT16.normal(words, 2048) / 45).requires_grad_()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    picked, _ = token_log_probabilities(*leaves, labels, vocabulary=words, chunk_tokens=chunk_tokens)
-    picked.sum().backward()  # type: ignore[no-untyped-call]
+    picked, _ = token_log_probabilities(hidden, weight, labels, vocabulary=words, chunk_tokens=chunk_tokens)
+    picked.sum().backward()
     # The gradients of both leaves included.
     assert torch.cuda.max_memory_allocated() - before < 3 * chunk_tokens * words * 4
 

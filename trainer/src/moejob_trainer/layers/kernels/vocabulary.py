@@ -55,7 +55,8 @@ def _statistics(logits, places, found, tokens, words, existing, factor, block: t
     largest = -float("inf")
     total = tl.zeros((block,), tl.float32)
     weighted = tl.zeros((block,), tl.float32)
-    for first in range(0, existing, block):
+    # The next blocks are on their way while one is reduced.
+    for first in tl.range(0, existing, block, num_stages=3):
         word = first + tl.arange(0, block)
         exists = word < existing
         logit = tl.load(row + word, mask=word < words, other=0.0) * factor
