@@ -136,6 +136,15 @@ def test_grouped_linear_maps(counts: list[int], inputs: int, outputs: int) -> No
     assert_twins(Twins(lambda x, w, b: grouped_linear(x, w, sizes, b), one_by_one, leaves), within=BFLOAT16.within)
 
 
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize(
+    ("tokens", "words", "existing"), [(300, 151936, 151936), (40, 50304, 50257), (7, 1000, 999), (5, 129, 3), (0, 8, 8)]
+)
+def test_words(place: Place, tokens: int, words: int, existing: int, temperature: float) -> None:
+    assert_kernel("words", place, tokens, words, existing, temperature)
+
+
 @pytest.mark.parametrize("chunk_tokens", [64, 10000])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_log_probabilities(chunk_tokens: int, temperature: float) -> None:
@@ -155,27 +164,50 @@ def test_log_probabilities(chunk_tokens: int, temperature: float) -> None:
     assert_twins(Twins(fused, whole, leaves), within=BFLOAT16.within)
 
 
+def test_log_probabilities_need_less_memory_than_three_chunks_of_logits() -> None:
+    tokens, words, chunk_tokens = 16384, 151936, 2048
+    labels = torch.randint(words, (tokens,), device="cuda")
+    hidden = BFLOAT16.normal(tokens, 2048).requires_grad_()
+    weight = (BFLOAT16.normal(words, 2048) / 45).requires_grad_()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    picked, _ = token_log_probabilities(hidden, weight, labels, vocabulary=words, chunk_tokens=chunk_tokens)
+    picked.sum().backward()
+    # The gradients of both leaves included.
+    assert torch.cuda.max_memory_allocated() - before < 3 * chunk_tokens * words * 4
+
+
 def test_a_tensor_on_a_gpu_takes_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each public function reaches its kernel: without this, all tests above could pass beside an unused kernel."""
     x = BFLOAT16.normal(8, 2, 16)
     cos, sin = rotary.Rotary(16, 100.0).angles(torch.arange(8, device="cuda"))
     chosen = permutation.Permutation.of(torch.zeros(4, 2, device="cuda", dtype=torch.int64), 1)
     row = Documents.of((8,), device="cuda")
+    weight = BFLOAT16.normal(128, 16).requires_grad_()
     calls: dict[tuple[str, str], Callable[[], Tensor]] = {
         ("activation", "swiglu"): lambda: activation.swiglu(x),
         ("activation", "clamped_swiglu"): lambda: activation.clamped_swiglu(x),
         ("norm", "rms_norm"): lambda: norm.rms_norm(x, x[0, 0], 1e-5),
         ("rotary", "rotated"): lambda: rotary.rotated(x, cos, sin),
         ("permutation", "row_sums"): lambda: permutation.combined(x[:, 0], chosen),
+        ("vocabulary", "statistics"): lambda: _log_probabilities(weight),
+        ("vocabulary", "slope"): lambda: torch.autograd.grad(_log_probabilities(weight).sum(), weight)[0],
         ("attention", "flash_takes"): lambda: attention.attended(x, x, x, row, scale=1.0),
     }
     reached: list[str] = []
     for (module, function), call in calls.items():
         loaded = kernels(module, x)
         assert loaded is not None, "Triton is not installed"
-        monkeypatch.setattr(loaded, function, _noted(getattr(loaded, function), function, reached))
-        call()
+        with monkeypatch.context() as patch:
+            patch.setattr(loaded, function, _noted(getattr(loaded, function), function, reached))
+            call()
     assert reached == [function for _, function in calls]
+
+
+def _log_probabilities(weight: Tensor) -> Tensor:
+    words, width = weight.shape
+    labels = torch.arange(8, device="cuda")
+    return token_log_probabilities(BFLOAT16.normal(8, width), weight, labels, vocabulary=words, chunk_tokens=8)[0]
 
 
 def _noted(original: Callable[..., Any], name: str, reached: list[str]) -> Callable[..., Any]:

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moejob_trainer.layers import activation, attention, norm, permutation, rotary
+from moejob_trainer.layers import activation, attention, norm, permutation, rotary, vocabulary
 from moejob_trainer.layers.documents import Documents
 
 Function = Callable[..., Tensor]
+# What reads logits, and what gives their gradient.
+Words = tuple[Function, Function]
 
 
 @dataclass(frozen=True)
@@ -144,6 +146,51 @@ class _SumOf(torch.autograd.Function):
         return gradient.index_select(0, context.chosen.tokens), None, None
 
 
+def word_statistics(place: Place, kernels: Any, tokens: int, words: int, existing: int, temperature: float) -> Twins:
+    """Log-probabilities, normalisers and entropies from float32 logits; their gradient in the place's precision."""
+    # Words that do not exist would outweigh all others; some labels are not among these words.
+    logits = torch.randn(tokens, words, device=place.device) * 3
+    logits[:, existing:] = 300.0
+    places = torch.randint(-words // 8, words + words // 8, (tokens,), device=place.device)
+
+    def twin(functions: Words) -> Function:
+        return lambda logits: _words_of(logits, places, (existing, temperature, place.dtype), functions)
+
+    plain = (vocabulary.plain_statistics, vocabulary.plain_slope)
+    return Twins(twin((kernels.statistics, kernels.slope)), twin(plain), (logits,))
+
+
+def _words_of(logits: Tensor, places: Tensor, options: tuple[int, float, torch.dtype], functions: Words) -> Tensor:
+    read: Tensor = _WordsOf.apply(logits, places, options, functions)  # type: ignore[no-untyped-call]
+    return read
+
+
+class _WordsOf(torch.autograd.Function):
+    """`token_log_probabilities` without its products, by one of the twins. [3, t]"""
+
+    @staticmethod
+    def forward(
+        context: Any, logits: Tensor, places: Tensor, options: tuple[int, float, torch.dtype], functions: Words
+    ) -> Tensor:
+        existing, temperature, _ = options
+        maximum, total, weighted, label_logit = functions[0](logits.clone(), places, existing, temperature)
+        normaliser = maximum + total.log()
+        context.save_for_backward(logits, places, normaliser)
+        context.options, context.slope = options, functions[1]
+        return torch.stack([label_logit - normaliser, normaliser, normaliser - weighted / total])
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        logits, places, normaliser = context.saved_tensors
+        existing, temperature, dtype = context.options
+        dtype = dtype if logits.dtype is torch.float32 else logits.dtype
+        slope = context.slope(
+            logits.clone(), places, normaliser, gradient[0] / temperature, existing, temperature, dtype
+        )
+        assert slope.dtype is dtype
+        return slope.to(logits.dtype), None, None, None
+
+
 @dataclass(frozen=True)
 class Heads:
     """The shape of one attention."""
@@ -183,6 +230,7 @@ BUILDERS: dict[str, tuple[str, Callable[..., Twins]]] = {
     "norm": ("norm", rms_norm),
     "rotary": ("rotary", rotated),
     "row sums": ("permutation", row_sums),
+    "words": ("vocabulary", word_statistics),
 }
 
 

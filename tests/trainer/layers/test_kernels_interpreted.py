@@ -14,6 +14,7 @@ import torch
 from gpu.twins import Place, assert_kernel
 
 PLACE = Place("cpu", torch.float32)
+BFLOAT16 = Place("cpu", torch.bfloat16)
 Check = Callable[..., None]
 
 
@@ -27,8 +28,8 @@ def check() -> Iterator[Check]:
         environment.setenv("TRITON_INTERPRET", "1")
         assert process.submit(os.getenv, "TRITON_INTERPRET").result() == "1"
 
-        def check(name: str, *arguments: Any) -> None:
-            process.submit(assert_kernel, name, PLACE, *arguments).result()
+        def check(name: str, *arguments: Any, place: Place = PLACE) -> None:
+            process.submit(assert_kernel, name, place, *arguments).result()
 
         yield check
 
@@ -55,3 +56,20 @@ def test_rotary(check: Check, heads: int, dim: int, turning: int, interleaved: b
 @pytest.mark.parametrize(("tokens", "choices", "width"), [(4, 1, 5), (3, 3, 2050)])
 def test_sums_of_rows(check: Check, tokens: int, choices: int, width: int, dropped: bool) -> None:
     check("row sums", tokens, choices, width, dropped)
+
+
+@pytest.mark.parametrize("place", [BFLOAT16, PLACE], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize(
+    ("tokens", "words", "existing"),
+    [
+        pytest.param(3, 128, 128, id="every word exists"),
+        pytest.param(2, 128, 5, id="few words exist"),
+        pytest.param(5, 9000, 8977, id="some blocks, words of no whole vector"),
+        pytest.param(2, 8320, 8192, id="a block of words that do not exist"),
+        pytest.param(1, 1, 1, id="one word"),
+        pytest.param(0, 128, 128, id="no token"),
+    ],
+)
+def test_words(check: Check, tokens: int, words: int, existing: int, temperature: float, place: Place) -> None:
+    check("words", tokens, words, existing, temperature, place=place)

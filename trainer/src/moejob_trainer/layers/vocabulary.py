@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moejob_trainer.layers.kernels import kernels
 from moejob_trainer.layers.precision import widened
 
 # Whole tiles of a matrix product.
@@ -63,24 +64,27 @@ class _Words:
     group: dist.ProcessGroup | None
     sums_hidden_gradient: bool
 
-    def local(self, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Where among this rank's words the labels are, and whether they are there at all."""
-        places = labels - self.first
-        is_here = (places >= 0) & (places < self.existing)
-        return places.clamp(0, max(self.existing - 1, 0)), is_here
+    def held(self, weight: Tensor) -> Tensor:
+        """The words that exist, and those behind them in the same tile: a product of whole tiles is faster."""
+        return weight[: _in_tiles(self.existing)]
 
     def chunk_words(self, tokens: int) -> int:
         """So many words of all tokens are as many logits as all words of `chunk_tokens` tokens."""
-        words = math.ceil(self.existing * self.chunk_tokens / max(tokens, 1))
-        return max(WORDS_MULTIPLE, math.ceil(words / WORDS_MULTIPLE) * WORDS_MULTIPLE)
+        return max(WORDS_MULTIPLE, _in_tiles(math.ceil(self.existing * self.chunk_tokens / max(tokens, 1))))
+
+
+def _in_tiles(words: int) -> int:
+    return math.ceil(words / WORDS_MULTIPLE) * WORDS_MULTIPLE
 
 
 class _TokenLogProbabilities(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, hidden: Tensor, weight: Tensor, labels: Tensor, words: _Words) -> tuple[Tensor, Tensor]:
         seen = [
-            _seen(*chunk, weight[: words.existing], words)
-            for chunk in zip(hidden.split(words.chunk_tokens), labels.split(words.chunk_tokens), strict=True)
+            _seen(some, words.held(weight), places, words)
+            for some, places in zip(
+                hidden.split(words.chunk_tokens), (labels - words.first).split(words.chunk_tokens), strict=True
+            )
         ]
         maximum, total, weighted, label_logit = torch.cat(seen, dim=1)
         normaliser, entropy, label_logit = _over_group(maximum, total, weighted, label_logit, words.group)
@@ -97,29 +101,42 @@ class _TokenLogProbabilities(torch.autograd.Function):
         gradient = gradient.masked_fill(labels < 0, 0) / words.temperature
         hidden_gradient = torch.zeros_like(widened(hidden)) if context.needs_input_grad[0] else None
         weight_gradient = torch.zeros_like(weight) if context.needs_input_grad[1] else None
-        step = words.chunk_words(hidden.shape[0])
+        held, step = words.held(weight), words.chunk_words(hidden.shape[0])
         for first in range(0, words.existing, step):
-            some = slice(first, min(first + step, words.existing))
-            slope = _slope(hidden, weight[some], labels - words.first - first, normaliser, gradient, words.temperature)
+            some = held[first : first + step]
+            slope = _slope(hidden, some, labels - words.first - first, normaliser, gradient, words, first)
             if hidden_gradient is not None:
-                hidden_gradient += _wide_product(slope, weight[some])
+                hidden_gradient += _wide_product(slope, some)
             if weight_gradient is not None:
-                torch.mm(slope.t(), hidden, out=weight_gradient[some])
+                torch.mm(slope.t(), hidden, out=weight_gradient[first : first + len(some)])
+            # Before the next logits exist.
+            del slope
         return _summed_hidden_gradient(hidden_gradient, hidden.dtype, words), weight_gradient, None, None
 
 
-def _seen(hidden: Tensor, labels: Tensor, weight: Tensor, words: _Words) -> Tensor:
-    """Of each token's logits here: the largest, the sum of exp(logit - largest), that weighted by logits, the label's.
-
-    [4, t]
-    """
-    places, is_here = words.local(labels)
+def _seen(hidden: Tensor, weight: Tensor, places: Tensor, words: _Words) -> Tensor:
+    """`plain_statistics` of each token's logits here. [4, t]"""
     if words.existing == 0:
         nothing = torch.zeros_like(widened(hidden[:, 0]))
         return torch.stack([nothing - math.inf, nothing, nothing, nothing])
-    logits = _logits(hidden, weight, words.temperature)
+    logits = _wide_product(hidden, weight.t())
+    fused = kernels("vocabulary", logits)
+    if fused and fused.takes(logits):
+        statistics: Tensor = fused.statistics(logits, places, words.existing, words.temperature)
+        return statistics
+    return plain_statistics(logits, places, words.existing, words.temperature)
+
+
+def plain_statistics(logits: Tensor, places: Tensor, existing: int, temperature: float) -> Tensor:
+    """Of each token's logits: the largest, the sum of exp(logit - largest), that weighted by logits, the label's.
+
+    Of the words in logits [t, words] only the first `existing` exist. The label's place [t] may be none of them: 0.
+    [4, t]; logits may be overwritten.
+    """
+    logits = _tempered(logits[:, :existing], temperature)
     maximum = logits.amax(-1)
-    label_logit = logits.gather(1, places[:, None])[:, 0].masked_fill(~is_here, 0)
+    is_here = (places >= 0) & (places < existing)
+    label_logit = logits.gather(1, places.clamp(0, existing - 1)[:, None])[:, 0].masked_fill(~is_here, 0)
     exponentials = (logits - maximum[:, None]).exp_()
     total = exponentials.sum(-1)
     weighted = exponentials.mul_(logits).sum(-1)
@@ -142,18 +159,40 @@ def _over_group(
 
 
 def _slope(
-    hidden: Tensor, weight: Tensor, places: Tensor, normaliser: Tensor, gradient: Tensor, temperature: float
+    hidden: Tensor, weight: Tensor, places: Tensor, normaliser: Tensor, gradient: Tensor, words: _Words, first: int
 ) -> Tensor:
-    """The gradient of these words' logits, in the precision of the product that follows. [t, words]"""
-    logits = _logits(hidden, weight, temperature)
-    slope = logits.sub_(normaliser[:, None]).exp_().mul_(-gradient[:, None])
-    is_here = (places >= 0) & (places < weight.shape[0])
-    slope.scatter_add_(1, places.clamp(0, weight.shape[0] - 1)[:, None], (gradient * is_here)[:, None])
-    return slope.to(hidden.dtype)
-
-
-def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
+    """`plain_slope` of the words from `first` on, in the precision of the product that follows. [t, words]"""
     logits = _wide_product(hidden, weight.t())
+    existing = min(words.existing - first, len(weight))
+    arguments = (logits, places, normaliser, gradient, existing, words.temperature, hidden.dtype)
+    fused = kernels("vocabulary", logits)
+    if fused and fused.takes(logits):
+        slope: Tensor = fused.slope(*arguments)
+        return slope
+    return plain_slope(*arguments)
+
+
+def plain_slope(
+    logits: Tensor,
+    places: Tensor,
+    normaliser: Tensor,
+    gradient: Tensor,
+    existing: int,
+    temperature: float,
+    dtype: torch.dtype,
+) -> Tensor:
+    """(1 at the label's place - the probability of each word) times the token's `gradient`, in `dtype`. [t, words]
+
+    0 for the words in logits [t, words] behind the first `existing`. Logits may be overwritten.
+    """
+    logits[:, existing:] = -math.inf
+    slope = _tempered(logits, temperature).sub_(normaliser[:, None]).exp_().mul_(-gradient[:, None])
+    is_here = (places >= 0) & (places < existing)
+    slope.scatter_add_(1, places.clamp(0, existing - 1)[:, None], (gradient * is_here)[:, None])
+    return slope.to(dtype)
+
+
+def _tempered(logits: Tensor, temperature: float) -> Tensor:
     return logits if temperature == 1 else logits.div_(temperature)
 
 

@@ -1,0 +1,88 @@
+"""What is read from logits in one pass over them, and their gradient in another. Both compute in float32."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 4096
+
+
+def takes(logits: Tensor) -> bool:
+    """Whether float32 loses none of their digits."""
+    return logits.dtype is torch.float32
+
+
+def statistics(logits: Tensor, places: Tensor, existing: int, temperature: float) -> Tensor:
+    """Twin of `vocabulary.plain_statistics`; logits stay as they are."""
+    tokens, words = logits.shape
+    found = logits.new_empty(4, tokens)
+    if tokens:
+        tensors = (logits.contiguous(), places.contiguous(), found)
+        _statistics[(tokens,)](*tensors, tokens, words, existing, 1 / temperature, BLOCK, num_warps=8)
+    return found
+
+
+def slope(
+    logits: Tensor,
+    places: Tensor,
+    normaliser: Tensor,
+    gradient: Tensor,
+    existing: int,
+    temperature: float,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Twin of `vocabulary.plain_slope`; in place where logits have that `dtype`."""
+    tokens, words = logits.shape
+    logits = logits.contiguous()
+    output = logits if logits.dtype is dtype else torch.empty_like(logits, dtype=dtype)
+    if logits.numel():
+        tensors = (logits, places.contiguous(), normaliser.contiguous(), gradient.contiguous(), output)
+        blocks = triton.cdiv(words, BLOCK)
+        _slope[(tokens, blocks)](*tensors, words, existing, 1 / temperature, BLOCK, num_warps=8)
+    return output
+
+
+# Loads are bounded by `words`, which is a multiple of whole vectors more often than `existing` is.
+
+
+@triton.jit(do_not_specialize=["tokens", "existing"])
+def _statistics(logits, places, found, tokens, words, existing, factor, block: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    row = logits + token * words
+    largest = -float("inf")
+    total = tl.zeros((block,), tl.float32)
+    weighted = tl.zeros((block,), tl.float32)
+    # The next blocks are on their way while one is reduced.
+    for first in tl.range(0, existing, block, num_stages=3):
+        word = first + tl.arange(0, block)
+        exists = word < existing
+        logit = tl.load(row + word, mask=word < words, other=0.0) * factor
+        larger = tl.maximum(largest, tl.max(tl.where(exists, logit, -float("inf")), 0))
+        shrunk = tl.exp(largest - larger)
+        exponential = tl.where(exists, tl.exp(logit - larger), 0.0)
+        total = total * shrunk + exponential
+        weighted = weighted * shrunk + tl.where(exists, exponential * logit, 0.0)
+        largest = larger
+    place = tl.load(places + token)
+    label_logit = tl.load(row + place, mask=(place >= 0) & (place < existing), other=0.0) * factor
+    tl.store(found + token, largest)
+    tl.store(found + tokens + token, tl.sum(total, 0))
+    tl.store(found + 2 * tokens + token, tl.sum(weighted, 0))
+    tl.store(found + 3 * tokens + token, label_logit)
+
+
+@triton.jit(do_not_specialize=["existing"])
+def _slope(logits, places, normaliser, gradient, output, words, existing, factor, block: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    word = tl.program_id(1) * block + tl.arange(0, block)
+    place = tl.load(places + token)
+    upstream = tl.load(gradient + token)
+    logit = tl.load(logits + token * words + word, mask=word < words, other=0.0) * factor
+    probability = tl.where(word < existing, tl.exp(logit - tl.load(normaliser + token)), 0.0)
+    # A place among words that do not exist is no place.
+    chosen = tl.where((word == place) & (word < existing), 1.0, 0.0)
+    value = (chosen - probability) * upstream
+    tl.store(output + token * words + word, value.to(output.dtype.element_ty), mask=word < words)
