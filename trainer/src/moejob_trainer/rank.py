@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from moejob_api.contract import ExitCode
+from moejob_api.contract import ExitCode, RunFile
 from moejob_api.job import Spec
 from moejob_api.layout.sizes import Layout, layout
 from moejob_api.plan import plan
@@ -55,7 +55,7 @@ from moejob_trainer.stopping import AgreedStop
 
 T = TypeVar("T")
 
-EXPORT = "export"
+EXPORT = RunFile.EXPORT.value
 _DATA = "data"
 
 
