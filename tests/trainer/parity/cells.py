@@ -74,6 +74,26 @@ MODELS: dict[Family, dict[str, Any]] = {
     Family.QWEN3: _GROUPED | {"tie_word_embeddings": True},
 }
 
+FOLDED: dict[str, Any] = {"expertLayout": "Folded"}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "TP2": {"tensor": 2},
+    "PP2": {"pipeline": 2},
+    "PP2.VPP2": {"pipeline": 2, "virtualPipeline": 2},
+    "EP2": {"expert": 2},
+    "CP2": {"context": 2},
+    "DP2": {"data": 2},
+    "DP4": {"data": 4},
+    "ETP2 folded": {"data": 2, "expertTensor": 2, **FOLDED},
+    "EP4 folded over DP4": {"data": 4, "expert": 4, **FOLDED},
+    "TP2.EP4 folded over TP2.DP2": {"tensor": 2, "data": 2, "expert": 4, **FOLDED},
+    "CP2.EP2 folded over CP2": {"context": 2, "expert": 2, **FOLDED},
+    "TP2.EP2": {"tensor": 2, "expert": 2},
+    "TP2.PP2.EP2": {"tensor": 2, "pipeline": 2, "expert": 2},
+    "TP2.CP2.DP2": {"tensor": 2, "context": 2, "data": 2},
+    "PP4.VPP1.DP2": {"pipeline": 4, "data": 2},
+    "PP2.EP2.CP2": {"pipeline": 2, "expert": 2, "context": 2},
+}
+
 
 @dataclass(frozen=True)
 class Steps:
@@ -210,11 +230,11 @@ def _save_gradients(model: PreTrainedModel, folder: Path) -> None:
 def trained(cell: Cell, folder: Path) -> Trained:
     """Trains the model in the cell's layout; one rank's part."""
     use_cpu()
-    engine = _started(cell, folder)
+    engine = started(cell, folder)
     try:
         losses, norms, gradients = [], [], Deviation()
         for step in range(STEPS):
-            result = engine.update(_micro_batches(cell, engine, step), _loss_of(cell, engine))
+            result = engine.update(micro_batches(cell, engine, step), loss_of(cell, engine))
             losses.append(result.loss)
             norms.append(result.gradient_norm)
             if step == 0:
@@ -225,7 +245,8 @@ def trained(cell: Cell, folder: Path) -> Trained:
     return Trained(Steps(tuple(losses), tuple(norms)), gradients, weights)
 
 
-def _started(cell: Cell, folder: Path) -> MegatronEngine:
+def started(cell: Cell, folder: Path) -> MegatronEngine:
+    """The engine of the cell on this rank, with the reference's first weights."""
     spec_of_cell = cell.spec()
     config = json.loads((folder / "first" / "config.json").read_text())
     if cell.mutant == "theta 10000":
@@ -243,7 +264,8 @@ def _started(cell: Cell, folder: Path) -> MegatronEngine:
     return MegatronEngine(model, spec_of_cell, stages, Placement(groups, device), lambda _: LEARNING_RATE)
 
 
-def _micro_batches(cell: Cell, engine: MegatronEngine, step: int) -> list[MicroBatch]:
+def micro_batches(cell: Cell, engine: MegatronEngine, step: int) -> list[MicroBatch]:
+    """This data rank's part of a step."""
     batch = documents(step)
     if cell.mutant == "mask shifted":
         batch = [Document(d.tokens, np.roll(d.weights, 1), d.id) for d in batch]
@@ -251,7 +273,8 @@ def _micro_batches(cell: Cell, engine: MegatronEngine, step: int) -> list[MicroB
     return global_batch(batch, batch_plan(engine.spec, layout, pad_token=0))[engine.groups.data.rank]
 
 
-def _loss_of(cell: Cell, engine: MegatronEngine) -> Callable[[TokenOutputs, MicroBatch], LossTerms]:
+def loss_of(cell: Cell, engine: MegatronEngine) -> Callable[[TokenOutputs, MicroBatch], LossTerms]:
+    """What is learned: cross-entropy."""
     scale = 1.0 / engine.groups.data.size if cell.mutant == "gradients over DP" else 1.0
 
     def loss(outputs: TokenOutputs, batch: MicroBatch) -> LossTerms:
