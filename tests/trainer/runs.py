@@ -33,7 +33,6 @@ Found = TypeVar("Found")
 TINY: dict[str, Any] = {
     "model": {"source": "moejob/tiny-moe", "dtype": "float32"},
     "data": {"train": [{"source": "moejob/tiny-chats", "format": "Chat"}], "maxLength": 64},
-    "parallelism": {"expert": None},
     "training": {
         "maxSteps": 3,
         "globalBatchSize": 4,
