@@ -22,7 +22,14 @@ import torch.distributed as dist
 
 # A rank that died leaves the others waiting in an exchange.
 DEADLINE_SECONDS = 240.0
-_PRELOADED = ["torch", "megatron.core.pipeline_parallel", "megatron.core.distributed", "transformers"]
+# A fork server keeps what it was first asked to import: everybody who starts ranks asks for the same.
+PRELOADED = [
+    "torch",
+    "megatron.core.pipeline_parallel",
+    "megatron.core.distributed",
+    "transformers",
+    "moejob_trainer.rank",
+]
 
 
 @dataclass(frozen=True)
@@ -37,7 +44,7 @@ class Worlds:
 
     def __init__(self, size: int, folder: Path) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOADED)
+        context.set_forkserver_preload(PRELOADED)
         self._context, self._folder, self._made = context, folder, 0
         self._ranks: list[tuple[Any, Connection]] = []
         self._size = size

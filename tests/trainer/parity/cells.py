@@ -74,6 +74,26 @@ MODELS: dict[Family, dict[str, Any]] = {
     Family.QWEN3: _GROUPED | {"tie_word_embeddings": True},
 }
 
+FOLDED: dict[str, Any] = {"expertLayout": "Folded"}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "TP2": {"tensor": 2},
+    "PP2": {"pipeline": 2},
+    "PP2.VPP2": {"pipeline": 2, "virtualPipeline": 2},
+    "EP2": {"expert": 2},
+    "CP2": {"context": 2},
+    "DP2": {"data": 2},
+    "DP4": {"data": 4},
+    "ETP2 folded": {"data": 2, "expertTensor": 2, **FOLDED},
+    "EP4 folded over DP4": {"data": 4, "expert": 4, **FOLDED},
+    "TP2.EP4 folded over TP2.DP2": {"tensor": 2, "data": 2, "expert": 4, **FOLDED},
+    "CP2.EP2 folded over CP2": {"context": 2, "expert": 2, **FOLDED},
+    "TP2.EP2": {"tensor": 2, "expert": 2},
+    "TP2.PP2.EP2": {"tensor": 2, "pipeline": 2, "expert": 2},
+    "TP2.CP2.DP2": {"tensor": 2, "context": 2, "data": 2},
+    "PP4.VPP1.DP2": {"pipeline": 4, "data": 2},
+    "PP2.EP2.CP2": {"pipeline": 2, "expert": 2, "context": 2},
+}
+
 
 @dataclass(frozen=True)
 class Steps:
@@ -217,7 +237,7 @@ def trained(cell: Cell, folder: Path) -> Trained:
     try:
         results, gradients = [], Deviation()
         for step in range(STEPS):
-            results.append(engine.update(micro_batches(cell, engine, step), _loss_of(cell, engine)))
+            results.append(engine.update(micro_batches(cell, engine, step), loss_of(cell, engine)))
             if step == 0:
                 gradients = _deviation(engine, _source(folder / "gradients"), lambda piece: piece.gradient)
         weights = _deviation(engine, _source(folder / "last"), lambda piece: piece.main)
@@ -238,6 +258,7 @@ def _selection_biases(engine: MegatronEngine) -> Iterator[tuple[str, list[float]
 
 
 def started(cell: Cell, folder: Path) -> MegatronEngine:
+    """The engine of the cell on this rank, with the reference's first weights."""
     spec_of_cell = cell.spec()
     config = json.loads((folder / "first" / "config.json").read_text())
     if cell.mutant == "theta 10000":
@@ -256,6 +277,7 @@ def started(cell: Cell, folder: Path) -> MegatronEngine:
 
 
 def micro_batches(cell: Cell, engine: MegatronEngine, step: int) -> list[MicroBatch]:
+    """This data rank's part of a step."""
     batch = documents(step, cell.lengths)
     if cell.mutant == "mask shifted":
         batch = [Document(d.tokens, np.roll(d.weights, 1), d.id) for d in batch]
@@ -263,7 +285,8 @@ def micro_batches(cell: Cell, engine: MegatronEngine, step: int) -> list[MicroBa
     return global_batch(batch, batch_plan(engine.spec, layout, pad_token=0))[engine.groups.data.rank]
 
 
-def _loss_of(cell: Cell, engine: MegatronEngine) -> Callable[[TokenOutputs, MicroBatch], LossTerms]:
+def loss_of(cell: Cell, engine: MegatronEngine) -> Callable[[TokenOutputs, MicroBatch], LossTerms]:
+    """What is learned: cross-entropy."""
     scale = 1.0 / engine.groups.data.size if cell.mutant == "gradients over DP" else 1.0
 
     def loss(outputs: TokenOutputs, batch: MicroBatch) -> LossTerms:
@@ -345,6 +368,6 @@ def measured(cell: Cell, folder: Path) -> Mapping[str, float]:
     use_cpu()
     engine = started(cell, folder)
     try:
-        return engine.update(micro_batches(cell, engine, 0), _loss_of(cell, engine)).metrics
+        return engine.update(micro_batches(cell, engine, 0), loss_of(cell, engine)).metrics
     finally:
         stop_groups()

@@ -9,32 +9,13 @@ from typing import Any
 import pytest
 
 from moejob_api.models.shape import Family
-from trainer.parity.cells import MODELS, Cell, Steps, assert_like, measured, trained
+from trainer.parity.cells import FOLDED, LAYOUTS, MODELS, Cell, Steps, assert_like, measured, trained
 from trainer.worlds import Worlds
 
 Reference = Callable[[Family], tuple[Path, Steps]]
 
 # Relative, of losses and gradient norms in float32.
 WITHIN = 1e-5
-FOLDED: dict[str, Any] = {"expertLayout": "Folded"}
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "TP2": {"tensor": 2},
-    "PP2": {"pipeline": 2},
-    "PP2.VPP2": {"pipeline": 2, "virtualPipeline": 2},
-    "EP2": {"expert": 2},
-    "CP2": {"context": 2},
-    "DP2": {"data": 2},
-    "DP4": {"data": 4},
-    "ETP2 folded": {"data": 2, "expertTensor": 2, **FOLDED},
-    "EP4 folded over DP4": {"data": 4, "expert": 4, **FOLDED},
-    "TP2.EP4 folded over TP2.DP2": {"tensor": 2, "data": 2, "expert": 4, **FOLDED},
-    "CP2.EP2 folded over CP2": {"context": 2, "expert": 2, **FOLDED},
-    "TP2.EP2": {"tensor": 2, "expert": 2},
-    "TP2.PP2.EP2": {"tensor": 2, "pipeline": 2, "expert": 2},
-    "TP2.CP2.DP2": {"tensor": 2, "context": 2, "data": 2},
-    "PP4.VPP1.DP2": {"pipeline": 4, "data": 2},
-    "PP2.EP2.CP2": {"pipeline": 2, "expert": 2, "context": 2},
-}
 TRAINED: dict[str, dict[str, Any]] = {
     "everything recomputed": {"training": {"recompute": {"granularity": "Full"}}},
     "groups of layers recomputed": {

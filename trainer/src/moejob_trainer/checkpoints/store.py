@@ -7,8 +7,9 @@ decides and commits. Knows neither Megatron nor torch: the state is the writer's
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from moejob_trainer.checkpoints.ranks import Ranks, agreed, decided, everyone
 from moejob_trainer.checkpoints.run import Place, other_run, resumed, take
 from moejob_trainer.checkpoints.verification import Check, Found, latest
 from moejob_trainer.checkpoints.writer import Pending, StateWriter
-from moejob_trainer.errors import BadConfiguration
+from moejob_trainer.errors import BadConfiguration, Retryable
 
 _POLL_SECONDS = 0.02
 
@@ -169,11 +170,21 @@ class Checkpoints:
         begun: list[Pending] = []
 
         def begin() -> None:
-            with explained("saving", path):
+            with self._explained("saving", path):
                 begun.append(self.writer.begin(path))
 
         everyone(self.ranks, begin)
         return begun[0]
+
+    @contextmanager
+    def _explained(self, doing: str, path: Path) -> Iterator[None]:
+        try:
+            with explained(doing, path):
+                yield
+        except (BadConfiguration, Retryable):
+            # A newer attempt removes what this one writes, which is the reason, whatever the volume said.
+            self.place.require_ours("saves")
+            raise
 
     def _settled(self, *, to_the_end: bool) -> Saved | None:
         # Taken out at first: a save that failed is not tried again.
@@ -209,7 +220,7 @@ class Checkpoints:
 
     def _is_written(self, saving: _Saving) -> bool:
         def finished() -> bool:
-            with explained("saving", saving.path):
+            with self._explained("saving", saving.path):
                 return saving.pending.finished()
 
         return self.ranks.broadcast(all(everyone(self.ranks, finished)))

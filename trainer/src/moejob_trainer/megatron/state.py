@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from moejob_api.layout.ranks import Group as LayoutGroup
 from moejob_trainer.boxes import Box, boxes_of_range
@@ -114,13 +114,15 @@ class StateFiles:
         for piece in self.engine.optimizer.pieces:
             yield from self._of_piece(piece)
         for stage in self.engine.stages:
-            updated = {name for name, parameter in stage.named_parameters() if parameter.requires_grad}
+            updated = {
+                _name(name, parameter) for name, parameter in stage.named_parameters() if parameter.requires_grad
+            }
             for name, tensor in named_weights([stage]).items():
                 if name not in updated and name in self.parameters:
                     yield self._whole(name, tensor)
 
     def _of_piece(self, piece: Piece) -> Iterator[Held]:
-        name = self._name(piece)
+        name = _name(piece.name, piece.parameter)
         origin = [part.start for part in local_slices(self.parameters[name], coordinates(self.engine.groups))]
         states = {
             Kind.WEIGHT: piece.main,
@@ -147,9 +149,6 @@ class StateFiles:
         )
         is_whole = not division(self.parameters[name], coordinates(groups))
         return Held(Kind.WEIGHT, name, box, tensor, replicas.rank == 0 and (not is_whole or holders.rank == 0))
-
-    def _name(self, piece: Piece) -> str:
-        return "embedding.weight" if is_tied_copy(piece.parameter) else piece.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +179,11 @@ def _write(tensors: Mapping[str, Tensor], file: Path, about: Mapping[str, str]) 
         if number is None:
             raise
         raise OSError(int(number[1]), os.strerror(int(number[1])), str(file)) from error
+
+
+def _name(name: str, parameter: nn.Parameter) -> str:
+    """What the whole model calls it: the last stage of a tied model holds a copy of the first one's embedding."""
+    return "embedding.weight" if is_tied_copy(parameter) else name
 
 
 def _index(folder: Path, world: Group) -> Mapping[tuple[Kind, str], list[Stored]]:

@@ -1,0 +1,188 @@
+"""Real runs for tests: ranks of moejob_trainer.rank as a launcher starts them, from one fork server with imports done.
+
+The launcher itself has tests of its own; here one start of all ranks is one `Started`: watched, killed or waited for.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any, TypeVar
+
+from builders import merged, spec
+from moejob_api.contract import Environment
+from moejob_api.layout.sizes import layout
+from moejob_trainer.beats import BOARD, Board
+from moejob_trainer.fencing import RESTART, claim
+from trainer.worlds import PRELOADED
+
+LONGEST_SECONDS = 200.0
+Found = TypeVar("Found")
+
+# The model and the data that come with moejob, small enough for many runs; the rate of a step knows no end of the run.
+TINY: dict[str, Any] = {
+    "model": {"source": "moejob/tiny-moe", "dtype": "float32"},
+    "data": {"train": [{"source": "moejob/tiny-chats", "format": "Chat"}], "maxLength": 64},
+    "training": {
+        "maxSteps": 3,
+        "globalBatchSize": 4,
+        "optimizer": {"learningRate": 2e-3},
+        "scheduler": {"kind": "Constant"},
+    },
+    "checkpoint": {"everySteps": 1, "exportHuggingFace": False},
+    "resources": {"accelerator": "CPU", "cpu": 1, "memory": "6Gi", "sharedMemory": "1Gi"},
+}
+
+
+def eventually(look: Callable[[], Found | None], what: str) -> Found:
+    """What `look` finds, as soon as it finds something."""
+    until = time.monotonic() + LONGEST_SECONDS
+    while time.monotonic() < until:
+        if found := look():
+            return found
+        time.sleep(0.005)
+    raise AssertionError(f"{what} did not happen within {LONGEST_SECONDS} s")
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a run says of a step in steps.jsonl."""
+
+    step: int
+    loss: float
+    attempt: int
+
+
+@dataclass
+class Started:
+    """One start of all ranks."""
+
+    folder: Path
+    log: Path
+    processes: Sequence[ForkServerProcess]
+
+    def is_running(self) -> bool:
+        return all(process.exitcode is None for process in self.processes)
+
+    def signal(self, number: signal.Signals) -> None:
+        for process in self.processes:
+            assert process.pid is not None
+            if process.exitcode is None:
+                os.kill(process.pid, number)
+
+    def kill(self) -> None:
+        """All ranks at once, as a node that loses power; returns when they are gone."""
+        self.signal(signal.SIGKILL)
+        for process in self.processes:
+            process.join()
+
+    def codes(self) -> list[int | None]:
+        """Exit codes of all ranks. One that failed takes the others down, as the launcher has it."""
+        eventually(lambda: not self.is_running(), f"the end of a rank; said so far:\n{self.said()}")
+        first = [process.exitcode for process in self.processes]
+        if any(first):
+            self.signal(signal.SIGKILL)
+        for process in self.processes:
+            process.join(LONGEST_SECONDS)
+        return first if any(first) else [process.exitcode for process in self.processes]
+
+    def said(self) -> str:
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
+
+    def last_line(self) -> str:
+        """What a launcher would quote."""
+        return ([line for line in self.said().splitlines() if line.strip()] or [""])[-1]
+
+
+@dataclass
+class Runs:
+    """Run folders below one folder, as those of jobs that share a volume."""
+
+    volume: Path
+    _started: list[Started] = field(default_factory=list)
+
+    def start(self, job: str = "job", *, attempt: int = 1, uid: str = "", **sections: Any) -> Started:
+        """Starts all ranks of a job whose spec is TINY with these sections laid over it."""
+        described = spec(**merged(TINY, sections))
+        ranks = layout(described.parallelism, described.resources.gpus_per_node).gpus
+        folder = self.volume / job
+        folder.mkdir(parents=True, exist_ok=True)
+        claim(folder, attempt, 0)
+        outside = self.volume.parent / f"{self.volume.name}-outside"
+        outside.mkdir(exist_ok=True)
+        number = len(self._started)
+        board = Board(outside / f"board-{number}", ranks)
+        common = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(_free_port()),
+            "WORLD_SIZE": str(ranks),
+            RESTART: "0",
+            BOARD: str(board.folder),
+            Environment.JOB: job,
+            Environment.UID: uid or f"uid-{job}",
+            Environment.SPEC: described.model_dump_json(by_alias=True, exclude_none=True),
+            Environment.ATTEMPT: str(attempt),
+            Environment.RANKS_PER_NODE: str(ranks),
+            Environment.RUN_FOLDER: str(folder),
+        }
+        log = outside / f"log-{number}"
+        started = Started(
+            folder, log, [_rank({**common, "RANK": str(r), "LOCAL_RANK": str(r)}, log) for r in range(ranks)]
+        )
+        self._started.append(started)
+        return started
+
+    def finished(self, job: str = "job", **settings: Any) -> Started:
+        """A run that ends well."""
+        started = self.start(job, **settings)
+        codes = started.codes()
+        assert not any(codes), f"{codes}:\n{started.said()}"
+        return started
+
+    def close(self) -> None:
+        for started in self._started:
+            started.kill()
+
+
+def steps(folder: Path) -> list[Step]:
+    """All whole lines of a step log."""
+    log = folder / "steps.jsonl"
+    lines = log.read_text().splitlines(keepends=True) if log.exists() else []
+    told = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [Step(line["step"], line["loss"], line["attempt"]) for line in told]
+
+
+def _free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port: int = taken.getsockname()[1]
+        return port
+
+
+def _rank(environment: Mapping[str, str], log: Path) -> ForkServerProcess:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    process = context.Process(target=enter, args=(environment, log), daemon=True)
+    process.start()
+    return process
+
+
+def enter(environment: Mapping[str, str], log: Path) -> None:
+    """Becomes a rank."""
+    written = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(written, 1)
+    os.dup2(written, 2)
+    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
+    os.environ.update(environment)
+    from moejob_trainer import rank  # noqa: PLC0415 not for who starts it
+
+    sys.exit(rank.main())
