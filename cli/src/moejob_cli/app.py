@@ -159,6 +159,36 @@ def _choose(wishes: Wishes, output: Output, write: Path | None) -> None:
 
 
 @app.command()
+def run(
+    file: Annotated[
+        str, typer.Argument(metavar="FILE", help="A job's YAML, or - for standard input.", show_default=False)
+    ],
+    run_dir: Annotated[
+        Path | None,
+        typer.Option("--run-dir", help="Folder of the run: used again, the run goes on. Default: runs/NAME."),
+    ] = None,
+) -> None:
+    """Train on this machine, each node simulated, as the job would in a cluster. Ctrl-C saves; run again to go on."""
+    from moejob_cli.inputs import planned
+
+    answer = planned(file, available_gpus=None)
+    layout = answer.plan.layout
+    if not answer.plan.accepted or layout is None:
+        from moejob_cli.report import plan_report
+
+        show(plan_report(answer.job, answer.plan, answer.unseen, all_ranks=False))
+        raise typer.Exit(Exit.REFUSED)
+    from moejob_cli.running import command, display
+
+    result, lines, folder = command.run(answer, layout, run_dir, display.display())
+    if lines:
+        show(display.ending(lines, folder))
+    if result.exit_code:
+        typer.echo(f"error: {result.message}", err=True)
+    raise typer.Exit(result.exit_code)
+
+
+@app.command()
 def schema() -> None:
     """Print the CustomResourceDefinition that describes every field of a job."""
     from moejob_api.crd.__main__ import crd_text

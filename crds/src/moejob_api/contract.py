@@ -5,6 +5,7 @@ The operator passes a trainer pod nothing but this environment; the launcher in 
 
 from __future__ import annotations
 
+import re
 from enum import IntEnum, StrEnum
 from typing import Annotated
 
@@ -77,6 +78,17 @@ class Path(StrEnum):
     TERMINATION = "/dev/termination-log"
     TEMPORARY = "/tmp"
     CLAIMS = "/claims"
+
+
+class RunFile(StrEnum):
+    """What a run leaves in its folder."""
+
+    OWNER = "run.json"
+    CLAIMS = "claims"
+    STEPS = "steps.jsonl"
+    CHECKPOINTS = "checkpoints"
+    EXPORT = "export"
+    LOGS = "logs"
 
 
 class HttpPath(StrEnum):
@@ -157,6 +169,27 @@ class LastWord(ApiModel):
     rank: Annotated[int | None, Field(ge=0, description="Global rank to blame.")] = None
     exit_code: Annotated[int | None, Field(description="Exit code of that rank.")] = None
     step: Annotated[int | None, Field(ge=0, description="Steps done.")] = None
+
+
+class RunOwner(ApiModel):
+    """The job that a run folder belongs to, as its owner file says."""
+
+    job: Annotated[str, Field(min_length=1, description="Name of the job.")]
+    uid: Annotated[str, Field(min_length=1, description="UID of the job: another of the same name is another job.")]
+
+
+_CLAIM = re.compile(r"(\d{10})\.(\d{10})")
+
+
+def claim_name(attempt: int, restart: int) -> str:
+    """The file by which one start of all ranks claims a run folder. Zero-padded, so that names order as numbers do."""
+    return f"{attempt:010d}.{restart:010d}"
+
+
+def claimed(name: str) -> tuple[int, int] | None:
+    """Attempt and restart of a claim's file name; None when it is something else's."""
+    found = _CLAIM.fullmatch(name)
+    return None if found is None else (int(found[1]), int(found[2]))
 
 
 def pod_name(job: str, role: Role, attempt: int, index: int) -> str:

@@ -18,6 +18,8 @@ RESTARTS_IN_PLACE = 2
 # One pod that is replaced again and again without a new checkpoint in between drags the others through a rendezvous
 # each time; a whole new gang is tried after this many.
 PODS_BEFORE_GANG = 2
+# The launcher restarts silent ranks itself; this much later it has not, and its pod is replaced.
+LAUNCHER_FIRST_SECONDS = 30.0
 
 
 class Cause(StrEnum):

@@ -9,18 +9,16 @@ Knows nothing of what is committed.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from moejob_api.contract import Environment
+from moejob_api.contract import Environment, RunFile, claim_name, claimed
 from moejob_trainer.errors import Superseded
 
-CLAIMS = "claims"
+CLAIMS = RunFile.CLAIMS.value
 RESTART = "TORCHELASTIC_RESTART_COUNT"
-_NAME = re.compile(r"(\d{10})\.(\d{10})")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -79,9 +77,9 @@ def _claims(folder: Path) -> list[Claim]:
         names = [path.name for path in (folder / CLAIMS).iterdir()]
     except FileNotFoundError:
         return []
-    found = (_NAME.fullmatch(name) for name in names)
-    return sorted(Claim(int(match[1]), int(match[2])) for match in found if match)
+    found = (claimed(name) for name in names)
+    return sorted(Claim(*numbers) for numbers in found if numbers)
 
 
 def _path(folder: Path, of: Claim) -> Path:
-    return folder / CLAIMS / f"{of.attempt:010d}.{of.restart:010d}"
+    return folder / CLAIMS / claim_name(of.attempt, of.restart)

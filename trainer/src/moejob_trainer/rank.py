@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from moejob_api.contract import ExitCode
+from moejob_api.contract import ExitCode, RunFile
 from moejob_api.job import Spec
 from moejob_api.layout.sizes import Layout, layout
 from moejob_api.memory.storage import checkpoint_bytes
@@ -57,7 +57,7 @@ from moejob_trainer.stopping import AgreedStop
 
 T = TypeVar("T")
 
-EXPORT = "export"
+EXPORT = RunFile.EXPORT.value
 _DATA = "data"
 
 

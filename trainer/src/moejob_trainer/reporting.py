@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moejob_api.contract import RunProgress
+from moejob_api.contract import RunFile, RunProgress
 from moejob_trainer.beats import Beats
 from moejob_trainer.engine import UpdateResult
 from moejob_trainer.fencing import Claim
 
-STEP_LOG = "steps.jsonl"
+STEP_LOG = RunFile.STEPS.value
 
 
 @dataclass(frozen=True, slots=True)

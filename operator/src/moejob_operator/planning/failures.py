@@ -6,13 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from moejob_api.contract import ExitCode, PodProgress, Role, pod_name
-from moejob_api.restarts import Cause, Failure, cause_of_exit
+from moejob_api.restarts import LAUNCHER_FIRST_SECONDS, Cause, Failure, cause_of_exit
 from moejob_operator.observed import Pod, PodPhase
 from moejob_operator.planning.situation import Situation, spec_and_layout
 from moejob_operator.planning.times import seconds_since
 
-# The launcher restarts silent ranks itself; this much later it has not, and its pod is replaced.
-LAUNCHER_FIRST_SECONDS = 30.0
 # A kubelet that lives deletes a pod within its grace period; this much later it does not live.
 KUBELET_SECONDS = 30.0
 

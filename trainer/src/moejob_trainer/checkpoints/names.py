@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from moejob_api.contract import RunFile
 from moejob_trainer.fencing import Claim
 
 _NAME = re.compile(r"step-(0|[1-9]\d*)\.(0|[1-9]\d*)\.(0|[1-9]\d*)")
 
-CHECKPOINTS = "checkpoints"
+CHECKPOINTS = RunFile.CHECKPOINTS.value
 MANIFEST = "manifest.json"
 MARKER = "complete.json"
 # What a marker is renamed to once its files turned out to be damaged.

@@ -11,7 +11,6 @@ from uuid import uuid4
 from pydantic import ValidationError
 
 from moejob_api import contract
-from moejob_api.job.base import ApiModel
 from moejob_trainer.checkpoints.commit import require_ours
 from moejob_trainer.checkpoints.disk import Disk
 from moejob_trainer.checkpoints.names import CHECKPOINTS, TEMPORARY, step_folder
@@ -20,17 +19,12 @@ from moejob_trainer.checkpoints.verification import Check, Found, Refusal, check
 from moejob_trainer.errors import BadConfiguration
 from moejob_trainer.fencing import Claim
 
-RUN = "run.json"
+RUN = contract.RunFile.OWNER.value
+# The job that a run folder belongs to.
+Run = contract.RunOwner
 _SCHEME = "pvc://"
 # What file systems without hard links answer, such as SMB shares and buckets.
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
-
-
-class Run(ApiModel):
-    """The job that a run folder belongs to."""
-
-    job: str
-    uid: str
 
 
 @dataclass(frozen=True, slots=True)

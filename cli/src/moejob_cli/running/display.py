@@ -1,0 +1,200 @@
+"""What a run looks like while it runs and when it has ended: a bar in a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol, Self
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from moejob_api.contract import RunFile
+from moejob_cli.running.steps import StepLine, seconds_left, sparkline, tokens_per_second
+
+_LINE_SECONDS = 5.0
+_CURVE_WIDTH = 60
+_BAR_WIDTH = 40
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A run at one moment."""
+
+    phase: str
+    lines: Sequence[StepLine]
+    total_steps: int | None
+    checkpoint_step: int | None
+    restarts: int
+
+    @property
+    def step(self) -> int:
+        """Steps done."""
+        return self.lines[-1].step if self.lines else 0
+
+
+class Display(Protocol):
+    """Where a run is shown."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    def show(self, view: View) -> None:
+        """The run as it is now."""
+
+    def tell(self, event: str) -> None:
+        """Something that happened, which stays on the screen."""
+
+
+def display() -> Display:
+    """The display for whoever is looking."""
+    return Terminal(Console(highlight=False)) if sys.stdout.isatty() else PlainLines()
+
+
+class Terminal:
+    """A bar that moves."""
+
+    def __init__(self, console: Console) -> None:
+        # Drawn by whoever shows something: a thread of its own would be there when launchers are forked.
+        self._live = Live(console=console, auto_refresh=False)
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.stop()
+
+    def show(self, view: View) -> None:
+        """Draw the run anew."""
+        self._live.update(picture(view), refresh=True)
+
+    def tell(self, event: str) -> None:
+        """Print above the bar."""
+        self._live.console.print(Text(event, style="yellow"))
+
+
+class PlainLines:
+    """A line every few seconds, and one for what happens."""
+
+    def __init__(self) -> None:
+        self._shown: View | None = None
+        self._shown_at = 0.0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Nothing is to be put right."""
+
+    def show(self, view: View) -> None:
+        """Print when there is something new, and not too often."""
+        if is_news(view, self._shown, time.monotonic() - self._shown_at):
+            self._shown, self._shown_at = view_now(view), time.monotonic()
+            sys.stdout.write(plain_line(view) + "\n")
+            sys.stdout.flush()
+
+    def tell(self, event: str) -> None:
+        """Print."""
+        sys.stdout.write(event + "\n")
+        sys.stdout.flush()
+
+
+def view_now(view: View) -> View:
+    """The view with its lines as they are now; the run goes on adding to them."""
+    return View(view.phase, tuple(view.lines[-1:]), view.total_steps, view.checkpoint_step, view.restarts)
+
+
+def is_news(view: View, shown: View | None, seconds_ago: float) -> bool:
+    """Whether a line is due: another phase, another checkpoint, the last step; other steps now and then."""
+    if shown is None or (view.phase, view.checkpoint_step) != (shown.phase, shown.checkpoint_step):
+        return True
+    if view.step == shown.step:
+        return False
+    return view.step == view.total_steps or seconds_ago >= _LINE_SECONDS
+
+
+def plain_line(view: View) -> str:
+    """The run in one line."""
+    return f"{view.phase}: {', '.join(_words(view))}"
+
+
+def picture(view: View) -> RenderableType:
+    """The run as a bar with its numbers."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_row(
+        Text(view.phase, style="bold"),
+        ProgressBar(total=view.total_steps or 1, completed=view.step, width=_BAR_WIDTH),
+        Text(_step_words(view)),
+    )
+    return Group(grid, Text("  ".join(_words(view)[1:]), style="dim"))
+
+
+def ending(lines: Sequence[StepLine], folder: Path) -> RenderableType:
+    """What is left when the run has ended: the loss curve, and where everything is."""
+    return Group(*_curve(lines), *_places(folder))
+
+
+def _step_words(view: View) -> str:
+    return f"step {view.step}/{view.total_steps}" if view.total_steps else f"step {view.step}"
+
+
+def _words(view: View) -> list[str]:
+    words = [_step_words(view)]
+    if view.lines:
+        words.append(f"loss {view.lines[-1].loss:.4f}")
+    speed, left = tokens_per_second(view.lines), seconds_left(view.lines, view.total_steps)
+    if speed is not None:
+        words.append(f"{speed:,.0f} tokens/s")
+    if left:
+        words.append(f"{duration(left)} left")
+    if view.checkpoint_step is not None:
+        words.append(f"checkpoint {view.checkpoint_step}")
+    if view.restarts:
+        words.append(f"{view.restarts} restart{'s' if view.restarts > 1 else ''}")
+    return words
+
+
+def duration(seconds: float) -> str:
+    """A time as people say it."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def _curve(lines: Sequence[StepLine]) -> list[RenderableType]:
+    if not lines:
+        return []
+    curve = sparkline([line.loss for line in lines], _CURVE_WIDTH)
+    said = [Text(f"  loss         {lines[0].loss:.4f} {curve} {lines[-1].loss:.4f}")]
+    evaluated = [line.eval_loss for line in lines if line.eval_loss is not None]
+    if evaluated:
+        said.append(Text(f"  evaluation   {evaluated[0]:.4f} to {evaluated[-1]:.4f}"))
+    return [*said]
+
+
+def _places(folder: Path) -> list[RenderableType]:
+    named = {
+        "checkpoints": RunFile.CHECKPOINTS,
+        "export": RunFile.EXPORT,
+        "logs": RunFile.LOGS,
+        "steps": RunFile.STEPS,
+    }
+    return [Text(f"  {name:12} {folder / file}") for name, file in named.items() if (folder / file).exists()]

@@ -1,0 +1,109 @@
+"""The run folder as `moejob run` knows it: whose it is, the number of its attempt, and that only one run uses it."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from moejob_api.contract import RunFile, RunOwner, claimed
+from moejob_cli.running.machine import CannotRun
+
+_LOCK = "run.lock"
+
+
+class RunFolder:
+    """A run folder that this process holds; made by `held`."""
+
+    def __init__(self, path: Path, owner: RunOwner, lock: int) -> None:
+        self.path, self.owner, self.lock = path, owner, lock
+        self._attempt = 0
+
+    @property
+    def logs(self) -> Path:
+        """Where launchers and ranks write what they print."""
+        return self.path / RunFile.LOGS
+
+    def next_attempt(self) -> int:
+        """A number greater than that of any attempt which has claimed this folder."""
+        self._attempt = max(self._attempt, _newest_attempt(self.path)) + 1
+        return self._attempt
+
+
+@contextmanager
+def held(path: Path, job: str) -> Iterator[RunFolder]:
+    """The run folder of a job, made or used again. CannotRun when it is another's, or another run is at work in it."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        _refuse_strange(path)
+        lock = _locked(path)
+    except OSError as error:
+        raise CannotRun(
+            f"{path} cannot be used as a run folder: {error.strerror}; name another one with --run-dir"
+        ) from None
+    try:
+        (path / RunFile.LOGS).mkdir(exist_ok=True)
+        yield RunFolder(path, _owner(path, job), lock)
+    finally:
+        os.close(lock)
+
+
+def _refuse_strange(path: Path) -> None:
+    is_run = (path / RunFile.OWNER).exists() or (path / _LOCK).exists()
+    if not is_run and any(path.iterdir()):
+        raise CannotRun(f"{path} holds something that is no run of moejob; name an empty or new folder with --run-dir")
+
+
+def _locked(path: Path) -> int:
+    """Held by the launchers too, which inherit it: a folder is free when the last of them has ended."""
+    lock = os.open(path / _LOCK, os.O_CREAT | os.O_RDWR, 0o644)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(lock)
+        if error.errno not in (errno.EAGAIN, errno.EACCES):
+            raise
+        raise CannotRun(
+            f"{path} is in use by another moejob run, or by its ranks that still save; wait until it has ended, or "
+            "give this one a folder of its own with --run-dir"
+        ) from None
+    return lock
+
+
+def _owner(path: Path, job: str) -> RunOwner:
+    file = path / RunFile.OWNER
+    if not file.exists():
+        owner = RunOwner(job=job, uid=str(uuid.uuid4()))
+        _write(file, owner.model_dump_json(by_alias=True) + "\n")
+        return owner
+    try:
+        found = RunOwner.model_validate_json(file.read_bytes())
+    except ValidationError as error:
+        raise CannotRun(f"{file} cannot be read ({error.errors()[0]['msg']}); name another folder") from None
+    if found.job != job:
+        raise CannotRun(f"{path} is the run folder of job {found.job}, not of {job}; name another one with --run-dir")
+    return found
+
+
+def _newest_attempt(path: Path) -> int:
+    try:
+        names = [file.name for file in (path / RunFile.CLAIMS).iterdir()]
+    except FileNotFoundError:
+        return 0
+    return max((numbers[0] for numbers in map(claimed, names) if numbers), default=0)
+
+
+def _write(file: Path, text: str) -> None:
+    """Whole or not at all: without its owner, nobody could go on with the run."""
+    fresh = file.with_name(f".{file.name}.new")
+    with fresh.open("w", encoding="utf-8") as target:
+        target.write(text)
+        target.flush()
+        os.fsync(target.fileno())
+    fresh.replace(file)

@@ -1,0 +1,116 @@
+"""What this machine has for a run: the trainer's Python, GPUs, cores, variables; and what to do where it is missing."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from moejob_api.job import Method, Spec
+from moejob_api.job.resources import Accelerator, EnvVar
+from moejob_api.layout.sizes import Layout
+
+TRAINER_PYTHON = "MOEJOB_TRAINER_PYTHON"
+# Addresses 127.0.0.1 and on.
+MOST_NODES = 254
+# Where an editable installation finds its checkout.
+_CHECKOUT = Path(__file__).parents[4]
+_DEVICE = re.compile(r"nvidia\d+")
+_HAS_TRAINER = "import importlib.util as u, sys; sys.exit(0 if u.find_spec('moejob_trainer.launcher') else 3)"
+
+
+class CannotRun(Exception):
+    """The job cannot run on this machine as it is; the message says what would help."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What launchers are started with. `gpus` are names as CUDA_VISIBLE_DEVICES wants them."""
+
+    python: Path
+    gpus: tuple[str, ...]
+    cores: tuple[int, ...]
+    environment: Mapping[str, str]
+
+
+def this_machine(environ: Mapping[str, str] = os.environ, checkout: Path = _CHECKOUT) -> Machine:
+    """This machine, once there is a trainer that can be started."""
+    python = trainer_python(environ, checkout)
+    _must_hold_trainer(python)
+    named = tuple(path.name for path in Path("/dev").iterdir() if _DEVICE.fullmatch(path.name))
+    return Machine(python, visible_gpus(named, environ), tuple(sorted(os.sched_getaffinity(0))), dict(environ))
+
+
+def trainer_python(environ: Mapping[str, str], checkout: Path) -> Path:
+    """The Python that the trainer is installed in: the one that was named, else the project's own."""
+    named = environ.get(TRAINER_PYTHON)
+    # Not resolved: a virtual environment is known by the link that is its Python.
+    found = Path(named) if named else checkout / ".venv/trainer/bin/python"
+    if found.is_file() and os.access(found, os.X_OK):
+        return found.absolute()
+    if named:
+        raise CannotRun(f"{TRAINER_PYTHON} is {named}, which is no program; set it to a Python with moejob-trainer")
+    raise CannotRun(
+        f"there is no trainer here: run `make setup` in the checkout of moejob, or set {TRAINER_PYTHON} to the Python "
+        "of an environment with moejob-trainer"
+    )
+
+
+def visible_gpus(devices: Sequence[str], environ: Mapping[str, str]) -> tuple[str, ...]:
+    """The GPUs a run may use: all of the driver's, or those that CUDA_VISIBLE_DEVICES leaves."""
+    limited = environ.get("CUDA_VISIBLE_DEVICES")
+    if not devices or limited is None:
+        return tuple(str(number) for number in range(len(devices)))
+    # CUDA takes no notice of what follows a -1.
+    return tuple(name.strip() for name in limited.partition("-1")[0].split(",") if name.strip())
+
+
+def must_fit(spec: Spec, layout: Layout, machine: Machine) -> None:
+    """Raise CannotRun when the job needs what this machine, or `moejob run`, does not have."""
+    if spec.method is not Method.SFT:
+        raise CannotRun(
+            f"spec.method {spec.method} needs rollout engines, which moejob run does not start; SFT runs here"
+        )
+    if layout.nodes > MOST_NODES:
+        raise CannotRun(f"the job has {layout.nodes} nodes, and moejob run simulates {MOST_NODES} at most")
+    if spec.lifecycle.suspend:
+        raise CannotRun("spec.lifecycle.suspend is true, so nothing runs; set it to false")
+    if spec.resources.accelerator is Accelerator.GPU and layout.gpus > len(machine.gpus):
+        has = (
+            f"{len(machine.gpus)} GPUs can be seen here" if machine.gpus else "this machine has no GPU that can be seen"
+        )
+        raise CannotRun(
+            f"the job needs {layout.gpus} GPUs and {has}; `moejob plan --auto --gpus N` finds a layout for those there "
+            "are, and spec.resources.accelerator: CPU runs a small model on the CPU"
+        )
+    missing = [given.name for given in spec.resources.env if _is_elsewhere(given, machine.environment)]
+    if missing:
+        raise CannotRun(
+            f"spec.resources.env takes {', '.join(missing)} from the cluster's Secrets and ConfigMaps; set them in "
+            "this shell instead"
+        )
+
+
+def job_variables(spec: Spec) -> dict[str, str]:
+    """The variables whose values the job itself says; the others come from this shell."""
+    return {given.name: given.value for given in spec.resources.env if given.value is not None}
+
+
+def _is_elsewhere(given: EnvVar, environ: Mapping[str, str]) -> bool:
+    source = given.secret or given.config_map
+    return source is not None and not source.optional and given.name not in environ
+
+
+def _must_hold_trainer(python: Path) -> None:
+    try:
+        answer = subprocess.run([python, "-c", _HAS_TRAINER], capture_output=True, text=True, check=False, timeout=60)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise CannotRun(f"{python} cannot be started: {error}; set {TRAINER_PYTHON} to a Python") from None
+    if answer.returncode:
+        raise CannotRun(
+            f"{python} has no moejob_trainer; set {TRAINER_PYTHON} to the Python of an environment that has, or run "
+            "`make setup` in the checkout of moejob"
+        )

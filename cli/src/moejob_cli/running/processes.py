@@ -1,0 +1,172 @@
+"""Launchers as processes of this machine: started, asked, signalled, buried. Decides nothing."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from moejob_api.contract import HttpPath, LastWord, PodProgress
+from moejob_cli.running.folder import RunFolder
+from moejob_cli.running.launchers import LauncherOrder, Ports, host
+from moejob_cli.running.recovery import PodSeen
+
+_ANSWER_SECONDS = 1.0
+_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
+# Asked a second time a launcher kills its ranks, says its last word and ends.
+_ASK_AGAIN_SECONDS, _LONGEST_END_SECONDS = 1.0, 5.0
+_LOOK_SECONDS = 0.05
+_TRIES = 50
+
+# Never a proxy: the machine asks itself.
+_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+@dataclass(frozen=True, slots=True)
+class Launching:
+    """What every launcher of a run is started with."""
+
+    python: Path
+    folder: RunFolder
+
+    def start(self, order: LauncherOrder) -> Launcher:
+        """Start a launcher."""
+        return Launcher(order, self)
+
+
+class Launcher:
+    """One launcher that was started."""
+
+    def __init__(self, order: LauncherOrder, launching: Launching) -> None:
+        self.index = order.index
+        logs = launching.folder.logs
+        self._word = logs / f"pod-{order.index}.json"
+        # What an earlier launcher said last is not this one's.
+        self._word.unlink(missing_ok=True)
+        self._url = f"http://{order.host}:{order.progress_port}{HttpPath.PROGRESS}"
+        self._heard: PodProgress | None = None
+        self._process = _started(order, launching, self._word)
+        self._started_at = self._heard_at = time.monotonic()
+
+    @property
+    def pid(self) -> int:
+        """Its process."""
+        return self._process.pid
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has not ended."""
+        return self._process.poll() is None
+
+    def seen(self) -> PodSeen:
+        """How it is doing. Asks it, and waits a moment for the answer."""
+        code = self._process.poll()
+        if code is None:
+            self._ask()
+        now = time.monotonic()
+        return PodSeen(
+            self.index,
+            code,
+            None if code is None else self._last_word(),
+            self._heard,
+            now - self._started_at,
+            now - self._heard_at,
+        )
+
+    def signal(self, number: signal.Signals) -> None:
+        """Signal it, if it still runs."""
+        self._process.send_signal(number)
+
+    def _ask(self) -> None:
+        try:
+            with _opener.open(self._url, timeout=_ANSWER_SECONDS) as answer:
+                self._heard = PodProgress.model_validate_json(answer.read())
+        except (OSError, ValidationError):
+            # It does not serve yet, or never will: being quiet for too long is what counts.
+            return
+        if self._heard.ranks:
+            self._heard_at = time.monotonic()
+
+    def _last_word(self) -> LastWord | None:
+        try:
+            return LastWord.model_validate_json(self._word.read_bytes())
+        except (OSError, ValidationError):
+            return None
+
+
+def end(launchers: Iterable[Launcher]) -> None:
+    """End launchers and their ranks now; nothing is saved."""
+    left = tuple(launchers)
+    requests = (signal.SIGTERM, _ASK_AGAIN_SECONDS), (signal.SIGTERM, _LONGEST_END_SECONDS), (signal.SIGKILL, None)
+    for ask, seconds in requests:
+        for launcher in left:
+            launcher.signal(ask)
+        _wait_for(left, seconds)
+
+
+def _wait_for(launchers: tuple[Launcher, ...], seconds: float | None) -> None:
+    """Wait until all have ended, or that long."""
+    until = None if seconds is None else time.monotonic() + seconds
+    while any(launcher.is_running for launcher in launchers) and (until is None or time.monotonic() < until):
+        time.sleep(_LOOK_SECONDS)
+
+
+def free_ports(nodes: int) -> Ports:
+    """Ports that are free on the addresses of all nodes."""
+    rendezvous = _free_port([host(0)], but=0)
+    return Ports(rendezvous, _free_port([host(index) for index in range(nodes)], but=rendezvous))
+
+
+def _started(order: LauncherOrder, launching: Launching, word: Path) -> subprocess.Popen[bytes]:
+    logs = launching.folder.logs
+    options = ["--last-word", str(word), "--logs", str(logs)]
+    command = [str(launching.python), "-m", "moejob_trainer.launcher", *options]
+    with (logs / f"pod-{order.index}.log").open("ab") as log:
+        process = subprocess.Popen(
+            command,
+            env=order.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            pass_fds=(launching.folder.lock,),
+            # Ctrl-C is for this process, which asks launchers once; twice would end them unsaved.
+            start_new_session=True,
+            preexec_fn=_save_when_parent_dies,  # noqa: PLW1509  # this process has no threads
+        )
+    if order.cores:
+        os.sched_setaffinity(process.pid, order.cores)
+    return process
+
+
+def _save_when_parent_dies() -> None:
+    """Nobody would look after the launchers of a `moejob run` that was killed: they save and end."""
+    ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGTERM, 0, 0, 0)
+
+
+def _free_port(hosts: list[str], but: int) -> int:
+    for _ in range(_TRIES):
+        with socket.socket() as found:
+            found.bind((hosts[0], 0))
+            port: int = found.getsockname()[1]
+            if port != but and all(_is_free(address, port) for address in hosts[1:]):
+                return port
+    raise OSError("no port is free on all of " + ", ".join(hosts))
+
+
+def _is_free(address: str, port: int) -> bool:
+    with socket.socket() as tried:
+        try:
+            tried.bind((address, port))
+        except OSError:
+            return False
+    return True

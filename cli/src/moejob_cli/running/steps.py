@@ -1,0 +1,86 @@
+"""The step log of a run, read while it grows, and the curve that follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import isfinite
+from pathlib import Path
+from statistics import median
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+_BARS = "▁▂▃▄▅▆▇█"
+_RECENT_STEPS = 20
+
+
+class StepLine(BaseModel):
+    """One line of steps.jsonl, as far as it is shown."""
+
+    model_config = ConfigDict(frozen=True)
+
+    step: int
+    loss: float
+    seconds: float = 0.0
+    tokens: float = 0.0
+    eval_loss: Annotated[float | None, Field(alias="evalLoss")] = None
+
+
+class StepLog:
+    """Follows the file; `lines` are the run's steps in order, each as it was done last."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self.lines: list[StepLine] = []
+
+    def read(self) -> None:
+        """Take in what has been added."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                added = file.read()
+        except FileNotFoundError:
+            return
+        whole = added[: added.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        for text in whole.splitlines():
+            self._add(text)
+
+    def _add(self, text: bytes) -> None:
+        try:
+            line = StepLine.model_validate_json(text)
+        except ValidationError:
+            # Cut off when the machine went down; the step is done again.
+            return
+        # A run that was resumed does the steps after its checkpoint again.
+        while self.lines and self.lines[-1].step >= line.step:
+            self.lines.pop()
+        self.lines.append(line)
+
+
+def tokens_per_second(lines: Sequence[StepLine]) -> float | None:
+    """The speed of the last steps."""
+    recent = lines[-_RECENT_STEPS:]
+    seconds = sum(line.seconds for line in recent)
+    return sum(line.tokens for line in recent) / seconds if seconds > 0 else None
+
+
+def seconds_left(lines: Sequence[StepLine], total_steps: int | None) -> float | None:
+    """How long the remaining steps will take, if they take what the last ones took."""
+    if not lines or total_steps is None:
+        return None
+    return median(line.seconds for line in lines[-_RECENT_STEPS:]) * max(0, total_steps - lines[-1].step)
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """Values as a row of bars, at most `width`; each bar is the mean of its share."""
+    shown = [value for value in values if isfinite(value)]
+    if not shown:
+        return ""
+    count = min(width, len(shown))
+    shares = [shown[i * len(shown) // count : (i + 1) * len(shown) // count] for i in range(count)]
+    means = [sum(share) / len(share) for share in shares]
+    low, high = min(means), max(means)
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BARS[round((mean - low) * scale)] for mean in means)

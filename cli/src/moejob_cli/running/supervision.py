@@ -1,0 +1,232 @@
+"""A run from its first launcher to its last: looks, does what recovery.py decides, shows it, saves when asked to stop.
+
+Owns the launchers of the present attempt. What is shown is a View; how, is display.py's business.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import assert_never
+
+from moejob_api.contract import ExitCode
+from moejob_api.restarts import Budget, Decision, GiveUp, ReplaceGang, ReplacePods, RestartRanks
+from moejob_cli.running.display import Display, View
+from moejob_cli.running.launchers import GRACE_SECONDS, Ports, RunOf, launcher_order
+from moejob_cli.running.machine import Machine
+from moejob_cli.running.processes import Launcher, Launching, end, free_ports
+from moejob_cli.running.recovery import Memory, PodSeen, answered, exit_code_of, looked
+from moejob_cli.running.steps import StepLog
+
+_LOOK_SECONDS = 0.25
+# Launchers keep to the grace time by themselves; one that does not is frozen.
+_FROZEN_SECONDS = 10.0
+INTERRUPTED = 130
+FAILED = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """How the run ended: the exit code, and one sentence."""
+
+    exit_code: int
+    message: str
+
+
+class Requests:
+    """Requests to stop, as signals bring them."""
+
+    def __init__(self) -> None:
+        self.signals: list[int] = []
+        self._came = threading.Event()
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Take the signals of this process."""
+        taken = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        before = [signal.signal(number, self._take) for number in taken]
+        try:
+            yield
+        finally:
+            for number, handler in zip(taken, before, strict=True):
+                signal.signal(number, handler)
+
+    def wait(self, seconds: float) -> None:
+        """Wait that long, or until one comes."""
+        self._came.wait(seconds)
+        self._came.clear()
+
+    def _take(self, number: int, _frame: FrameType | None) -> None:
+        self.signals.append(number)
+        self._came.set()
+
+
+@dataclass(slots=True)
+class _Stopping:
+    """A run that is saving: who asked, how often launchers were told, and when patience ends."""
+
+    exit_code: int
+    why: str
+    until: float
+    told: int = 1
+
+
+@dataclass(slots=True)
+class Supervision:
+    """One run under supervision; `run` may be called once."""
+
+    of: RunOf
+    machine: Machine
+    launching: Launching
+    display: Display
+    log: StepLog
+    requests: Requests = field(default_factory=Requests)
+    _launchers: dict[int, Launcher] = field(init=False, default_factory=dict)
+    # Launchers that are to be started, and when.
+    _due: dict[int, float] = field(init=False, default_factory=dict)
+    _attempt: int = field(init=False, default=0)
+    _ports: Ports = field(init=False, default=Ports(0, 0))
+    _memory: Memory = field(init=False)
+    _stopping: _Stopping | None = field(init=False, default=None)
+    _begun: float = field(init=False, default=0.0)
+
+    def run(self) -> Result:
+        """Run the job to its end."""
+        self._memory = Memory(Budget(self.of.spec.lifecycle.backoff_limit), self.of.layout.nodes)
+        self._begun = time.monotonic()
+        with self.requests.listening(), self.display:
+            try:
+                self._new_gang(after_seconds=0.0)
+                return self._watched()
+            finally:
+                end(self._launchers.values())
+
+    def _watched(self) -> Result:
+        while True:
+            self._start_due()
+            pods = tuple(launcher.seen() for _, launcher in sorted(self._launchers.items()))
+            self._memory = looked(pods, self._memory)
+            self.log.read()
+            self.display.show(self._view(pods))
+            result = self._heed() or (self._stopped(pods) if self._stopping else self._judged(pods))
+            if result is not None:
+                return result
+            self.requests.wait(_LOOK_SECONDS)
+
+    # --- running ------------------------------------------------------------------------------------------------------
+
+    def _judged(self, pods: tuple[PodSeen, ...]) -> Result | None:
+        if len(pods) == self.of.layout.nodes and all(pod.exit_code == ExitCode.DONE for pod in pods):
+            return Result(0, "done")
+        if any(pod.exit_code == ExitCode.SAVED_AND_STOPPED for pod in pods):
+            # All ranks save together, also where only one launcher was asked.
+            self._stop(ExitCode.SAVED_AND_STOPPED, "a launcher was asked to stop")
+            return None
+        deadline = self.of.spec.lifecycle.progress_deadline_seconds
+        decision, self._memory = answered(pods, self._memory, deadline)
+        return None if decision is None else self._performed(decision, pods)
+
+    def _performed(self, decision: Decision, pods: tuple[PodSeen, ...]) -> Result | None:
+        match decision:
+            case GiveUp(reason=reason):
+                return Result(exit_code_of(pods), reason)
+            case RestartRanks(reason=reason):
+                self.display.tell(f"{reason}; its launcher has restarted them")
+            case ReplacePods(pods=lost, after_seconds=seconds, reason=reason):
+                names = ", ".join(map(str, lost))
+                self.display.tell(f"{reason}; launcher {names} is replaced{_after(seconds)}")
+                end([self._launchers.pop(index) for index in lost if index in self._launchers])
+                self._due |= dict.fromkeys(lost, time.monotonic() + seconds)
+            case ReplaceGang(after_seconds=seconds, reason=reason):
+                self.display.tell(f"{reason}; all ranks start again from the newest checkpoint{_after(seconds)}")
+                self._new_gang(seconds)
+            case _:
+                assert_never(decision)
+        return None
+
+    def _new_gang(self, after_seconds: float) -> None:
+        end(self._launchers.values())
+        self._launchers.clear()
+        # Written before anybody starts under it: the number of an attempt is never used twice.
+        self._attempt = self.launching.folder.next_attempt()
+        self._ports = free_ports(self.of.layout.nodes)
+        self._due = dict.fromkeys(range(self.of.layout.nodes), time.monotonic() + after_seconds)
+
+    def _start_due(self) -> None:
+        now = time.monotonic()
+        for index in [index for index, at in self._due.items() if at <= now and self._stopping is None]:
+            order = launcher_order(self.of, self.machine, self._ports, self._attempt, index)
+            self._launchers[index] = self.launching.start(order)
+            del self._due[index]
+
+    # --- stopping -----------------------------------------------------------------------------------------------------
+
+    def _heed(self) -> Result | None:
+        """Pass requests to stop on, once each; a third one does not wait for launchers."""
+        asked = len(self.requests.signals)
+        if asked and self._stopping is None:
+            is_keyboard = self.requests.signals[0] == signal.SIGINT
+            code = INTERRUPTED if is_keyboard else int(ExitCode.SAVED_AND_STOPPED)
+            self._stop(code, "asked to stop", again="Ctrl-C again ends it unsaved" if is_keyboard else "")
+        elif self._stopping is not None and asked > self._stopping.told:
+            return Result(self._stopping.exit_code, "ended before everything was saved")
+        limit = self.of.spec.lifecycle.active_deadline_seconds
+        if self._stopping is None and limit is not None and time.monotonic() - self._begun >= limit:
+            self._stop(FAILED, f"active for longer than lifecycle.activeDeadlineSeconds {limit}")
+        return None
+
+    def _stop(self, exit_code: int, why: str, again: str = "") -> None:
+        self._stopping = _Stopping(
+            exit_code, why, time.monotonic() + GRACE_SECONDS + _FROZEN_SECONDS, max(1, len(self.requests.signals))
+        )
+        self.display.tell(f"{why}: saving; {again}" if again else f"{why}: saving")
+        for launcher in self._launchers.values():
+            with suppress(ProcessLookupError):
+                launcher.signal(signal.SIGTERM)
+
+    def _stopped(self, pods: tuple[PodSeen, ...]) -> Result | None:
+        stopping = self._stopping
+        if stopping is None:
+            return None
+        if any(pod.is_running for pod in pods):
+            if time.monotonic() < stopping.until:
+                return None
+            return Result(FAILED, f"{stopping.why}, but launchers had not ended {GRACE_SECONDS} s later")
+        if pods and all(pod.exit_code == ExitCode.DONE for pod in pods):
+            return Result(0, "done")
+        failed = [pod for pod in pods if pod.exit_code not in (ExitCode.DONE, ExitCode.SAVED_AND_STOPPED)]
+        if failed:
+            word = failed[0].word
+            said = word.message if word is not None else f"exit code {failed[0].exit_code}"
+            return Result(FAILED, f"{stopping.why}, and pod {failed[0].index} failed while saving: {said}")
+        return Result(stopping.exit_code, f"{stopping.why}; saved")
+
+    # --- showing ------------------------------------------------------------------------------------------------------
+
+    def _view(self, pods: tuple[PodSeen, ...]) -> View:
+        run = next((pod.heard.run for pod in pods if pod.index == 0 and pod.heard is not None), None)
+        return View(
+            phase=self._phase(pods),
+            lines=self.log.lines,
+            total_steps=self.of.spec.training.max_steps if run is None else run.total_steps,
+            checkpoint_step=self._memory.checkpoint_step,
+            restarts=self._memory.restarts,
+        )
+
+    def _phase(self, pods: tuple[PodSeen, ...]) -> str:
+        if self._stopping is not None:
+            return "saving"
+        if self._due:
+            return "waiting"
+        if all(pod.is_ready for pod in pods) and pods:
+            return "training"
+        return "restarting" if self._memory.restarts else "starting"
+
+
+def _after(seconds: float) -> str:
+    return f" in {seconds:.0f} s" if seconds else ""
