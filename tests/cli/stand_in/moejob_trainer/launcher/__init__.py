@@ -1,0 +1,1 @@
+"""A launcher that speaks the contract and trains nothing."""

@@ -1,0 +1,261 @@
+"""`moejob run` as a person meets it: real processes, with a launcher that stands in for the trainer's."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cli.runs import DONE, STEPS, TWO_NODES, Act, Run, eventually
+
+MakeRun = Callable[..., Run]
+SAVES: Act = ["saves_when_asked"]
+
+
+def test_a_run_that_is_done_exits_0_and_says_where_everything_is(run: MakeRun) -> None:
+    one = run()
+    ended = one.run([[STEPS, DONE]])
+    assert ended.code == 0, ended
+    assert ended.complained == ""
+    assert "█" in ended.said
+    assert "4.0000" in ended.said
+    for name in ("logs", "steps.jsonl"):
+        assert str(one.place / name) in ended.said
+    assert "\x1b" not in ended.said
+
+
+def test_a_launcher_is_told_what_the_contract_says(run: MakeRun) -> None:
+    one = run(**TWO_NODES)
+    one.run([[DONE]], [[DONE]], MOEJOB_ROLLOUT_URLS="left over from elsewhere")
+    first, second = one.life(0, 0), one.life(1, 0)
+    assert [told["MOEJOB_HOST"] for told in (first, second)] == ["127.0.0.1", "127.0.0.2"]
+    assert [told["MOEJOB_INDEX"] for told in (first, second)] == ["0", "1"]
+    for told in (first, second):
+        assert told["MOEJOB_NODES"] == "2"
+        assert told["MOEJOB_RANKS_PER_NODE"] == "1"
+        assert told["MOEJOB_RENDEZVOUS_HOST"] == "127.0.0.1"
+        assert told["MOEJOB_RUN_FOLDER"] == str(one.place)
+        assert json.loads(told["MOEJOB_SPEC"])["training"]["maxSteps"] == 4
+        assert "MOEJOB_ROLLOUT_URLS" not in told
+    for name in ("MOEJOB_UID", "MOEJOB_ATTEMPT", "MOEJOB_RENDEZVOUS_PORT", "MOEJOB_PROGRESS_PORT"):
+        assert first[name] == second[name]
+
+
+def test_what_the_job_sets_reaches_the_ranks(run: MakeRun) -> None:
+    one = run(resources={"env": [{"name": "HF_HOME", "value": "/models"}]})
+    assert one.run([[DONE]]).code == 0
+    assert one.life(0, 0)["HF_HOME"] == "/models"
+
+
+def test_a_run_in_the_same_folder_goes_on_as_the_same_job_under_the_next_attempt(run: MakeRun) -> None:
+    one = run()
+    one.run([[STEPS, DONE]])
+    assert one.run([[["resumes", 2], ["steps", 2], DONE]]).code == 0
+    before, after = one.life(0, 0), one.life(0, 1)
+    assert after["MOEJOB_UID"] == before["MOEJOB_UID"]
+    assert int(after["MOEJOB_ATTEMPT"]) == int(before["MOEJOB_ATTEMPT"]) + 1
+
+
+# --- recovery ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_launcher_that_dies_is_replaced_while_the_others_stay(run: MakeRun) -> None:
+    one = run(**TWO_NODES)
+    ended = one.run([[["waits_for", "lives/1-1.json"], STEPS, DONE]], [[["was_heard"], ["is_killed"]], [DONE]])
+    assert ended.code == 0, ended
+    assert "its launcher was killed by signal 9; launcher 1 is replaced" in ended.said
+    assert (one.lives(0), one.lives(1)) == (1, 2)
+    assert one.life(1, 1)["MOEJOB_ATTEMPT"] == one.life(1, 0)["MOEJOB_ATTEMPT"]
+
+
+def test_without_pod_0_all_start_again_under_the_next_attempt(run: MakeRun) -> None:
+    one = run(**TWO_NODES)
+    ended = one.run([[["was_heard"], ["ends", 1, "boom"]], [STEPS, DONE]], [[SAVES], [DONE]])
+    assert ended.code == 0, ended
+    assert "boom; all ranks start again" in ended.said
+    assert [one.life(index, 1)["MOEJOB_ATTEMPT"] for index in (0, 1)] == ["2", "2"]
+
+
+def test_ranks_that_were_restarted_in_place_are_told_of(run: MakeRun) -> None:
+    ended = run().run([[["restarts_ranks"], ["was_heard"], STEPS, DONE]])
+    assert ended.code == 0, ended
+    assert "its ranks were restarted in place" in ended.said
+
+
+def test_a_spent_budget_fails_the_run_with_the_last_word(run: MakeRun) -> None:
+    one = run(lifecycle={"backoffLimit": 1})
+    ended = one.run([[["ends", 1, "boom"]]])
+    assert ended.code == 1
+    assert "boom; 1 restarts since the last checkpoint, backoffLimit is 1" in ended.complained
+    assert one.lives(0) == 2
+
+
+def test_a_new_checkpoint_forgives_what_failed_before_it(run: MakeRun) -> None:
+    one = run(lifecycle={"backoffLimit": 1})
+    saves_and_fails = [[["resumes", step], ["steps", 1], ["saves"], ["was_heard"], ["ends", 1]] for step in range(3)]
+    ended = one.run([*saves_and_fails, [DONE]])
+    assert ended.code == 0, ended
+    assert one.lives(0) == 4
+
+
+def test_a_bad_configuration_fails_the_run_at_once_with_78(run: MakeRun) -> None:
+    one = run()
+    ended = one.run([[["ends", 78, "data.jsonl, line 3 is no JSON"]]])
+    assert ended.code == 78
+    assert "data.jsonl, line 3 is no JSON" in ended.complained
+    assert one.lives(0) == 1
+
+
+# --- stopping ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["Ctrl-C", "SIGTERM"])
+def test_a_run_that_is_asked_to_stop_saves(run: MakeRun, number: signal.Signals, code: int) -> None:
+    one = run(**TWO_NODES)
+    one.start([[STEPS, SAVES]], [[SAVES]])
+    one.life(0, 0), one.life(1, 0)
+    one.signal(number)
+    ended = one.ended()
+    assert ended.code == code, ended
+    assert "asked to stop: saving" in ended.said
+    assert "saved" in ended.complained
+
+
+def test_a_second_request_ends_a_run_that_saves_for_ever(run: MakeRun) -> None:
+    one = run()
+    one.start([[["saves_for_ever"]]])
+    pid = int(one.life(0, 0)["pid"])
+    one.signal(signal.SIGINT)
+    assert one.process is not None
+    assert one.process.stdout is not None
+    while "saving" not in one.process.stdout.readline():
+        pass
+    one.signal(signal.SIGINT)
+    ended = one.ended()
+    assert ended.code == 130, ended
+    assert "ended before everything was saved" in ended.complained
+    eventually(lambda: not Path(f"/proc/{pid}").exists(), "the end of the launcher")
+
+
+def test_a_run_that_cannot_save_says_so_and_fails(run: MakeRun) -> None:
+    one = run()
+    one.start([[["fails_when_asked"]]])
+    one.life(0, 0)
+    one.signal(signal.SIGTERM)
+    ended = one.ended()
+    assert ended.code == 1, ended
+    assert "the disk is full" in ended.complained
+
+
+def test_a_launcher_that_was_asked_to_stop_stops_the_run(run: MakeRun) -> None:
+    one = run()
+    one.start([[SAVES]])
+    os.kill(int(one.life(0, 0)["pid"]), signal.SIGTERM)
+    ended = one.ended()
+    assert ended.code == 143, ended
+    assert one.lives(0) == 1
+
+
+def test_a_run_past_its_deadline_saves_and_fails(run: MakeRun) -> None:
+    ended = run(lifecycle={"activeDeadlineSeconds": 1}).run([[SAVES]])
+    assert ended.code == 1, ended
+    assert "activeDeadlineSeconds 1; saved" in ended.complained
+
+
+def test_launchers_save_when_whoever_looks_after_them_is_killed(run: MakeRun) -> None:
+    one = run()
+    one.start([[SAVES]])
+    one.life(0, 0)
+    one.signal(signal.SIGKILL)
+    word = one.place / "logs" / "pod-0.json"
+    eventually(lambda: word.exists() and "Preempted" in word.read_text(), "the last word")
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def test_two_runs_in_one_folder_are_refused(run: MakeRun) -> None:
+    first, second = run(), run()
+    first.start([[SAVES]])
+    first.life(0, 0)
+    ended = second.run([[DONE]])
+    assert ended.code == 78
+    assert "is in use by another moejob run" in ended.complained
+    assert first.lives(0) == 1
+
+
+def test_a_folder_stays_taken_while_launchers_save_that_nobody_looks_after(run: MakeRun) -> None:
+    first, second = run(), run()
+    first.start([[["saves_for_ever"]]])
+    pid = int(first.life(0, 0)["pid"])
+    first.signal(signal.SIGKILL)
+    first.ended()
+    assert second.run([[DONE]]).code == 78
+    os.kill(pid, signal.SIGKILL)
+    eventually(lambda: not Path(f"/proc/{pid}").exists(), "the end of the launcher")
+    assert second.run([[DONE]], [[DONE]]).code == 0
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        pytest.param(
+            {"MOEJOB_TRAINER_PYTHON": "/nowhere/python"}, "/nowhere/python, which is no program", id="no file"
+        ),
+        pytest.param({"PYTHONPATH": ""}, f"{sys.executable} has no moejob_trainer", id="no trainer in it"),
+    ],
+)
+def test_a_missing_trainer_is_said_with_what_helps(run: MakeRun, environment: dict[str, str], said: str) -> None:
+    ended = run().run([[DONE]], **environment)
+    assert ended.code == 78
+    assert said in ended.complained
+    assert "set MOEJOB_TRAINER_PYTHON" in ended.complained
+
+
+def test_a_gpu_job_without_gpus_is_refused_with_what_helps(run: MakeRun) -> None:
+    ended = run(resources={"accelerator": "GPU"}).run([[DONE]], CUDA_VISIBLE_DEVICES="")
+    assert ended.code == 78
+    assert "the job needs 1 GPUs" in ended.complained
+    assert "spec.resources.accelerator: CPU" in ended.complained
+
+
+def test_a_secret_that_this_shell_lacks_is_named(run: MakeRun) -> None:
+    secret = {"name": "SOME_TOKEN", "secret": {"name": "tokens", "key": "hub"}}
+    one = run(resources={"env": [secret]})
+    ended = one.run([[DONE]])
+    assert ended.code == 78
+    assert "SOME_TOKEN" in ended.complained
+    assert one.run([[DONE]], SOME_TOKEN="here").code == 0
+    assert one.life(0, 0)["SOME_TOKEN"] == "here"
+
+
+def test_a_folder_with_other_things_is_left_alone(run: MakeRun) -> None:
+    one = run()
+    one.place.mkdir()
+    (one.place / "thesis.tex").write_text("")
+    ended = one.run([[DONE]])
+    assert ended.code == 78
+    assert "name an empty or new folder" in ended.complained
+    assert [path.name for path in one.place.iterdir()] == ["thesis.tex"]
+
+
+def test_the_folder_of_another_job_is_refused(run: MakeRun) -> None:
+    one = run()
+    one.place.mkdir()
+    (one.place / "run.json").write_text('{"job": "other", "uid": "1"}')
+    ended = one.run([[DONE]])
+    assert ended.code == 78
+    assert "the run folder of job other" in ended.complained
+
+
+def test_a_job_that_the_plan_refuses_does_not_start(run: MakeRun) -> None:
+    one = run(parallelism={"tensor": 3})
+    ended = one.run([[DONE]])
+    assert ended.code == 1
+    assert "refused" in ended.said
+    assert not one.place.exists()
