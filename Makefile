@@ -57,7 +57,8 @@ lint: $(operator_built) ## Check format, style and the import rules
 types: $(operator_built) $(trainer_built) ## Check types, strictly, against what each package runs with
 	@$(call quietly,$(operator)/mypy --cache-dir .mypy_cache/operator $(wildcard crds/src operator/src cli/src scripts \
 		benchmarks/*.py tests/*.py $(patsubst %,tests/%,api operator cli chart cluster rollout)))
-	@$(call quietly,$(trainer)/mypy --cache-dir .mypy_cache/trainer trainer/src tests/trainer tests/gpu benchmarks/trainer)
+	@$(call quietly,$(trainer)/mypy --cache-dir .mypy_cache/trainer trainer/src tests/trainer tests/gpu benchmarks/trainer \
+		examples/ask.py)
 
 generate: $(operator_built) ## Write the CRD that the models describe, and the manifests that the operator makes
 	@$(operator)/python -m moejob_api.crd
@@ -74,7 +75,8 @@ test: test-operator test-trainer test-rollout test-cluster ## Run every test tha
 test-operator: $(operator_built) ## Test api, operator, cli and chart
 	@$(operator)/pytest $(wildcard $(patsubst %,tests/%,api cli operator chart)) $(ARGS)
 
-test-trainer: $(trainer_built) ## Test the trainer
+# moejob run, which starts the trainer, lives in the operator's environment.
+test-trainer: $(trainer_built) $(operator_built) ## Test the trainer
 	@$(trainer)/pytest tests/trainer $(ARGS)
 
 test-rollout: $(rollout_built) ## Test what runs beside vLLM
@@ -93,8 +95,12 @@ control-plane: $(operator_built) ## Build the Kubernetes programs that this mach
 bench: $(operator_built) ## Measure planning
 	@$(operator)/python -m benchmarks.planning
 
-demo: $(operator_built) ## Plan every example
-	@for job in $(wildcard examples/*.yaml); do echo "--- $$job"; $(operator)/moejob plan "$$job"; done
+# Always from the start: a run folder that is used again goes on where it was.
+demo: $(operator_built) $(trainer_built) ## Train a small model here, then ask it something
+	@rm -rf runs/demo
+	@$(operator)/moejob run examples/tiny-sft.yaml --run-dir runs/demo
+	@echo
+	@$(trainer)/python examples/ask.py runs/demo/export "what colour is the sky?"
 
 
 # Closures. Order matters: what comes later is held to the versions chosen earlier, so that the tools install on top of

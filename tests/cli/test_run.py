@@ -97,7 +97,9 @@ def test_a_spent_budget_fails_the_run_with_the_last_word(run: MakeRun) -> None:
 
 def test_a_new_checkpoint_forgives_what_failed_before_it(run: MakeRun) -> None:
     one = run(lifecycle={"backoffLimit": 1})
-    saves_and_fails = [[["resumes", step], ["steps", 1], ["saves"], ["was_heard"], ["ends", 1]] for step in range(3)]
+    saves_and_fails: list[list[Act]] = [
+        [["resumes", step], ["steps", 1], ["saves"], ["was_heard"], ["ends", 1]] for step in range(3)
+    ]
     ended = one.run([*saves_and_fails, [DONE]])
     assert ended.code == 0, ended
     assert one.lives(0) == 4

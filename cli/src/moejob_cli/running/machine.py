@@ -52,7 +52,9 @@ def trainer_python(environ: Mapping[str, str], checkout: Path) -> Path:
     if found.is_file() and os.access(found, os.X_OK):
         return found.absolute()
     if named:
-        raise CannotRun(f"{TRAINER_PYTHON} is {named}, which is no program; set it to a Python with moejob-trainer")
+        raise CannotRun(
+            f"{TRAINER_PYTHON} is {named}, which is no program; set {TRAINER_PYTHON} to the Python of the trainer"
+        )
     raise CannotRun(
         f"there is no trainer here: run `make setup` in the checkout of moejob, or set {TRAINER_PYTHON} to the Python "
         "of an environment with moejob-trainer"

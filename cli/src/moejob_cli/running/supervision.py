@@ -136,7 +136,7 @@ class Supervision:
             case GiveUp(reason=reason):
                 return Result(exit_code_of(pods), reason)
             case RestartRanks(reason=reason):
-                self.display.tell(f"{reason}; its launcher has restarted them")
+                self.display.tell(f"{reason}; why is said in {self.launching.folder.logs}")
             case ReplacePods(pods=lost, after_seconds=seconds, reason=reason):
                 names = ", ".join(map(str, lost))
                 self.display.tell(f"{reason}; launcher {names} is replaced{_after(seconds)}")

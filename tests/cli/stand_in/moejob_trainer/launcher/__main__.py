@@ -1,6 +1,7 @@
 """A launcher in its last act: what each of its lives does is written in the run's script.
 
-The script ($STAND_IN) is JSON: for each pod a list of lives, each a list of acts; the last life is lived again and again.
+The script ($STAND_IN) is JSON: for each pod a list of lives, each a list of acts; the last life is lived again and
+again.
 """
 
 from __future__ import annotations

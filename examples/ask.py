@@ -1,0 +1,27 @@
+"""Asks a model that `moejob run` has exported, with nothing but Transformers: ask.py EXPORT QUESTION."""
+
+from __future__ import annotations
+
+import sys
+
+from transformers import AutoModelForCausalLM, AutoTokenizer, logging
+
+MOST_TOKENS = 32
+
+
+def answer(export: str, question: str) -> str:
+    """What the model answers, one most likely token after the other."""
+    tokenizer = AutoTokenizer.from_pretrained(export)
+    model = AutoModelForCausalLM.from_pretrained(export)
+    asked = tokenizer.apply_chat_template(
+        [{"role": "user", "content": question}], add_generation_prompt=True, return_dict=True, return_tensors="pt"
+    )
+    said = model.generate(**asked, max_new_tokens=MOST_TOKENS, do_sample=False)
+    text: str = tokenizer.decode(said[0, asked["input_ids"].shape[1] :], skip_special_tokens=True)
+    return text.strip()
+
+
+if __name__ == "__main__":
+    logging.disable_progress_bar()
+    export, question = sys.argv[1:]
+    sys.stdout.write(f"{question}\n{answer(export, question)}\n")

@@ -1,0 +1,120 @@
+"""`moejob run` with the real trainer: a rank that is killed in the middle changes nothing of what is learned."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+ROOT = Path(__file__).parents[2]
+# The command line must never meet torch: it has an environment of its own.
+COMMAND = ROOT / ".venv/operator/bin/moejob"
+STEPS = 8
+LONGEST_SECONDS = 240.0
+_STARTED = re.compile(r"ranks started ranks=\[0, 1\] pids=\[\d+, (\d+)\]")
+
+
+@dataclass
+class TinyRun:
+    """One `moejob run` of the shortened example."""
+
+    place: Path
+    process: subprocess.Popen[str]
+
+    def lines(self) -> list[dict[str, Any]]:
+        log = self.place / "steps.jsonl"
+        return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+
+    def losses(self) -> dict[int, float]:
+        """The loss of every step, as it was done last."""
+        return {line["step"]: line["loss"] for line in self.lines()}
+
+    def second_rank(self) -> int:
+        found = _STARTED.search((self.place / "logs" / "pod-0.log").read_text())
+        assert found is not None
+        return int(found[1])
+
+    def ended(self) -> str:
+        said, _ = self.process.communicate(timeout=LONGEST_SECONDS)
+        assert self.process.returncode == 0, said
+        return said
+
+
+def started(folder: Path, name: str) -> TinyRun:
+    job = yaml.safe_load((ROOT / "examples" / "tiny-sft.yaml").read_text())
+    job["spec"]["data"] |= {"maxLength": 64}
+    job["spec"]["training"] |= {"maxSteps": STEPS, "evalEvery": STEPS}
+    # In the background a save may take longer than the steps that are left.
+    job["spec"]["checkpoint"] |= {"everySteps": 2, "async": False}
+    file = folder / f"{name}.yaml"
+    file.write_text(yaml.safe_dump(job))
+    process = subprocess.Popen(
+        [COMMAND, "run", file, "--run-dir", folder / name],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+    )
+    return TinyRun(folder / name, process)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TinyRun, TinyRun]]:
+    """One run that nothing happens to, and one whose second rank is killed after a few steps; both to their ends."""
+    folder = tmp_path_factory.mktemp("runs")
+    calm, killed = started(folder, "calm"), started(folder, "killed")
+    try:
+        until = time.monotonic() + LONGEST_SECONDS
+        while len(killed.lines()) < 3 and time.monotonic() < until and killed.process.poll() is None:
+            time.sleep(0.01)
+        os.kill(killed.second_rank(), signal.SIGKILL)
+        assert "its ranks were restarted in place" in killed.ended()
+        calm.ended()
+        yield calm, killed
+    finally:
+        for run in (calm, killed):
+            run.process.terminate()
+            run.process.wait()
+
+
+@pytest.mark.slow
+def test_a_killed_rank_changes_no_loss(runs: tuple[TinyRun, TinyRun]) -> None:
+    calm, killed = runs
+    assert list(calm.losses()) == list(range(1, STEPS + 1))
+    assert killed.losses() == pytest.approx(calm.losses(), rel=1e-6)
+    assert calm.losses()[STEPS] < calm.losses()[1]
+
+
+@pytest.mark.slow
+def test_a_killed_rank_goes_on_from_a_checkpoint(runs: tuple[TinyRun, TinyRun]) -> None:
+    again = [line["step"] for line in runs[1].lines() if line["restart"] == 1]
+    assert again[0] > 1
+    assert again[-1] == STEPS
+
+
+@pytest.mark.slow
+def test_both_exports_are_the_same_model_and_transformers_loads_it(runs: tuple[TinyRun, TinyRun]) -> None:
+    models = []
+    for run in runs:
+        model, loading = AutoModelForCausalLM.from_pretrained(run.place / "export", output_loading_info=True)
+        assert not loading["missing_keys"]
+        assert not loading["unexpected_keys"]
+        models.append(model)
+    tokenizer = AutoTokenizer.from_pretrained(runs[1].place / "export")
+    asked = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "What is 3 plus 4?"}], add_generation_prompt=True, return_tensors="pt"
+    )["input_ids"]
+    calm, killed = (model(asked).logits for model in models)
+    torch.testing.assert_close(killed, calm, rtol=1e-5, atol=1e-5)
