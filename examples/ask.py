@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 from transformers import AutoModelForCausalLM, AutoTokenizer, logging
 
@@ -11,8 +12,9 @@ MOST_TOKENS = 32
 
 def answer(export: str, question: str) -> str:
     """What the model answers, one most likely token after the other."""
-    tokenizer = AutoTokenizer.from_pretrained(export)
-    model = AutoModelForCausalLM.from_pretrained(export)
+    # Which class they are, the folder says.
+    tokenizer: Any = AutoTokenizer.from_pretrained(export)
+    model: Any = AutoModelForCausalLM.from_pretrained(export)
     asked = tokenizer.apply_chat_template(
         [{"role": "user", "content": question}], add_generation_prompt=True, return_dict=True, return_tensors="pt"
     )

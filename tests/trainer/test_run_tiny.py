@@ -106,15 +106,16 @@ def test_a_killed_rank_goes_on_from_a_checkpoint(runs: tuple[TinyRun, TinyRun]) 
 
 @pytest.mark.slow
 def test_both_exports_are_the_same_model_and_transformers_loads_it(runs: tuple[TinyRun, TinyRun]) -> None:
-    models = []
+    models: list[Any] = []
     for run in runs:
-        model, loading = AutoModelForCausalLM.from_pretrained(run.place / "export", output_loading_info=True)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(run.place / "export", output_loading_info=True)
+        model, loading = loaded
         assert not loading["missing_keys"]
         assert not loading["unexpected_keys"]
         models.append(model)
-    tokenizer = AutoTokenizer.from_pretrained(runs[1].place / "export")
+    tokenizer: Any = AutoTokenizer.from_pretrained(runs[1].place / "export")
     asked = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "What is 3 plus 4?"}], add_generation_prompt=True, return_tensors="pt"
+        [{"role": "user", "content": "what colour is the sky?"}], add_generation_prompt=True, return_tensors="pt"
     )["input_ids"]
     calm, killed = (model(asked).logits for model in models)
     torch.testing.assert_close(killed, calm, rtol=1e-5, atol=1e-5)
