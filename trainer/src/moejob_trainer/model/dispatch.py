@@ -82,7 +82,7 @@ def of_all(x: Tensor, groups: Groups) -> Tensor:
 
 
 def own_choices(chosen: Tensor, experts: int, groups: Groups) -> Tensor:
-    """The choices that fell on this rank's experts, counted from its first; `experts`, which is none, for the others."""
+    """The choices that fell on the experts of this rank, counted from its first; `experts`, that is none, for others."""
     own = chosen - groups.expert.rank * experts
     return own.masked_fill((own < 0) | (own > experts), experts)
 
