@@ -21,11 +21,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from builders import merged, spec
 from model_configs import config as small_config
 from moejob_api.job import Spec
+from moejob_api.job.training import Lora
 from moejob_api.layout.sizes import layout as layout_of
 from moejob_api.models.shape import Family
 from moejob_trainer.batches import Document, MicroBatch, batch_plan, global_batch, loss_weight
+from moejob_trainer.conversion.adapters import adapter_table
 from moejob_trainer.conversion.families import table
-from moejob_trainer.conversion.imports import Source, opened
+from moejob_trainer.conversion.imports import Source, import_weights, opened
 from moejob_trainer.engine import LossTerms, TokenOutputs
 from moejob_trainer.losses import cross_entropy
 from moejob_trainer.megatron.cpu import use_cpu
@@ -33,7 +35,7 @@ from moejob_trainer.megatron.engine import MegatronEngine, Placement
 from moejob_trainer.megatron.optimizer import Piece
 from moejob_trainer.megatron.stages import built
 from moejob_trainer.megatron.topology import start_groups, stop_groups
-from moejob_trainer.megatron.weights import coordinates, load_published, named_weights
+from moejob_trainer.megatron.weights import adapter_weights, coordinates, load_published, named_weights
 from moejob_trainer.model.architecture import architecture
 from moejob_trainer.model.parameters import local_slices
 
@@ -234,13 +236,14 @@ def trained(cell: Cell, folder: Path) -> Trained:
     """Trains the model in the cell's layout; one rank's part."""
     use_cpu()
     engine = started(cell, folder)
+    lora = engine.spec.training.lora
     try:
         results, gradients = [], Deviation()
         for step in range(STEPS):
             results.append(engine.update(micro_batches(cell, engine, step), loss_of(cell, engine)))
             if step == 0:
-                gradients = _deviation(engine, _source(folder / "gradients"), lambda piece: piece.gradient)
-        weights = _deviation(engine, _source(folder / "last"), lambda piece: piece.main)
+                gradients = _deviation(engine, _source(folder / "gradients", lora), lambda piece: piece.gradient)
+        weights = _deviation(engine, _source(folder / "last", lora), lambda piece: piece.main)
     finally:
         stop_groups()
     steps = Steps(
@@ -269,6 +272,9 @@ def started(cell: Cell, folder: Path) -> MegatronEngine:
     device = torch.device("cpu")
     stages = built(model, spec_of_cell, layout, groups, device)
     load_published(stages, _source(folder / "first"), groups)
+    lora = spec_of_cell.training.lora
+    if lora is not None:
+        import_weights(adapter_weights(stages), _source(folder / "adapters", lora), coordinates(groups))
     if cell.mutant == "two experts swapped":
         _swap_experts(stages)
     if cell.mutant == "a layer skipped":
@@ -320,9 +326,9 @@ def _outputs(layer: Any) -> Iterator[torch.nn.Parameter]:
         yield layer.mlp.down.weight
 
 
-def _source(folder: Path) -> Source:
-    config = json.loads((folder / "config.json").read_text())
-    return opened(folder, table(architecture(config).shape))
+def _source(folder: Path, lora: Lora | None = None) -> Source:
+    shape = architecture(json.loads((folder / "config.json").read_text())).shape
+    return opened(folder, table(shape) if lora is None else adapter_table(shape, lora))
 
 
 def _deviation(engine: MegatronEngine, source: Source, taken: Callable[[Piece], Tensor]) -> Deviation:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,7 @@ from moejob_trainer.beats import Beats
 from moejob_trainer.checkpoints import Checkpoints, Place
 from moejob_trainer.checkpoints import Run as Owner
 from moejob_trainer.checkpoints.ranks import decided
+from moejob_trainer.conversion.adapters import AdapterTarget, adapter_table, export_adapters
 from moejob_trainer.conversion.export import Target, export
 from moejob_trainer.conversion.families import Table, table
 from moejob_trainer.conversion.imports import opened
@@ -45,8 +46,10 @@ from moejob_trainer.megatron.engine import MegatronEngine, Placement
 from moejob_trainer.megatron.stages import built
 from moejob_trainer.megatron.state import STATE_FORMAT, StateFiles
 from moejob_trainer.megatron.topology import start_groups
-from moejob_trainer.megatron.weights import initialise, load_published, named_weights
+from moejob_trainer.megatron.weights import adapter_weights, initialise, load_published, named_weights, start_adapters
+from moejob_trainer.model.adapters import adapters
 from moejob_trainer.model.architecture import Architecture, architecture
+from moejob_trainer.model.parameters import Parameter
 from moejob_trainer.objectives.sft import SupervisedFineTuning
 from moejob_trainer.orders import Orders, orders
 from moejob_trainer.published import Published, fetch, published
@@ -162,7 +165,7 @@ def _trained(here: Here, model: Model, beats: Beats) -> Outcome:
         objective = SupervisedFineTuning(source)
         total_steps = spec.training.max_steps or training.steps()
         engine = _engine(here, model, total_steps)
-        state = StateFiles(engine, model.table.parameters, stack.enter_context(background()))
+        state = StateFiles(engine, saved_parameters(model.table.parameters, spec), stack.enter_context(background()))
         checkpoints = _checkpoints(here, model, RunWriter(state, objective, is_first=order.rank == 0))
 
         def evaluate(step: int) -> Mapping[str, float]:
@@ -208,6 +211,8 @@ def _engine(here: Here, model: Model, total_steps: int) -> MegatronEngine:
         load_published(stages, opened(model.published.folder, model.table), here.groups)
     else:
         initialise(stages, model.table.parameters, here.groups, spec.training.seed)
+    if spec.training.lora is not None:
+        start_adapters(stages, adapters(model.table.parameters, spec.training.lora), here.groups, spec.training.seed)
     training = spec.training
 
     def rate(update: int) -> float:
@@ -251,7 +256,23 @@ def _saved(store: Checkpoints) -> tuple[int | None, float | None, float]:
     return store.last_step, None if last is None else last.seconds, 0.0 if last is None else last.stalled_seconds
 
 
+def saved_parameters(declared: Sequence[Parameter], spec: Spec) -> tuple[Parameter, ...]:
+    """What a checkpoint holds: under adapters, not the frozen weights that the published model holds already."""
+    lora = spec.training.lora
+    if lora is None:
+        return tuple(declared)
+    # Weights of another job's checkpoint are published nowhere; the bias on the choice of experts moves.
+    is_published = spec.checkpoint.resume_from is None
+    kept = (parameter for parameter in declared if parameter.is_buffer or not is_published)
+    return (*kept, *adapters(declared, lora))
+
+
 def _export(here: Here, model: Model, engine: MegatronEngine) -> None:
+    folder, groups, lora = here.order.folder / EXPORT, here.placement.model_groups, here.spec.training.lora
+    if lora is not None:
+        adapted = adapter_table(model.architecture.shape, lora)
+        target = AdapterTarget(folder, here.spec.model.source, lora)
+        export_adapters(adapter_weights(engine.stages), adapted, groups, target)
+        return
     dtype = getattr(torch, here.spec.model.dtype.value)
-    target = Target(here.order.folder / EXPORT, model.published.folder, dtype)
-    export(named_weights(engine.stages), model.table, here.placement.model_groups, target)
+    export(named_weights(engine.stages), model.table, groups, Target(folder, model.published.folder, dtype))

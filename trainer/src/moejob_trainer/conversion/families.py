@@ -166,7 +166,7 @@ def table(shape: ModelShape) -> Table:
 
 
 def _pieces(shape: ModelShape, parameter: Parameter) -> Iterator[Piece]:
-    prefix, suffix = _located(parameter.name, len(shape.layers))
+    prefix, suffix = located(parameter.name, len(shape.layers))
     rows = [row for row in ROWS[shape.family] if row.parameter == suffix]
     if not rows:
         raise ValueError(f"no row of {shape.family} fills {parameter.name}")
@@ -174,7 +174,7 @@ def _pieces(shape: ModelShape, parameter: Parameter) -> Iterator[Piece]:
         yield from pieces(row, parameter, prefix + row.tensor, shape.vocabulary)
 
 
-def _located(name: str, layers: int) -> tuple[str, str]:
+def located(name: str, layers: int) -> tuple[str, str]:
     """Where a parameter is in their files, and what the rows call it. MTP comes after the last layer there."""
     match name.split("."):
         case ["layers", index, *rest]:

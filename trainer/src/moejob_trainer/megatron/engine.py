@@ -25,11 +25,11 @@ from moejob_trainer.megatron.gradients import finish_gradients
 from moejob_trainer.megatron.optimizer import ShardedAdamW, moments
 from moejob_trainer.megatron.pipeline import forward_backward, row_input, whole
 from moejob_trainer.megatron.stages import buffered
-from moejob_trainer.megatron.weights import named_weights
+from moejob_trainer.megatron.weights import merged_weights
 from moejob_trainer.model.architecture import Architecture
 from moejob_trainer.model.balancing import Balance, GlobalBatch
 from moejob_trainer.model.mixture import Mixture
-from moejob_trainer.model.stage import Stage
+from moejob_trainer.model.stage import RowInput, Stage
 
 
 class Diverged(RuntimeError):
@@ -114,7 +114,7 @@ class MegatronEngine:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """The weights under their Hugging Face names, whole and one at a time, each on one rank."""
-        return hugging_face_tensors(named_weights(self.stages), table(self.model.shape), self.placement.model_groups)
+        return hugging_face_tensors(merged_weights(self.stages), table(self.model.shape), self.placement.model_groups)
 
     # --- a global batch ---------------------------------------------------------------------------------------------
 
@@ -153,12 +153,13 @@ class MegatronEngine:
             log_probabilities, entropy = (whole(result, self.groups) for result in results)
             return finish(number, TokenOutputs(log_probabilities, entropy), batches[number])
 
-        sequence_parallel = self.spec.parallelism.sequence_parallel
-        rows = [
-            row_input(number, batch, self.model, self.groups, sequence_parallel=sequence_parallel)
-            for number, batch in enumerate(batches)
-        ]
+        rows = [self._row_input(number, batch) for number, batch in enumerate(batches)]
         forward_backward(self.chunks, rows, finished, forward_only=forward_only)
+
+    def _row_input(self, number: int, batch: MicroBatch) -> RowInput:
+        sequence_parallel = self.spec.parallelism.sequence_parallel
+        made = row_input(batch, self.model, self.groups, sequence_parallel=sequence_parallel)
+        return replace(made, row=replace(made.row, number=number, update=self.updates))
 
     def _totals(self, batches: Sequence[MicroBatch]) -> tuple[float, int, int]:
         """Weight, tokens and micro batches that hold any: known before the backward pass, so that no layout changes

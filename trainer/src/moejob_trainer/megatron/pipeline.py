@@ -59,10 +59,8 @@ def _step(finish: Callable[[int, tuple[Tensor, Tensor]], Tensor]) -> Callable[..
     return forward_step
 
 
-def row_input(
-    number: int, batch: MicroBatch, model: Architecture, groups: Groups, *, sequence_parallel: bool
-) -> RowInput:
-    """This rank's part of its micro batch of that number, which is on its device already."""
+def row_input(batch: MicroBatch, model: Architecture, groups: Groups, *, sequence_parallel: bool) -> RowInput:
+    """This rank's part of a micro batch that is on its device already."""
     boundaries = batch.cu_lengths.tolist()
     lengths = tuple(stop - start for start, stop in pairwise(boundaries))
     documents = Documents(batch.cu_lengths.to(batch.tokens.device), lengths, groups.context.rank, groups.context.size)
@@ -70,7 +68,7 @@ def row_input(
     is_real, segments = batch.is_real().to(batch.tokens.device)[held], documents.segments()
     if sequence_parallel:
         is_real, segments = own_rows(is_real, groups.tensor), own_rows(segments, groups.tensor)
-    row = row_of(documents, model.rotary, groups.context.handle, OwnTokens(is_real, segments), number)
+    row = row_of(documents, model.rotary, groups.context.handle, OwnTokens(is_real, segments))
     return RowInput(batch.tokens[held], batch.labels[held], row)
 
 

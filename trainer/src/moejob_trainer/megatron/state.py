@@ -28,6 +28,7 @@ from moejob_trainer.groups import Group
 from moejob_trainer.megatron.engine import MegatronEngine
 from moejob_trainer.megatron.optimizer import Piece, counts_here
 from moejob_trainer.megatron.weights import coordinates, named_weights
+from moejob_trainer.model.adapters import is_adapter
 from moejob_trainer.model.linear import is_tied_copy
 from moejob_trainer.model.parameters import Parameter, division, local_slices
 
@@ -96,7 +97,9 @@ class StateFiles:
         stored = _index(folder, self.engine.groups.world)
         opened: dict[str, safe_open] = {}
         for held in self._held():
-            if held.kind in kinds:
+            # Adapters begin anew on the weights of a job that had none.
+            is_new = weights_only and is_adapter(held.name) and (held.kind, held.name) not in stored
+            if held.kind in kinds and not is_new:
                 _fill(held, stored.get((held.kind, held.name), []), folder, opened)
         self.engine.optimizer.gather_weights()
 

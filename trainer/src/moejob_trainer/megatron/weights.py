@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from moejob_trainer.conversion.imports import Source, import_weights
 from moejob_trainer.groups import Groups
+from moejob_trainer.model.adapters import Adapter, fresh, is_adapter
 from moejob_trainer.model.parameters import Coordinates, Parameter, local_slices
 from moejob_trainer.model.stage import Stage
 
@@ -39,8 +40,64 @@ def named_weights(stages: Sequence[Stage]) -> dict[str, Tensor]:
 
 
 def load_published(stages: Sequence[Stage], source: Source, groups: Groups) -> None:
-    """Reads this rank's part of a published checkpoint."""
-    import_weights(named_weights(stages), source, coordinates(groups))
+    """Reads this rank's part of a published checkpoint; adapters stay as they are."""
+    import_weights(base_weights(stages), source, coordinates(groups))
+
+
+def base_weights(stages: Sequence[Stage]) -> dict[str, Tensor]:
+    """The weights without their adapters."""
+    return {name: tensor for name, tensor in named_weights(stages).items() if not is_adapter(name)}
+
+
+def adapter_weights(stages: Sequence[Stage]) -> dict[str, Tensor]:
+    """The adapters alone."""
+    return {name: tensor for name, tensor in named_weights(stages).items() if is_adapter(name)}
+
+
+def merged_weights(stages: Sequence[Stage]) -> Mapping[str, Tensor]:
+    """The weights as they compute: with their adapters added."""
+    base = base_weights(stages)
+    products = {name: adapter for stage in stages for name, adapter in _adapters(stage)}
+    return _Merged(base, products) if products else base
+
+
+class _Merged(Mapping[str, Tensor]):
+    """Adds an adapter when its weight is asked for; of a model, there is room for one sum at a time."""
+
+    def __init__(self, base: Mapping[str, Tensor], products: Mapping[str, Adapter]) -> None:
+        self._base, self._adapters = base, products
+        self._last: tuple[str, Tensor] | None = None
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._adapters:
+            return self._base[name]
+        if self._last is None or self._last[0] != name:
+            weight = self._base[name]
+            self._last = name, (weight.float() + self._adapters[name].product().float()).to(weight.dtype)
+        return self._last[1]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._base)
+
+    def __len__(self) -> int:
+        return len(self._base)
+
+
+def _adapters(stage: Stage) -> Iterator[tuple[str, Adapter]]:
+    for owner, module in stage.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, Adapter):
+                last = "weight" if name == "adapter" else name.removesuffix("_adapter")
+                yield f"{owner}.{last}", value
+
+
+def start_adapters(stages: Sequence[Stage], declared: Sequence[Parameter], groups: Groups, seed: int) -> None:
+    """Fresh adapters, which add nothing yet; every layout starts with the same ones."""
+    here, named = coordinates(groups), adapter_weights(stages)
+    with torch.no_grad():
+        for parameter in declared:
+            if parameter.name in named:
+                named[parameter.name].copy_(fresh(parameter, local_slices(parameter, here), seed))
 
 
 def initialise(stages: Sequence[Stage], parameters: Sequence[Parameter], groups: Groups, seed: int) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from moejob_trainer.groups import Group, copied, gathered, scattered, summed
+from moejob_trainer.model.adapters import Adapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +48,15 @@ class Linear(nn.Module):
         self.outputs = outputs
         self.weight = nn.Parameter(torch.empty(*outputs, *inputs))
         self.bias = nn.Parameter(torch.empty(*outputs)) if bias else None
+        self.adapter: Adapter | None = None
         self._in_features = math.prod(inputs)
 
     def forward(self, x: Tensor) -> Tensor:
         """[t, *inputs] -> [t, *outputs]"""
         bias = None if self.bias is None else self.bias.flatten()
         y = functional.linear(x.reshape(len(x), self._in_features), self.weight.view(-1, self._in_features), bias)
-        return y.view(len(x), *self.outputs)
+        y = y.view(len(x), *self.outputs)
+        return y if self.adapter is None else y + self.adapter.added(x)
 
 
 class OutputLinear(nn.Module):
@@ -64,6 +67,7 @@ class OutputLinear(nn.Module):
         self.share = share
         self.weight = nn.Parameter(torch.empty(hidden, *inputs))
         self.bias = nn.Parameter(torch.empty(hidden)) if bias else None
+        self.adapter: Adapter | None = None
         self._in_features = math.prod(inputs)
         if self.bias is not None:
             mark_partial(self.bias, is_partial=share.sequence_parallel)
@@ -71,7 +75,10 @@ class OutputLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[rows, *inputs] -> [t, hidden]"""
         weight = self.weight.view(-1, self._in_features)
-        y = self.share.left(functional.linear(x.reshape(len(x), self._in_features), weight))
+        y = functional.linear(x.reshape(len(x), self._in_features), weight)
+        if self.adapter is not None:
+            y = y + self.adapter.added(x)
+        y = self.share.left(y)
         return y if self.bias is None else y + self.bias
 
 

@@ -15,6 +15,7 @@ from moejob_trainer.layers.activation import clamped_swiglu, swiglu
 from moejob_trainer.layers.experts import grouped_linear, rows_of_experts
 from moejob_trainer.layers.permutation import Permutation, combined, permuted, permuted_probabilities
 from moejob_trainer.layers.routing import Routing, capacity, routed, router_logits, within_capacity
+from moejob_trainer.model.adapters import Adapter
 from moejob_trainer.model.balancing import Balance
 from moejob_trainer.model.dispatch import dispatch, of_all, of_own, own_choices, returned
 from moejob_trainer.model.feedforward import GatedMLP
@@ -72,11 +73,15 @@ class Experts(nn.Module):
             mark_partial(self.down_bias)
         for parameter in self.parameters():
             mark_expert(parameter)
+        self.gate_up_adapter: Adapter | None = None
+        self.down_adapter: Adapter | None = None
 
     def forward(self, rows: Tensor, probabilities: Tensor, counts: Tensor) -> Tensor:
         """[r, h], sorted by expert -> [r, h], weighted"""
         inner = recomputed(self.is_recomputed, self._inner, rows, probabilities, counts)
         y = grouped_linear(inner, self.down, counts)
+        if self.down_adapter is not None:
+            y = y + self.down_adapter.added_by_experts(inner, counts)
         if self.down_bias is None:
             return y
         biases = rows_of_experts(self.down_bias, counts, len(rows)) * probabilities.unsqueeze(-1)
@@ -85,6 +90,8 @@ class Experts(nn.Module):
     def _inner(self, rows: Tensor, probabilities: Tensor, counts: Tensor) -> Tensor:
         bias = None if self.gate_up_bias is None else self.gate_up_bias.flatten(1)
         gate_up = grouped_linear(rows, self.gate_up.flatten(1, 2), counts, bias).unflatten(1, (2, -1))
+        if self.gate_up_adapter is not None:
+            gate_up = gate_up + self.gate_up_adapter.added_by_experts(rows, counts)
         if self.gate_limit is not None:
             return clamped_swiglu(gate_up, probabilities, limit=self.gate_limit)
         return swiglu(gate_up, probabilities)

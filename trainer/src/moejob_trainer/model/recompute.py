@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from moejob_api.job.training import Recompute, RecomputeGranularity, RecomputeMethod, RecomputeModule
+from moejob_trainer.model.adapters import drawn_for
 
 R = TypeVar("R")
 
@@ -42,9 +44,8 @@ def recomputed(is_recomputed: bool, compute: Callable[..., R], *arguments: Any) 
     if not is_recomputed or not torch.is_grad_enabled():
         return compute(*arguments)
     # Nothing in a layer is random but the dropout of adapters, whose masks come from generators of their own.
-    result: R = checkpoint(
-        compute, *arguments, use_reentrant=False, preserve_rng_state=False, context_fn=_first_and_again
-    )
+    contexts = partial(_first_and_again, drawn_for.get())
+    result: R = checkpoint(compute, *arguments, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
     return result
 
 
@@ -53,14 +54,15 @@ def computes_again() -> bool:
     return _computes_again.get()
 
 
-def _first_and_again() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    return nullcontext(), _again()
+def _first_and_again(drawn: tuple[int, int]) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    return nullcontext(), _again(drawn)
 
 
 @contextmanager
-def _again() -> Iterator[None]:
-    token = _computes_again.set(True)
+def _again(drawn: tuple[int, int]) -> Iterator[None]:
+    token, masks = _computes_again.set(True), drawn_for.set(drawn)
     try:
         yield
     finally:
+        drawn_for.reset(masks)
         _computes_again.reset(token)

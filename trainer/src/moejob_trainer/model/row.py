@@ -24,8 +24,9 @@ class Row:
     is_real: Tensor
     # The document of each of the same tokens. [t]
     segments: Tensor
-    # Which of this rank's micro batches of the global batch it is.
+    # Which of this rank's micro batches of the global batch it is, and of which update.
     number: int = 0
+    update: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +37,7 @@ class OwnTokens:
     segments: Tensor
 
 
-def row_of(
-    documents: Documents, rotary: Rotary, context_group: ProcessGroup | None, own: OwnTokens, number: int = 0
-) -> Row:
+def row_of(documents: Documents, rotary: Rotary, context_group: ProcessGroup | None, own: OwnTokens) -> Row:
     """The row, with its rotation computed once for all layers."""
     cosine, sine = rotary.angles(documents.positions())
-    return Row(documents, cosine, sine, rotary.interleaved, context_group, own.is_real, own.segments, number)
+    return Row(documents, cosine, sine, rotary.interleaved, context_group, own.is_real, own.segments)

@@ -25,13 +25,15 @@ from moejob_trainer.errors import BadConfiguration
 from moejob_trainer.groups import Groups
 from moejob_trainer.layers.norm import RMSNorm
 from moejob_trainer.layers.vocabulary import token_log_probabilities
+from moejob_trainer.model.adapters import drawn_for
+from moejob_trainer.model.adapting import adapt
 from moejob_trainer.model.architecture import Architecture
 from moejob_trainer.model.attention import Attention, AttentionSettings
 from moejob_trainer.model.feedforward import GatedMLP
 from moejob_trainer.model.latent import LatentAttention
 from moejob_trainer.model.linear import TensorShare, mark_partial, mark_tied
 from moejob_trainer.model.mixture import Mixture, MixtureSettings
-from moejob_trainer.model.parameters import padded_vocabulary
+from moejob_trainer.model.parameters import padded_vocabulary, parameters
 from moejob_trainer.model.recompute import recomputed, recomputed_groups, recomputed_modules
 from moejob_trainer.model.row import Row
 
@@ -142,6 +144,9 @@ class Stage(nn.Module):
         self.recompute = recomputed_groups(spec.training.recompute, len(place.layers))
         self.offloads = spec.memory.offload_activations
         self._received: Tensor | None = None
+        if spec.training.lora is not None:
+            declared = {parameter.name: parameter for parameter in parameters(shape)}
+            adapt(self, declared, spec.training.lora, spec.training.seed)
 
     def _tie(self) -> None:
         if self.place.is_first:
@@ -157,6 +162,7 @@ class Stage(nn.Module):
 
     def forward(self, batch: RowInput) -> Tensor | tuple[Tensor, Tensor]:
         """Hidden states [t, 1, h], or on the last stage log-probabilities and entropies of this rank's tokens."""
+        drawn_for.set((batch.row.update, batch.row.number))
         x = self._entrance(batch)
         with torch.autograd.graph.save_on_cpu(pin_memory=x.is_cuda) if self.offloads else nullcontext():
             x = self._through_layers(x, batch.row)
@@ -168,7 +174,8 @@ class Stage(nn.Module):
     def _entrance(self, batch: RowInput) -> Tensor:
         if self.place.is_first:
             embedded: Tensor = self.embedding(batch.tokens)
-            return embedded
+            # Under frozen weights, what a stage sends on still has to have a gradient.
+            return embedded if embedded.requires_grad else embedded.requires_grad_(torch.is_grad_enabled())
         if self._received is None:
             raise RuntimeError("the stage before sent nothing")
         return self._received.squeeze(1)

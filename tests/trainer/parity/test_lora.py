@@ -1,0 +1,167 @@
+"""Adapters train as the merged model says, in every layout, and are published in PEFT's format."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from moejob_api.models.shape import Family
+from moejob_trainer.conversion.adapters import AdapterTarget, adapter_table, export_adapters
+from moejob_trainer.conversion.gathering import hugging_face_tensors
+from moejob_trainer.megatron.cpu import use_cpu
+from moejob_trainer.megatron.topology import stop_groups
+from moejob_trainer.megatron.weights import adapter_weights, named_weights, start_adapters
+from moejob_trainer.model.adapters import adapters
+from moejob_trainer.model.parameters import parameters
+from trainer.parity.cells import Cell, Steps, assert_like, started, trained, updated
+from trainer.parity.lora import ALPHA, LORA, RANK, write_lora_reference
+from trainer.worlds import Worlds
+
+LoraReference = Callable[[Family], tuple[Path, Steps]]
+
+WITHIN = 1e-5
+FOLDED: dict[str, Any] = {"expertLayout": "Folded"}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one rank": {},
+    "TP2": {"tensor": 2},
+    "EP2": {"expert": 2},
+    "PP2": {"pipeline": 2},
+    "CP2": {"context": 2},
+    "ETP2 folded": {"data": 2, "expertTensor": 2, **FOLDED},
+    "TP2.EP2.ETP2 folded over TP2.DP2": {"tensor": 2, "data": 2, "expert": 2, "expertTensor": 2, **FOLDED},
+}
+FAMILIES = [Family.QWEN3_MOE, Family.DEEPSEEK_V3]
+
+
+@pytest.fixture(scope="session")
+def lora_reference(tmp_path_factory: pytest.TempPathFactory) -> LoraReference:
+    """The folder of a family's adapters trained by hand, and what was measured."""
+
+    @cache
+    def written(family: Family) -> tuple[Path, Steps]:
+        folder = tmp_path_factory.mktemp("lora")
+        return folder, write_lora_reference(family, folder)
+
+    return written
+
+
+def _cell(family: Family, layout: dict[str, Any], **training: Any) -> Cell:
+    return Cell(family, {"training": {"lora": LORA, **training}, "parallelism": layout})
+
+
+def _holds(worlds: Worlds, lora_reference: LoraReference, cell: Cell) -> None:
+    folder, expected = lora_reference(cell.family)
+    assert_like(worlds.run(cell.ranks(), trained, cell, folder), expected, within=WITHIN)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_adapters_train_as_the_merged_model_says(
+    worlds: Worlds, lora_reference: LoraReference, family: Family, layout: str
+) -> None:
+    _holds(worlds, lora_reference, _cell(family, LAYOUTS[layout]))
+
+
+def test_ranks_that_share_keys_and_values_share_their_adapter(worlds: Worlds, lora_reference: LoraReference) -> None:
+    _holds(worlds, lora_reference, _cell(Family.QWEN3_MOE, {"tensor": 4, "expert": 4, **FOLDED}))
+
+
+@pytest.mark.parametrize("recompute", [{"granularity": "Full"}, {"granularity": "Selective", "modules": ["Experts"]}])
+def test_adapters_train_the_same_when_layers_are_computed_again(
+    worlds: Worlds, lora_reference: LoraReference, recompute: dict[str, Any]
+) -> None:
+    _holds(worlds, lora_reference, _cell(Family.QWEN3_MOE, {"tensor": 2, "expert": 2, **FOLDED}, recompute=recompute))
+
+
+def test_nothing_but_adapters_is_updated(worlds: Worlds, lora_reference: LoraReference) -> None:
+    folder, _ = lora_reference(Family.QWEN3_MOE)
+    (names,) = worlds.run(1, updated, _cell(Family.QWEN3_MOE, {}), folder)
+    assert names
+    assert all(name.endswith(("lora_a", "lora_b")) for name in names)
+
+
+# --- how they begin and how they are published ----------------------------------------------------------------------
+
+
+def fresh(cell: Cell, folder: Path) -> dict[str, torch.Tensor]:
+    """New adapters, whole, on the rank that owns each."""
+    use_cpu()
+    engine = started(cell, folder)
+    try:
+        lora, shape = engine.spec.training.lora, engine.model.shape
+        assert lora is not None
+        start_adapters(engine.stages, adapters(parameters(shape), lora), engine.groups, 42)
+        state = adapter_weights(engine.stages)
+        tensors = hugging_face_tensors(state, adapter_table(shape, lora), engine.placement.model_groups)
+        return {name: tensor.clone() for name, tensor in tensors}
+    finally:
+        stop_groups()
+
+
+def test_adapters_begin_alike_in_every_layout_and_add_nothing(worlds: Worlds, lora_reference: LoraReference) -> None:
+    folder, _ = lora_reference(Family.QWEN3_MOE)
+    (expected,) = worlds.run(1, fresh, _cell(Family.QWEN3_MOE, {}), folder)
+    layout = {"tensor": 2, "data": 2, "expert": 2, "expertTensor": 2, **FOLDED}
+    found = {}
+    for part in worlds.run(4, fresh, _cell(Family.QWEN3_MOE, layout), folder):
+        found |= part
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=0)
+        assert bool((tensor == 0).all()) is ("lora_B" in name)
+        # Uniform up to one over the root of the inputs, as PEFT begins.
+        if "lora_A" in name:
+            reach = tensor.shape[1] ** -0.5
+            assert 0.5 * reach < tensor.abs().max().item() <= reach
+
+
+def published(cell: Cell, folder: Path, target: Path) -> dict[str, torch.Tensor]:
+    """Exports the adapters; returns the merged weights that this rank owns."""
+    use_cpu()
+    engine = started(cell, folder)
+    try:
+        lora = engine.spec.training.lora
+        assert lora is not None
+        place = AdapterTarget(target, "some/base", lora)
+        adapted = adapter_table(engine.model.shape, lora)
+        export_adapters(adapter_weights(engine.stages), adapted, engine.placement.model_groups, place)
+        assert any("lora" in name for name in named_weights(engine.stages))
+        return {name: tensor.clone() for name, tensor in engine.weights()}
+    finally:
+        stop_groups()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_adapters_are_published_as_they_are_held(
+    worlds: Worlds, lora_reference: LoraReference, family: Family, tmp_path: Path
+) -> None:
+    folder, _ = lora_reference(family)
+    layout = {"tensor": 2, "pipeline": 2, "expert": 2, **FOLDED}
+    parts = worlds.run(4, published, _cell(family, layout), folder, tmp_path / "adapters")
+    written = load_file(tmp_path / "adapters" / "adapter_model.safetensors")
+    held = load_file(folder / "adapters" / "model.safetensors")
+    assert written.keys() == held.keys()
+    assert all(written[name].equal(held[name].float()) for name in held)
+    config = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["peft_type"]) == (RANK, ALPHA, "LORA")
+    assert {name.split(".lora_")[0].rpartition(".")[2] for name in held} == set(config["target_modules"])
+    _expect_merged({name: tensor for part in parts for name, tensor in part.items()}, held, folder)
+
+
+def _expect_merged(weights: dict[str, torch.Tensor], held: dict[str, torch.Tensor], folder: Path) -> None:
+    """What engines are sent is the base with its adapters added."""
+    base = load_file(folder / "first" / "model.safetensors")
+    assert weights.keys() == base.keys()
+    for name, weight in base.items():
+        expected = weight.double()
+        module = f"base_model.model.{name.removesuffix('.weight')}"
+        if f"{module}.lora_A.weight" in held:
+            expected = expected + ALPHA / RANK * held[f"{module}.lora_B.weight"] @ held[f"{module}.lora_A.weight"]
+        torch.testing.assert_close(weights[name].double(), expected, rtol=1e-5, atol=1e-6, msg=name)

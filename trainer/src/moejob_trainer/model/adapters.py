@@ -1,0 +1,185 @@
+"""Low-rank adapters: which matrices get one, what its two matrices look like, and what they add.
+
+An adapter is scale * B A beside a matrix W. Where our W holds several published matrices (keys and values, gate and
+up, the experts), each of them has an adapter of its own, so that they can be published the same way. B is divided like
+the outputs of W and A like its inputs: what is whole sees only a part of its gradient on each rank.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from moejob_api.job.training import Lora, LoraTarget
+from moejob_trainer.layers.experts import grouped_linear
+from moejob_trainer.model.parameters import Parameter
+
+A, B = "lora_a", "lora_b"
+# The update and the micro batch that masks are drawn for: what is computed again draws the same ones.
+drawn_for: ContextVar[tuple[int, int]] = ContextVar("drawn_for", default=(0, 0))
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """How a parameter is one published matrix or several: which axes count them, and how many are inputs."""
+
+    target: LoraTarget
+    stack: tuple[int, ...] = ()
+    inputs: int = 1
+
+
+MATRICES = {
+    "attention.query.weight": Matrix(LoraTarget.QUERY_KEY_VALUE),
+    "attention.key_value.weight": Matrix(LoraTarget.QUERY_KEY_VALUE, stack=(1,)),
+    "attention.query_down.weight": Matrix(LoraTarget.QUERY_KEY_VALUE),
+    "attention.query_up.weight": Matrix(LoraTarget.QUERY_KEY_VALUE),
+    "attention.key_value_down.weight": Matrix(LoraTarget.QUERY_KEY_VALUE),
+    "attention.key_value_up.weight": Matrix(LoraTarget.QUERY_KEY_VALUE),
+    "attention.output.weight": Matrix(LoraTarget.ATTENTION_OUTPUT, inputs=2),
+    "mlp.gate_up.weight": Matrix(LoraTarget.GATE_UP, stack=(0,)),
+    "mlp.down.weight": Matrix(LoraTarget.DOWN),
+    "moe.shared.gate_up.weight": Matrix(LoraTarget.GATE_UP, stack=(0,)),
+    "moe.shared.down.weight": Matrix(LoraTarget.DOWN),
+    "moe.experts.gate_up": Matrix(LoraTarget.EXPERT_GATE_UP, stack=(0, 1)),
+    "moe.experts.down": Matrix(LoraTarget.EXPERT_DOWN, stack=(0,)),
+}
+
+
+def matrix_of(name: str, lora: Lora) -> Matrix | None:
+    """What kind of matrix a parameter of a layer is, if it gets an adapter."""
+    match name.split(".", 2):
+        case ["layers", _, suffix] if suffix in MATRICES and MATRICES[suffix].target in lora.targets:
+            return MATRICES[suffix]
+        case _:
+            return None
+
+
+def adapter_names(weight: str) -> tuple[str, str]:
+    """What the two matrices of an adapter are called."""
+    owner = weight.removesuffix("weight") if weight.endswith(".weight") else f"{weight}_"
+    return owner + A, owner + B
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter is part of an adapter."""
+    return name.endswith((A, B))
+
+
+def adapters(parameters: Iterable[Parameter], lora: Lora) -> tuple[Parameter, ...]:
+    """The adapters of a model's parameters."""
+    return tuple(
+        adapter
+        for parameter in parameters
+        if (matrix := matrix_of(parameter.name, lora)) is not None
+        for adapter in _adapter(parameter, matrix, lora.rank)
+    )
+
+
+def _adapter(weight: Parameter, matrix: Matrix, rank: int) -> Iterator[Parameter]:
+    first_input = len(weight.shape) - matrix.inputs
+    names = adapter_names(weight.name)
+    # The rank stands before the inputs in A, and in their place in B.
+    kept = {A: [*matrix.stack, None, *range(first_input, len(weight.shape))], B: [*range(first_input), None]}
+    for name, axes in zip(names, kept.values(), strict=True):
+        yield Parameter(
+            name=name,
+            shape=tuple(rank if axis is None else weight.shape[axis] for axis in axes),
+            divided=tuple((axes.index(axis), group) for axis, group in weight.divided if axis in axes),
+            may_be_whole=weight.may_be_whole,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """What an adapter draws masks with: `name` tells adapters apart, `seed` runs."""
+
+    name: str
+    seed: int
+    rate: float
+
+    def dropped(self, x: Tensor) -> Tensor:
+        """A part of the inputs left out, the others larger, while gradients are computed."""
+        if not self.rate or not torch.is_grad_enabled():
+            return x
+        generator = torch.Generator(x.device).manual_seed(seed_of(self.seed, self.name, *drawn_for.get()))
+        kept = torch.rand(x.shape, generator=generator, device=x.device) >= self.rate
+        return x * kept / (1.0 - self.rate)
+
+
+class Adapter:
+    """What stands beside one matrix. Its parameters belong to the module that owns the matrix."""
+
+    def __init__(self, a: nn.Parameter, b: nn.Parameter, matrix: Matrix, scale: float, drawing: Drawing) -> None:
+        self.a, self.b, self.matrix, self.scale, self.drawing = a, b, matrix, scale, drawing
+
+    def added(self, x: Tensor) -> Tensor:
+        """What it adds to the product of a matrix with x. [t, *inputs] -> [t, *outputs]"""
+        x = self.drawing.dropped(x.flatten(1))
+        if not self.matrix.stack:
+            return self.scale * _thin(x, self.a, self.b)
+        (axis,) = self.matrix.stack
+        parts = [_thin(x, a, b) for a, b in zip(self.a.unbind(0), self.b.unbind(axis), strict=True)]
+        return self.scale * torch.stack(parts, dim=axis + 1)
+
+    def added_by_experts(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """The same for rows sorted by expert. [r, inputs] -> [r, *outputs]"""
+        rows = self.drawing.dropped(rows)
+        if len(self.matrix.stack) == 1:
+            return self.scale * grouped_linear(grouped_linear(rows, self.a, counts), self.b, counts)
+        pairs = zip(self.a.unbind(1), self.b.unbind(1), strict=True)
+        return self.scale * torch.stack(
+            [grouped_linear(grouped_linear(rows, a, counts), b, counts) for a, b in pairs], 1
+        )
+
+    def product(self) -> Tensor:
+        """scale * B A, in the shape of the matrix."""
+        inputs = self.a.shape[len(self.matrix.stack) + 1 :]
+        a, b = self.a.detach().flatten(len(self.matrix.stack) + 1), self.b.detach()
+        # Stacked axes lead in A; in B they stand where they do in the matrix.
+        b = b.movedim(self.matrix.stack, tuple(range(len(self.matrix.stack))))
+        outputs = b.shape[len(self.matrix.stack) : -1]
+        together = (b.flatten(len(self.matrix.stack), -2) @ a).unflatten(-2, outputs).unflatten(-1, inputs)
+        return self.scale * together.movedim(tuple(range(len(self.matrix.stack))), self.matrix.stack)
+
+
+def _thin(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    y = functional.linear(functional.linear(x, a.flatten(1)), b.flatten(0, -2))
+    return y.view(len(x), *b.shape[:-1])
+
+
+def seed_of(*parts: int | str) -> int:
+    """A seed that depends on all of these and on nothing else."""
+    return zlib.crc32(" ".join(map(str, parts)).encode())
+
+
+def fresh(parameter: Parameter, held: Sequence[slice], seed: int) -> Tensor:
+    """What a rank holds of a new adapter: B is zero, and A the same whatever the layout. As PEFT draws it."""
+    shape = parameter.shape
+    inputs = shape[-MATRICES[_weight_suffix(parameter.name)].inputs :]
+    if parameter.name.endswith(B):
+        return torch.zeros([part.stop - part.start for part in held])
+    # Experts one by one: of hundreds, a rank holds few.
+    if ".experts." not in parameter.name:
+        return _uniform(shape, seed_of(seed, parameter.name), inputs)[tuple(held)]
+    first, *rest = held
+    experts = [
+        _uniform(shape[1:], seed_of(seed, parameter.name, expert), inputs)[tuple(rest)]
+        for expert in range(first.start, first.stop)
+    ]
+    return torch.stack(experts)
+
+
+def _weight_suffix(adapter: str) -> str:
+    suffix = adapter.split(".", 2)[2].removesuffix(A).removesuffix(B)
+    return suffix.removesuffix("_") if suffix.endswith("_") else f"{suffix}weight"
+
+
+def _uniform(shape: Sequence[int], seed: int, inputs: Sequence[int]) -> Tensor:
+    reach = torch.Size(inputs).numel() ** -0.5
+    return (torch.rand(tuple(shape), generator=torch.Generator().manual_seed(seed)) * 2 - 1) * reach
