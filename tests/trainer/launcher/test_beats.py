@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from moejob_api.contract import PodProgress, RankBeat, RunProgress
-from moejob_trainer.beats import BOARD, Beats, Board, NoLauncher
+from moejob_trainer.beats import BOARD, Beats, Board, NoLauncher, Pulse
 from moejob_trainer.launcher.metrics import exposition
 
 
@@ -82,3 +82,13 @@ def test_metrics_are_what_prometheus_reads() -> None:
         "# TYPE moejob_mfu_ratio gauge",
         "moejob_mfu_ratio 0.4",
     ]
+
+
+def test_a_pulse_beats_until_it_is_stopped(tmp_path: Path) -> None:
+    board = Board(tmp_path / "board", 1)
+    beats = Beats.for_rank({BOARD: str(board.folder), "LOCAL_RANK": "0"})
+    with Pulse(beats, step=7) as pulse:
+        pulse.stop()
+    (heard,) = board.heard()
+    assert heard.has_beaten
+    assert heard.step == 7

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 from pydantic import ValidationError
 
@@ -26,6 +29,7 @@ _BEATS_FILE, _RUN_FILE = "beats", "run.json"
 # Beats sent, monotonic nanoseconds of the last one, steps done; 64-bit words, so that none is ever half written.
 _COUNT, _AT, _STEP, _WORDS = 0, 1, 2, 3
 _WORD_BYTES = 8
+_PULSE_SECONDS = 5.0
 
 
 class NoLauncher(RuntimeError):
@@ -68,6 +72,37 @@ class Beats:
         with suppress(OSError):
             written.write_text(run.model_dump_json(by_alias=True, exclude_none=True), encoding="utf-8")
             written.replace(self._run_file)
+
+
+class Pulse:
+    """Beats by itself while a rank does what takes as long as it takes: download, tokenize, read weights, export.
+
+    A rank that hangs in there is not noticed; a run that was declared dead for reading a large model would be worse.
+    """
+
+    def __init__(self, beats: Beats, step: int = 0) -> None:
+        self._beats, self._step = beats, step
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._go_on, name="pulse", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """From now on the rank has to beat for itself. Doing it again changes nothing."""
+        self._is_over.set()
+        self._thread.join()
+
+    def _go_on(self) -> None:
+        self._beats.beat(self._step)
+        while not self._is_over.wait(_PULSE_SECONDS):
+            self._beats.beat(self._step)
 
 
 @dataclass(frozen=True, slots=True)

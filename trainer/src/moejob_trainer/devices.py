@@ -16,6 +16,10 @@ from moejob_trainer.orders import Orders
 _PATIENCE = timedelta(minutes=30)
 
 
+# All wait for the one that downloads a model; who died meanwhile is noticed by a launcher.
+_LONGEST_PREPARATION = timedelta(hours=24)
+
+
 def start_device(order: Orders) -> torch.device:
     """Takes this rank's device and joins the world; a GPU job never falls back to the CPU."""
     device = _device(order)
@@ -26,7 +30,7 @@ def start_device(order: Orders) -> torch.device:
 
 def control_group() -> dist.ProcessGroup:
     """All ranks, for words and decisions: never waits for a GPU."""
-    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=_PATIENCE)
+    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=_LONGEST_PREPARATION)
     return group
 
 

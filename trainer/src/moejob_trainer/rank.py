@@ -23,7 +23,7 @@ from moejob_api.memory.storage import checkpoint_bytes
 from moejob_api.plan import plan
 from moejob_api.problems import InvalidSpec
 from moejob_trainer.batches import batch_plan
-from moejob_trainer.beats import Beats
+from moejob_trainer.beats import Beats, Pulse
 from moejob_trainer.checkpoints import Checkpoints, Place
 from moejob_trainer.checkpoints import Run as Owner
 from moejob_trainer.checkpoints.ranks import decided
@@ -36,6 +36,7 @@ from moejob_trainer.data.preparation import Recipe, prepare
 from moejob_trainer.data.stream import Share, Training, batch_size, draws, evaluation, mixture
 from moejob_trainer.devices import control_group, start_device
 from moejob_trainer.drawing import DrawnBatches
+from moejob_trainer.engine import UpdateResult
 from moejob_trainer.errors import BadConfiguration
 from moejob_trainer.fencing import is_ours
 from moejob_trainer.groups import Groups
@@ -123,11 +124,9 @@ def main() -> int:
 def _ran(order: Orders) -> int:
     refuse_what_is_missing(order.spec)
     beats = Beats.for_rank()
-    with _joined(order) as here:
-        beats.beat(0)
-        model = _model(here)
-        beats.beat(0)
-        outcome = _trained(here, model, beats)
+    # Until the first step is done, and again while the model is exported, nobody can say how long it takes.
+    with Pulse(beats) as pulse, _joined(order) as here:
+        outcome = _trained(here, _model(here), beats, pulse)
     return ExitCode.SAVED_AND_STOPPED if outcome is Outcome.PREEMPTED else ExitCode.DONE
 
 
@@ -154,7 +153,7 @@ def _model(here: Here) -> Model:
     return Model(model, found, table(model.shape))
 
 
-def _trained(here: Here, model: Model, beats: Beats) -> Outcome:
+def _trained(here: Here, model: Model, beats: Beats, pulse: Pulse) -> Outcome:
     order, spec = here.order, here.spec
     teller = Teller(order.folder, beats, order.claim, is_first=order.rank == 0)
     with ExitStack() as stack:
@@ -182,12 +181,18 @@ def _trained(here: Here, model: Model, beats: Beats) -> Outcome:
             waited=source.waited_seconds,
             evaluate=evaluate,
         )
+
+        def report(step: int, results: Sequence[UpdateResult]) -> None:
+            pulse.stop()
+            reporter.report(step, results)
+
         stop = AgreedStop(here.control)
         stop.listen()
-        outcome = train(Run(engine, objective, checkpoints, stop, total_steps, reporter.report))
-        checkpoints.finish()
-        if outcome is Outcome.COMPLETED and spec.checkpoint.export_hugging_face:
-            _export(here, model, engine)
+        outcome = train(Run(engine, objective, checkpoints, stop, total_steps, report))
+        with Pulse(beats, total_steps):
+            checkpoints.finish()
+            if outcome is Outcome.COMPLETED and spec.checkpoint.export_hugging_face:
+                _export(here, model, engine)
         return outcome
 
 
