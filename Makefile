@@ -100,7 +100,7 @@ demo: $(operator_built) $(trainer_built) ## Train a small model here, then ask i
 	@rm -rf runs/demo
 	@$(operator)/moejob run examples/tiny-sft.yaml --run-dir runs/demo
 	@echo
-	@$(trainer)/python examples/ask.py runs/demo/export "what colour is the sky?"
+	@$(trainer)/python examples/ask.py runs/demo/export "count from 2 to 5"
 
 
 # Closures. Order matters: what comes later is held to the versions chosen earlier, so that the tools install on top of
