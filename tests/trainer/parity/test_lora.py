@@ -114,7 +114,7 @@ def test_adapters_begin_alike_in_every_layout_and_add_nothing(worlds: Worlds, lo
     folder, _ = lora_reference(Family.QWEN3_MOE)
     (expected,) = worlds.run(1, fresh, _cell(Family.QWEN3_MOE, {}), folder)
     layout = {"tensor": 2, "data": 2, "expert": 2, "expertTensor": 2, **FOLDED}
-    found = {}
+    found: dict[str, torch.Tensor] = {}
     for part in worlds.run(4, fresh, _cell(Family.QWEN3_MOE, layout), folder):
         found |= part
     assert found.keys() == expected.keys()
@@ -178,7 +178,7 @@ def _expect_merged(weights: dict[str, torch.Tensor], held: dict[str, torch.Tenso
 def test_what_is_computed_again_leaves_out_the_same_inputs(worlds: Worlds, lora_reference: LoraReference) -> None:
     folder, without = lora_reference(Family.QWEN3_MOE)
     half = {"lora": LORA | {"dropout": 0.5}}
-    ways = ({}, {"recompute": {"granularity": "Full"}})
+    ways: tuple[dict[str, Any], ...] = ({}, {"recompute": {"granularity": "Full"}})
     first, again = (
         worlds.run(1, trained, Cell(Family.QWEN3_MOE, {"training": half | way}), folder)[0].steps for way in ways
     )
