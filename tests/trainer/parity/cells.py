@@ -167,9 +167,9 @@ def documents(step: int, lengths: Sequence[int] = LENGTHS) -> list[Document]:
 # --- the reference --------------------------------------------------------------------------------------------------
 
 
-def write_reference(family: Family, folder: Path) -> Steps:
+def write_reference(family: Family, folder: Path, **changes: Any) -> Steps:
     """Trains with Transformers. Leaves behind the first weights, their first gradients and the last weights."""
-    model = reference_model(family)
+    model = reference_model(family, **changes)
     model.save_pretrained(folder / "first")
     adam = torch.optim.AdamW(parameter_groups(model), lr=LEARNING_RATE, betas=(0.9, 0.95), eps=1e-3)
     losses, norms = [], []
@@ -279,7 +279,9 @@ def started(cell: Cell, folder: Path) -> MegatronEngine:
         _swap_experts(stages)
     if cell.mutant == "a layer skipped":
         _skip_layer(stages)
-    return MegatronEngine(model, spec_of_cell, stages, Placement(groups, device), lambda _: LEARNING_RATE)
+    return MegatronEngine(
+        model, spec_of_cell, stages, Placement(groups, device, groups.world.handle), lambda _: LEARNING_RATE
+    )
 
 
 def micro_batches(cell: Cell, engine: MegatronEngine, step: int) -> list[MicroBatch]:

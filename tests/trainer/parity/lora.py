@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -86,27 +87,27 @@ def _is_adapted(name: str) -> bool:
 
 
 def _random_adapters(model: PreTrainedModel) -> Adapters:
-    made: Adapters = {}
     generator = torch.Generator().manual_seed(11)
-
-    def add(module: str, outputs: int, inputs: int) -> None:
+    made: Adapters = {}
+    for module, (outputs, inputs) in _adapted(model):
         for name, size in (("lora_A", (RANK, inputs)), ("lora_B", (outputs, RANK))):
             # What both can hold, so that both begin with the same.
             values = (torch.randn(size, generator=generator) * 0.2).double().requires_grad_()
             made[f"base_model.model.{module}.{name}.weight"] = values
-
-    for name, weight in model.named_parameters():
-        owner = name.rpartition(".")[0]
-        if name.endswith("experts.gate_up_proj"):
-            for expert in range(len(weight)):
-                add(f"{owner}.{expert}.gate_proj", weight.shape[1] // 2, weight.shape[2])
-                add(f"{owner}.{expert}.up_proj", weight.shape[1] // 2, weight.shape[2])
-        elif name.endswith("experts.down_proj"):
-            for expert in range(len(weight)):
-                add(f"{owner}.{expert}.down_proj", *weight.shape[1:])
-        elif _is_adapted(name):
-            add(owner, *weight.shape)
     return made
+
+
+def _adapted(model: PreTrainedModel) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Every published matrix that gets an adapter, with its outputs and inputs."""
+    for name, weight in model.named_parameters():
+        owner, _, last = name.rpartition(".")
+        if owner.endswith("experts"):
+            matrices = ("gate_proj", "up_proj") if last == "gate_up_proj" else ("down_proj",)
+            count, outputs, inputs = weight.shape
+            for expert, matrix in product(range(count), matrices):
+                yield f"{owner}.{expert}.{matrix}", (outputs // len(matrices), inputs)
+        elif _is_adapted(name):
+            yield owner, (weight.shape[0], weight.shape[1])
 
 
 def _loss(model: PreTrainedModel, weights: Mapping[str, Tensor], step: int) -> Tensor:

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 from moejob_api.models.shape import Family
 from moejob_trainer.conversion.adapters import AdapterTarget, adapter_table, export_adapters
 from moejob_trainer.conversion.gathering import hugging_face_tensors
 from moejob_trainer.megatron.cpu import use_cpu
+from moejob_trainer.megatron.engine import MegatronEngine
+from moejob_trainer.megatron.state import StateFiles
 from moejob_trainer.megatron.topology import stop_groups
 from moejob_trainer.megatron.weights import adapter_weights, named_weights, start_adapters
 from moejob_trainer.model.adapters import adapters
 from moejob_trainer.model.parameters import parameters
-from trainer.parity.cells import Cell, Steps, assert_like, started, trained, updated
+from moejob_trainer.rank import saved_parameters
+from trainer.parity.cells import STEPS, Cell, Steps, assert_like, loss_of, micro_batches, started, trained, updated
 from trainer.parity.lora import ALPHA, LORA, RANK, write_lora_reference
 from trainer.worlds import Worlds
 
@@ -109,7 +114,7 @@ def test_adapters_begin_alike_in_every_layout_and_add_nothing(worlds: Worlds, lo
     folder, _ = lora_reference(Family.QWEN3_MOE)
     (expected,) = worlds.run(1, fresh, _cell(Family.QWEN3_MOE, {}), folder)
     layout = {"tensor": 2, "data": 2, "expert": 2, "expertTensor": 2, **FOLDED}
-    found = {}
+    found: dict[str, torch.Tensor] = {}
     for part in worlds.run(4, fresh, _cell(Family.QWEN3_MOE, layout), folder):
         found |= part
     assert found.keys() == expected.keys()
@@ -165,3 +170,68 @@ def _expect_merged(weights: dict[str, torch.Tensor], held: dict[str, torch.Tenso
         if f"{module}.lora_A.weight" in held:
             expected = expected + ALPHA / RANK * held[f"{module}.lora_B.weight"] @ held[f"{module}.lora_A.weight"]
         torch.testing.assert_close(weights[name].double(), expected, rtol=1e-5, atol=1e-6, msg=name)
+
+
+# --- masks and checkpoints ------------------------------------------------------------------------------------------
+
+
+def test_what_is_computed_again_leaves_out_the_same_inputs(worlds: Worlds, lora_reference: LoraReference) -> None:
+    folder, without = lora_reference(Family.QWEN3_MOE)
+    half = {"lora": LORA | {"dropout": 0.5}}
+    ways: tuple[dict[str, Any], ...] = ({}, {"recompute": {"granularity": "Full"}})
+    first, again = (
+        worlds.run(1, trained, Cell(Family.QWEN3_MOE, {"training": half | way}), folder)[0].steps for way in ways
+    )
+    assert abs(first.losses[0] - without.losses[0]) > 1e-3
+    assert first.losses == pytest.approx(again.losses, rel=1e-6)
+    assert first.norms == pytest.approx(again.norms, rel=1e-5)
+
+
+def saved(cell: Cell, folder: Path, checkpoint: Path) -> dict[str, int]:
+    """Trains all steps but the last and saves; returns the counters."""
+    use_cpu()
+    engine = started(cell, folder)
+    try:
+        for step in range(STEPS - 1):
+            engine.update(micro_batches(cell, engine, step), loss_of(cell, engine))
+        with ThreadPoolExecutor(1) as background:
+            files = _files(engine, background)
+            files.begin(checkpoint).writing.result()
+            return dict(files.counters())
+    finally:
+        stop_groups()
+
+
+def resumed(cell: Cell, folder: Path, checkpoint: Path, counters: dict[str, int]) -> float:
+    """The loss of the last step, trained from a checkpoint."""
+    use_cpu()
+    engine = started(cell, folder)
+    try:
+        with ThreadPoolExecutor(1) as background:
+            files = _files(engine, background)
+            files.read(checkpoint, weights_only=False)
+            files.set_counters(counters)
+        return engine.update(micro_batches(cell, engine, STEPS - 1), loss_of(cell, engine)).loss
+    finally:
+        stop_groups()
+
+
+def _files(engine: MegatronEngine, background: ThreadPoolExecutor) -> StateFiles:
+    return StateFiles(engine, saved_parameters(parameters(engine.model.shape), engine.spec), background)
+
+
+def test_adapters_alone_are_saved_and_go_on_in_another_layout(
+    worlds: Worlds, lora_reference: LoraReference, tmp_path: Path
+) -> None:
+    folder, expected = lora_reference(Family.DEEPSEEK_V3)
+    layout = {"tensor": 2, "pipeline": 2, "expert": 2, **FOLDED}
+    counters = worlds.run(4, saved, _cell(Family.DEEPSEEK_V3, layout), folder, tmp_path)[0]
+    names = set()
+    for path in tmp_path.glob("state-*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            names |= {box["name"] for box in json.loads(file.metadata()["boxes"])}
+    assert all(name.endswith(("lora_a", "lora_b", "selection_bias")) for name in names)
+    for other in ({}, {"data": 2, "expertTensor": 2, **FOLDED}):
+        cell = _cell(Family.DEEPSEEK_V3, other)
+        losses = worlds.run(cell.ranks(), resumed, cell, folder, tmp_path, counters)
+        assert losses == pytest.approx([expected.losses[-1]] * cell.ranks(), rel=WITHIN)

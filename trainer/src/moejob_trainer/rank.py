@@ -217,7 +217,8 @@ def _engine(here: Here, model: Model, total_steps: int) -> MegatronEngine:
     else:
         initialise(stages, model.table.parameters, here.groups, spec.training.seed)
     if spec.training.lora is not None:
-        start_adapters(stages, adapters(model.table.parameters, spec.training.lora), here.groups, spec.training.seed)
+        adapted = adapter_table(model.architecture.shape, spec.training.lora)
+        start_adapters(stages, adapted.parameters, here.groups, spec.training.seed)
     training = spec.training
 
     def rate(update: int) -> float:

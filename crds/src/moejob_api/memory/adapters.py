@@ -19,7 +19,7 @@ from moejob_api.models.shape import (
 
 
 def adapter_weights(hidden: int, layer: Layer, lora: Lora) -> Weights:
-    """All adapters of one layer. Every routed expert has its own."""
+    """All adapters of one layer. Every published matrix has its own: queries, keys, values, gate, up, each expert."""
     attention = sum(_widths(hidden, layer.attention, target) for target in lora.targets)
     mlp = sum(_mlp_widths(hidden, layer.mlp, target) for target in lora.targets)
     routed = sum(_expert_widths(hidden, layer.mlp, target) for target in lora.targets)
@@ -39,7 +39,7 @@ def _query_key_value(hidden: int, attention: Attention) -> int:
     match attention:
         case GroupedAttention():
             queries = attention.heads * (1 + attention.output_gate)
-            return hidden + (queries + 2 * attention.key_value_heads) * attention.head_dim
+            return 3 * hidden + (queries + 2 * attention.key_value_heads) * attention.head_dim
         case LatentAttention():
             queries = attention.heads * (attention.nope_dim + attention.rope_dim)
             down = hidden + attention.key_value_rank + attention.rope_dim
@@ -77,7 +77,7 @@ def _mlp_widths(hidden: int, mlp: FeedForward, target: LoraTarget) -> int:
     if intermediate == 0:
         return 0
     if target is LoraTarget.GATE_UP:
-        return hidden + 2 * intermediate
+        return 2 * (hidden + intermediate)
     return intermediate + hidden if target is LoraTarget.DOWN else 0
 
 
@@ -85,5 +85,5 @@ def _expert_widths(hidden: int, mlp: FeedForward, target: LoraTarget) -> int:
     if not isinstance(mlp, Experts):
         return 0
     if target is LoraTarget.EXPERT_GATE_UP:
-        return mlp.count * (hidden + 2 * mlp.intermediate)
+        return mlp.count * 2 * (hidden + mlp.intermediate)
     return mlp.count * (mlp.intermediate + hidden) if target is LoraTarget.EXPERT_DOWN else 0

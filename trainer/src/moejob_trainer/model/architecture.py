@@ -43,7 +43,9 @@ class Architecture:
 
 def architecture(config: Mapping[str, Any], origin: str = "config.json") -> Architecture:
     """The architecture that a parsed config.json describes; InvalidSpec where it cannot be trained."""
-    shape = shape_of(config, origin)
+    # Modules that predict further tokens (MTP) have a loss of their own, which is not computed: the model is trained
+    # and exported without them.
+    shape = replace(shape_of(config, origin), mtp_layers=())
     known = AutoConfig.for_model(**config)
     _refuse_unknown_activation(known, origin)
     return Architecture(
