@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from importlib.metadata import version
@@ -46,9 +46,14 @@ class Result:
 
 
 def record(results: Sequence[Result], packages: Iterable[str]) -> None:
-    """Append the results and write the page of their benchmark anew."""
+    """Append the results, measured on this machine, and write the page of their benchmark anew."""
+    keep(results, {"machine": machine(), "stack": stack(packages)})
+
+
+def keep(results: Sequence[Result], where: Mapping[str, str]) -> None:
+    """The same for results that were measured elsewhere: `where` names that machine and its stack."""
     bench = results[0].bench
-    around = {"machine": machine(), "stack": stack(packages), "commit": commit()}
+    around = {**where, "commit": commit()}
     RESULTS.mkdir(exist_ok=True)
     with (RESULTS / f"{bench}.jsonl").open("a") as lines:
         for result in results:
@@ -71,7 +76,7 @@ def table(results: Sequence[Result], around: dict[str, str]) -> str:
     rows = ["| case | measured | target | met |", "|---|---:|---:|---|"]
     words = {None: "", True: "yes", False: "**no**"}
     rows += [
-        f"| {r.case} | {r.value:.4g} {r.unit} | {'' if r.target is None else f'{r.target:.4g} {r.unit}'} "
+        f"| {r.case} | {shown(r.value)} {r.unit} | {'' if r.target is None else f'{r.target:.4g} {r.unit}'} "
         f"| {words[r.meets_target]} |"
         for r in results
     ]

@@ -1,0 +1,40 @@
+"""Keeps what `gpu_step` printed on a machine with GPUs, and writes the page: machine and stack are in the lines.
+
+python -m benchmarks.trainer.recorded LOG...
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.record import Better, Result, keep
+
+BENCH = "training-gpu"
+
+
+def main(logs: list[str]) -> None:
+    """Appends every measured line and writes the page."""
+    measured = [json.loads(line) for log in logs for line in Path(log).read_text().splitlines() if '"case"' in line]
+    first = measured[0]
+    around = {"machine": first["device"], "stack": f"torch {first['torch']}, bfloat16"}
+    keep([result for line in measured for result in _results(line)], around)
+
+
+def _results(line: dict[str, Any]) -> Iterator[Result]:
+    case = line["case"]
+    name = f"{case['model'].partition('/')[2]}, {case['layers']} layers, {case['micro']}x{case['accumulate']}"
+    name += "".join(
+        f", {key} {case[key]}" for key in ("tensor", "pipeline", "expert", "context", "data") if case[key] > 1
+    )
+    name += ", gradients in bfloat16" if case["gradients"] == "bfloat16" else ""
+    yield Result(BENCH, f"{name}: speed", line["tokensPerSecondPerGpu"], "tokens/s/GPU", Better.HIGHER)
+    yield Result(BENCH, f"{name}: arithmetic", line["teraflops"], "TFLOP/s", Better.HIGHER)
+    yield Result(BENCH, f"{name}: memory", line["peakGiB"], "GiB", Better.LOWER)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
