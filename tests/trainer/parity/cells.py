@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -261,7 +262,7 @@ def started(cell: Cell, folder: Path) -> MegatronEngine:
         _swap_experts(stages)
     if cell.mutant == "a layer skipped":
         _skip_layer(stages)
-    return MegatronEngine(model, spec_of_cell, stages, Placement(groups, device), lambda _: LEARNING_RATE)
+    return MegatronEngine(model, spec_of_cell, stages, Placement(groups, device, dist.group.WORLD), lambda _: LEARNING_RATE)
 
 
 def micro_batches(cell: Cell, engine: MegatronEngine, step: int) -> list[MicroBatch]:
