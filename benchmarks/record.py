@@ -83,6 +83,11 @@ def table(results: Sequence[Result], around: dict[str, str]) -> str:
     return "\n".join([*rows, "", f"Measured on {around['machine']}, {around['stack']}, commit {around['commit']}."])
 
 
+def shown(value: float) -> str:
+    """Four digits, never as a power."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+
+
 def machine() -> str:
     """Processor and cores, without a name."""
     model = next(

@@ -23,7 +23,7 @@ Reference = Callable[[Family], tuple[Path, Steps]]
 Way = tuple[Cell, Path]
 
 SINGLE = "single"
-OF_ONE = {SINGLE: {}} | LAYOUTS
+OF_ONE: dict[str, dict[str, Any]] = {SINGLE: {}} | LAYOUTS
 ALL = (
     SINGLE,
     "TP2",
