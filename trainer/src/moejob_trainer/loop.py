@@ -52,17 +52,20 @@ class Run:
 
 def train(run: Run) -> Outcome:
     """Steps until the run is done or asked to stop; what was learned by then is saved."""
-    step = run.checkpoints.restore()
+    step, is_owed = run.checkpoints.restore(), False
     while step < run.total_steps:
         results = [
             run.engine.update(batches, run.objective.loss) for batches in run.objective.updates(step, run.engine)
         ]
         step += 1
         run.report(step, results)
-        is_stopping = run.stop.agreed()
-        # The last step is saved too: an export that fails must not cost what was learned since.
-        if is_stopping or step == run.total_steps or run.checkpoints.is_due(step):
+        is_stopping, is_sound = run.stop.agreed(), all(result.is_applied for result in results)
+        is_owed = run.checkpoints.is_due(step) or is_owed
+        # The last step is saved too: an export that fails must not cost what was learned since. A model that diverges
+        # would push every good checkpoint out of those that are kept.
+        if is_stopping or step == run.total_steps or (is_owed and is_sound):
             run.checkpoints.save(step)
+            is_owed = False
         if is_stopping and step < run.total_steps:
             return Outcome.PREEMPTED
     return Outcome.COMPLETED

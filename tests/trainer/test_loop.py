@@ -1,0 +1,89 @@
+"""When the loop saves and when it ends, with everything around it faked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from moejob_trainer.batches import MicroBatch
+from moejob_trainer.engine import Engine, Loss, LossTerms, TokenOutputs, UpdateResult
+from moejob_trainer.loop import Outcome, Run, train
+
+
+@dataclass
+class World:
+    """Engine, objective, checkpoints and stop at once; steps are known by their numbers."""
+
+    begun: int = 0
+    every: int = 1
+    skipped: frozenset[int] = frozenset()
+    stopped_at: int | None = None
+    done: int = 0
+    saved: list[int] = field(default_factory=list)
+
+    def restore(self) -> int:
+        self.done = self.begun
+        return self.begun
+
+    def is_due(self, step: int) -> bool:
+        return step % self.every == 0
+
+    def save(self, step: int) -> None:
+        self.saved.append(step)
+
+    def agreed(self) -> bool:
+        return self.done == self.stopped_at
+
+    def updates(self, step: int, engine: Engine) -> Iterator[Sequence[MicroBatch]]:  # noqa: ARG002
+        yield []
+
+    def loss(self, outputs: TokenOutputs, batch: MicroBatch) -> LossTerms:  # noqa: ARG002
+        raise AssertionError("there is no batch")
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+    def update(self, batches: Sequence[MicroBatch], loss: Loss) -> UpdateResult:  # noqa: ARG002
+        self.done += 1
+        return UpdateResult(0.0, 0.0, 0.0, 0, is_applied=self.done not in self.skipped)
+
+    def evaluated(self, batches: Sequence[MicroBatch], loss: Loss) -> UpdateResult:  # noqa: ARG002
+        raise AssertionError("nothing is evaluated")
+
+    def outputs(self, batches: Sequence[MicroBatch]) -> list[TokenOutputs]:  # noqa: ARG002
+        raise AssertionError("nobody asks")
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        raise AssertionError("nobody asks")
+
+
+CASES: dict[str, tuple[World, Outcome, list[int]]] = {
+    "whenever it is due": (World(every=2), Outcome.COMPLETED, [2, 4, 6]),
+    "at the end, due or not": (World(every=4), Outcome.COMPLETED, [4, 6]),
+    "after what was restored": (World(begun=3), Outcome.COMPLETED, [4, 5, 6]),
+    "nothing when all was done before": (World(begun=6), Outcome.COMPLETED, []),
+    "not while updates are skipped": (World(skipped=frozenset({4, 5})), Outcome.COMPLETED, [1, 2, 3, 6]),
+    "later when the update was skipped": (World(every=3, skipped=frozenset({3})), Outcome.COMPLETED, [4, 6]),
+    "before it stops": (World(every=9, stopped_at=4), Outcome.PREEMPTED, [4]),
+    "before it stops after a skipped update": (
+        World(every=9, stopped_at=4, skipped=frozenset({4})),
+        Outcome.PREEMPTED,
+        [4],
+    ),
+    "and is done when stopped at the end": (World(every=9, stopped_at=6), Outcome.COMPLETED, [6]),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_loop_saves(name: str) -> None:
+    world, outcome, saved = CASES[name]
+    told: list[int] = []
+    run = Run(world, world, world, world, 6, lambda step, _: told.append(step))
+    assert (train(run), world.saved) == (outcome, saved)
+    assert told == [*range(world.begun + 1, world.done + 1)]
