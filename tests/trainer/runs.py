@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import resource
 import signal
 import socket
 import sys
@@ -25,6 +26,8 @@ from moejob_trainer.beats import BOARD, Board
 from moejob_trainer.fencing import RESTART, claim
 from trainer.worlds import PRELOADED
 
+# No run here may wait for a hub that is out of reach; the fork server hands this on.
+os.environ["HF_HUB_OFFLINE"] = "1"
 LONGEST_SECONDS = 200.0
 Found = TypeVar("Found")
 
@@ -110,8 +113,8 @@ class Runs:
     volume: Path
     _started: list[Started] = field(default_factory=list)
 
-    def start(self, job: str = "job", *, attempt: int = 1, uid: str = "", **sections: Any) -> Started:
-        """Starts all ranks of a job whose spec is TINY with these sections laid over it."""
+    def start(self, job: str = "job", *, attempt: int = 1, uid: str = "", before: str = "", **sections: Any) -> Started:
+        """Starts all ranks of a job whose spec is TINY with these sections laid over it, after a function of LIMITS."""
         described = spec(**merged(TINY, sections))
         ranks = layout(described.parallelism, described.resources.gpus_per_node).gpus
         folder = self.volume / job
@@ -121,6 +124,9 @@ class Runs:
         outside.mkdir(exist_ok=True)
         number = len(self._started)
         board = Board(outside / f"board-{number}", ranks)
+        for path in board.folder.iterdir():
+            # Ranks need not be whoever runs the test.
+            path.chmod(0o666)
         common = {
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(_free_port()),
@@ -135,9 +141,8 @@ class Runs:
             Environment.RUN_FOLDER: str(folder),
         }
         log = outside / f"log-{number}"
-        started = Started(
-            folder, log, [_rank({**common, "RANK": str(r), "LOCAL_RANK": str(r)}, log) for r in range(ranks)]
-        )
+        environments = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+        started = Started(folder, log, [_rank(environment, log, before) for environment in environments])
         self._started.append(started)
         return started
 
@@ -168,15 +173,30 @@ def _free_port() -> int:
         return port
 
 
-def _rank(environment: Mapping[str, str], log: Path) -> ForkServerProcess:
+def _small_files() -> None:
+    """Like a full disk, but for this process alone: the file of the optimizer's state does not fit."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, resource.RLIM_INFINITY))
+
+
+def _no_superuser() -> None:
+    """Whom a read-only folder stops."""
+    if os.geteuid() == 0:
+        os.setgid(65534)
+        os.setuid(65534)
+
+
+LIMITS: Mapping[str, Callable[[], None]] = {"small files": _small_files, "no superuser": _no_superuser}
+
+
+def _rank(environment: Mapping[str, str], log: Path, before: str) -> ForkServerProcess:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    process = context.Process(target=enter, args=(environment, log), daemon=True)
+    process = context.Process(target=enter, args=(environment, log, before), daemon=True)
     process.start()
     return process
 
 
-def enter(environment: Mapping[str, str], log: Path) -> None:
+def enter(environment: Mapping[str, str], log: Path, before: str) -> None:
     """Becomes a rank."""
     written = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(written, 1)
@@ -185,4 +205,6 @@ def enter(environment: Mapping[str, str], log: Path) -> None:
     os.environ.update(environment)
     from moejob_trainer import rank  # noqa: PLC0415 not for who starts it
 
+    if before:
+        LIMITS[before]()
     sys.exit(rank.main())

@@ -49,7 +49,7 @@ def test_a_run_that_is_killed_while_it_saves_goes_on_from_a_complete_checkpoint(
         unfinished += any(not (path / MARKER).exists() for path in (run.folder / "checkpoints").iterdir())
     # Else the moments were not those of saving.
     assert unfinished >= KILLS // 4
-    _is_undisturbed(runs, run.folder, **TWO_RANKS)
+    _is_undisturbed(runs, runs.volume / "job", **TWO_RANKS)
 
 
 @pytest.mark.slow

@@ -54,12 +54,12 @@ class MovedTokens:
         """Half of the batch, then the other, both with what was said before the first."""
         self.weights.append({name: tensor.detach().float().numpy().copy() for name, tensor in engine.weights()})
         halves = [self._half(step, half) for half in range(2)]
-        outputs = [engine.outputs(half) for half in halves]
+        said = [engine.outputs(half) for half in halves]
         if step == 0:
-            for number, half in enumerate(outputs):
-                self.said.update(_by_document(_half(step, number), halves[number], half))
-        for half, of_half in zip(halves, outputs, strict=True):
-            yield [_with_old(batch, said) for batch, said in zip(half, of_half, strict=True)]
+            for number, of_half in enumerate(said):
+                self.said.update(_by_document(_half(step, number), halves[number], of_half))
+        for half, of_half in zip(halves, said, strict=True):
+            yield [_with_old(batch, outputs) for batch, outputs in zip(half, of_half, strict=True)]
 
     def loss(self, outputs: TokenOutputs, batch: MicroBatch) -> LossTerms:
         """The advantage of each token times how much likelier it became."""
@@ -143,7 +143,9 @@ def said_by_transformers(folder: Path) -> Said:
 def _half(step: int, number: int) -> list[Document]:
     """Documents with advantages of both signs."""
     batch = documents(step)[number::2]
-    return [replace(one, extras={"advantage": np.float32(0.7 * (-1) ** one.id + 0.1 * one.id)}) for one in batch]
+    return [
+        replace(one, extras={"advantage": np.array(0.7 * (-1) ** one.id + 0.1 * one.id, np.float32)}) for one in batch
+    ]
 
 
 def _with_old(batch: MicroBatch, outputs: TokenOutputs) -> MicroBatch:

@@ -26,6 +26,7 @@ from moejob_trainer.batches import batch_plan
 from moejob_trainer.beats import Beats, Pulse
 from moejob_trainer.checkpoints import Checkpoints, Place
 from moejob_trainer.checkpoints import Run as Owner
+from moejob_trainer.checkpoints.disk import explained
 from moejob_trainer.checkpoints.ranks import decided
 from moejob_trainer.conversion.adapters import AdapterTarget, adapter_table, export_adapters
 from moejob_trainer.conversion.export import Target, export
@@ -96,8 +97,13 @@ class Here:
         return WorldRanks(self.control)
 
     def first_decides(self, act: Callable[[], T]) -> T:
-        """What the first rank did, told to all; its failure is everybody's."""
-        return decided(self.ranks, act)
+        """What the first rank did to the run folder, told to all; its failure is everybody's."""
+
+        def acted() -> T:
+            with explained("preparing the run", self.order.folder):
+                return act()
+
+        return decided(self.ranks, acted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +122,8 @@ def main() -> int:
     try:
         return _ran(orders())
     except (BadConfiguration, InvalidSpec) as refused:
-        # The last line a rank writes is what the launcher quotes.
-        sys.stderr.write(f"{type(refused).__name__}: {refused}\n")
+        # The last line a rank writes is what the launcher quotes; libraries that are quoted in it speak in paragraphs.
+        sys.stderr.write(f"{type(refused).__name__}: {' '.join(str(refused).split())}\n")
         return ExitCode.BAD_CONFIGURATION
 
 
@@ -192,6 +198,7 @@ def _trained(here: Here, model: Model, beats: Beats, pulse: Pulse) -> Outcome:
         with Pulse(beats, total_steps):
             checkpoints.finish()
             if outcome is Outcome.COMPLETED and spec.checkpoint.export_hugging_face:
+                with explained("exporting", here.order.folder / EXPORT):
                 _export(here, model, engine)
         return outcome
 

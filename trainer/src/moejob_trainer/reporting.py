@@ -11,6 +11,7 @@ from typing import Any
 
 from moejob_api.contract import RunFile, RunProgress
 from moejob_trainer.beats import Beats
+from moejob_trainer.checkpoints.disk import explained
 from moejob_trainer.engine import UpdateResult
 from moejob_trainer.fencing import Claim
 
@@ -29,7 +30,8 @@ class Teller:
     def wrote(self, line: Mapping[str, Any]) -> None:
         """Adds a line to the step log; whole or not at all, so that a reader never sees half of one."""
         if self.is_first:
-            with (self.folder / STEP_LOG).open("a", encoding="utf-8") as log:
+            path = self.folder / STEP_LOG
+            with explained("telling of a step", path), path.open("a", encoding="utf-8") as log:
                 log.write(json.dumps(line) + "\n")
 
 

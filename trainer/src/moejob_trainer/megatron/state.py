@@ -15,6 +15,7 @@ from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 
 from moejob_api.layout.ranks import Group as LayoutGroup
 from moejob_trainer.boxes import Box, boxes_of_range
+from moejob_trainer.errors import BadConfiguration
 from moejob_trainer.groups import Group
 from moejob_trainer.megatron.engine import MegatronEngine
 from moejob_trainer.megatron.optimizer import Piece, counts_here
@@ -67,11 +69,13 @@ class Stored:
     key: str
     kind: Kind
     name: str
+    # Of the whole tensor.
+    shape: tuple[int, ...]
     box: Box
 
 
-class Incomplete(RuntimeError):
-    """A checkpoint lacks a part of the state: it was saved by another model."""
+class OtherState(BadConfiguration):
+    """A checkpoint does not hold what this run needs: it was saved for another model."""
 
 
 class StateFiles:
@@ -85,7 +89,7 @@ class StateFiles:
         """Copies what this rank has to write and writes the copy beside the training."""
         groups = self.engine.groups
         owned = [held for held in self._held() if held.is_own]
-        boxes = [{"kind": h.kind, "name": h.name, "start": h.box.start, "size": h.box.size} for h in owned]
+        boxes = [self._told(held) for held in owned]
         tensors = {str(number): held.tensor.detach().to("cpu", copy=True) for number, held in enumerate(owned)}
         name = f"state-{groups.world.rank:05d}.safetensors"
         writing = self.background.submit(_write, tensors, folder / name, {_BOXES: json.dumps(boxes)})
@@ -100,7 +104,9 @@ class StateFiles:
             # Adapters begin anew on the weights of a job that had none.
             is_new = weights_only and is_adapter(held.name) and (held.kind, held.name) not in stored
             if held.kind in kinds and not is_new:
-                _fill(held, stored.get((held.kind, held.name), []), folder, opened)
+                of_tensor = stored.get((held.kind, held.name), [])
+                _require_shape(held.name, self.parameters[held.name].shape, of_tensor, folder)
+                _fill(held, of_tensor, folder, opened)
         self.engine.optimizer.gather_weights()
 
     def counters(self) -> Mapping[str, int]:
@@ -112,6 +118,11 @@ class StateFiles:
         self.engine.updates, self.engine.optimizer.steps = counters["updates"], counters["applied"]
 
     # --- what this rank holds ---------------------------------------------------------------------------------------
+
+    def _told(self, held: Held) -> Mapping[str, Any]:
+        """What a file says of one of its tensors."""
+        shape = self.parameters[held.name].shape
+        return {"kind": held.kind, "name": held.name, "shape": shape, "start": held.box.start, "size": held.box.size}
 
     def _held(self) -> Iterator[Held]:
         for piece in self.engine.optimizer.pieces:
@@ -207,7 +218,17 @@ def _boxes_in(folder: Path, file: str) -> Iterator[Stored]:
     with safe_open(folder / file, framework="pt") as opened:
         for number, told in enumerate(json.loads(opened.metadata()[_BOXES])):
             box = Box(tuple(told["start"]), tuple(told["size"]))
-            yield Stored(file, str(number), Kind(told["kind"]), told["name"], box)
+            yield Stored(file, str(number), Kind(told["kind"]), told["name"], tuple(told["shape"]), box)
+
+
+def _require_shape(name: str, shape: tuple[int, ...], stored: Sequence[Stored], folder: Path) -> None:
+    """A part of a larger tensor would fit, and mean something else."""
+    others = sorted({one.shape for one in stored} - {shape})
+    if others:
+        raise OtherState(
+            f"{folder} holds {name} as {list(others[0])} and this model has it as {list(shape)}: it was saved for "
+            "another model; name a checkpoint of this one, or another job"
+        )
 
 
 def _fill(held: Held, stored: Sequence[Stored], folder: Path, opened: dict[str, safe_open]) -> None:
@@ -227,7 +248,8 @@ def _fill(held: Held, stored: Sequence[Stored], folder: Path, opened: dict[str, 
             held.tensor[ours.slices].copy_(part)
         missing -= common.elements
     if missing:
-        raise Incomplete(
+        raise OtherState(
             f"{folder} holds {held.box.elements - missing} of the {held.box.elements} numbers that {held.kind} of "
-            f"{held.name} needs; it was saved for another model or by another kind of training"
+            f"{held.name} needs: it was saved for another model or by another kind of training; name a checkpoint of "
+            "this one, or another job"
         )
