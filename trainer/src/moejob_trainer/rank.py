@@ -199,7 +199,7 @@ def _trained(here: Here, model: Model, beats: Beats, pulse: Pulse) -> Outcome:
             checkpoints.finish()
             if outcome is Outcome.COMPLETED and spec.checkpoint.export_hugging_face:
                 with explained("exporting", here.order.folder / EXPORT):
-                _export(here, model, engine)
+                    _export(here, model, engine)
         return outcome
 
 
