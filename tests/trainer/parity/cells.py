@@ -26,7 +26,7 @@ from moejob_api.models.shape import Family
 from moejob_trainer.batches import Document, MicroBatch, batch_plan, global_batch, loss_weight
 from moejob_trainer.conversion.families import table
 from moejob_trainer.conversion.imports import Source, opened
-from moejob_trainer.engine import LossTerms, TokenOutputs
+from moejob_trainer.engine import LossTerms, TokenOutputs, UpdateResult
 from moejob_trainer.losses import cross_entropy
 from moejob_trainer.megatron.cpu import use_cpu
 from moejob_trainer.megatron.engine import MegatronEngine, Placement
@@ -336,5 +336,15 @@ def updated(cell: Cell, folder: Path) -> set[str]:
     use_cpu()
     try:
         return {piece.name for piece in started(cell, folder).optimizer.pieces}
+    finally:
+        stop_groups()
+
+
+def first_update(cell: Cell, folder: Path) -> UpdateResult:
+    """What the first update of the cell tells this rank."""
+    use_cpu()
+    try:
+        engine = started(cell, folder)
+        return engine.update(micro_batches(cell, engine, 0), _loss_of(cell, engine))
     finally:
         stop_groups()

@@ -126,13 +126,23 @@ class Mixture(nn.Module):
         factor = self.settings.moe.capacity_factor
         if factor is None:
             return chosen, probabilities
-        most = capacity(len(chosen), self.settings.routing, factor)
+        # Padding takes nobody's place, or the padding of a layout would decide what is dropped.
+        chosen = chosen.masked_fill(~row.is_real.unsqueeze(-1), self.shape.count)
+        most = capacity(row.is_real.sum(), self.settings.routing, factor)
         chosen, probabilities = within_capacity(chosen, probabilities, most, self.shape.count)
         self.balance.count_dropped(chosen, row)
         return chosen, probabilities
 
+    def _rows(self, chosen: Tensor) -> int:
+        """Choices that an expert takes. With a capacity that has to wait for the device: experts work on exactly their
+        rows, and what they leave untouched would be added to the tokens.
+        """
+        if self.settings.moe.capacity_factor is None:
+            return chosen.numel()
+        return int((chosen < self.shape.count).sum())
+
     def _mixed(self, x: Tensor, chosen: Tensor, probabilities: Tensor) -> Tensor:
-        permutation = Permutation.of(chosen, self.shape.count)
+        permutation = Permutation.of(chosen, self.shape.count, self._rows(chosen))
         weights = permuted_probabilities(probabilities, permutation)
         sent = dispatch(permuted(x, permutation), weights, permutation.counts, self.groups)
         done = self.experts(sent.rows, sent.probabilities, sent.counts)
