@@ -133,6 +133,8 @@ class RunProgress(ApiModel):
     epoch: Annotated[float | None, Field(ge=0.0, description="Passes over the data done.")] = None
     loss: Annotated[float | None, Field(description="Loss of the last step.")] = None
     reward: Annotated[float | None, Field(description="Mean reward of the last step.")] = None
+    learning_rate: Annotated[float | None, Field(ge=0.0, description="Rate of the last update.")] = None
+    gradient_norm: Annotated[float | None, Field(ge=0.0, description="Norm before clipping.")] = None
     tokens_per_second_per_gpu: Annotated[float | None, Field(ge=0.0, description="Speed.")] = None
     mfu: Annotated[float | None, Field(ge=0.0, description="Share of peak.")] = None
     last_checkpoint_step: Annotated[int | None, Field(ge=0, description="Newest complete checkpoint.")] = None

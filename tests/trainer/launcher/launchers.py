@@ -14,6 +14,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from multiprocessing import forkserver
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any, TypeVar
@@ -199,6 +200,8 @@ def gone(pids: list[int]) -> None:
 
 
 def _launch(environment: Mapping[str, str], options: Options, log: Path) -> None:
+    # Other tests of this process may have a fork server of their own; it is no child of this one.
+    vars(forkserver._forkserver).update(vars(forkserver.ForkServer()))  # noqa: SLF001
     # Not the main module of pytest: ranks would import it.
     sys.modules["__main__"] = types.ModuleType("__main__")
     written = os.open(log, os.O_CREAT | os.O_WRONLY)

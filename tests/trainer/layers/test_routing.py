@@ -357,7 +357,7 @@ def test_dropped_choices_reach_no_expert() -> None:
 
 @pytest.mark.parametrize(("factor", "most"), [(1.0, 10), (1.25, 12), (1.3, 13), (0.01, 1)])
 def test_capacity_is_a_share_of_the_choices_rounded_up(factor: float, most: int) -> None:
-    assert capacity(25, PLAIN, factor) == most
+    assert capacity(torch.tensor(25), PLAIN, factor) == most
 
 
 def test_the_selection_bias_moves_towards_idle_experts() -> None:

@@ -28,7 +28,7 @@ from moejob_trainer.batches import Document, MicroBatch, batch_plan, global_batc
 from moejob_trainer.conversion.adapters import adapter_table
 from moejob_trainer.conversion.families import table
 from moejob_trainer.conversion.imports import Source, import_weights, opened
-from moejob_trainer.engine import LossTerms, TokenOutputs
+from moejob_trainer.engine import LossTerms, TokenOutputs, UpdateResult
 from moejob_trainer.losses import cross_entropy
 from moejob_trainer.megatron.cpu import use_cpu
 from moejob_trainer.megatron.engine import MegatronEngine, Placement
@@ -373,9 +373,14 @@ def updated(cell: Cell, folder: Path) -> set[str]:
 
 def measured(cell: Cell, folder: Path) -> Mapping[str, float]:
     """What an update of the cell says beside its loss."""
+    return first_update(cell, folder).metrics
+
+
+def first_update(cell: Cell, folder: Path) -> UpdateResult:
+    """What the first update of the cell tells this rank."""
     use_cpu()
-    engine = started(cell, folder)
     try:
-        return engine.update(micro_batches(cell, engine, 0), loss_of(cell, engine)).metrics
+        engine = started(cell, folder)
+        return engine.update(micro_batches(cell, engine, 0), loss_of(cell, engine))
     finally:
         stop_groups()

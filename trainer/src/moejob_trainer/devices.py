@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from datetime import timedelta
 
 import torch
@@ -14,6 +15,7 @@ from moejob_trainer.orders import Orders
 
 # Between two exchanges of a healthy run lies less; a rank that died is noticed by its launcher long before.
 _PATIENCE = timedelta(minutes=30)
+_KIB = 1024
 
 
 # All wait for the one that downloads a model; who died meanwhile is noticed by a launcher.
@@ -32,6 +34,13 @@ def control_group() -> dist.ProcessGroup:
     """All ranks, for words and decisions: never waits for a GPU."""
     group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=_LONGEST_PREPARATION)
     return group
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most that this rank has held so far: on the GPU by torch, on the CPU by the whole process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _KIB
 
 
 def _device(order: Orders) -> torch.device:

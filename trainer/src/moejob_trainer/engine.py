@@ -47,6 +47,8 @@ class UpdateResult:
     learning_rate: float
     # Tokens that went through the model, padding left out.
     tokens: int
+    # The model's own arithmetic for them in both passes: nothing that is computed again, nothing for padding.
+    flops: float = 0.0
     metrics: Mapping[str, float] = field(default_factory=dict)
     # False when the gradient was not finite: the weights stayed as they were.
     is_applied: bool = True

@@ -55,10 +55,11 @@ from moejob_trainer.model.parameters import Parameter
 from moejob_trainer.objectives.sft import SupervisedFineTuning
 from moejob_trainer.orders import Orders, orders
 from moejob_trainer.published import Published, fetch, published
-from moejob_trainer.reporting import Reporter, Teller
+from moejob_trainer.reporting import Reporter, Teller, ranks_of
 from moejob_trainer.saving import RunCheckpoints, RunWriter, StateFacts, WorldRanks, background
 from moejob_trainer.schedule import learning_rate
 from moejob_trainer.stopping import AgreedStop
+from moejob_trainer.tracking import TrackedRun, tracker
 
 T = TypeVar("T")
 
@@ -161,8 +162,10 @@ def _model(here: Here) -> Model:
 
 def _trained(here: Here, model: Model, beats: Beats, pulse: Pulse) -> Outcome:
     order, spec = here.order, here.spec
-    teller = Teller(order.folder, beats, order.claim, is_first=order.rank == 0)
+    tracked = TrackedRun(order.job, order.uid, spec, order.folder, order.claim)
     with ExitStack() as stack:
+        tracking = stack.enter_context(tracker(tracked, is_first=order.rank == 0))
+        teller = Teller(order.folder, beats, order.claim, tracking, is_first=order.rank == 0)
         training, evaluated = _data(here, model)
         share = Share(batch_plan(spec, here.layout, pad_token=0), here.groups.data.rank)
         source = DrawnBatches(training, share)
@@ -181,7 +184,7 @@ def _trained(here: Here, model: Model, beats: Beats, pulse: Pulse) -> Outcome:
         reporter = Reporter(
             teller,
             total_steps=total_steps,
-            ranks=order.world,
+            ranks=ranks_of(spec.resources, order.world),
             saved=lambda: _saved(checkpoints.store),
             epoch=lambda: source.epoch,
             waited=source.waited_seconds,

@@ -1,8 +1,12 @@
-"""What is told of a run while it trains: the step log, the progress the launcher serves, and evaluations on the way."""
+"""What is told of a run while it trains: the step log, what sinks are sent, and the progress the launcher serves.
+
+docs/trainer.md lists every number of a line.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,12 +14,32 @@ from pathlib import Path
 from typing import Any
 
 from moejob_api.contract import RunFile, RunProgress
+from moejob_api.hardware import TERA, known
+from moejob_api.job.resources import Accelerator, Resources
 from moejob_trainer.beats import Beats
 from moejob_trainer.checkpoints.disk import explained
 from moejob_trainer.engine import UpdateResult
 from moejob_trainer.fencing import Claim
+from moejob_trainer.tracking import Tracker
 
 STEP_LOG = RunFile.STEPS.value
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """What the work of a step is divided by. `peak_flops_per_second` is of one GPU, where the job says which."""
+
+    count: int
+    has_gpus: bool = False
+    peak_flops_per_second: float | None = None
+
+
+def ranks_of(resources: Resources, count: int) -> Ranks:
+    """The ranks of a job. A peak is never guessed: a share of the wrong one would look like a measurement."""
+    if resources.accelerator is Accelerator.CPU:
+        return Ranks(count)
+    gpu_type = resources.gpu_type
+    return Ranks(count, True, None if gpu_type is None else known(gpu_type).bf16_flops_per_second)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,14 +49,17 @@ class Teller:
     folder: Path
     beats: Beats
     claim: Claim
+    tracker: Tracker
     is_first: bool
 
-    def wrote(self, line: Mapping[str, Any]) -> None:
-        """Adds a line to the step log; whole or not at all, so that a reader never sees half of one."""
-        if self.is_first:
-            path = self.folder / STEP_LOG
-            with explained("telling of a step", path), path.open("a", encoding="utf-8") as log:
-                log.write(json.dumps(line) + "\n")
+    def wrote(self, step: int, line: Mapping[str, Any]) -> None:
+        """Adds a line to the step log, whole or not at all: a reader never sees half of one. Tells the sinks."""
+        if not self.is_first:
+            return
+        path = self.folder / STEP_LOG
+        with explained("telling of a step", path), path.open("a", encoding="utf-8") as log:
+            log.write(json.dumps({name: _finite(value) for name, value in line.items()}, allow_nan=False) + "\n")
+        self.tracker.write(step, line)
 
 
 @dataclass(slots=True)
@@ -41,7 +68,7 @@ class Reporter:
 
     teller: Teller
     total_steps: int
-    ranks: int
+    ranks: Ranks
     saved: Callable[[], tuple[int | None, float | None, float]]
     epoch: Callable[[], float | None]
     waited: Callable[[], float]
@@ -58,40 +85,69 @@ class Reporter:
         seconds, self._since = now - self._since, now
         evaluated = self.evaluate(step)
         self.teller.beats.beat(step)
-        last = results[-1]
-        tokens = sum(result.tokens for result in results)
-        saved_step, save_seconds, stalled = self.saved()
-        self.teller.wrote(
-            {
-                "step": step,
-                "loss": last.loss,
-                "gradNorm": last.gradient_norm,
-                "tokens": tokens,
-                "seconds": round(seconds, 6),
-                "time": round(time.time(), 3),
-                "attempt": self.teller.claim.attempt,
-                "restart": self.teller.claim.restart,
-                "learningRate": last.learning_rate,
-                "tokensPerSecond": round(tokens / seconds, 3) if seconds else None,
-                "dataWaitSeconds": round(self.waited(), 6),
-                "checkpointStallSeconds": round(stalled, 6),
-                "epoch": self.epoch(),
-                "applied": all(result.is_applied for result in results),
-                **last.metrics,
-                **evaluated,
-            }
-        )
+        speed = _speed(results, seconds, self.ranks)
+        line = {**self._progress(step, seconds), **_learned(results), **speed, **results[-1].metrics, **evaluated}
+        self.teller.wrote(step, line)
         if self.teller.is_first:
-            self.teller.beats.say(
-                RunProgress(
-                    step=step,
-                    total_steps=self.total_steps,
-                    epoch=self.epoch(),
-                    loss=last.loss,
-                    tokens_per_second_per_gpu=tokens / seconds / self.ranks if seconds else None,
-                    last_checkpoint_step=saved_step,
-                    save_seconds=save_seconds,
-                )
-            )
+            self.teller.beats.say(self._run_progress(step, results[-1], speed))
         # What evaluating took is no part of the next step.
         self._since = self.clock()
+
+    def _progress(self, step: int, seconds: float) -> dict[str, Any]:
+        _, _, stalled = self.saved()
+        return {
+            "step": step,
+            "epoch": self.epoch(),
+            "seconds": round(seconds, 6),
+            "time": round(time.time(), 3),
+            "attempt": self.teller.claim.attempt,
+            "restart": self.teller.claim.restart,
+            "dataWaitSeconds": round(self.waited(), 6),
+            "checkpointStallSeconds": round(stalled, 6),
+        }
+
+    def _run_progress(self, step: int, last: UpdateResult, speed: Mapping[str, float]) -> RunProgress:
+        saved_step, save_seconds, _ = self.saved()
+        return RunProgress(
+            step=step,
+            total_steps=self.total_steps,
+            epoch=self.epoch(),
+            # JSON has no word for what is not finite, and the contract takes none.
+            loss=_finite(last.loss),
+            reward=_finite(last.metrics.get("reward")),
+            learning_rate=last.learning_rate,
+            gradient_norm=_finite(last.gradient_norm),
+            tokens_per_second_per_gpu=speed.get("tokensPerSecondPerGpu"),
+            mfu=speed.get("mfu"),
+            last_checkpoint_step=saved_step,
+            save_seconds=save_seconds,
+        )
+
+
+def _learned(results: Sequence[UpdateResult]) -> dict[str, Any]:
+    last = results[-1]
+    return {
+        "loss": last.loss,
+        "gradNorm": last.gradient_norm,
+        "learningRate": last.learning_rate,
+        "tokens": sum(result.tokens for result in results),
+        "applied": all(result.is_applied for result in results),
+    }
+
+
+def _speed(results: Sequence[UpdateResult], seconds: float, ranks: Ranks) -> dict[str, float]:
+    """How fast the step was; a CPU has no peak to be measured against."""
+    if not seconds:
+        return {}
+    tokens = sum(result.tokens for result in results) / seconds
+    speed = {"tokensPerSecond": round(tokens, 3), "tokensPerSecondPerGpu": round(tokens / ranks.count, 3)}
+    flops = sum(result.flops for result in results) / seconds / ranks.count
+    if ranks.has_gpus:
+        speed["tflopsPerGpu"] = round(flops / TERA, 3)
+    if ranks.peak_flops_per_second is not None:
+        speed["mfu"] = round(flops / ranks.peak_flops_per_second, 6)
+    return speed
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -72,7 +72,7 @@ def least_step_seconds(case: Case, machine: Machine, chunks: int) -> float:
     return case.batch.updates_per_step * least_update_seconds(case, machine, chunks) + generating
 
 
-def model_flops(shape: ModelShape, document_tokens: int) -> float:
+def model_flops(shape: ModelShape, document_tokens: float) -> float:
     """Arithmetic of both passes for one token: 6 for each active parameter, and causal attention."""
     # Looking up an embedding is no arithmetic; where it is also the output projection, that is.
     looked_up = 0 if shape.tied_embeddings else shape.vocabulary * shape.hidden
@@ -80,7 +80,7 @@ def model_flops(shape: ModelShape, document_tokens: int) -> float:
     return 6.0 * (active_parameters(shape) - looked_up) + attention
 
 
-def _attention_flops(attention: Attention, tokens: int) -> float:
+def _attention_flops(attention: Attention, tokens: float) -> float:
     match attention:
         case GroupedAttention():
             seen = tokens / 2 if attention.window is None else min(tokens / 2, attention.window)

@@ -18,6 +18,8 @@ _RUN = (
     ("epoch", "moejob_epoch", "Passes over the data done."),
     ("loss", "moejob_loss", "Loss of the last step."),
     ("reward", "moejob_reward", "Mean reward of the last step."),
+    ("learning_rate", "moejob_learning_rate", "Rate of the last update."),
+    ("gradient_norm", "moejob_gradient_norm", "Norm of the gradient before clipping."),
     ("tokens_per_second_per_gpu", "moejob_tokens_per_second_per_gpu", "Speed."),
     ("mfu", "moejob_mfu_ratio", "Share of peak."),
     ("last_checkpoint_step", "moejob_last_checkpoint_step", "Newest complete checkpoint."),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -125,12 +126,14 @@ def z_loss(logits: Tensor, tokens: Tensor | float, counted: Tensor | None = None
     return (squares if counted is None else squares * counted).sum() / tokens
 
 
-def capacity(tokens: int, routing: Routing, factor: float) -> int:
-    """How many of these tokens each expert takes at most."""
-    return -int(-tokens * routing.per_token * factor // routing.experts)
+def capacity(tokens: Tensor, routing: Routing, factor: float) -> Tensor:
+    """How many of that number of tokens each expert takes at most. int []"""
+    return torch.ceil(tokens.double() * routing.per_token * factor / routing.experts).long()
 
 
-def within_capacity(experts: Tensor, probabilities: Tensor, most: int, expert_count: int) -> tuple[Tensor, Tensor]:
+def within_capacity(
+    experts: Tensor, probabilities: Tensor, most: Tensor | int, expert_count: int
+) -> tuple[Tensor, Tensor]:
     """The choices that remain when each expert takes the `most` that want it the most.
 
     A choice that is dropped becomes one of none: the expert `expert_count`, with probability 0.
@@ -149,9 +152,15 @@ def updated_selection_bias(bias: Tensor, counts: Tensor, rate: float) -> Tensor:
     return bias + rate * (counts.mean() - counts).sign().to(bias.dtype)
 
 
+def routing_entropy(logits: Tensor, routing: Routing, counted: Tensor | None = None) -> Tensor:
+    """The entropies, in nats, of how the tokens spread themselves over all experts, summed over those `counted`. []"""
+    entropies = torch.special.entr(balancing_scores(logits.detach(), routing)).sum(-1)
+    return (entropies if counted is None else entropies * counted).sum()
+
+
 @dataclass(frozen=True, eq=False)
 class Load:
-    """How evenly tokens spread over the experts; tensors, so that reading it can wait."""
+    """How evenly tokens spread over the experts, of each layer; tensors, so that reading it can wait."""
 
     imbalance: Tensor
     """Tokens of the busiest expert over the mean: one when balanced."""
@@ -162,11 +171,13 @@ class Load:
 
 
 def load(counts: Tensor) -> Load:
-    """The load behind the counts [E]."""
-    shares = counts.float() / counts.sum().clamp(min=1)
-    most = torch.log(torch.tensor(max(len(counts), 2), dtype=torch.float32))
+    """The load behind the counts [..., E]."""
+    experts = counts.shape[-1]
+    shares = counts.float() / counts.sum(-1, keepdim=True).clamp(min=1)
     return Load(
-        shares.max() * len(counts), (counts == 0).sum(), torch.special.entr(shares).sum() / most.to(shares.device)
+        imbalance=shares.amax(-1) * experts,
+        idle_experts=(counts == 0).sum(-1),
+        entropy=torch.special.entr(shares).sum(-1) / math.log(max(experts, 2)),
     )
 
 

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moejob_api.cost.estimate import model_flops
 from moejob_api.job.job import Spec
 from moejob_api.job.moe import Balancing
 from moejob_api.memory.share import router_is_frozen
-from moejob_api.models.shape import Experts
 from moejob_trainer.batches import MicroBatch
 from moejob_trainer.conversion.families import table
 from moejob_trainer.conversion.gathering import hugging_face_tensors
@@ -22,6 +22,7 @@ from moejob_trainer.engine import Loss, LossTerms, Mean, TokenOutputs, UpdateRes
 from moejob_trainer.groups import Groups, total
 from moejob_trainer.layers.routing import updated_selection_bias
 from moejob_trainer.megatron.gradients import finish_gradients
+from moejob_trainer.megatron.measures import Measures
 from moejob_trainer.megatron.optimizer import ShardedAdamW, moments
 from moejob_trainer.megatron.pipeline import forward_backward, row_input, whole
 from moejob_trainer.megatron.stages import buffered
@@ -70,6 +71,7 @@ class MegatronEngine:
         self.model, self.spec, self.stages = model, spec, [*stages]
         self.placement, self.groups, self.device = placement, placement.groups, placement.device
         self.learning_rate = learning_rate
+        self.measures = Measures(model, spec.moe, self.stages, placement.groups, placement.device)
         self.updates = 0
         self._skipped = 0
         self._freeze()
@@ -120,9 +122,10 @@ class MegatronEngine:
 
     def _run(self, batches: Sequence[MicroBatch], loss: Loss, *, forward_only: bool) -> UpdateResult:
         here = [self._here(batch) for batch in batches]
-        weight, tokens, micro_batches = self._totals(here)
+        totals = self._totals(here)
+        weight = totals.weight
         if not forward_only:
-            self._begin_balancing(GlobalBatch(len(batches), micro_batches))
+            self._begin_balancing(GlobalBatch(len(batches), totals.micro_batches))
         sums = _Sums()
 
         def finished(_: int, outputs: TokenOutputs, batch: MicroBatch) -> Tensor:
@@ -133,12 +136,13 @@ class MegatronEngine:
         self._through_stages(here, finished, forward_only=forward_only)
         means = self._means(sums.values)
         if not forward_only:
-            means |= self._routing_metrics(tokens)
+            means |= self.measures.of(totals.tokens)
         return UpdateResult(
             loss=means.pop("loss", 0.0) / weight,
             gradient_norm=0.0,
             learning_rate=0.0,
-            tokens=tokens,
+            tokens=totals.tokens,
+            flops=totals.tokens * model_flops(self.model.shape, totals.document_tokens),
             metrics=means,
         )
 
@@ -161,20 +165,19 @@ class MegatronEngine:
         made = row_input(batch, self.model, self.groups, sequence_parallel=sequence_parallel)
         return replace(made, row=replace(made.row, number=number, update=self.updates))
 
-    def _totals(self, batches: Sequence[MicroBatch]) -> tuple[float, int, int]:
-        """Weight, tokens and micro batches that hold any: known before the backward pass, so that no layout changes
-        the loss.
-        """
+    def _totals(self, batches: Sequence[MicroBatch]) -> _Totals:
+        """Known before the backward pass, so that no layout changes the loss."""
         weight = sum(float(batch.weights.double().sum()) for batch in batches)
         tokens = sum(sum(batch.lengths) for batch in batches)
         filled = sum(any(batch.lengths) for batch in batches)
-        totals = torch.tensor([weight, tokens, filled], dtype=torch.float64, device=self.device)
-        weight, tokens, filled = total(totals, self.groups.data).tolist()
+        squares = sum(length * length for batch in batches for length in batch.lengths)
+        totals = torch.tensor([weight, tokens, filled, squares], dtype=torch.float64, device=self.device)
+        weight, tokens, filled, squares = total(totals, self.groups.data).tolist()
         if not weight > 0.0:
             raise ValueError(
                 f"a global batch of {tokens:.0f} tokens has the loss weight {weight}: nothing to learn from"
             )
-        return weight, int(tokens), int(filled)
+        return _Totals(weight, int(tokens), int(filled), squares / tokens)
 
     def _means(self, sums: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, float]:
         """The same numbers on every rank, of what only the last stages saw."""
@@ -236,23 +239,6 @@ class MegatronEngine:
         for balance in self._balances():
             balance.begin(batch)
 
-    def _routing_metrics(self, tokens: int) -> dict[str, float]:
-        """The balancing losses of all layers, and the share of choices that found their expert full."""
-        routing = self.model.routing
-        if routing is None:
-            return {}
-        layers = sum(isinstance(layer.mlp, Experts) for layer in self.model.shape.layers)
-        loss, dropped = (
-            sum((getattr(balance, name) for balance in self._balances()), torch.zeros((), device=self.device))
-            for name in ("loss", "dropped")
-        )
-        # Every rank counts its own tokens in its own layers.
-        loss, dropped = total(torch.stack([loss, dropped]), self.groups.world).tolist()
-        metrics = {"balancingLoss": loss}
-        if self.spec.moe.capacity_factor is not None:
-            metrics["dropRate"] = dropped / (tokens * routing.per_token * layers)
-        return metrics
-
     def _move_selection_bias(self) -> None:
         """Makes experts that got too much less likely to be chosen, and the others more."""
         if self.spec.moe.balancing is not Balancing.EXPERT_BIAS:
@@ -286,6 +272,18 @@ class MegatronEngine:
 
     def _balances(self) -> Iterator[Balance]:
         return (mixture.balance for mixture in self._mixtures())
+
+
+@dataclass(frozen=True, slots=True)
+class _Totals:
+    """A global batch, over all data ranks."""
+
+    weight: float
+    tokens: int
+    # Those with a token that is no padding.
+    micro_batches: int
+    # The length of its document, for the mean token: attention costs as much as if all documents had this length.
+    document_tokens: float
 
 
 class _Sums:

@@ -19,6 +19,7 @@ from moejob_trainer.layers.routing import (
     Routing,
     balancing_scores,
     document_counts,
+    routing_entropy,
     sequence_loss,
     switch_loss,
     z_loss,
@@ -57,6 +58,8 @@ class Balance(nn.Module):
     dropped: Tensor
     # What this rank's tokens added to the balancing losses.
     loss: Tensor
+    # The sum over this rank's tokens.
+    entropy: Tensor
 
     def __init__(self, routing: Routing, moe: MoE, balancing: Balancing, groups: Groups) -> None:
         super().__init__()
@@ -65,13 +68,13 @@ class Balance(nn.Module):
         self.batch = GlobalBatch()
         # By the number of the micro batch: what is computed again must see what it saw the first time.
         self._seen: dict[int, Seen] = {}
-        for name, size in (("load", (routing.experts,)), ("dropped", ()), ("loss", ())):
+        for name, size in (("load", (routing.experts,)), ("dropped", ()), ("loss", ()), ("entropy", ())):
             self.register_buffer(name, torch.zeros(size, dtype=torch.float32), persistent=False)
 
     def begin(self, batch: GlobalBatch) -> None:
         """A new global batch: nothing has been seen of it."""
         self.batch, self._seen = batch, {}
-        for counter in (self.load, self.dropped, self.loss):
+        for counter in (self.load, self.dropped, self.loss, self.entropy):
             counter.zero_()
 
     def watched(self, probabilities: Tensor, logits: Tensor, chosen: Tensor, row: Row) -> Tensor:
@@ -83,6 +86,7 @@ class Balance(nn.Module):
         if not computes_again():
             self.load += counts.sum(0)
             self.loss += 0.0 if loss is None else loss.detach()
+            self.entropy += routing_entropy(logits, self.routing, row.is_real)
         return probabilities if loss is None else _attached(probabilities, loss)
 
     def count_dropped(self, chosen: Tensor, row: Row) -> None:

@@ -133,9 +133,9 @@ class Mixture(nn.Module):
         factor = self.settings.moe.capacity_factor
         if factor is None:
             return chosen, probabilities
-        most = capacity(len(chosen), self.settings.routing, factor)
-        # Padding takes no room from tokens.
+        # Padding takes nobody's place, or the padding of a layout would decide what is dropped.
         chosen = chosen.masked_fill(~row.is_real.unsqueeze(-1), self.shape.count)
+        most = capacity(row.is_real.sum(), self.settings.routing, factor)
         chosen, probabilities = within_capacity(chosen, probabilities, most, self.shape.count)
         self.balance.count_dropped(chosen, row)
         return chosen, probabilities

@@ -1,0 +1,68 @@
+"""A run on an MLflow server. The package comes with the image or not at all; credentials come from the environment."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from moejob_api.job.lifecycle import MLflow
+from moejob_trainer.tracking.sinks import Numbers, TrackedRun
+
+_UID = "moejob.uid"
+# What the server takes at once, and of one value.
+_MOST_PARAMETERS, _MOST_CHARACTERS = 100, 500
+
+
+class MLflowRun:
+    """One run there for one job, found again by the job's uid."""
+
+    def __init__(self, run: TrackedRun, mlflow: MLflow) -> None:
+        # The client has no state that other code in the process would share.
+        self._client = importlib.import_module("mlflow").MlflowClient(tracking_uri=mlflow.tracking_uri)
+        self._entities = importlib.import_module("mlflow.entities")
+        experiment = self._experiment(mlflow.experiment)
+        self._id = self._known(experiment, run.uid) or self._created(experiment, run)
+
+    def write(self, numbers: Numbers) -> None:
+        """One request for all numbers of a step."""
+        milliseconds = int(numbers.time * 1000)
+        self._client.log_batch(
+            self._id,
+            metrics=[
+                self._entities.Metric(name, value, milliseconds, numbers.step) for name, value in numbers.values.items()
+            ],
+        )
+
+    def close(self, *, has_failed: bool) -> None:
+        """Says how it ended."""
+        self._client.set_terminated(self._id, "FAILED" if has_failed else "FINISHED")
+
+    def _experiment(self, name: str) -> str:
+        found = self._client.get_experiment_by_name(name)
+        identity: str = self._client.create_experiment(name) if found is None else found.experiment_id
+        return identity
+
+    def _known(self, experiment: str, uid: str) -> str | None:
+        found = self._client.search_runs([experiment], f"tags.`{_UID}` = '{uid}'", max_results=1)
+        if not found:
+            return None
+        identity: str = found[0].info.run_id
+        self._client.update_run(identity, status="RUNNING")
+        return identity
+
+    def _created(self, experiment: str, run: TrackedRun) -> str:
+        identity: str = self._client.create_run(experiment, run_name=run.job, tags={_UID: run.uid}).info.run_id
+        fields = _flat(run.spec.model_dump(mode="json", by_alias=True, exclude_none=True))
+        parameters = [self._entities.Param(name, str(value)[:_MOST_CHARACTERS]) for name, value in fields]
+        for start in range(0, len(parameters), _MOST_PARAMETERS):
+            self._client.log_batch(identity, params=parameters[start : start + _MOST_PARAMETERS])
+        return identity
+
+
+def _flat(fields: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in fields.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{above}{name}.")
+        else:
+            yield f"{above}{name}", value

@@ -1,0 +1,48 @@
+"""TensorBoard's event files in the run folder. Synchronous: the thread it runs in is its queue."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.proto.summary_pb2 import Summary
+from tensorboardX.summary import text
+
+from moejob_trainer.tracking.sinks import Numbers, TrackedRun
+
+FOLDER = "tensorboard"
+
+
+class TensorBoardEvents:
+    """One file for each start of the ranks; its first step hides what an earlier start wrote of later ones."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        self._run = run
+        self._writer: Any = None
+
+    def write(self, numbers: Numbers) -> None:
+        """One event, readable at once."""
+        if self._writer is None:
+            self._writer = self._opened(numbers)
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in numbers.values.items()]
+        self._write(numbers, summary=Summary(value=values))
+        self._writer.flush()
+
+    def close(self, *, has_failed: bool) -> None:  # noqa: ARG002 event files do not say
+        """Closes the file."""
+        if self._writer is not None:
+            self._writer.close()
+
+    def _opened(self, first: Numbers) -> Any:
+        folder, claim = self._run.folder / FOLDER, self._run.claim
+        folder.mkdir(exist_ok=True)
+        # Two starts within a second would write the same file.
+        self._writer = EventsWriter(str(folder / "events"), f".{claim.attempt}.{claim.restart}")
+        self._write(first, session_log=SessionLog(status=SessionLog.START))
+        spec = self._run.spec.model_dump_json(by_alias=True, exclude_none=True, indent=2)
+        self._write(first, summary=text(self._run.job, f"```\n{spec}\n```"))
+        return self._writer
+
+    def _write(self, numbers: Numbers, **what: Any) -> None:
+        self._writer.write_event(Event(wall_time=numbers.time, step=numbers.step, **what))

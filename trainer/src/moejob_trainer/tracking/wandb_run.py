@@ -1,0 +1,38 @@
+"""A run of Weights & Biases. The package comes with the image or not at all; the API key comes from the environment."""
+
+from __future__ import annotations
+
+import importlib
+
+from moejob_api.job.lifecycle import Wandb
+from moejob_trainer.tracking.sinks import Numbers, TrackedRun
+
+
+class WandbRun:
+    """One run there for one job, whatever attempts it takes."""
+
+    def __init__(self, run: TrackedRun, wandb: Wandb) -> None:
+        package = importlib.import_module("wandb")
+        self._run = package.init(
+            id=run.uid,
+            resume="allow",
+            name=run.job,
+            project=wandb.project,
+            entity=wandb.entity,
+            group=wandb.group,
+            config=run.spec.model_dump(mode="json", by_alias=True, exclude_none=True),
+            dir=str(run.folder),
+            # What ranks print is the launcher's, and the last line of it is quoted when one fails.
+            settings=package.Settings(console="off", silent=True),
+        )
+        # Its own counter of steps never goes back; ours does, to the last checkpoint.
+        self._run.define_metric("step", hidden=True)
+        self._run.define_metric("*", step_metric="step")
+
+    def write(self, numbers: Numbers) -> None:
+        """One row."""
+        self._run.log({"step": numbers.step, **numbers.values})
+
+    def close(self, *, has_failed: bool) -> None:
+        """Waits for what is on its way."""
+        self._run.finish(exit_code=int(has_failed))
