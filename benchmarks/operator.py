@@ -54,7 +54,7 @@ class Size:
     thousands: tuple[int, ...]
 
 
-QUICK, USUAL, ALL = Size(3, 1, ()), Size(15, 3, (2,)), Size(15, 3, (2, 8))
+QUICK, USUAL, ALL = Size(3, 1, ()), Size(10, 2, (2,)), Size(15, 3, (2, 8))
 
 
 def main() -> None:
@@ -121,9 +121,8 @@ async def hundreds(place: Arena, those: Sequence[Contender], pods: int, times: i
             if who.name != RELEASED or turn == 0:
                 bursts[who.name].append(await place.burst(who, 100, pods))
     for name, each in bursts.items():
-        _say(
-            f"{name} asks, for 100 jobs: {', '.join(f'{n} {what}' for what, n in each[-1].story.requests.most_common())}"
-        )
+        asked = ", ".join(f"{count} {what}" for what, count in each[-1].story.requests.most_common())
+        _say(f"{name} asks, for 100 jobs: {asked}")
     return _of_bursts(f"100 jobs of {pods} pods", bursts, None)
 
 
