@@ -45,9 +45,12 @@ class Result:
         return self.value <= self.target if self.better is Better.LOWER else self.value >= self.target
 
 
-def record(results: Sequence[Result], packages: Iterable[str]) -> None:
-    """Append the results, measured on this machine, and write the page of their benchmark anew."""
-    keep(results, {"machine": machine(), "stack": stack(packages)})
+def record(results: Sequence[Result], packages: Iterable[str], conditions: str = "") -> None:
+    """Append the results, measured on this machine, and write the page of their benchmark anew.
+
+    `conditions` say what else was as it was.
+    """
+    keep(results, {"machine": machine(), "stack": ", ".join(filter(None, (stack(packages), conditions)))})
 
 
 def keep(results: Sequence[Result], where: Mapping[str, str]) -> None:
@@ -72,15 +75,29 @@ def write_page(bench: str, results: Sequence[Result], around: dict[str, str]) ->
 
 
 def table(results: Sequence[Result], around: dict[str, str]) -> str:
-    """The results as Markdown."""
-    rows = ["| case | measured | target | met |", "|---|---:|---:|---|"]
-    words = {None: "", True: "yes", False: "**no**"}
-    rows += [
-        f"| {r.case} | {shown(r.value)} {r.unit} | {'' if r.target is None else f'{r.target:.4g} {r.unit}'} "
-        f"| {words[r.meets_target]} |"
-        for r in results
-    ]
+    """The results as Markdown, a row for each case and a column for each peer, with how many times ours it takes."""
+    peers = list(dict.fromkeys(r.peer for r in results if r.peer is not None))
+    columns = ["case", "measured", *peers, "target", "met"]
+    rows = [f"| {' | '.join(columns)} |", f"|---{'|---:' * (len(columns) - 2)}|---|"]
+    rows += [_row([r for r in results if r.case == case], peers) for case in dict.fromkeys(r.case for r in results)]
     return "\n".join([*rows, "", f"Measured on {around['machine']}, {around['stack']}, commit {around['commit']}."])
+
+
+def _row(results: Sequence[Result], peers: Iterable[str]) -> str:
+    """One case: ours, and each peer that was measured."""
+    ours = results[0]
+    beside = {r.peer: r.peer_value for r in results}
+    cells = [ours.case, f"{shown(ours.value)} {ours.unit}", *(_beside(ours, beside.get(peer)) for peer in peers)]
+    words = {None: "", True: "yes", False: "**no**"}
+    target = "" if ours.target is None else f"{ours.target:.4g} {ours.unit}"
+    return f"| {' | '.join(map(str.strip, [*cells, target, words[ours.meets_target]]))} |"
+
+
+def _beside(ours: Result, value: float | None) -> str:
+    if value is None:
+        return ""
+    times = f" ({value / ours.value:.2g}x)" if ours.value else ""
+    return f"{value:.4g} {ours.unit}".strip() + times
 
 
 def shown(value: float) -> str:

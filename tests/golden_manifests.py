@@ -17,7 +17,7 @@ from moejob_operator.children.blueprint import Images
 from moejob_operator.children.gangs import GangApi
 from moejob_operator.cluster import Children
 from moejob_operator.judging import judgement
-from moejob_operator.observed import observed
+from moejob_operator.observed import Specs, observed
 from moejob_operator.planning.decide import decide
 from moejob_operator.planning.situation import Setting
 
@@ -125,7 +125,7 @@ def _manifests(golden: Golden) -> Iterator[dict[str, Any]]:
         "metadata": {"name": "job", "namespace": "team", "uid": "6f1c", "generation": 1},
         "spec": merged(base, golden.sections),
     }
-    seen = observed(raw, Children((), (), (), ()), is_live=True)
+    seen = observed(raw, Children((), (), (), ()), Specs(), is_live=True)
     assert seen.job.spec is not None, seen.job.problems
     judged = judgement(seen.job.spec)
     assert judged.is_accepted, judged.problems

@@ -9,6 +9,7 @@ as it is; all others are built once, into the cache folder, which outlives the c
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 import re
 import shutil
@@ -68,6 +69,13 @@ class Tool:
         return _version(pinned[1], self.pins)
 
     @property
+    def release(self) -> str:
+        """What its programs are kept under: its name and version, and the sources where some are ours."""
+        ours = b"".join(file.read_bytes() for file in sorted(self.folder.glob("*.go")))
+        suffix = f"-{hashlib.sha256(ours).hexdigest()[:8]}" if ours else ""
+        return f"{self.name}-{self.version}{suffix}"
+
+    @property
     def linker_flags(self) -> str:
         """What makes a program small and lets it know its version."""
         return " ".join(["-s -w", *(f"-X {stamp}".format(v=self.version) for stamp in self.stamps)])
@@ -94,6 +102,7 @@ KUBERNETES = Tool(
 ETCD = Tool("etcd", pins="go.etcd.io/etcd/server/v3")
 HELM = Tool("helm", pins="helm.sh/helm/v4", stamps=("helm.sh/helm/v4/internal/version.version=v{v}",))
 KWOK = Tool("kwok", pins="sigs.k8s.io/kwok")
+PEERS = Tool("peers", pins="github.com/kubeflow/training-operator")
 
 PROGRAMS: Mapping[str, Program] = {
     "etcd": Program(ETCD, "go.etcd.io/etcd/server/v3"),
@@ -105,7 +114,10 @@ PROGRAMS: Mapping[str, Program] = {
     "kube-proxy": Program(KUBERNETES, "k8s.io/kubernetes/cmd/kube-proxy"),
     "kwok": Program(KWOK, "sigs.k8s.io/kwok/cmd/kwok"),
     "helm": Program(HELM, "helm.sh/helm/v4/cmd/helm", ("version", "--short")),
+    # Of benchmarks only.
+    "training-operator": Program(PEERS, "."),
 }
+_OF_A_CLUSTER = tuple(name for name, program in PROGRAMS.items() if program.tool is not PEERS)
 
 
 def found_or_built(names: Iterable[str], report: Report) -> dict[str, Path]:
@@ -165,7 +177,7 @@ def _cache() -> Path:
 
 def _build_target(name: str) -> Path:
     tool = PROGRAMS[name].tool
-    return _cache() / f"{tool.name}-{tool.version}" / name
+    return _cache() / tool.release / name
 
 
 def _go_obstacle() -> str | None:
@@ -232,7 +244,7 @@ def main(names: list[str]) -> int:
         report(f"no such program: {', '.join(unknown)}; known are {', '.join(PROGRAMS)}")
         return 2
     try:
-        for path in found_or_built(names or PROGRAMS, report).values():
+        for path in found_or_built(names or _OF_A_CLUSTER, report).values():
             report(str(path))
     except (MissingProgramError, BuildError) as problem:
         report(str(problem))

@@ -11,6 +11,7 @@ from moejob_operator.children.blueprint import Images
 from moejob_operator.children.gangs import GangApi
 from moejob_operator.cluster import Cluster, JobKey
 from moejob_operator.judging import Judge
+from moejob_operator.observed import Specs
 from moejob_operator.planning.situation import Setting
 from moejob_operator.reconcile import Reconciler
 from moejob_operator.settings import Settings, read_settings
@@ -24,11 +25,11 @@ def main() -> int:
 
 
 def _reconcile(settings: Settings) -> process.Reconcile:
-    judge = Judge()
+    judge, specs = Judge(), Specs()
     images = Images(settings.trainer_image, settings.rollout_image)
 
     async def reconcile(key: JobKey, cluster: Cluster, apis: frozenset[GangApi]) -> float | None:
-        return await Reconciler(judge, Setting(images, apis), lambda: datetime.now(UTC))(key, cluster)
+        return await Reconciler(judge, Setting(images, apis), lambda: datetime.now(UTC), specs)(key, cluster)
 
     return reconcile
 

@@ -53,7 +53,10 @@ class Cache:
         return None if key is None else self._objects[kind][key][name]
 
     def seen(self, kind: Kind, raw: Raw) -> JobKey | None:
-        """An object as it was at some time. Returns whose it is, unless something newer was known."""
+        """An object as it was at some time. Returns whose it is, unless that or something newer was known.
+
+        What we wrote ourselves comes back as an event, whole: it is kept, and no reason to look again.
+        """
         key = owner(kind, raw)
         if key is None or raw["metadata"]["uid"] in self._deleted:
             return None
@@ -63,7 +66,7 @@ class Cache:
             return None
         held[raw["metadata"]["name"]] = slim(kind, raw)
         self._owners[kind, key.namespace, raw["metadata"]["name"]] = key
-        return key
+        return None if known is not None and version(known) == version(raw) else key
 
     def gone(self, kind: Kind, raw: Raw) -> JobKey | None:
         """An object was deleted for good. Returns whose it was."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -31,6 +32,8 @@ class Metrics:
         ProcessCollector(registry=registry)
         PlatformCollector(registry=registry)
         GCCollector(registry=registry)
+        tasks = Gauge("moejob_tasks", "Tasks that run or wait in this process.", registry=registry)
+        tasks.set_function(_tasks)
         self._reconcile = Histogram(
             "moejob_reconcile_seconds", "Time to reconcile one job.", ["outcome"], registry=registry, buckets=_FAST
         )
@@ -135,6 +138,14 @@ class _JobCollector(Collector):
                 gpus[key] += int(_number(status, "layout", "gpus"))
         yield _family("moejob_jobs", "Jobs by phase.", phases)
         yield _family("moejob_gpus", "GPUs that jobs hold or wait for.", gpus)
+
+
+def _tasks() -> float:
+    try:
+        return len(asyncio.all_tasks())
+    except RuntimeError:
+        # Asked from outside the loop.
+        return 0.0
 
 
 def _family(name: str, text: str, counts: Mapping[tuple[str, str], int]) -> GaugeMetricFamily:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import assert_never
 
@@ -17,7 +17,7 @@ from moejob_api.contract import Role
 from moejob_operator.actions import Action, Delete, Ensure, Kind
 from moejob_operator.cluster import Children, Cluster, Forbidden, JobKey, Raw
 from moejob_operator.judging import Judge
-from moejob_operator.observed import Observed, Pod, PodPhase, observed, with_progress
+from moejob_operator.observed import Observed, Pod, PodPhase, Specs, observed, with_progress
 from moejob_operator.planning.decide import Decision, decide
 from moejob_operator.planning.guards import FIRST_POLL_SECONDS, POLL_SECONDS
 from moejob_operator.planning.situation import Setting
@@ -34,6 +34,7 @@ class Reconciler:
     judge: Judge
     setting: Setting
     clock: Callable[[], datetime]
+    specs: Specs = field(default_factory=Specs)
 
     async def __call__(self, key: JobKey, cluster: Cluster) -> float | None:
         """Look at one job. Returns after how many seconds to look again, if nothing happens before."""
@@ -46,11 +47,11 @@ async def reconcile(key: JobKey, cluster: Cluster, means: Reconciler) -> float |
     if raw is None:
         return None
     now = means.clock()
-    seen = await _observed(key, raw, cluster, now)
+    seen = await _observed(key, raw, cluster, now, means.specs)
     judged = await means.judge.of(seen.job)
     decision = decide(seen, judged, means.setting, now)
     if decision.needs_live:
-        seen = await _live(key, raw, cluster, seen)
+        seen = await _live(key, raw, cluster, seen, means.specs)
         decision = decide(seen, judged, means.setting, now)
     refusal = await _performed(decision, cluster)
     if refusal is not None:
@@ -59,9 +60,9 @@ async def reconcile(key: JobKey, cluster: Cluster, means: Reconciler) -> float |
     return decision.look_again_after_seconds
 
 
-async def _observed(key: JobKey, raw: Raw, cluster: Cluster, now: datetime) -> Observed:
+async def _observed(key: JobKey, raw: Raw, cluster: Cluster, now: datetime, specs: Specs) -> Observed:
     children = await cluster.children(key, live=False)
-    seen = observed(raw, children, is_live=False)
+    seen = observed(raw, children, specs, is_live=False)
     running = _to_ask(seen, now)
     if not running:
         return seen
@@ -88,9 +89,9 @@ def _to_ask(seen: Observed, now: datetime) -> tuple[Pod, ...]:
     return running if is_due else ()
 
 
-async def _live(key: JobKey, raw: Raw, cluster: Cluster, seen: Observed) -> Observed:
+async def _live(key: JobKey, raw: Raw, cluster: Cluster, seen: Observed, specs: Specs) -> Observed:
     children: Children = await cluster.children(key, live=True)
-    return replace(observed(raw, children, is_live=True), was_polled=seen.was_polled, progress=seen.progress)
+    return replace(observed(raw, children, specs, is_live=True), was_polled=seen.was_polled, progress=seen.progress)
 
 
 async def _performed(decision: Decision, cluster: Cluster) -> str | None:

@@ -90,9 +90,9 @@ def new_site(folder: Path) -> Site:
     return site
 
 
-def flags(component: Component, site: Site) -> list[str]:
-    """The flags of a component."""
-    return [f"--{name}={value}" for name, value in FLAGS[component](site).items()]
+def flags(component: Component, site: Site, changed: Mapping[str, object]) -> list[str]:
+    """The flags of a component, with those that somebody wants otherwise."""
+    return [f"--{name}={value}" for name, value in {**FLAGS[component](site), **changed}.items()]
 
 
 def health_url(component: Component, site: Site) -> str:

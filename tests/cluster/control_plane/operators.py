@@ -125,16 +125,21 @@ class Home:
 @contextmanager
 def installed(plane: ControlPlane, namespace: str, folder: Path, values: Values | None = None) -> Iterator[Home]:
     """The chart's account and rights; on the way out its processes end and its rights with them."""
-    chart = plane.helm.rendered(values, namespace)
-    rights = json.dumps({"apiVersion": "v1", "kind": "List", "items": list(_rights(chart))})
-    plane.kubectl("apply", "-f", "-", stdin=rights)
-    home = Home(plane, chart, namespace, folder)
+    home = Home(plane, plane.helm.rendered(values, namespace), namespace, folder)
+    rights = grant(home)
     try:
         yield home
     finally:
         for replica in home.replicas:
             replica.process.stop()
         plane.kubectl("delete", "--ignore-not-found", "-f", "-", stdin=rights)
+
+
+def grant(home: Home) -> str:
+    """Give the account its rights. Returns them, for kubectl to take away again."""
+    rights = json.dumps({"apiVersion": "v1", "kind": "List", "items": list(_rights(home.chart))})
+    home.plane.kubectl("apply", "-f", "-", stdin=rights)
+    return rights
 
 
 def _rights(chart: Rendered) -> Iterator[Object]:

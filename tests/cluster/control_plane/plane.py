@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 from charts import Helm
 from cluster.control_plane.api import Api, RefusedError
@@ -24,6 +25,7 @@ READY_SECONDS = 60
 
 # In the order in which they start.
 ALWAYS = (Component.ETCD, Component.API_SERVER, Component.CONTROLLER_MANAGER, Component.SCHEDULER)
+Flags = Mapping[Component, Mapping[str, object]]
 PROGRAMS = (*Component, "kubectl", "helm")
 
 
@@ -34,7 +36,9 @@ class KubectlError(Exception):
 class ControlPlane:
     """A running control plane. Everything is in its folder, logs too; nothing outlives `control_plane`."""
 
-    def __init__(self, site: Site, programs: Mapping[str, Path], components: tuple[Component, ...]) -> None:
+    def __init__(
+        self, site: Site, programs: Mapping[str, Path], components: tuple[Component, ...], changed: Flags
+    ) -> None:
         self.folder = site.folder
         self.url = site.server.url
         self.ca = site.server.ca
@@ -42,7 +46,9 @@ class ControlPlane:
         self.kubeconfig = write_for_certificate(site.folder / "admin.kubeconfig", site.server, site.admin)
         self.api = Api(site.server, site.admin)
         self.processes = {
-            component: Process(component, [programs[component], *flags(component, site)], site.folder)
+            component: Process(
+                component, [programs[component], *flags(component, site, changed.get(component, {}))], site.folder
+            )
             for component in components
         }
         self.nodes: list[str] = []
@@ -113,10 +119,15 @@ class ControlPlane:
 
 
 @contextmanager
-def control_plane(folder: Path, programs: Mapping[str, Path], nodes: int = 0) -> Iterator[ControlPlane]:
-    """A control plane whose files are in an empty folder; `programs` says where etcd, kubectl and the others are."""
+def control_plane(
+    folder: Path, programs: Mapping[str, Path], nodes: int = 0, changed: Flags = MappingProxyType({})
+) -> Iterator[ControlPlane]:
+    """A control plane whose files are in an empty folder; `programs` says where etcd, kubectl and the others are.
+
+    `changed` are flags that take the place of ours, or are added to them.
+    """
     components = (*ALWAYS, Component.KWOK) if nodes else ALWAYS
-    plane = ControlPlane(new_site(folder), programs, components)
+    plane = ControlPlane(new_site(folder), programs, components, changed)
     try:
         plane.start(Component.ETCD, Component.API_SERVER)
         plane.start(*components[2:])

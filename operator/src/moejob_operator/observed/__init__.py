@@ -14,7 +14,7 @@ from types import MappingProxyType
 from moejob_api.contract import PodProgress
 from moejob_operator.cluster import Children, Raw
 from moejob_operator.observed import reading
-from moejob_operator.observed.jobs import Job, job
+from moejob_operator.observed.jobs import Job, Specs, job
 from moejob_operator.observed.pods import Ended, Pod, PodPhase, Waiting, pod
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "Observed",
     "Pod",
     "PodPhase",
+    "Specs",
     "Waiting",
     "observed",
     "with_progress",
@@ -70,9 +71,9 @@ class Observed:
     progress: Mapping[str, PodProgress] = field(default_factory=lambda: _SILENCE)
 
 
-def observed(raw: Raw, children: Children, *, is_live: bool) -> Observed:
+def observed(raw: Raw, children: Children, specs: Specs, *, is_live: bool) -> Observed:
     """Everything that two answers of the API server say."""
-    about = job(raw)
+    about = job(raw, specs)
     return Observed(
         job=about,
         pods=tuple(sorted((pod(body) for body in _ours(children.pods, about)), key=lambda found: found.name)),

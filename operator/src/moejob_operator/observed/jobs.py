@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import OrderedDict
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -15,6 +16,10 @@ from moejob_api.problems import InvalidSpec, Problem, Rule
 from moejob_operator.cluster import Raw
 from moejob_operator.observed import reading
 
+# What a job asks for, or what is wrong with it.
+Asked = tuple[Spec | None, tuple[Problem, ...]]
+
+_REMEMBERED = 4096
 # Each round drops at least one field that cannot be read.
 _ROUNDS = 64
 
@@ -39,15 +44,33 @@ class Job:
         return self.uid, self.generation
 
 
-def job(raw: Raw) -> Job:
+class Specs:
+    """Remembers what each generation of a job asks for: it changes never, and a job is looked at again and again."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[tuple[str, int], Asked] = OrderedDict()
+
+    def asked(self, raw: Raw) -> Asked:
+        """What a job asks for, or why it cannot be read."""
+        about = reading.metadata(raw)
+        identity = (reading.text(about.get("uid")), _generation(about))
+        known = self._known.get(identity)
+        if known is None:
+            known = self._known[identity] = _asked(raw)
+            if len(self._known) > _REMEMBERED:
+                self._known.popitem(last=False)
+        return known
+
+
+def job(raw: Raw, specs: Specs) -> Job:
     """The job, whatever its body holds: one that went past the webhook has problems, and raises nothing."""
     about = reading.metadata(raw)
-    spec, problems = _spec(raw)
+    spec, problems = specs.asked(raw)
     return Job(
         name=reading.text(about.get("name")),
         namespace=reading.text(about.get("namespace")),
         uid=reading.text(about.get("uid")),
-        generation=max(0, reading.whole(about.get("generation")) or 0),
+        generation=_generation(about),
         created_at=reading.time(about.get("creationTimestamp")),
         is_being_deleted=about.get("deletionTimestamp") is not None,
         spec=spec,
@@ -58,17 +81,23 @@ def job(raw: Raw) -> Job:
 
 def status(raw: object) -> Status:
     """The status that was written last; fields that this version cannot read are as if they had never been written."""
-    tree = json.loads(json.dumps(reading.mapping(raw), default=str))
+    text = json.dumps(reading.mapping(raw), default=str)
     for _ in range(_ROUNDS):
         try:
-            return Status.model_validate_json(json.dumps(tree))
+            return Status.model_validate_json(text)
         except ValidationError as error:
+            tree = json.loads(text)
             for found in error.errors(include_url=False, include_context=False, include_input=False):
                 _drop(tree, found["loc"])
+            text = json.dumps(tree)
     return Status()
 
 
-def _spec(raw: Raw) -> tuple[Spec | None, tuple[Problem, ...]]:
+def _generation(about: Raw) -> int:
+    return max(0, reading.whole(about.get("generation")) or 0)
+
+
+def _asked(raw: Raw) -> Asked:
     body = {name: value for name, value in raw.items() if name != "status"}
     try:
         return parse_job(body).spec, ()

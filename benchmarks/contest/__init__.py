@@ -1,0 +1,1 @@
+"""What benchmarks/operator.py is made of."""

@@ -1,0 +1,240 @@
+"""How fast and at what cost the operator makes jobs run, beside Kubeflow's training-operator; and whether it leaks.
+
+    PYTHONPATH=tests python -m benchmarks.operator [--quick | --all] [--only speed|soak]
+
+All contenders stand on one control plane and are measured in turn, so that a busy machine is busy for all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from benchmarks.contest.arena import Arena, Burst, arena, median, quantile
+from benchmarks.contest.contenders import (
+    OURS,
+    RELEASED,
+    UNLIMITED,
+    Contender,
+    define_our_jobs,
+    define_pytorch_jobs,
+    kubeflow,
+    ours,
+)
+from benchmarks.record import Better, Result, record
+from cluster.binaries import KUBERNETES, found_or_built
+from cluster.control_plane.components import Component
+from cluster.control_plane.plane import PROGRAMS, ControlPlane, control_plane
+from cluster.waiting import until
+
+ROOT = Path(__file__).parent.parent
+FLAGS: Mapping[Component, Mapping[str, object]] = {
+    Component.API_SERVER: {"audit-policy-file": Path(__file__).parent / "contest" / "audit_policy.yaml"},
+    # Nobody answers for the pods. On loopback that is known at once; an address elsewhere may keep one waiting.
+    Component.KWOK: {"cidr": "127.64.0.1/10"},
+}
+BENCH = "operator"
+GANG = 100
+SOAK_JOBS, SOAK_CYCLES = 50, 10
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How much is measured: how often one job alone, how often a hundred, and thousands of how many pods."""
+
+    singles: int
+    hundreds: int
+    thousands: tuple[int, ...]
+
+
+QUICK, USUAL, ALL = Size(3, 1, ()), Size(10, 2, (2,)), Size(15, 3, (2, 8))
+
+
+def main() -> None:
+    """Measure everything and write the page."""
+    asked = _arguments()
+    size = QUICK if asked.quick else ALL if asked.all else USUAL
+    programs = found_or_built((*PROGRAMS, "training-operator"), _say)
+    loads = [os.getloadavg()[0]]
+    results: list[Result] = []
+    if asked.only != "soak":
+        for pods in (2, 8):
+            with tempfile.TemporaryDirectory(prefix="moejob-bench-") as folder:
+                results += asyncio.run(speed(Path(folder), programs, pods, size))
+            loads.append(os.getloadavg()[0])
+    if asked.only != "speed":
+        with tempfile.TemporaryDirectory(prefix="moejob-bench-") as folder:
+            results += asyncio.run(soak(Path(folder), programs, 2 if asked.quick else SOAK_CYCLES))
+        loads.append(os.getloadavg()[0])
+    load = f"load average {min(loads):.1f} to {max(loads):.1f}"
+    if asked.only is None and not asked.quick:
+        record(results, ["kubernetes", "aiohttp", "pydantic"], f"Kubernetes {KUBERNETES.version}, {load}")
+    _say(load)
+
+
+# --- speed ------------------------------------------------------------------------------------------------------------
+
+
+async def speed(folder: Path, programs: Mapping[str, Path], pods: int, size: Size) -> list[Result]:
+    """Jobs of so many pods: one alone, a hundred, a thousand; with pairs also looks at rest and a large gang."""
+    with control_plane(folder, programs, 1, FLAGS) as plane:
+        async with arena(plane) as place:
+            mine, free, *released = contenders(plane, programs, with_released=pods == 2)
+            results = await alone(place, (mine, free, *released), pods, size.singles)
+            results += await hundreds(place, (mine, free, *released), pods, size.hundreds)
+            if pods in size.thousands:
+                results += await thousand(place, (mine, free), pods)
+            if pods == 2:
+                results += await at_rest(place, (mine, free))
+                results += await large_gang(place, (mine, free))
+            return results
+
+
+async def alone(place: Arena, those: Sequence[Contender], pods: int, times: int) -> list[Result]:
+    """One job at a time."""
+    bursts: dict[str, list[Burst]] = {who.name: [] for who in those}
+    for _ in range(times):
+        for who in those:
+            bursts[who.name].append(await place.burst(who, 1, pods))
+    created = {name: [b.story.seconds_until_created()[0] for b in each] for name, each in bursts.items()}
+    running = {name: [b.story.seconds_until_running()[0] for b in each] for name, each in bursts.items()}
+    one = f"1 job of {pods} pods"
+    return [
+        *_rows(f"{one}, until all run, p50", "ms", {name: 1000 * median(v) for name, v in running.items()}, 20.0),
+        *_rows(f"{one}, until all run, p99", "ms", {name: 1000 * quantile(v, 0.99) for name, v in running.items()}),
+        *_rows(f"{one}, until all are created, p50", "ms", {name: 1000 * median(v) for name, v in created.items()}),
+    ]
+
+
+async def hundreds(place: Arena, those: Sequence[Contender], pods: int, times: int) -> list[Result]:
+    """A hundred jobs at once; who is slow by a limit of its own is measured once."""
+    bursts: dict[str, list[Burst]] = {who.name: [] for who in those}
+    for turn in range(times):
+        for who in those:
+            if who.name != RELEASED or turn == 0:
+                bursts[who.name].append(await place.burst(who, 100, pods))
+    for name, each in bursts.items():
+        asked = ", ".join(f"{count} {what}" for what, count in each[-1].story.requests.most_common())
+        _say(f"{name} asks, for 100 jobs: {asked}")
+    return _of_bursts(f"100 jobs of {pods} pods", bursts, None)
+
+
+async def thousand(place: Arena, those: Sequence[Contender], pods: int) -> list[Result]:
+    """A thousand jobs at once, and what their operator has grown to."""
+    bursts = {who.name: [await place.burst(who, 1000, pods)] for who in those}
+    resident = {name: each[0].after.resident_mib for name, each in bursts.items()}
+    return [
+        *_of_bursts(f"1000 jobs of {pods} pods", bursts, 7.0 if pods == 2 else None),
+        *_rows(f"1000 jobs of {pods} pods, resident memory", "MiB", resident, 150.0),
+    ]
+
+
+async def at_rest(place: Arena, those: Sequence[Contender]) -> list[Result]:
+    """Looks at jobs of which nothing changed that an operator would care for."""
+    looks = {who.name: await place.idle_looks(who, 100) for who in those}
+    return [
+        *_rows("look at a job at rest, mean", "ms", {name: 1000 * seen.mean for name, seen in looks.items()}),
+        *_rows("look at a job at rest, p99", "ms", {name: 1000 * seen.quantile(0.99) for name, seen in looks.items()}),
+    ]
+
+
+async def large_gang(place: Arena, those: Sequence[Contender]) -> list[Result]:
+    """A gang whose pods are all taken away."""
+    seconds = {}
+    for who in those:
+        [name] = (await place.burst(who, 1, GANG)).story.asked_at
+        seconds[who.name] = await place.restart(who, name, GANG)
+    return _rows(f"gang of {GANG} pods deleted, until {GANG} run again", "s", seconds)
+
+
+def _of_bursts(what: str, bursts: Mapping[str, Sequence[Burst]], target_seconds: float | None) -> list[Result]:
+    def of(number: Callable[[Burst], float]) -> dict[str, float]:
+        return {name: median([number(burst) for burst in each]) for name, each in bursts.items()}
+
+    return [
+        *_rows(f"{what}, in all", "s", of(lambda burst: burst.story.seconds_in_all()), target_seconds),
+        *_rows(f"{what}, until all run, p50", "s", of(lambda burst: median(burst.story.seconds_until_running()))),
+        *_rows(f"{what}, until all run, p99", "s", of(lambda b: quantile(b.story.seconds_until_running(), 0.99))),
+        *_rows(
+            f"{what}, until all are created, p99", "s", of(lambda b: quantile(b.story.seconds_until_created(), 0.99))
+        ),
+        *_rows(f"{what}, CPU of the operator a job", "ms", of(lambda burst: burst.cpu_ms_per_job), 2.0),
+        *_rows(f"{what}, API requests a job", "", of(lambda burst: burst.requests_per_job)),
+        *_rows(f"{what}, status writes, most of a job", "", of(lambda burst: burst.most_status_writes), 2.0),
+    ]
+
+
+def contenders(plane: ControlPlane, programs: Mapping[str, Path], *, with_released: bool) -> tuple[Contender, ...]:
+    """All that are measured, ours first. Their processes end with the control plane's."""
+    define_our_jobs(plane, ROOT / "crds" / "moetrainingjobs.yaml")
+    define_pytorch_jobs(plane)
+    names = {"free": UNLIMITED} | ({"released": RELEASED} if with_released else {})
+    for namespace in ("ours", *names):
+        plane.kubectl("create", "namespace", namespace)
+        until(partial(plane.has_service_account, namespace), seconds=60, waiting_for=f"an account in {namespace}")
+    program = programs["training-operator"]
+    return (ours(plane, "ours"), *(kubeflow(plane, program, name, at) for at, name in names.items()))
+
+
+# --- leaks ------------------------------------------------------------------------------------------------------------
+
+
+async def soak(folder: Path, programs: Mapping[str, Path], cycles: int) -> list[Result]:
+    """Half of the jobs come and go, the other half stays and is never touched."""
+    with control_plane(folder, programs, 1, FLAGS) as plane:
+        async with arena(plane) as place:
+            [mine, *_] = contenders(plane, programs, with_released=False)
+            await place.burst(mine, SOAK_JOBS, 2)
+            stay = await place.pods(mine)
+            seen = []
+            for _ in range(cycles):
+                burst = await place.burst(mine, SOAK_JOBS, 2)
+                await place.delete(mine, tuple(burst.story.asked_at))
+                seen.append((mine.costs(), mine.metric("moejob_tasks")))
+            # The first cycle fills pools and caches that stay.
+            (first, first_tasks), (last, last_tasks) = seen[0], seen[-1]
+            what = f"soak, {SOAK_JOBS} to {2 * SOAK_JOBS} jobs and back, {cycles} cycles:"
+            grown = {
+                f"{what} resident memory grown": (last.resident_mib - first.resident_mib, "MiB", 5.0),
+                f"{what} file descriptors grown": (last.descriptors - first.descriptors, "", 0.0),
+                f"{what} tasks grown": (last_tasks - first_tasks, "", 0.0),
+                f"{what} pods of the jobs that stay that were replaced": (len(stay - await place.pods(mine)), "", 0.0),
+            }
+            return [Result(BENCH, case, value, unit, Better.LOWER, to) for case, (value, unit, to) in grown.items()]
+
+
+# --- results ----------------------------------------------------------------------------------------------------------
+
+
+def _rows(case: str, unit: str, values: Mapping[str, float], target: float | None = None) -> list[Result]:
+    """Ours beside each peer; all are better when lower."""
+    row = partial(Result, BENCH, case, values[OURS], unit, Better.LOWER, target)
+    rows = [row(name, value) for name, value in values.items() if name != OURS]
+    for name, value in values.items():
+        _say(f"{case:60} {value:10.4g} {unit:4} {name}")
+    return rows
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    sizes = parser.add_mutually_exclusive_group()
+    sizes.add_argument("--quick", action="store_true", help="a minute: no thousand jobs")
+    sizes.add_argument("--all", action="store_true", help="also a thousand jobs of eight pods")
+    parser.add_argument("--only", choices=["speed", "soak"], help="one half of it, which is not recorded")
+    return parser.parse_args()
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
