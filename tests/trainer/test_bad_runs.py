@@ -197,7 +197,8 @@ def test_a_bad_run_says_why_in_one_line_and_loses_nothing(another: Runs, name: s
 def test_a_run_that_diverges_says_so_and_saves_nothing_of_it(another: Runs) -> None:
     # Decay by more than all there is turns every weight around, larger.
     optimizer = {"learningRate": 10.0, "weightDecay": 1.0}
-    started = another.start(attempt=2, training={"maxSteps": 200, "optimizer": optimizer})
+    training = {"maxSteps": 200, "optimizer": optimizer}
+    started = another.start(attempt=2, training=training, checkpoint={"async": False})
     assert started.codes() == [1], started.said()
     said = r"Diverged: loss .* not finite in 3 updates in a row; lower training\.optimizer\.learningRate"
     assert re.search(said, started.last_line()), started.said()
