@@ -10,6 +10,7 @@ from moejob_trainer.tracking import Background, Sink, Tracker
 from trainer.reporting.runs import DEADLINE_SECONDS, Hanging, Kept, numbers, until
 
 PATIENCE = 0.2
+COMPLETE = "steps.jsonl in the run folder has all of them"
 
 
 @pytest.fixture
@@ -48,8 +49,8 @@ def test_what_a_sink_raises_is_said_once_and_counted(said: list[str]) -> None:
     assert kept.steps == [1, 4, 6]
     assert kept.ended == [False]
     assert said == [
-        "kept: ConnectionError: no route for step 2; the run goes on, and steps.jsonl in the run folder has all of them",
-        "kept lacks the numbers of 3 steps; steps.jsonl in the run folder has all of them",
+        f"kept: ConnectionError: no route for step 2; the run goes on, and {COMPLETE}",
+        f"kept lacks the numbers of 3 steps; {COMPLETE}",
     ]
 
 
