@@ -56,7 +56,7 @@ lint: $(operator_built) ## Check format, style and the import rules
 
 types: $(operator_built) $(trainer_built) ## Check types, strictly, against what each package runs with
 	@$(call quietly,$(operator)/mypy --cache-dir .mypy_cache/operator $(wildcard crds/src operator/src cli/src scripts \
-		benchmarks/*.py tests/*.py $(patsubst %,tests/%,api operator cli chart cluster rollout)))
+		benchmarks/*.py benchmarks/contest tests/*.py $(patsubst %,tests/%,api operator cli chart cluster rollout)))
 	@$(call quietly,$(trainer)/mypy --cache-dir .mypy_cache/trainer trainer/src tests/trainer tests/gpu benchmarks/trainer)
 
 generate: $(operator_built) ## Write the CRD that the models describe, and the manifests that the operator makes
@@ -93,6 +93,10 @@ control-plane: $(operator_built) ## Build the Kubernetes programs that this mach
 bench: $(operator_built) ## Measure planning
 	@$(operator)/python -m benchmarks.planning
 
+# ARGS="--all" measures a thousand jobs of eight pods as well, ARGS="--quick" takes a minute and records nothing.
+bench-operator: $(operator_built) ## Measure the operator beside its peers; needs Go
+	@PYTHONPATH=tests $(operator)/python -m benchmarks.operator $(ARGS)
+
 demo: $(operator_built) ## Plan every example
 	@for job in $(wildcard examples/*.yaml); do echo "--- $$job"; $(operator)/moejob plan "$$job"; done
 
@@ -120,4 +124,4 @@ clean: ## Remove the environments and all build output; the cache stays
 		$(foreach dist,crds operator trainer cli,$(dist)/dist $(dist)/build)
 	@find $(wildcard crds operator trainer cli tests benchmarks scripts) -name __pycache__ -prune -exec rm -rf {} +
 
-.PHONY: help setup fmt lint types generate verify test test-operator test-trainer test-rollout test-cluster gpu-test control-plane bench demo lock clean
+.PHONY: help setup fmt lint types generate verify test test-operator test-trainer test-rollout test-cluster gpu-test control-plane bench bench-operator demo lock clean

@@ -19,6 +19,7 @@ from cluster.waiting import until
 from fake_world import SMALL
 from moejob_api.contract import Label
 from moejob_operator.judging import Judgement, judgement
+from moejob_operator.observed.jobs import Specs
 from moejob_operator.observed.jobs import job as read_job
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.usefixtures("definition")]
@@ -67,7 +68,7 @@ def applied(home: Home, name: str, spec: dict[str, Any]) -> str:
 
 def judged(job: dict[str, Any]) -> Judgement:
     """What the operator will say of it."""
-    found = read_job(job)
+    found = read_job(job, Specs())
     return Judgement(found.problems) if found.spec is None else judgement(found.spec)
 
 
