@@ -56,7 +56,7 @@ lint: $(operator_built) ## Check format, style and the import rules
 
 types: $(operator_built) $(trainer_built) ## Check types, strictly, against what each package runs with
 	@$(call quietly,$(operator)/mypy --cache-dir .mypy_cache/operator $(wildcard crds/src operator/src cli/src scripts \
-		benchmarks/*.py tests/*.py $(patsubst %,tests/%,api operator cli chart cluster rollout)))
+		benchmarks/*.py benchmarks/contest tests/*.py $(patsubst %,tests/%,api operator cli chart cluster rollout)))
 	@$(call quietly,$(trainer)/mypy --cache-dir .mypy_cache/trainer trainer/src tests/trainer tests/gpu benchmarks/trainer \
 		examples/ask.py)
 
@@ -95,6 +95,13 @@ control-plane: $(operator_built) ## Build the Kubernetes programs that this mach
 bench: $(operator_built) ## Measure planning
 	@$(operator)/python -m benchmarks.planning
 
+# ARGS="--all" measures a thousand jobs of eight pods as well, ARGS="--quick" takes a minute and records nothing.
+bench-operator: $(operator_built) ## Measure the operator beside its peers; needs Go
+	@PYTHONPATH=tests $(operator)/python -m benchmarks.operator $(ARGS)
+
+bench-trainer: $(trainer_built) ## Measure training on this CPU beside Transformers
+	@$(trainer)/python -W ignore -m benchmarks.trainer.cpu_step
+
 # Always from the start: a run folder that is used again goes on where it was.
 demo: $(operator_built) $(trainer_built) ## Train a small model here, then ask it something
 	@rm -rf runs/demo
@@ -126,4 +133,4 @@ clean: ## Remove the environments and all build output; the cache stays
 		$(foreach dist,crds operator trainer cli,$(dist)/dist $(dist)/build)
 	@find $(wildcard crds operator trainer cli tests benchmarks scripts) -name __pycache__ -prune -exec rm -rf {} +
 
-.PHONY: help setup fmt lint types generate verify test test-operator test-trainer test-rollout test-cluster gpu-test control-plane bench demo lock clean
+.PHONY: help setup fmt lint types generate verify test test-operator test-trainer test-rollout test-cluster gpu-test control-plane bench bench-operator demo lock clean

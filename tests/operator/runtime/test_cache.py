@@ -56,6 +56,15 @@ def test_the_newer_version_stays(seen: list[int], expected: list[str]) -> None:
     assert versions(cache) == expected
 
 
+def test_an_event_that_tells_what_is_known_already_is_kept_whole_and_is_no_news() -> None:
+    cache = Cache()
+    written, whole = pod(1), pod(1) | {"status": {"phase": "Pending"}}
+    assert cache.seen(Kind.POD, written) == KEY
+    assert cache.seen(Kind.POD, whole) is None
+    [known] = cache.children(KEY).pods
+    assert known["status"] == {"phase": "Pending"}
+
+
 def test_what_was_deleted_does_not_come_back_by_an_answer_that_was_slow() -> None:
     cache = Cache()
     cache.seen(Kind.POD, pod(1))

@@ -123,3 +123,16 @@ def test_alive_is_who_answers_and_ready_who_lacks_nothing() -> None:
             assert "process_resident_memory_bytes" in text
 
     asyncio.run(story())
+
+
+def test_tasks_are_counted_when_asked_for() -> None:
+    metrics = Metrics()
+
+    async def counted() -> tuple[float | None, float | None]:
+        alone = value(metrics, "moejob_tasks")
+        async with asyncio.TaskGroup() as group:
+            group.create_task(asyncio.sleep(0))
+            return alone, value(metrics, "moejob_tasks")
+
+    assert asyncio.run(counted()) == (1, 2)
+    assert value(metrics, "moejob_tasks") == 0

@@ -19,7 +19,6 @@ from moejob_operator.observed import reading
 # What a job asks for, or what is wrong with it.
 Asked = tuple[Spec | None, tuple[Problem, ...]]
 
-_REMEMBERED = 4096
 # Each round drops at least one field that cannot be read.
 _ROUNDS = 64
 
@@ -45,9 +44,10 @@ class Job:
 
 
 class Specs:
-    """Remembers what each generation of a job asks for: it changes never, and a job is looked at again and again."""
+    """Remembers what each generation of a job asks for: a job is looked at again and again."""
 
-    def __init__(self) -> None:
+    def __init__(self, remembered: int = 4096) -> None:
+        self._remembered = remembered
         self._known: OrderedDict[tuple[str, int], Asked] = OrderedDict()
 
     def asked(self, raw: Raw) -> Asked:
@@ -57,7 +57,7 @@ class Specs:
         known = self._known.get(identity)
         if known is None:
             known = self._known[identity] = _asked(raw)
-            if len(self._known) > _REMEMBERED:
+            if len(self._known) > self._remembered:
                 self._known.popitem(last=False)
         return known
 

@@ -1,0 +1,40 @@
+"""What a job asks for is read once for each generation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from builders import SFT
+from moejob_operator.observed.jobs import Specs, job
+
+
+def body(generation: int, **metadata: Any) -> dict[str, Any]:
+    about = {"name": "job", "namespace": "default", "uid": "1", "generation": generation, **metadata}
+    return {"apiVersion": "moejob.dev/v1alpha1", "kind": "MoETrainingJob", "metadata": about, "spec": SFT}
+
+
+def test_a_generation_is_read_once() -> None:
+    specs = Specs()
+    assert job(body(1), specs).spec is job(body(1, resourceVersion="2"), specs).spec is not None
+
+
+def test_a_changed_spec_is_read_anew() -> None:
+    specs = Specs()
+    job(body(1), specs)
+    changed = body(2) | {"spec": SFT | {"lifecycle": {"suspend": True}}}
+    found = job(changed, specs).spec
+    assert found is not None
+    assert found.lifecycle.suspend
+
+
+def test_jobs_of_one_name_are_told_apart_by_their_uid() -> None:
+    specs = Specs()
+    assert job(body(1), specs).problems == ()
+    assert job(body(1, uid="2") | {"spec": {}}, specs).problems != ()
+
+
+def test_no_more_is_remembered_than_fits() -> None:
+    specs = Specs(remembered=1)
+    first = job(body(1), specs).spec
+    job(body(1, uid="2"), specs)
+    assert job(body(1), specs).spec is not first
