@@ -133,4 +133,4 @@ clean: ## Remove the environments and all build output; the cache stays
 		$(foreach dist,crds operator trainer cli,$(dist)/dist $(dist)/build)
 	@find $(wildcard crds operator trainer cli tests benchmarks scripts) -name __pycache__ -prune -exec rm -rf {} +
 
-.PHONY: help setup fmt lint types generate verify test test-operator test-trainer test-rollout test-cluster gpu-test control-plane bench bench-operator demo lock clean
+.PHONY: help setup fmt lint types generate verify test test-operator test-trainer test-rollout test-cluster gpu-test control-plane bench bench-operator bench-trainer demo lock clean
