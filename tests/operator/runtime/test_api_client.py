@@ -95,6 +95,10 @@ def test_no_more_requests_are_on_their_way_than_allowed() -> None:
         async with stand_in(concurrency=2) as (server, api):
             server.answering.clear()
             asked = [asyncio.ensure_future(api.get(POD)) for _ in range(6)]
+            async with asyncio.timeout(30):
+                while server.most_at_once < 2:
+                    await asyncio.sleep(0.01)
+            # Time for one more to arrive, if nothing held it back.
             await asyncio.sleep(0.1)
             server.answering.set()
             done, _ = await asyncio.wait(asked)
@@ -109,7 +113,7 @@ def test_a_request_that_waits_for_others_runs_out_of_time_too() -> None:
         async with stand_in(seconds=0.1, concurrency=1) as (server, api):
             server.answering.clear()
             asked = [asyncio.ensure_future(api.get(POD)) for _ in range(6)]
-            done, _ = await asyncio.wait(asked, timeout=1)
+            done, _ = await asyncio.wait(asked, timeout=30)
             assert len(done) == 6
             assert all(isinstance(task.exception(), Retryable) for task in done)
 
