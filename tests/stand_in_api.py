@@ -56,6 +56,8 @@ class StandIn:
     answering: asyncio.Event = field(default_factory=asyncio.Event)
     url: str = ""
     most_at_once: int = 0
+    # Set once two requests are here at a time.
+    is_crowded: asyncio.Event = field(default_factory=asyncio.Event)
     _at_once: int = 0
 
     def say(self, asked: str, *answers: Answer) -> None:
@@ -73,6 +75,8 @@ class StandIn:
         self.asked.append(asked)
         self._at_once += 1
         self.most_at_once = max(self.most_at_once, self._at_once)
+        if self._at_once > 1:
+            self.is_crowded.set()
         try:
             await self.answering.wait()
         finally:

@@ -96,8 +96,7 @@ def test_no_more_requests_are_on_their_way_than_allowed() -> None:
             server.answering.clear()
             asked = [asyncio.ensure_future(api.get(POD)) for _ in range(6)]
             async with asyncio.timeout(30):
-                while server.most_at_once < 2:
-                    await asyncio.sleep(0.01)
+                await server.is_crowded.wait()
             # Time for one more to arrive, if nothing held it back.
             await asyncio.sleep(0.1)
             server.answering.set()
