@@ -7,6 +7,7 @@ layout share the same processes.
 from __future__ import annotations
 
 import multiprocessing
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -19,6 +20,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+# Ranks find what stands in a test module under the name that pytest gives it: tests.trainer.parity.test_lora.
+sys.path.append(str(Path(__file__).parents[2]))
 
 # A rank that died leaves the others waiting in an exchange.
 DEADLINE_SECONDS = 240.0
