@@ -99,8 +99,9 @@ class Unsaved:
         return False
 
     def save(self, step: int) -> None:
-        """Never called."""
-        raise AssertionError(f"step {step} was saved though it was not due")
+        """Only the last step is saved although it is not due."""
+        if step < STEPS:
+            raise AssertionError(f"step {step} was saved though it was not due")
 
 
 class Unstopped:
