@@ -5,14 +5,19 @@ Knows torch.distributed only: who belongs to a group is for moejob_trainer.megat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
+
+# torch 2.11 has them under their other names.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +63,7 @@ def row_counts(count: Tensor, group: Group) -> Tensor:
     if group.size == 1:
         return count.unsqueeze(0)
     everyones = count.new_empty(group.size * count.numel())
-    dist.all_gather_into_tensor(everyones, count.flatten(), group=group.handle)
+    _all_gather_single(everyones, count.flatten(), group=group.handle)
     return everyones.view(group.size, *count.shape)
 
 
@@ -67,37 +72,39 @@ def row_counts(count: Tensor, group: Group) -> Tensor:
 
 def copied(x: Tensor, group: Group) -> Tensor:
     """The same on every rank; each rank uses it differently, so gradients are summed."""
-    return x if group.size == 1 else _applied(_Copied, x, group)
+    return _through(x, group, _same, _all_reduce)
 
 
 def summed(x: Tensor, group: Group) -> Tensor:
     """The sum over the group; every rank goes on with it alike."""
-    return x if group.size == 1 else _applied(_Summed, x, group)
+    return _through(x, group, _all_reduce, _same)
 
 
 def gathered(x: Tensor, group: Group) -> Tensor:
     """The rows of all ranks, in the order of ranks; each rank uses them differently, so gradients are summed."""
-    return x if group.size == 1 else _applied(_Gathered, x, group)
+    return _through(x, group, _all_gather, _reduce_scatter)
 
 
 def gathered_alike(x: Tensor, group: Group) -> Tensor:
     """The rows of all ranks; every rank goes on with them alike, so that its own rows' gradient is already whole."""
-    return x if group.size == 1 else _applied(_GatheredAlike, x, group)
+    return _through(x, group, _all_gather, _share)
 
 
 def scattered(x: Tensor, group: Group) -> Tensor:
     """This rank's share of the rows, summed over the group."""
-    return x if group.size == 1 else _applied(_Scattered, x, group)
+    return _through(x, group, _reduce_scatter, _all_gather)
 
 
 def own_rows(x: Tensor, group: Group) -> Tensor:
     """This rank's share of rows that are the same on every rank."""
-    return x if group.size == 1 else _applied(_OwnRows, x, group)
+    return _through(x, group, _share, _all_gather)
 
 
 def exchanged(x: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
     """Rows sent to each rank of the group, and those that came from each, in the order of ranks."""
-    return x if group.size == 1 else _applied(_Exchanged, x, group, tuple(sent), tuple(received))
+    there = partial(_all_to_all, sent=sent, received=received)
+    back = partial(_all_to_all, sent=received, received=sent)
+    return _through(x, group, there, back)
 
 
 def gathered_unevenly(x: Tensor, counts: Sequence[int], group: Group) -> Tensor:
@@ -116,9 +123,31 @@ def scattered_unevenly(x: Tensor, counts: Sequence[int], group: Group) -> Tensor
     return exchanged(x, counts, [own] * group.size, group).view(group.size, own, *x.shape[1:]).sum(0)
 
 
-def _applied(function: type[Function], x: Tensor, *rest: Any) -> Tensor:
-    result: Tensor = function.apply(x, *rest)
+Exchange = Callable[[Tensor, Group], Tensor]
+
+
+def _through(x: Tensor, group: Group, there: Exchange, back: Exchange) -> Tensor:
+    """What `there` makes of x; its gradient goes `back`."""
+    if group.size == 1:
+        return x
+    result: Tensor = _Exchanged.apply(x, group, there, back)  # type: ignore[no-untyped-call]
     return result
+
+
+class _Exchanged(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, there: Exchange, back: Exchange) -> Tensor:
+        ctx.group, ctx.back = group, back
+        return there(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return ctx.back(gradients[0], ctx.group), None, None, None
+
+
+def _same(x: Tensor, _: Group) -> Tensor:
+    # A view: a function of autograd may not hand its input on as its output.
+    return x.view_as(x)
 
 
 def _all_reduce(x: Tensor, group: Group) -> Tensor:
@@ -128,98 +157,22 @@ def _all_reduce(x: Tensor, group: Group) -> Tensor:
 
 
 def _all_gather(x: Tensor, group: Group) -> Tensor:
-    gathered = x.new_empty((group.size * x.shape[0], *x.shape[1:]))
-    dist.all_gather_into_tensor(gathered, x.contiguous(), group=group.handle)
-    return gathered
+    everyones = x.new_empty((group.size * x.shape[0], *x.shape[1:]))
+    _all_gather_single(everyones, x.contiguous(), group=group.handle)
+    return everyones
 
 
 def _reduce_scatter(x: Tensor, group: Group) -> Tensor:
     share = x.new_empty((x.shape[0] // group.size, *x.shape[1:]))
-    dist.reduce_scatter_tensor(share, x.contiguous(), group=group.handle)
+    _reduce_scatter_single(share, x.contiguous(), group=group.handle)
     return share
 
 
 def _share(x: Tensor, group: Group) -> Tensor:
-    return x.view(group.size, -1, *x.shape[1:])[group.rank].clone()
+    return x.contiguous().view(group.size, -1, *x.shape[1:])[group.rank].clone()
 
 
-def _all_to_all(x: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
+def _all_to_all(x: Tensor, group: Group, *, sent: Sequence[int], received: Sequence[int]) -> Tensor:
     arrived = x.new_empty((sum(received), *x.shape[1:]))
     dist.all_to_all_single(arrived, x.contiguous(), list(received), list(sent), group=group.handle)
     return arrived
-
-
-class _Copied(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return _all_reduce(gradients[0], ctx.group), None
-
-
-class _Summed(Function):
-    @staticmethod
-    def forward(_ctx: Any, x: Tensor, group: Group) -> Tensor:
-        return _all_reduce(x, group)
-
-    @staticmethod
-    def backward(_ctx: Any, *gradients: Tensor) -> Any:
-        return gradients[0], None
-
-
-class _Gathered(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return _all_gather(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return _reduce_scatter(gradients[0], ctx.group), None
-
-
-class _GatheredAlike(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return _all_gather(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return _share(gradients[0].contiguous(), ctx.group), None
-
-
-class _Scattered(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return _reduce_scatter(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return _all_gather(gradients[0], ctx.group), None
-
-
-class _OwnRows(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return _share(x.contiguous(), group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return _all_gather(gradients[0], ctx.group), None
-
-
-class _Exchanged(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, sent: tuple[int, ...], received: tuple[int, ...]) -> Tensor:
-        ctx.group, ctx.sent, ctx.received = group, sent, received
-        return _all_to_all(x, sent, received, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return _all_to_all(gradients[0], ctx.received, ctx.sent, ctx.group), None, None, None

@@ -133,11 +133,3 @@ def in_row_order(gathered: Tensor, context_size: int) -> Tensor:
         return gathered
     halves = gathered.unflatten(0, (context_size, 2, gathered.shape[0] // (2 * context_size)))
     return torch.cat([halves[:, 0], halves[:, 1].flip(0)]).flatten(0, 1)
-
-
-def in_rank_order(row: Tensor, context_size: int) -> Tensor:
-    """What the context ranks hold one after the other, of the row: the inverse of `in_row_order`."""
-    if context_size == 1:
-        return row
-    chunks = row.unflatten(0, (2 * context_size, row.shape[0] // (2 * context_size)))
-    return torch.stack([chunks[:context_size], chunks[context_size:].flip(0)], dim=1).flatten(0, 2)
