@@ -127,7 +127,7 @@ def _theirs() -> Step:
             tokens[row, : len(document)] = torch.from_numpy(document)
             mask[row, : len(document)] = 1
         adam.zero_grad()
-        # In halves, as ours takes its rows: a user would accumulate as well.
+        # In halves, as ours: microBatchSize is 4.
         for half in (slice(0, 4), slice(4, 8)):
             labels = tokens[half].masked_fill(mask[half] == 0, -100)
             model(tokens[half], attention_mask=mask[half], labels=labels, use_cache=False).loss.backward()
@@ -144,7 +144,7 @@ def _spec() -> Spec:
                 "method": "SFT",
                 "model": {"source": "/none", "dtype": "float32"},
                 "data": {"train": [{"source": "/none.jsonl", "format": "Text"}], "maxLength": 512},
-                "training": {"maxSteps": 100, "globalBatchSize": 8, "microBatchSize": 2},
+                "training": {"maxSteps": 100, "globalBatchSize": 8, "microBatchSize": 4},
                 "moe": {"balancing": "None"},
                 "storage": {"size": "1Gi"},
                 "resources": {"accelerator": "CPU"},

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from moejob_trainer.layers.kernels import kernels
 from moejob_trainer.layers.precision import widened
@@ -104,11 +105,8 @@ def _row_sums(rows: Tensor, inverse: Tensor) -> Tensor:
 
 
 def plain_row_sums(rows: Tensor, inverse: Tensor) -> Tensor:
-    """`_row_sums` in the operations of torch, one choice after the other: k copies of all tokens never exist."""
-    sums = torch.zeros(inverse.shape[0], rows.shape[1], dtype=widened(rows[:0]).dtype, device=rows.device)
+    """`_row_sums` in the operations of torch; k copies of all tokens never exist."""
     # A choice of none points behind the last row.
     complete = rows.shape[0] == inverse.numel()
     reachable = rows if complete else torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
-    for places in inverse.unbind(1):
-        sums += reachable[places]
-    return sums.to(rows.dtype)
+    return functional.embedding_bag(inverse, widened(reachable), mode="sum").to(rows.dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,10 +19,18 @@ from moejob_trainer.model.stage import Stage
 def finish_gradients(chunks: Sequence[DistributedDataParallel], groups: Groups) -> None:
     """Sums gradients over replicas, over tensor ranks where each saw a part, and over both ends of a tied model."""
     for chunk in chunks:
-        chunk.finish_grad_sync()
+        for buckets in exchanged_buckets(chunk):
+            buckets.finish_grad_sync()
     _sum_parts(chunks, groups.tensor, of_experts=False)
     _sum_parts(chunks, groups.expert_tensor, of_experts=True)
     _sum_tied_embedding(chunks)
+
+
+def exchanged_buckets(chunk: DistributedDataParallel) -> list[Any]:
+    """The bucket groups that replicas exchange. gloo copies those of a lone replica to and fro, a tenth of a step."""
+    groups = [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
+    is_begun = chunk.ddp_config.overlap_grad_reduce
+    return [buckets for buckets in groups if is_begun or buckets.intra_distributed_optimizer_instance_size > 1]
 
 
 def _sum_parts(chunks: Sequence[DistributedDataParallel], group: Group, *, of_experts: bool) -> None:

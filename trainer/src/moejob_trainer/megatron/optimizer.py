@@ -20,6 +20,7 @@ from torch.optim.adamw import adamw
 from moejob_api.job.base import Dtype
 from moejob_api.job.training import Optimizer as AdamNumbers
 from moejob_trainer.groups import Groups
+from moejob_trainer.megatron.gradients import exchanged_buckets
 from moejob_trainer.model.linear import is_expert, is_tensor_replica, is_tied_copy
 
 # Elements updated at once where temporaries are needed.
@@ -94,7 +95,8 @@ class ShardedAdamW:
             if piece.main is not piece.weight:
                 piece.weight.copy_(piece.main)
         for chunk in self.chunks:
-            chunk.start_param_sync(force_sync=True)
+            for buckets in exchanged_buckets(chunk):
+                buckets.start_param_sync(force_sync=True)
 
     def read_weights(self) -> None:
         """Takes the float32 copies from the weights: after these were set from outside."""
