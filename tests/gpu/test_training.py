@@ -18,8 +18,8 @@ PROGRAM = Path(__file__).with_name("training.py")
 
 
 @cache
-def trained(device: str, dtype: str) -> dict[str, list[float]]:
-    done = subprocess.run([sys.executable, PROGRAM, device, dtype], capture_output=True, text=True, check=False)
+def trained(device: str, dtype: str, memory: str = "{}") -> dict[str, list[float]]:
+    done = subprocess.run([sys.executable, PROGRAM, device, dtype, memory], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, list[float]] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -38,6 +38,17 @@ def test_a_gpu_trains_what_the_cpu_trains(dtype: str, within: float) -> None:
     assert here["losses"] == pytest.approx(reference["losses"], rel=within)
     assert here["norms"] == pytest.approx(reference["norms"], rel=10 * within)
     assert reference["losses"][-1] < reference["losses"][0] - 0.3, "the reference itself does not learn"
+
+
+@pytest.mark.parametrize(
+    "memory",
+    [{"offloadOptimizer": 0.5}, {"offloadOptimizer": 1.0}, {"offloadActivations": True}],
+    ids=json.dumps,
+)
+def test_what_saves_memory_on_a_gpu_changes_nothing(memory: dict[str, object]) -> None:
+    saving, reference = trained("cuda", "float32", json.dumps(memory)), trained("cuda", "float32")
+    assert saving["losses"] == pytest.approx(reference["losses"], rel=1e-5)
+    assert saving["norms"] == pytest.approx(reference["norms"], rel=1e-4)
 
 
 LAYOUTS: dict[str, dict[str, object]] = {

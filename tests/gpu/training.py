@@ -1,6 +1,6 @@
 """Trains the tiny model for a few steps on one device and prints what it found; a process of its own for each device.
 
-python tests/gpu/training.py cuda bfloat16
+python tests/gpu/training.py cuda bfloat16 '{"offloadOptimizer": 0.5}'
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from moejob_trainer.model.parameters import parameters  # noqa: E402
 STEPS = 8
 
 
-def main(device: str, dtype: str) -> None:
+def main(device: str, dtype: str, memory: dict[str, object]) -> None:
     """Trains and prints losses and gradient norms as JSON."""
     os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(29600 + len(device + dtype)))
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
     if device == "cpu":
         use_cpu()
     model = architecture(dict(catalog.config("moejob/tiny-moe") or {}))
-    spec = job(dtype, device)
+    spec = job(dtype, device, memory=memory)
     layout = layout_of(spec.parallelism, 8)
     groups = start_groups(layout)
     stages = built(model, spec, layout, groups, torch.device(device))
@@ -69,7 +69,12 @@ def global_batches(step: int, spec: Spec) -> list[list[MicroBatch]]:
     return global_batch(documents, batch_plan(spec, layout_of(spec.parallelism, 8), 0))
 
 
-def job(dtype: str, device: str, parallelism: Mapping[str, object] | None = None) -> Spec:
+def job(
+    dtype: str,
+    device: str,
+    parallelism: Mapping[str, object] | None = None,
+    memory: Mapping[str, object] | None = None,
+) -> Spec:
     """The job that is trained here."""
     return Spec.model_validate_json(
         json.dumps(
@@ -78,6 +83,7 @@ def job(dtype: str, device: str, parallelism: Mapping[str, object] | None = None
                 "model": {"source": "moejob/tiny-moe", "dtype": dtype},
                 "data": {"train": [{"source": "moejob/tiny-chats", "format": "Chat"}], "maxLength": 256},
                 "parallelism": dict(parallelism or {}),
+                "memory": dict(memory or {}),
                 "training": {"maxSteps": STEPS, "globalBatchSize": 4, "microBatchSize": 2},
                 "moe": {"balancing": "None"},
                 "storage": {"size": "1Gi"},
@@ -88,4 +94,4 @@ def job(dtype: str, device: str, parallelism: Mapping[str, object] | None = None
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2])
+    main(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]) if len(sys.argv) > 3 else {})

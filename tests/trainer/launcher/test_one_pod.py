@@ -226,6 +226,16 @@ def test_ranks_start_with_the_imports_done_and_in_a_session_of_their_own(gang: M
     assert "RuntimeError: broken on purpose" in launcher.log.read_text()
 
 
+def test_ranks_of_a_fork_server_that_has_lost_cuda_import_for_themselves(gang: Make) -> None:
+    job = gang(preload=("trainer.launcher.lost_cuda",))
+    launcher = job.start("look_around")
+    assert launcher.exit_code() == 0, launcher.log.read_text()
+    notes = job.notes().values()
+    assert [note["modules"] for note in notes] == [[], []]
+    assert all(note["session"] == note["pid"] for note in notes)
+    assert "CUDA was used before the fork" in launcher.log.read_text()
+
+
 def test_ranks_hold_the_run_folder_under_a_new_number_at_every_start(gang: Make) -> None:
     job = gang(attempt=3)
     job.start("hold_the_folder")

@@ -10,7 +10,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
-from moejob_trainer.launcher.nursery import SERVER, die_with_parent
+from moejob_trainer.launcher.nursery import SERVER, WARM, die_with_parent
+from moejob_trainer.launcher.says import Log
+
+log = Log()
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +33,25 @@ def enter(rank: Rank, output: Connection, errors: Connection) -> None:
     _speak_into(output, errors)
     faulthandler.enable()
     os.environ.update(rank.environment)
+    if _cuda_is_lost():
+        _start_anew(rank)
     sys.exit(_main(rank.target)())
+
+
+def _cuda_is_lost() -> bool:
+    """Whether a module asked the CUDA driver something as the fork server imported it: no child may use CUDA then."""
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.cuda._is_in_bad_fork()  # noqa: SLF001 there is no public way to ask
+
+
+def _start_anew(rank: Rank) -> None:
+    """The same process as a fresh interpreter, which does its own imports."""
+    log.warning("CUDA was used before the fork; the rank does its own imports, which takes longer", rank=rank.number)
+    os.environ.pop(WARM, None)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    module, _, function = rank.target.partition(":")
+    program = f"import sys, {module}; sys.exit({module}.{function}())"
+    os.execv(sys.executable, [sys.executable, "-X", "faulthandler", "-c", program])  # noqa: S606
 
 
 def _main(target: str) -> Callable[[], int]:

@@ -52,5 +52,7 @@ def _is_absent(name: str) -> bool:
 
 if WARM in os.environ:
     die_with_parent(int(os.environ[LAUNCHER]))
+    # Else torch asks the CUDA driver whether there is a GPU, and who has asked may not fork a process that uses it.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     import_all([name for name in os.environ.get(PRELOAD, "").split(",") if name])
     Path(os.environ[WARM]).write_text(str(SERVER))
