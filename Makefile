@@ -12,6 +12,7 @@ ARGS ?=
 
 operator := .venv/operator/bin
 trainer := .venv/trainer/bin
+trainer_gpu := .venv/trainer-gpu/bin
 rollout := .venv/rollout/bin
 
 help: ## Say what each target does
@@ -28,6 +29,7 @@ built = .venv/$(1)/.built-$(shell cat requirements/$(1).txt requirements/tools.t
 	$(patsubst %,%/pyproject.toml,$(2)) | sha256sum | cut -c 1-16)
 operator_built := $(call built,operator,crds operator cli)
 trainer_built := $(call built,trainer,crds trainer)
+trainer_gpu_built := $(call built,trainer-gpu,crds trainer)
 rollout_built := $(call built,rollout)
 
 $(operator_built):
@@ -35,6 +37,9 @@ $(operator_built):
 
 $(trainer_built):
 	@scripts/environment trainer $@ crds trainer
+
+$(trainer_gpu_built):
+	@scripts/environment trainer-gpu $@ crds trainer
 
 $(rollout_built):
 	@scripts/environment rollout $@
@@ -82,8 +87,9 @@ test-trainer: $(trainer_built) $(operator_built) ## Test the trainer
 test-rollout: $(rollout_built) ## Test what runs beside vLLM
 	@$(rollout)/pytest tests/rollout $(ARGS)
 
-gpu-test: $(trainer_built) ## Test kernels and training on the GPUs of this machine
-	@$(trainer)/pytest tests/gpu -rs $(ARGS)
+# Beside the trainer's environment, for this one has the kernels for GPUs; moejob run is the operator's.
+gpu-test: $(trainer_gpu_built) $(operator_built) ## Test kernels and training on the GPUs of this machine
+	@MOEJOB_TRAINER_PYTHON=$(CURDIR)/$(trainer_gpu)/python $(trainer_gpu)/pytest tests/gpu -rs $(ARGS)
 
 # Builds the cluster programs that it lacks, and skips by name where it cannot; so it does not wait for control-plane.
 test-cluster: $(operator_built) ## Test on a real control plane

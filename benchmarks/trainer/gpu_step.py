@@ -13,6 +13,7 @@ import json
 import os
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 
 import numpy as np
 import torch
@@ -90,7 +91,7 @@ def _measured(
     step = float(np.median(seconds))
     ranks = dist.get_world_size()
     return {
-        "case": vars(chosen),
+        "case": vars(chosen) | {"attention": "flash-attn-4" if find_spec("flash_attn") else "cuDNN"},
         "tokensPerSecondPerGpu": round(result.tokens / step / ranks),
         "teraflops": round(result.tokens * flops_per_token / step / ranks / 1e12, 1),
         "secondsPerStep": round(step, 4),

@@ -11,17 +11,26 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.record import Better, Result, keep
+from benchmarks.record import RESULTS, Better, Result, keep, write_page
 
 BENCH = "training-gpu"
 
 
 def main(logs: list[str]) -> None:
-    """Appends every measured line and writes the page."""
+    """Appends every measured line and writes the page, with the newest of each case: no run measures all."""
     measured = [json.loads(line) for log in logs for line in Path(log).read_text().splitlines() if '"case"' in line]
     first = measured[0]
     around = {"machine": first["device"], "stack": f"torch {first['torch']}, bfloat16"}
     keep([result for line in measured for result in _results(line)], around)
+    write_page(BENCH, _newest(), around | {"commit": "of each case in results/training-gpu.jsonl"})
+
+
+def _newest() -> list[Result]:
+    lines = map(json.loads, (RESULTS / f"{BENCH}.jsonl").read_text().splitlines())
+    newest = {line["case"]: line for line in lines}
+    return [
+        Result(BENCH, line["case"], line["value"], line["unit"], Better(line["better"])) for line in newest.values()
+    ]
 
 
 def _results(line: dict[str, Any]) -> Iterator[Result]:
@@ -31,6 +40,7 @@ def _results(line: dict[str, Any]) -> Iterator[Result]:
         f", {key} {case[key]}" for key in ("tensor", "pipeline", "expert", "context", "data") if case[key] > 1
     )
     name += ", gradients in bfloat16" if case["gradients"] == "bfloat16" else ""
+    name += ", flash-attn-4" if case["attention"] == "flash-attn-4" else ""
     yield Result(BENCH, f"{name}: speed", line["tokensPerSecondPerGpu"], "tokens/s/GPU", Better.HIGHER)
     yield Result(BENCH, f"{name}: arithmetic", line["teraflops"], "TFLOP/s", Better.HIGHER)
     yield Result(BENCH, f"{name}: memory", line["peakGiB"], "GiB", Better.LOWER)
