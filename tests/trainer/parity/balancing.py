@@ -6,6 +6,7 @@ Written from the definitions alone: nothing of the trainer's routing is used her
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,11 +74,17 @@ class Watched:
     def _hear(self, _module: Any, _inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
         self._heard.append(Choices(output[0], output[2]))
 
+    @contextmanager
+    def listening(self) -> Iterator[list[Choices]]:
+        """What routers choose from now on, one after the other."""
+        self._heard = []
+        yield self._heard
+
     def said(self, tokens: Tensor) -> tuple[Tensor, list[Choices]]:
         """Logits of a document, and what each router chose for it."""
-        self._heard = []
-        logits = self.model(tokens[None], use_cache=False).logits[0]
-        return logits, self._heard
+        with self.listening() as heard:
+            logits = self.model(tokens[None], use_cache=False).logits[0]
+        return logits, heard
 
 
 def write_balanced_reference(rules: Rules, folder: Path) -> Expected:
@@ -98,7 +105,7 @@ def write_balanced_reference(rules: Rules, folder: Path) -> Expected:
         balancing.append(balance.item())
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
         adam.step()
-        _move_biases(watched, choices, rules.bias_rate)
+        move_biases(watched, choices, rules.bias_rate)
     model.save_pretrained(folder / "last")
     biases = [getattr(router, "e_score_correction_bias", torch.zeros(0)).tolist() for router in watched.routers]
     return Expected(Steps(tuple(losses), tuple(norms), tuple(balancing)), biases)
@@ -115,8 +122,12 @@ def _losses(watched: Watched, rules: Rules, step: int) -> tuple[Tensor, Tensor, 
         loss = loss + (losses * torch.from_numpy(document.weights[1:])).sum() / weight
         said.append(choices)
     by_layer = [[of_document[layer] for of_document in said] for layer in range(len(watched.routers))]
-    balance = sum((_balance(rules, layer) for layer in by_layer), torch.zeros((), dtype=torch.float64))
-    return loss, balance, by_layer
+    return loss, balancing_loss(rules, by_layer), by_layer
+
+
+def balancing_loss(rules: Rules, by_layer: Sequence[Sequence[Choices]]) -> Tensor:
+    """The balancing losses of all layers, given what each chose for each document."""
+    return sum((_balance(rules, layer) for layer in by_layer), torch.zeros((), dtype=torch.float64))
 
 
 def _balance(rules: Rules, said: Sequence[Choices]) -> Tensor:
@@ -162,7 +173,8 @@ def _switch(rules: Rules, scored: Sequence[Choices], counted: Sequence[Choices])
     return experts * (shares * scores.mean(0)).sum()
 
 
-def _move_biases(watched: Watched, choices: Sequence[Sequence[Choices]], rate: float) -> None:
+def move_biases(watched: Watched, choices: Sequence[Sequence[Choices]], rate: float) -> None:
+    """Makes experts that got too much less likely to be chosen, and the others more."""
     for router, said in zip(watched.routers, choices, strict=True):
         if rate:
             chosen = torch.cat([one.chosen.flatten() for one in said])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from builders import merged, spec
 from model_configs import config as small_config
 from moejob_api.job import Spec
-from moejob_api.job.training import Lora
 from moejob_api.layout.sizes import layout as layout_of
+from moejob_api.memory.share import trained_shape
+from moejob_api.models.families import shape_of
 from moejob_api.models.shape import Family
 from moejob_trainer.batches import Document, MicroBatch, batch_plan, global_batch, loss_weight
 from moejob_trainer.conversion.adapters import adapter_table
@@ -36,7 +37,7 @@ from moejob_trainer.megatron.optimizer import Piece
 from moejob_trainer.megatron.stages import built
 from moejob_trainer.megatron.topology import start_groups, stop_groups
 from moejob_trainer.megatron.weights import adapter_weights, coordinates, load_published, named_weights
-from moejob_trainer.model.architecture import architecture
+from moejob_trainer.model.architecture import architecture, as_trained
 from moejob_trainer.model.parameters import local_slices
 
 STEPS = 3
@@ -104,6 +105,7 @@ class Steps:
     losses: tuple[float, ...]
     norms: tuple[float, ...]
     balancing: tuple[float, ...] = (0.0,) * STEPS
+    further: tuple[float, ...] = (0.0,) * STEPS
 
 
 @dataclass(frozen=True)
@@ -218,13 +220,13 @@ def _backward(model: PreTrainedModel, batch: Sequence[Document]) -> float:
     return loss
 
 
-def save_gradients(model: PreTrainedModel, folder: Path) -> None:
+def save_gradients(model: PreTrainedModel, folder: Path, save: Callable[[Path], None] | None = None) -> None:
     """As a model whose weights are gradients: the same table then says which of ours belongs to which."""
     kept = [parameter.detach().clone() for parameter in model.parameters()]
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
-        model.save_pretrained(folder)
+        (save or model.save_pretrained)(folder)
         for parameter, value in zip(model.parameters(), kept, strict=True):
             parameter.copy_(value)
 
@@ -236,20 +238,20 @@ def trained(cell: Cell, folder: Path) -> Trained:
     """Trains the model in the cell's layout; one rank's part."""
     use_cpu()
     engine = started(cell, folder)
-    lora = engine.spec.training.lora
     try:
         results, gradients = [], Deviation()
         for step in range(STEPS):
             results.append(engine.update(micro_batches(cell, engine, step), loss_of(cell, engine)))
             if step == 0:
-                gradients = _deviation(engine, _source(folder / "gradients", lora), lambda piece: piece.gradient)
-        weights = _deviation(engine, _source(folder / "last", lora), lambda piece: piece.main)
+                gradients = _deviation(engine, _source(folder / "gradients", engine.spec), lambda piece: piece.gradient)
+        weights = _deviation(engine, _source(folder / "last", engine.spec), lambda piece: piece.main)
     finally:
         stop_groups()
     steps = Steps(
         losses=tuple(result.loss for result in results),
         norms=tuple(result.gradient_norm for result in results),
         balancing=tuple(result.metrics.get("balancingLoss", 0.0) for result in results),
+        further=tuple(result.metrics.get("mtpLoss", 0.0) for result in results),
     )
     return Trained(steps, gradients, weights, dict(_selection_biases(engine)))
 
@@ -266,15 +268,15 @@ def started(cell: Cell, folder: Path) -> MegatronEngine:
     config = json.loads((folder / "first" / "config.json").read_text())
     if cell.mutant == "theta 10000":
         config["rope_parameters"]["rope_theta"] = 10000.0
-    model = architecture(config)
+    model = as_trained(architecture(config), spec_of_cell)
     layout = layout_of(spec_of_cell.parallelism, 8)
     groups = start_groups(layout)
     device = torch.device("cpu")
     stages = built(model, spec_of_cell, layout, groups, device)
-    load_published(stages, _source(folder / "first"), groups)
+    load_published(stages, opened(folder / "first", table(model.shape)), groups)
     lora = spec_of_cell.training.lora
     if lora is not None:
-        import_weights(adapter_weights(stages), _source(folder / "adapters", lora), coordinates(groups))
+        import_weights(adapter_weights(stages), _source(folder / "adapters", spec_of_cell), coordinates(groups))
     if cell.mutant == "two experts swapped":
         _swap_experts(stages)
     if cell.mutant == "a layer skipped":
@@ -290,7 +292,22 @@ def micro_batches(cell: Cell, engine: MegatronEngine, step: int) -> list[MicroBa
     if cell.mutant == "mask shifted":
         batch = [Document(d.tokens, np.roll(d.weights, 1), d.id) for d in batch]
     layout = layout_of(engine.spec.parallelism, 8)
-    return global_batch(batch, batch_plan(engine.spec, layout, pad_token=0))[engine.groups.data.rank]
+    own = global_batch(batch, batch_plan(engine.spec, layout, pad_token=0))[engine.groups.data.rank]
+    mistaken = MISTAKEN.get(cell.mutant)
+    return own if mistaken is None else [mistaken(*(getattr(one, f.name) for f in fields(one))) for one in own]
+
+
+class _OneLater(MicroBatch):
+    def ahead(self, values: Tensor, by: int) -> Tensor:
+        return MicroBatch.ahead(self, values, by + 1)
+
+
+class _RunTogether(MicroBatch):
+    def ahead(self, values: Tensor, by: int) -> Tensor:
+        return values.roll(-by)
+
+
+MISTAKEN = {"one token later": _OneLater, "documents run together": _RunTogether}
 
 
 def loss_of(cell: Cell, engine: MegatronEngine) -> Callable[[TokenOutputs, MicroBatch], LossTerms]:
@@ -328,8 +345,9 @@ def _outputs(layer: Any) -> Iterator[torch.nn.Parameter]:
         yield layer.mlp.down.weight
 
 
-def _source(folder: Path, lora: Lora | None = None) -> Source:
-    shape = architecture(json.loads((folder / "config.json").read_text())).shape
+def _source(folder: Path, spec_of_cell: Spec) -> Source:
+    lora = spec_of_cell.training.lora
+    shape = trained_shape(shape_of(json.loads((folder / "config.json").read_text())), spec_of_cell)
     return opened(folder, table(shape) if lora is None else adapter_table(shape, lora))
 
 
@@ -354,6 +372,7 @@ def assert_like(trained_on_ranks: Sequence[Trained], reference: Steps, *, within
             ("losses", found.steps.losses, reference.losses),
             ("gradient norms", found.steps.norms, reference.norms),
             ("balancing losses", found.steps.balancing, reference.balancing),
+            ("losses of further tokens", found.steps.further, reference.further),
         ):
             np.testing.assert_allclose(values, expected, rtol=within, err_msg=f"{what} of rank {rank}")
     gradients = max((found.gradients for found in trained_on_ranks), key=lambda deviation: deviation.error)

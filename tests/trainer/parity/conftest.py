@@ -10,10 +10,13 @@ import pytest
 import torch
 
 from moejob_api.models.shape import Family
+from trainer.parity.balancing import Expected, Rules
 from trainer.parity.cells import Steps, write_reference
+from trainer.parity.further import write_further_reference
 from trainer.worlds import Worlds
 
 Reference = Callable[[Family], tuple[Path, Steps]]
+Further = Callable[..., tuple[Path, Expected]]
 
 
 @pytest.fixture(scope="session")
@@ -32,5 +35,18 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     def written(family: Family) -> tuple[Path, Steps]:
         folder = tmp_path_factory.mktemp(family)
         return folder, write_reference(family, folder)
+
+    return written
+
+
+@pytest.fixture(scope="session")
+def further(tmp_path_factory: pytest.TempPathFactory) -> Further:
+    """The same of a model with modules that predict further tokens."""
+    torch.set_num_threads(1)
+
+    @cache
+    def written(family: Family, rules: Rules | None = None, *, tied: bool = False) -> tuple[Path, Expected]:
+        folder = tmp_path_factory.mktemp(f"further-{family}")
+        return folder, write_further_reference(family, folder, rules, tie_word_embeddings=tied)
 
     return written

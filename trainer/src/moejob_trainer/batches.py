@@ -87,6 +87,12 @@ class MicroBatch:
             mask[start : start + length] = True
         return mask
 
+    def ahead(self, values: Tensor, by: int) -> Tensor:
+        """Of each token, the value so many tokens on in its document, zero where that is beyond its end. [T] -> [T]"""
+        ends = self.cu_lengths[1:].repeat_interleave(self.cu_lengths.diff())
+        is_inside = torch.arange(by, by + len(values)) < ends
+        return values.roll(-by) * is_inside.to(values.device, non_blocking=True)
+
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:

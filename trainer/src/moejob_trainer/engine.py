@@ -16,10 +16,14 @@ from moejob_trainer.batches import MicroBatch
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenOutputs:
-    """What the model says about the labels of a micro batch: whole documents, whatever the layout. float32 [T]"""
+    """What the model says about the labels of a micro batch: whole documents, whatever the layout. float32 [T]
+
+    further: log-probabilities of the first, second... token behind the label, where modules learn to predict them.
+    """
 
     log_probabilities: Tensor
     entropy: Tensor
+    further: tuple[Tensor, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

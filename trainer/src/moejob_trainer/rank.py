@@ -50,7 +50,7 @@ from moejob_trainer.megatron.state import STATE_FORMAT, StateFiles
 from moejob_trainer.megatron.topology import start_groups
 from moejob_trainer.megatron.weights import adapter_weights, initialise, load_published, named_weights, start_adapters
 from moejob_trainer.model.adapters import adapters
-from moejob_trainer.model.architecture import Architecture, architecture
+from moejob_trainer.model.architecture import Architecture, architecture, as_trained
 from moejob_trainer.model.parameters import Parameter
 from moejob_trainer.objectives.sft import SupervisedFineTuning
 from moejob_trainer.orders import Orders, orders
@@ -153,7 +153,7 @@ def _model(here: Here) -> Model:
     # Downloads and files are made once for the volume, not once a rank.
     folder = here.first_decides(lambda: str(fetch(spec.model, here.order.folder)))
     found = published(Path(folder), spec.model)
-    model = architecture(found.config, f"{folder}/config.json")
+    model = as_trained(architecture(found.config, f"{folder}/config.json"), spec)
     # The plan has been checked before, unless nobody could look at the model from there.
     if problems := plan(spec, model.shape).problems:
         raise InvalidSpec(problems)

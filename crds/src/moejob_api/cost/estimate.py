@@ -12,7 +12,7 @@ from moejob_api.hardware import Hardware
 from moejob_api.job import Spec
 from moejob_api.layout.sizes import Layout
 from moejob_api.memory.case import Case, prepared
-from moejob_api.models.parameters import active_parameters
+from moejob_api.models.parameters import active_mtp_parameters, active_parameters
 from moejob_api.models.shape import Attention, GroupedAttention, LatentAttention, LinearAttention, ModelShape
 from moejob_api.rules.rollout_rules import rollout_layout
 
@@ -55,7 +55,7 @@ def step_cost(spec: Spec, shape: ModelShape, layout: Layout, hardware: Hardware)
             if value > 0
         ),
         tokens_per_second_per_gpu=tokens / total / _gpus(case),
-        mfu=tokens * model_flops(shape, spec.data.max_length) / total / _gpus(case) / hardware.bf16_flops_per_second,
+        mfu=tokens * model_flops(case.shape, spec.data.max_length) / total / _gpus(case) / hardware.bf16_flops_per_second,
     )
 
 
@@ -76,8 +76,9 @@ def model_flops(shape: ModelShape, document_tokens: float) -> float:
     """Arithmetic of both passes for one token: 6 for each active parameter, and causal attention."""
     # Looking up an embedding is no arithmetic; where it is also the output projection, that is.
     looked_up = 0 if shape.tied_embeddings else shape.vocabulary * shape.hidden
-    attention = sum(_attention_flops(layer.attention, document_tokens) for layer in shape.layers)
-    return 6.0 * (active_parameters(shape) - looked_up) + attention
+    layers = (*shape.layers, *shape.mtp_layers)
+    attention = sum(_attention_flops(layer.attention, document_tokens) for layer in layers)
+    return 6.0 * (active_parameters(shape) + active_mtp_parameters(shape) - looked_up) + attention
 
 
 def _attention_flops(attention: Attention, tokens: float) -> float:

@@ -160,4 +160,11 @@ class Training(ApiModel):
     precision: Annotated[Precision, Field(description="Types of gradients and moments.")] = Precision()
     recompute: Annotated[Recompute, Field(description="Recompute activations to save memory.")] = Recompute()
     eval_every: Annotated[Count | None, Field(description="Steps between evaluations. Absent: only at the end.")] = None
+    mtp_loss_coefficient: Annotated[
+        NonNegative,
+        Field(
+            description="Weight of the loss of predicting further tokens, for models with MTP modules; 0 trains and "
+            "exports without these, as do LoRA and GRPO."
+        ),
+    ] = 0.1
     lora: Annotated[Lora | None, Field(description="Train adapters only. Absent: all weights.")] = None

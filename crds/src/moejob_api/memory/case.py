@@ -12,7 +12,7 @@ from moejob_api.layout.sizes import Layout
 from moejob_api.memory.adapters import adapter_weights
 from moejob_api.memory.constants import VOCABULARY_MULTIPLE
 from moejob_api.memory.kinds import Kinds, Stage, distinct_stages, layers_by_kind, router_parameters
-from moejob_api.memory.share import Keeping, Share, keeping, router_is_frozen, share
+from moejob_api.memory.share import Keeping, Share, keeping, router_is_frozen, share, trained_shape
 from moejob_api.models.parameters import Weights, layer_weights, mtp_weights
 from moejob_api.models.shape import Layer, ModelShape
 from moejob_api.rules.batch_rules import Batch, batch
@@ -87,7 +87,7 @@ class Case:
 
 def prepared(spec: Spec, shape: ModelShape, layout: Layout, kinds: Kinds | None = None) -> Case:
     """The case of a job; `kinds` saves grouping the layers again where many layouts of one model are tried."""
-    grouped = kinds or layers_by_kind(shape)
+    shape, grouped = trained_shape(shape, spec), kinds or layers_by_kind(shape)
     of_rank = batch(spec, layout)
     return Case(
         spec=spec,
@@ -153,7 +153,7 @@ def _mtp(case: Case) -> Portion:
         layers += _layer(case.spec, case.layout, case.shape.hidden, layer, weights)
         beside += weights * -1
     rest = local_parameters(beside, case.layout)
-    return layers + Portion(rest, Parameters() if case.spec.training.lora else rest)
+    return layers + Portion(rest, rest)
 
 
 def _layer(spec: Spec, layout: Layout, hidden: int, layer: Layer, weights: Weights) -> Portion:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import assert_never
 
 from moejob_api.arithmetic import ceil_div
@@ -98,6 +98,12 @@ def router_is_frozen(spec: Spec) -> bool:
     if spec.training.lora is not None:
         return True
     return spec.method is Method.GRPO if spec.moe.freeze_router is None else spec.moe.freeze_router
+
+
+def trained_shape(shape: ModelShape, spec: Spec) -> ModelShape:
+    """The model as a job trains it: without modules for further tokens where nothing is learned of these."""
+    is_learned = spec.method is Method.SFT and spec.training.lora is None and spec.training.mtp_loss_coefficient > 0
+    return shape if is_learned or not shape.mtp_layers else replace(shape, mtp_layers=())
 
 
 def keeping(spec: Spec) -> Keeping:

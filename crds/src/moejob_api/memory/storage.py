@@ -8,7 +8,7 @@ from moejob_api.job.training import Lora
 from moejob_api.memory.adapters import adapter_weights
 from moejob_api.memory.kept import FLOAT32_BYTES
 from moejob_api.memory.kinds import router_parameters
-from moejob_api.memory.share import router_is_frozen
+from moejob_api.memory.share import router_is_frozen, trained_shape
 from moejob_api.models.parameters import layer_kinds, mtp_parameters, parameters
 from moejob_api.models.shape import ModelShape
 
@@ -16,6 +16,7 @@ from moejob_api.models.shape import ModelShape
 def checkpoint_bytes(shape: ModelShape, spec: Spec) -> int:
     """One checkpoint: the weights, and for each trained parameter its float32 copy and two moments."""
     lora = spec.training.lora
+    shape = trained_shape(shape, spec)
     whole = parameters(shape) + mtp_parameters(shape)
     adapters = 0 if lora is None else _adapters(shape, lora)
     trained = whole - _frozen(shape, spec) if lora is None else adapters
@@ -26,6 +27,7 @@ def checkpoint_bytes(shape: ModelShape, spec: Spec) -> int:
 
 def export_bytes(shape: ModelShape, spec: Spec) -> int:
     """The exported model; adapters are merged into it."""
+    shape = trained_shape(shape, spec)
     return (parameters(shape) + mtp_parameters(shape)) * spec.model.dtype.size_bytes
 
 
@@ -36,4 +38,5 @@ def _adapters(shape: ModelShape, lora: Lora) -> int:
 def _frozen(shape: ModelShape, spec: Spec) -> int:
     if not router_is_frozen(spec):
         return 0
-    return sum(router_parameters(shape.hidden, layer) * count for layer, count in layer_kinds(shape))
+    further = sum(router_parameters(shape.hidden, layer) for layer in shape.mtp_layers)
+    return further + sum(router_parameters(shape.hidden, layer) * count for layer, count in layer_kinds(shape))

@@ -89,7 +89,7 @@ def mtp_weights(shape: ModelShape) -> Weights:
     """The modules that predict further tokens; they use the model's own embedding and output projection."""
     hidden = shape.hidden
     # Norms of the embedding, of the hidden state, and the final one; a projection of the first two side by side.
-    beside_the_layer = Weights(tensor=2 * hidden * hidden, replicated=3 * hidden)
+    beside_the_layer = Weights(replicated=2 * hidden * hidden + 3 * hidden)
     return sum((layer_weights(shape, layer) + beside_the_layer for layer in shape.mtp_layers), Weights())
 
 
@@ -112,6 +112,12 @@ def mtp_parameters(shape: ModelShape) -> int:
 def active_parameters(shape: ModelShape) -> int:
     """Parameters a token meets: of the routed experts only those it is sent to. Embedding and output are included."""
     return parameters(shape) - sum(_idle(shape, layer) * count for layer, count in layer_kinds(shape))
+
+
+def active_mtp_parameters(shape: ModelShape) -> int:
+    """The same of the modules that predict further tokens, with the output projection once for each of them."""
+    projections = len(shape.mtp_layers) * embedding_weights(shape).total
+    return mtp_parameters(shape) + projections - sum(_idle(shape, layer) for layer in shape.mtp_layers)
 
 
 def _idle(shape: ModelShape, layer: Layer) -> int:

@@ -30,7 +30,8 @@ from moejob_trainer.megatron.weights import merged_weights
 from moejob_trainer.model.architecture import Architecture
 from moejob_trainer.model.balancing import Balance, GlobalBatch
 from moejob_trainer.model.mixture import Mixture
-from moejob_trainer.model.stage import RowInput, Stage
+from moejob_trainer.model.stage import RowInput, Said, Stage
+from moejob_trainer.objectives.further import further_tokens
 
 
 class Diverged(RuntimeError):
@@ -129,14 +130,14 @@ class MegatronEngine:
         sums = _Sums()
 
         def finished(_: int, outputs: TokenOutputs, batch: MicroBatch) -> Tensor:
-            terms = loss(outputs, batch)
-            sums.add(terms)
-            return terms.total / weight
+            terms, further = loss(outputs, batch), further_tokens(outputs, batch)
+            sums.add(replace(terms, metrics={**terms.metrics, **further.metrics}))
+            return (terms.total + self.spec.training.mtp_loss_coefficient * further.total) / weight
 
         self._through_stages(here, finished, forward_only=forward_only)
         means = self._means(sums.values)
         if not forward_only:
-            means |= self.measures.of(totals.tokens)
+            means |= self.measures.of()
         return UpdateResult(
             loss=means.pop("loss", 0.0) / weight,
             gradient_norm=0.0,
@@ -153,9 +154,11 @@ class MegatronEngine:
         *,
         forward_only: bool,
     ) -> None:
-        def finished(number: int, results: tuple[Tensor, Tensor]) -> Tensor:
-            log_probabilities, entropy = (whole(result, self.groups) for result in results)
-            return finish(number, TokenOutputs(log_probabilities, entropy), batches[number])
+        def finished(number: int, said: Said) -> Tensor:
+            log_probabilities, entropy, *further = (
+                whole(values, self.groups) for values in (said.log_probabilities, said.entropy, *said.further)
+            )
+            return finish(number, TokenOutputs(log_probabilities, entropy, tuple(further)), batches[number])
 
         rows = [self._row_input(number, batch) for number, batch in enumerate(batches)]
         forward_backward(self.chunks, rows, finished, forward_only=forward_only)

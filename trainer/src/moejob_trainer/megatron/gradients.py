@@ -17,7 +17,8 @@ from moejob_trainer.model.stage import Stage
 
 
 def finish_gradients(chunks: Sequence[DistributedDataParallel], groups: Groups) -> None:
-    """Sums gradients over replicas, over tensor ranks where each saw a part, and over both ends of a tied model."""
+    """Sums gradients over replicas, over tensor ranks where each saw a part, and over both ends of a model that
+    share its embedding."""
     for chunk in chunks:
         for buckets in exchanged_buckets(chunk):
             buckets.finish_grad_sync()
@@ -57,9 +58,8 @@ def _sum_tied_embedding(chunks: Sequence[DistributedDataParallel]) -> None:
 
 
 def _tied_gradient(stages: Sequence[Stage]) -> Tensor | None:
-    if not stages[0].model.shape.tied_embeddings:
+    if not stages[0].shares_embedding:
         return None
-    ends = [stage.embedding.weight for stage in stages if stage.place.is_first]
-    ends += [stage.output.weight for stage in stages if stage.place.is_last]
+    ends = [stage.embedding.weight for stage in stages if stage.place.is_first or stage.place.is_last]
     # Megatron's buffers give it its name.
     return getattr(ends[0], "main_grad", None) if ends else None

@@ -36,20 +36,21 @@ class Measures:
     groups: Groups
     device: torch.device
 
-    def of(self, tokens: int) -> dict[str, float]:
-        """The numbers of the update that has just run over so many tokens of the global batch."""
+    def of(self) -> dict[str, float]:
+        """The numbers of the update that has just run."""
         counters, memory = self._counters(), self._memory()
         # Every rank counts its own tokens in its own layers.
         flat = total(torch.cat([counters.flatten(), memory]), self.groups.world).cpu()
         layers = flat[: counters.numel()].view(counters.shape)
         peak = {"peakMemoryBytes": flat[counters.numel() :].max().item()}
-        return peak if self.model.routing is None else peak | self._routing(layers, tokens, self.model.routing)
+        return peak if self.model.routing is None else peak | self._routing(layers, self.model.routing)
 
-    def _routing(self, layers: Tensor, tokens: int, routing: Routing) -> dict[str, float]:
+    def _routing(self, layers: Tensor, routing: Routing) -> dict[str, float]:
         """Of [layers, E + sums]."""
         found = load(layers[:, :-_SUMS])
         worst = int(found.imbalance.argmax())
-        decisions = tokens * len(layers)
+        # Modules that predict further tokens see fewer of them.
+        decisions = layers[:, :-_SUMS].sum().item() / routing.per_token
         numbers = {
             "balancingLoss": layers[:, _LOSS].sum().item(),
             "routerEntropy": layers[:, _ENTROPY].sum().item() / decisions,
@@ -79,11 +80,12 @@ class Measures:
         return memory
 
     def _mixtures(self) -> list[int]:
-        return [index for index, layer in enumerate(self.model.shape.layers) if isinstance(layer.mlp, Experts)]
+        layers = (*self.model.shape.layers, *self.model.shape.mtp_layers)
+        return [index for index, layer in enumerate(layers) if isinstance(layer.mlp, Experts)]
 
     def _balances(self) -> Iterator[tuple[int, Balance]]:
         for stage in self.stages:
-            for index, layer in stage.layers.items():
+            for index, layer in stage.numbered_layers():
                 mixture = getattr(layer, "moe", None)
                 if isinstance(mixture, Mixture):
-                    yield int(index), mixture.balance
+                    yield index, mixture.balance

@@ -16,13 +16,13 @@ from moejob_trainer.groups import Groups, gathered_alike, own_rows
 from moejob_trainer.layers.documents import Documents, in_row_order
 from moejob_trainer.model.architecture import Architecture
 from moejob_trainer.model.row import OwnTokens, row_of
-from moejob_trainer.model.stage import RowInput
+from moejob_trainer.model.stage import Further, RowInput, Said
 
 
 def forward_backward(
     chunks: Sequence[DistributedDataParallel],
     batches: Sequence[RowInput],
-    finish: Callable[[int, tuple[Tensor, Tensor]], Tensor],
+    finish: Callable[[int, Said], Tensor],
     *,
     forward_only: bool,
 ) -> None:
@@ -41,20 +41,19 @@ def forward_backward(
     )
 
 
-def _step(finish: Callable[[int, tuple[Tensor, Tensor]], Tensor]) -> Callable[..., Any]:
+def _step(finish: Callable[[int, Said], Tensor]) -> Callable[..., Any]:
     def forward_step(iterator: Iterator[tuple[int, RowInput]], chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
         number, batch = next(iterator)
         result = chunk(batch)
         if isinstance(result, Tensor):
             return result, lambda _: None
-        log_probabilities, entropy = result
 
         def loss(_: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            total = finish(number, (log_probabilities, entropy))
+            total = finish(number, result)
             # Megatron's own count of tokens is an integer and is not used.
             return total, torch.zeros((), dtype=torch.int, device=total.device), {}
 
-        return log_probabilities, loss
+        return result.log_probabilities, loss
 
     return forward_step
 
@@ -65,11 +64,20 @@ def row_input(batch: MicroBatch, model: Architecture, groups: Groups, *, sequenc
     lengths = tuple(stop - start for start, stop in pairwise(boundaries))
     documents = Documents(batch.cu_lengths.to(batch.tokens.device), lengths, groups.context.rank, groups.context.size)
     held = documents.indices()
-    is_real, segments = batch.is_real().to(batch.tokens.device)[held], documents.segments()
-    if sequence_parallel:
-        is_real, segments = own_rows(is_real, groups.tensor), own_rows(segments, groups.tensor)
-    row = row_of(documents, model.rotary, groups.context.handle, OwnTokens(is_real, segments))
-    return RowInput(batch.tokens[held], batch.labels[held], row)
+    is_real = batch.is_real().to(batch.tokens.device)
+
+    def own(values: Tensor) -> Tensor:
+        return own_rows(values[held], groups.tensor) if sequence_parallel else values[held]
+
+    segments = documents.segments()
+    segments = own_rows(segments, groups.tensor) if sequence_parallel else segments
+    row = row_of(documents, model.rotary, groups.context.handle, OwnTokens(own(is_real), segments))
+    # Taken from the whole row: the token behind the last of a chunk is another rank's.
+    further = [
+        Further(batch.ahead(batch.tokens, by)[held], batch.ahead(batch.labels, by)[held], own(batch.ahead(is_real, by)))
+        for by, _ in enumerate(model.shape.mtp_layers, 1)
+    ]
+    return RowInput(batch.tokens[held], batch.labels[held], row, tuple(further))
 
 
 def whole(values: Tensor, groups: Groups) -> Tensor:

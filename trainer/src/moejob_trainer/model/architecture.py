@@ -11,6 +11,8 @@ from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
 
+from moejob_api.job.job import Spec
+from moejob_api.memory.share import trained_shape
 from moejob_api.models.families import shape_of
 from moejob_api.models.shape import Family, LatentAttention, ModelShape
 from moejob_api.problems import InvalidSpec, Problem, Rule
@@ -43,9 +45,7 @@ class Architecture:
 
 def architecture(config: Mapping[str, Any], origin: str = "config.json") -> Architecture:
     """The architecture that a parsed config.json describes; InvalidSpec where it cannot be trained."""
-    # Modules that predict further tokens (MTP) have a loss of their own, which is not computed: the model is trained
-    # and exported without them.
-    shape = replace(shape_of(config, origin), mtp_layers=())
+    shape = shape_of(config, origin)
     known = AutoConfig.for_model(**config)
     _refuse_unknown_activation(known, origin)
     return Architecture(
@@ -56,6 +56,11 @@ def architecture(config: Mapping[str, Any], origin: str = "config.json") -> Arch
         attention_scale=_attention_scale(shape, known),
         gate_limit=getattr(known, "swiglu_limit", 7.0) if shape.family is Family.GPT_OSS else None,
     )
+
+
+def as_trained(model: Architecture, spec: Spec) -> Architecture:
+    """The model without what a job does not train and does not need."""
+    return replace(model, shape=trained_shape(model.shape, spec))
 
 
 def _refuse_unknown_activation(config: PretrainedConfig, origin: str) -> None:

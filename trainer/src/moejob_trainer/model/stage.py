@@ -4,8 +4,8 @@ states or log-probabilities.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -14,27 +14,18 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from moejob_api.job.job import Spec
-from moejob_api.job.moe import Dispatcher
-from moejob_api.job.training import RecomputeModule
 from moejob_api.memory.constants import LOSS_CHUNK_TOKENS
-from moejob_api.memory.share import balancing
-from moejob_api.models.shape import DenseMLP, Experts, GroupedAttention, ModelShape
-from moejob_api.models.shape import LatentAttention as LatentShape
-from moejob_api.models.shape import Layer as LayerShape
-from moejob_trainer.errors import BadConfiguration
+from moejob_api.models.shape import ModelShape
 from moejob_trainer.groups import Groups
-from moejob_trainer.layers.norm import RMSNorm
 from moejob_trainer.layers.vocabulary import token_log_probabilities
 from moejob_trainer.model.adapters import drawn_for
 from moejob_trainer.model.adapting import adapt
 from moejob_trainer.model.architecture import Architecture
-from moejob_trainer.model.attention import Attention, AttentionSettings
-from moejob_trainer.model.feedforward import GatedMLP
-from moejob_trainer.model.latent import LatentAttention
-from moejob_trainer.model.linear import TensorShare, mark_partial, mark_tied
-from moejob_trainer.model.mixture import Mixture, MixtureSettings
+from moejob_trainer.model.further import FurtherToken
+from moejob_trainer.model.layer import Layer, norm
+from moejob_trainer.model.linear import TensorShare, mark_tied
 from moejob_trainer.model.parameters import padded_vocabulary, parameters
-from moejob_trainer.model.recompute import recomputed, recomputed_groups, recomputed_modules
+from moejob_trainer.model.recompute import recomputed, recomputed_groups
 from moejob_trainer.model.row import Row
 
 
@@ -47,40 +38,32 @@ class StagePlace:
     is_last: bool
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Further:
+    """What a module that predicts a further token sees of a row: that token, the one behind it, and where both are."""
+
+    tokens: Tensor
+    labels: Tensor
+    is_real: Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class RowInput:
-    """This rank's part of one packed row."""
+    """This rank's part of one packed row; `further` for each module that predicts a further token."""
 
     tokens: Tensor
     labels: Tensor
     row: Row
+    further: tuple[Further, ...] = ()
 
 
-class Layer(nn.Module):
-    """Attention, then a feed-forward network or experts, each behind a norm and beside a residual."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Said:
+    """What the last stage says of this rank's tokens, and while it learns of each further one. float32 [rows]"""
 
-    def __init__(self, index: int, model: Architecture, spec: Spec, groups: Groups) -> None:
-        super().__init__()
-        shape, hidden = model.shape.layers[index], model.shape.hidden
-        share = TensorShare(groups.tensor, spec.parallelism.sequence_parallel)
-        self.recompute = recomputed_modules(spec.training.recompute)
-        self.attention_norm = _norm(hidden, model, share)
-        self.attention = _attention(shape, model, share, self.recompute)
-        self.mlp_norm = _norm(hidden, model, share)
-        match shape.mlp:
-            case DenseMLP(intermediate, bias):
-                again = RecomputeModule.MLP in self.recompute
-                self.mlp = GatedMLP(hidden, intermediate, share, bias=bias, is_recomputed=again)
-            case Experts() as experts:
-                settings = mixture_settings(model, spec)
-                self.moe = Mixture(experts, hidden, groups, share, settings)
-
-    def forward(self, x: Tensor, row: Row) -> Tensor:
-        """[t, h] -> [t, h]"""
-        again = RecomputeModule.NORMS in self.recompute
-        x = x + self.attention(recomputed(again, self.attention_norm, x), row)
-        y = recomputed(again, self.mlp_norm, x)
-        return x + (self.moe(y, row) if hasattr(self, "moe") else self.mlp(y))
+    log_probabilities: Tensor
+    entropy: Tensor
+    further: tuple[Tensor, ...]
 
 
 class Embedding(nn.Module):
@@ -133,14 +116,19 @@ class Stage(nn.Module):
         self.share = TensorShare(groups.tensor, spec.parallelism.sequence_parallel)
         shape = model.shape
         temperature = 1.0 if spec.grpo is None else spec.grpo.temperature
-        if place.is_first:
+        self.layers = nn.ModuleDict(
+            {str(index): Layer(shape.layers[index], model, spec, groups) for index in place.layers}
+        )
+        if place.is_first or (place.is_last and self.shares_embedding):
             self.embedding = Embedding(shape, self.share)
-        self.layers = nn.ModuleDict({str(index): Layer(index, model, spec, groups) for index in place.layers})
+            if self.shares_embedding:
+                mark_tied(self.embedding.weight, is_copy=not place.is_first)
         if place.is_last:
-            self.final_norm = _norm(shape.hidden, model, self.share)
+            self.final_norm = norm(shape.hidden, model, self.share)
             self.output = Head(shape, self.share, temperature)
-        if shape.tied_embeddings:
-            self._tie()
+            self.mtp = nn.ModuleList([FurtherToken(layer, model, spec, groups) for layer in shape.mtp_layers])
+            if shape.tied_embeddings:
+                self.output.weight = self.embedding.weight
         self.recompute = recomputed_groups(spec.training.recompute, len(place.layers))
         self.offloads = spec.memory.offload_activations
         self._received: Tensor | None = None
@@ -148,28 +136,44 @@ class Stage(nn.Module):
             declared = {parameter.name: parameter for parameter in parameters(shape)}
             adapt(self, declared, spec.training.lora, spec.training.seed)
 
-    def _tie(self) -> None:
-        if self.place.is_first:
-            mark_tied(self.embedding.weight, is_copy=False)
-        if self.place.is_first and self.place.is_last:
-            self.output.weight = self.embedding.weight
-        elif self.place.is_last:
-            mark_tied(self.output.weight, is_copy=True)
+    @property
+    def shares_embedding(self) -> bool:
+        """Whether the last stage needs the embedding too: as its output layer, or for further tokens."""
+        return self.model.shape.tied_embeddings or len(self.model.shape.mtp_layers) > 0
+
+    def numbered_layers(self) -> Iterator[tuple[int, nn.Module]]:
+        """The layers by their numbers in the whole model; those that predict further tokens come behind the last."""
+        yield from ((int(index), layer) for index, layer in self.layers.items())
+        if self.place.is_last:
+            yield from enumerate((module.layer for module in self.mtp), len(self.model.shape.layers))
 
     def set_input_tensor(self, received: Sequence[Tensor | None]) -> None:
         """What the stage before sent; Megatron's schedules call it by this name."""
         self._received = received[0]
 
-    def forward(self, batch: RowInput) -> Tensor | tuple[Tensor, Tensor]:
-        """Hidden states [t, 1, h], or on the last stage log-probabilities and entropies of this rank's tokens."""
+    def forward(self, batch: RowInput) -> Tensor | Said:
+        """Hidden states [t, 1, h], or what the last stage says."""
         drawn_for.set((batch.row.update, batch.row.number))
         x = self._entrance(batch)
-        with torch.autograd.graph.save_on_cpu(pin_memory=x.is_cuda) if self.offloads else nullcontext():
+        with self._offloading(x):
             x = self._through_layers(x, batch.row)
         if not self.place.is_last:
             return x.unsqueeze(1)
-        log_probabilities, entropy = self.output(self.final_norm(x), batch.labels)
-        return log_probabilities, entropy
+        hidden = self.final_norm(x)
+        return Said(*self.output(hidden, batch.labels), self._further(hidden, batch))
+
+    def _further(self, hidden: Tensor, batch: RowInput) -> tuple[Tensor, ...]:
+        """Of each further token; nothing where nothing is learned."""
+        said = []
+        for module, further in zip(self.mtp, batch.further, strict=True) if torch.is_grad_enabled() else ():
+            with self._offloading(hidden):
+                row = replace(batch.row, is_real=further.is_real)
+                hidden = module(hidden, self.embedding(further.tokens), row)
+            said.append(self.output(hidden, further.labels)[0])
+        return tuple(said)
+
+    def _offloading(self, x: Tensor) -> AbstractContextManager[object]:
+        return torch.autograd.graph.save_on_cpu(pin_memory=x.is_cuda) if self.offloads else nullcontext()
 
     def _entrance(self, batch: RowInput) -> Tensor:
         if self.place.is_first:
@@ -193,31 +197,3 @@ def _through(layers: Sequence[nn.Module], x: Tensor, row: Row) -> Tensor:
     return x
 
 
-def mixture_settings(model: Architecture, spec: Spec) -> MixtureSettings:
-    """What the experts of every layer are told."""
-    if model.routing is None:
-        raise ValueError(f"{model.shape.family} does not say how it chooses experts")
-    if spec.moe.dispatcher is Dispatcher.FLEX:
-        raise BadConfiguration("spec.moe.dispatcher Flex needs DeepEP, which this image does not have; use AllToAll")
-    routing = replace(model.routing, dtype=getattr(torch, spec.moe.router_dtype.value))
-    again = recomputed_modules(spec.training.recompute)
-    return MixtureSettings(spec.moe, balancing(spec), routing, model.gate_limit, again)
-
-
-def _norm(hidden: int, model: Architecture, share: TensorShare) -> RMSNorm:
-    norm = RMSNorm(hidden, model.norm_epsilon)
-    mark_partial(norm.weight, is_partial=share.sequence_parallel)
-    return norm
-
-
-def _attention(
-    shape: LayerShape, model: Architecture, share: TensorShare, recompute: frozenset[RecomputeModule]
-) -> nn.Module:
-    settings = AttentionSettings(model.attention_scale, model.norm_epsilon, recompute)
-    match shape.attention:
-        case GroupedAttention() as grouped:
-            return Attention(grouped, model.shape.hidden, share, settings)
-        case LatentShape() as latent:
-            return LatentAttention(latent, model.shape.hidden, share, settings)
-        case other:
-            raise NotImplementedError(f"{type(other).__name__} cannot be trained yet")

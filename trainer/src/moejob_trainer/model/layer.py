@@ -1,0 +1,85 @@
+"""One layer of the model: attention, then a feed-forward network or experts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from moejob_api.job.job import Spec
+from moejob_api.job.moe import Dispatcher
+from moejob_api.job.training import RecomputeModule
+from moejob_api.memory.share import balancing
+from moejob_api.models.shape import DenseMLP, Experts, GroupedAttention
+from moejob_api.models.shape import LatentAttention as LatentShape
+from moejob_api.models.shape import Layer as LayerShape
+from moejob_trainer.errors import BadConfiguration
+from moejob_trainer.groups import Groups
+from moejob_trainer.layers.norm import RMSNorm
+from moejob_trainer.model.architecture import Architecture
+from moejob_trainer.model.attention import Attention, AttentionSettings
+from moejob_trainer.model.feedforward import GatedMLP
+from moejob_trainer.model.latent import LatentAttention
+from moejob_trainer.model.linear import TensorShare, mark_partial
+from moejob_trainer.model.mixture import Mixture, MixtureSettings
+from moejob_trainer.model.recompute import recomputed, recomputed_modules
+from moejob_trainer.model.row import Row
+
+
+class Layer(nn.Module):
+    """Attention, then a feed-forward network or experts, each behind a norm and beside a residual."""
+
+    def __init__(self, shape: LayerShape, model: Architecture, spec: Spec, groups: Groups) -> None:
+        super().__init__()
+        hidden = model.shape.hidden
+        share = TensorShare(groups.tensor, spec.parallelism.sequence_parallel)
+        self.recompute = recomputed_modules(spec.training.recompute)
+        self.attention_norm = norm(hidden, model, share)
+        self.attention = _attention(shape, model, share, self.recompute)
+        self.mlp_norm = norm(hidden, model, share)
+        match shape.mlp:
+            case DenseMLP(intermediate, bias):
+                again = RecomputeModule.MLP in self.recompute
+                self.mlp = GatedMLP(hidden, intermediate, share, bias=bias, is_recomputed=again)
+            case Experts() as experts:
+                settings = mixture_settings(model, spec)
+                self.moe = Mixture(experts, hidden, groups, share, settings)
+
+    def forward(self, x: Tensor, row: Row) -> Tensor:
+        """[t, h] -> [t, h]"""
+        again = RecomputeModule.NORMS in self.recompute
+        x = x + self.attention(recomputed(again, self.attention_norm, x), row)
+        y = recomputed(again, self.mlp_norm, x)
+        return x + (self.moe(y, row) if hasattr(self, "moe") else self.mlp(y))
+
+
+def mixture_settings(model: Architecture, spec: Spec) -> MixtureSettings:
+    """What the experts of every layer are told."""
+    if model.routing is None:
+        raise ValueError(f"{model.shape.family} does not say how it chooses experts")
+    if spec.moe.dispatcher is Dispatcher.FLEX:
+        raise BadConfiguration("spec.moe.dispatcher Flex needs DeepEP, which this image does not have; use AllToAll")
+    routing = replace(model.routing, dtype=getattr(torch, spec.moe.router_dtype.value))
+    again = recomputed_modules(spec.training.recompute)
+    return MixtureSettings(spec.moe, balancing(spec), routing, model.gate_limit, again)
+
+
+def norm(hidden: int, model: Architecture, share: TensorShare) -> RMSNorm:
+    """A norm of hidden states, which every tensor rank holds."""
+    made = RMSNorm(hidden, model.norm_epsilon)
+    mark_partial(made.weight, is_partial=share.sequence_parallel)
+    return made
+
+
+def _attention(
+    shape: LayerShape, model: Architecture, share: TensorShare, recompute: frozenset[RecomputeModule]
+) -> nn.Module:
+    settings = AttentionSettings(model.attention_scale, model.norm_epsilon, recompute)
+    match shape.attention:
+        case GroupedAttention() as grouped:
+            return Attention(grouped, model.shape.hidden, share, settings)
+        case LatentShape() as latent:
+            return LatentAttention(latent, model.shape.hidden, share, settings)
+        case other:
+            raise NotImplementedError(f"{type(other).__name__} cannot be trained yet")
