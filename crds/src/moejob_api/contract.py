@@ -132,6 +132,7 @@ class RunProgress(ApiModel):
     total_steps: Annotated[int | None, Field(ge=1, description="Steps of the whole run.")] = None
     epoch: Annotated[float | None, Field(ge=0.0, description="Passes over the data done.")] = None
     loss: Annotated[float | None, Field(description="Loss of the last step.")] = None
+    mtp_loss: Annotated[float | None, Field(description="Loss of further tokens.")] = None
     reward: Annotated[float | None, Field(description="Mean reward of the last step.")] = None
     learning_rate: Annotated[float | None, Field(ge=0.0, description="Rate of the last update.")] = None
     gradient_norm: Annotated[float | None, Field(ge=0.0, description="Norm before clipping.")] = None

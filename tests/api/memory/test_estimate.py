@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from builders import dense_model, latent_model, moe_model, spec
 from moejob_api.job import Spec
 from moejob_api.layout.sizes import layout
 from moejob_api.memory import MemoryEstimate, Name, checkpoint_bytes, estimate, export_bytes, remedies
+from moejob_api.memory.case import prepared, stage_parameters
+from moejob_api.memory.share import trained_shape
 from moejob_api.models.parameters import mtp_parameters, parameters
 from moejob_api.models.shape import DenseMLP, Experts, Family, GroupedAttention, Layer, ModelShape
 
@@ -184,6 +187,35 @@ def test_a_remedy_makes_the_job_fit() -> None:
     for remedy in found:
         assert estimate(remedy.spec, shape, sizes).fits(limit)
         assert str(remedy)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"training": {"mtpLossCoefficient": 0.0}}, id="a coefficient of 0"),
+        pytest.param({"training": {"lora": {}}}, id="adapters"),
+        pytest.param({"method": "GRPO", "training": {"globalBatchSize": None}}, id="reinforcement learning"),
+    ],
+)
+def test_modules_for_further_tokens_take_nothing_where_nothing_is_learned_of_them(changes: dict[str, Any]) -> None:
+    plain = latent_model(layers=4)
+    further = replace(plain, mtp_layers=plain.layers[-1:])
+    job = spec(**changes)
+    assert trained_shape(further, job) == plain
+    assert needs(job, further) == needs(job, plain)
+    assert checkpoint_bytes(further, job) == checkpoint_bytes(plain, job)
+    assert export_bytes(further, job) == export_bytes(plain, job)
+    assert checkpoint_bytes(further, spec()) - checkpoint_bytes(plain, spec()) == 14 * mtp_parameters(further)
+
+
+def test_an_embedding_is_held_at_both_ends_where_further_tokens_are_predicted() -> None:
+    plain = latent_model(layers=4)
+    further = replace(plain, mtp_layers=plain.layers[-1:])
+    for pipeline, copies in ((1, 0), (2, 1)):
+        job = spec(parallelism={"pipeline": pipeline})
+        last = [prepared(job, shape, layout(job.parallelism, 8)) for shape in (plain, further)]
+        before, after = (stage_parameters(case, case.stages[-1]).held.total for case in last)
+        assert after - before == mtp_parameters(further) + copies * 129_280 * 7168
 
 
 def test_a_checkpoint_holds_weights_and_optimizer_state() -> None:

@@ -201,7 +201,7 @@ def test_a_small_model_has_the_parameters_counted_by_hand(
 
 def test_mtp_adds_a_layer_a_projection_and_three_norms_but_no_embedding() -> None:
     shape = shape_of(config(Family.DEEPSEEK_V3, num_nextn_predict_layers=2))
-    one = layer_weights(shape, shape.layers[-1]) + Weights(tensor=2 * 24 * 24, replicated=3 * 24)
+    one = layer_weights(shape, shape.layers[-1]) + Weights(replicated=2 * 24 * 24 + 3 * 24)
     assert mtp_weights(shape) == one * 2
     assert mtp_parameters(shape) == 2 * one.total
     assert parameters(shape) == parameters(shape_of(config(Family.DEEPSEEK_V3, num_nextn_predict_layers=0)))

@@ -437,7 +437,7 @@ def test_an_output_projection_that_is_not_the_embedding_it_is_tied_to_is_refused
 def test_missing_modules_for_further_tokens_are_told_from_missing_layers(tmp_path: Path) -> None:
     values = values_of(Family.DEEPSEEK_V3)
     saved(tmp_path, values)
-    with pytest.raises(InvalidSpec, match=r"without its MTP modules: set num_nextn_predict_layers .* to 0"):
+    with pytest.raises(InvalidSpec, match=r"without its MTP modules: set training.mtpLossCoefficient to 0"):
         imported(tmp_path, values | {"num_nextn_predict_layers": 1})
 
 

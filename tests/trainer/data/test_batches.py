@@ -167,6 +167,17 @@ def test_positions_count_from_zero_in_every_document(lengths: list[int], plan: B
             assert micro.positions[start:end].tolist() == expected
 
 
+def test_what_is_ahead_stops_at_the_end_of_its_document() -> None:
+    [[micro]] = global_batch(
+        [document(4, id=0, weights=[9, 1, 2, 3]), document(2, id=1, weights=[9, 4])],
+        BatchPlan(data=1, tokens=8, multiple=2, pad_token=7),
+    )
+    assert micro.ahead(micro.tokens, 1).tolist() == [1001, 1002, 1003, 0, 2001, 0]
+    assert micro.ahead(micro.labels, 2).tolist() == [1003, 7, 0, 0, 0, 0]
+    assert micro.ahead(micro.weights, 1).tolist() == [2, 3, 0, 0, 0, 0]
+    assert micro.ahead(micro.is_real(), 3).tolist() == [True, False, False, False, False, False]
+
+
 def test_extras_about_predictions_move_with_the_labels_and_others_do_not() -> None:
     a = replace(
         document(3, id=0, old=[0.5, 1.5, 2.5], advantage=2.0), inputs={"routing": np.arange(6).reshape(3, 2) + 1}

@@ -40,8 +40,7 @@ def kind(parameter: Parameter) -> str:
         return "routed"
     if parameter.may_be_whole:
         return "key_value"
-    # Every rank holds the projection of an MTP module; planning divides it, as Megatron does.
-    return "tensor" if groups or parameter.name.endswith("projection.weight") else "replicated"
+    return "tensor" if groups else "replicated"
 
 
 def padded(values: dict[str, Any]) -> ModelShape:

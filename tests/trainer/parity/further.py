@@ -2,8 +2,8 @@
 
 Module k makes of h_i, which the model or the module before gave to the output layer, and of the token k further on
     h'_i = M [norm(embedding of t_(i+k)); norm(h_i)]    for i from 1 to T - k,
-sends it through a layer and a norm, and the model's own output layer says from it what t_(i+k+1) is. The loss of module k
-is the sum of these cross-entropies over what the loss of the next tokens is divided by, and all modules together add
+sends it through a layer and a norm, and the model's own output layer says from it what t_(i+k+1) is. The loss of module
+k is the sum of these cross-entropies over what the loss of the next tokens is divided by, and all modules together add
 the coefficient times their mean. Nothing of the trainer is used here but the names of tensors in files.
 """
 
@@ -115,9 +115,7 @@ class FurtherReference:
         return cross_entropy(logits, tokens[by:], reduction="none") * weights[by:]
 
 
-def write_further_reference(
-    family: Family, folder: Path, rules: Rules | None = None, **changes: Any
-) -> Expected:
+def write_further_reference(family: Family, folder: Path, rules: Rules | None = None, **changes: Any) -> Expected:
     """Trains all of it. Leaves behind what `write_reference` does; `rules` say what is done about the load."""
     reference = FurtherReference(family, **changes, **(UNGROUPED if rules else {}))
     reference.save(folder / "first")
@@ -146,7 +144,7 @@ def write_further_reference(
 def _losses(
     reference: FurtherReference, watched: Watched, step: int, lengths: Sequence[int]
 ) -> tuple[Tensor, tuple[Tensor, Tensor], list[list[Choices]]]:
-    """The loss of the next tokens; of further ones, as it is learned and as it is told; what routers chose, by layer."""
+    """The loss of the next tokens; of further ones, as learned and as told; what routers chose, by layer."""
     batch = documents(step, lengths)
     weight = sum(float(document.weights[1:].sum()) for document in batch)
     sums = torch.zeros(1 + MODULES, dtype=torch.float64)

@@ -14,11 +14,13 @@ import torch
 
 from builders import merged
 from moejob_api.models.shape import Family
+from trainer.parity.balancing import Expected
 from trainer.parity.cells import LAYOUTS, Cell, Steps
 from trainer.parity.checkpoints import WEIGHTS, Resumption, Saved, apart, resumed, saved, state_in, unequal
 from trainer.worlds import Worlds
 
 Reference = Callable[[Family], tuple[Path, Steps]]
+Further = Callable[[Family], tuple[Path, Expected]]
 # A way of training, and where its first weights lie.
 Way = tuple[Cell, Path]
 
@@ -46,6 +48,7 @@ class Kind:
     layouts: tuple[str, ...]
     within: float = 1e-6
     sections: str = ""
+    has_mtp: bool = False
 
 
 SECTIONS: dict[str, dict[str, Any]] = {
@@ -58,6 +61,9 @@ KINDS: dict[str, Kind] = {
     "Qwen3-MoE": Kind(Family.QWEN3_MOE, ALL),
     "DeepSeek-V3 with moving bias": Kind(
         Family.DEEPSEEK_V3, (SINGLE, "PP2.VPP2", "EP4 folded over DP4", "TP2.PP2.EP2"), sections="bias"
+    ),
+    "DeepSeek-V3 with MTP": Kind(
+        Family.DEEPSEEK_V3, (SINGLE, "PP2.VPP2", "DP4", "TP2.PP2.EP2"), sections="bias", has_mtp=True
     ),
     "Mixtral": Kind(Family.MIXTRAL, ("TP2", "EP2", "ETP2 folded")),
     "tied Qwen2": Kind(Family.QWEN2, (SINGLE, "TP2", "PP2", "DP4")),
@@ -75,7 +81,7 @@ class Matrix:
     """Checkpoints of every way of training, written when first asked for."""
 
     worlds: Worlds
-    reference: Reference
+    first: Callable[[Kind], Path]
     folder: Path
     saved: Callable[[str, str], Saved]
 
@@ -83,7 +89,7 @@ class Matrix:
         """A cell of the matrix."""
         kind = KINDS[name]
         sections = merged(SECTIONS[kind.sections], {"parallelism": OF_ONE[layout]})
-        return Cell(kind.family, sections), self.reference(kind.family)[0]
+        return Cell(kind.family, sections), self.first(kind)
 
     def resumed(self, name: str, layout: str, resumptions: Sequence[Resumption]) -> list[tuple[float, ...]]:
         """The losses after each of these checkpoints in that layout, the same on every rank."""
@@ -100,8 +106,13 @@ class Matrix:
 
 
 @pytest.fixture(scope="module")
-def matrix(worlds: Worlds, reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Matrix:
+def matrix(
+    worlds: Worlds, reference: Reference, further: Further, tmp_path_factory: pytest.TempPathFactory
+) -> Matrix:
     folder = tmp_path_factory.mktemp("checkpoints")
+
+    def first(kind: Kind) -> Path:
+        return further(kind.family)[0] if kind.has_mtp else reference(kind.family)[0]
 
     @cache
     def written(name: str, layout: str) -> Saved:
@@ -109,7 +120,7 @@ def matrix(worlds: Worlds, reference: Reference, tmp_path_factory: pytest.TempPa
         found: Saved = worlds.run(cell.ranks(), saved, cell, first, folder / name / layout)[0]
         return found
 
-    made = Matrix(worlds, reference, folder, written)
+    made = Matrix(worlds, first, folder, written)
     return made
 
 

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
-from moejob_api.models.families import shape_of
 from moejob_api.models.shape import Family
-from moejob_trainer.conversion.families import table
-from trainer.parity.cells import FOLDED, LAYOUTS, MODELS, Cell, Steps, assert_like, measured, trained, write_reference
+from trainer.parity.cells import FOLDED, LAYOUTS, MODELS, Cell, Steps, assert_like, measured, trained
 from trainer.worlds import Worlds
 
 Reference = Callable[[Family], tuple[Path, Steps]]
@@ -76,27 +71,6 @@ def test_how_memory_is_saved_and_batches_are_made_changes_nothing(
 ) -> None:
     parallelism = {"parallelism": {"tensor": 2, "expert": 2, "expertLayout": "Folded"}}
     _holds(worlds, reference, Cell(Family.QWEN3_MOE, parallelism | TRAINED[how]))
-
-
-@pytest.mark.parametrize("layout", ["TP2", "PP2"])
-def test_a_model_with_modules_for_further_tokens_is_trained_without_them(
-    worlds: Worlds, tmp_path: Path, layout: str
-) -> None:
-    expected = write_reference(Family.DEEPSEEK_V3, tmp_path, num_nextn_predict_layers=1)
-    _publish_mtp(tmp_path / "first")
-    cell = Cell(Family.DEEPSEEK_V3, {"parallelism": LAYOUTS[layout]})
-    assert_like(worlds.run(cell.ranks(), trained, cell, tmp_path), expected, within=WITHIN)
-
-
-def _publish_mtp(folder: Path) -> None:
-    """Adds what Transformers leaves out of the files: a module behind the last layer."""
-    shape = shape_of(json.loads((folder / "config.json").read_text()))
-    assert len(shape.mtp_layers) == 1
-    file = folder / "model.safetensors"
-    held, whole = load_file(file), table(shape)
-    added = {piece.tensor: torch.ones(piece.shape) for piece in whole.pieces if piece.tensor not in held}
-    assert any(name.endswith("eh_proj.weight") for name in added)
-    save_file(held | added, file, {"format": "pt"})
 
 
 @pytest.mark.parametrize("module", RECOMPUTED)

@@ -114,6 +114,7 @@ class Reporter:
             epoch=self.epoch(),
             # JSON has no word for what is not finite, and the contract takes none.
             loss=_finite(last.loss),
+            mtp_loss=_finite(last.metrics.get("mtpLoss")),
             reward=_finite(last.metrics.get("reward")),
             learning_rate=last.learning_rate,
             gradient_norm=_finite(last.gradient_norm),

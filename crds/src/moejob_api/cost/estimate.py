@@ -55,7 +55,11 @@ def step_cost(spec: Spec, shape: ModelShape, layout: Layout, hardware: Hardware)
             if value > 0
         ),
         tokens_per_second_per_gpu=tokens / total / _gpus(case),
-        mfu=tokens * model_flops(case.shape, spec.data.max_length) / total / _gpus(case) / hardware.bf16_flops_per_second,
+        mfu=tokens
+        * model_flops(case.shape, spec.data.max_length)
+        / total
+        / _gpus(case)
+        / hardware.bf16_flops_per_second,
     )
 
 

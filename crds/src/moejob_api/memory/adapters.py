@@ -1,4 +1,4 @@
-"""Parameters of LoRA's adapters: two thin matrices beside each target, divided like the matrix they sit on."""
+"""Parameters of LoRA's adapters: two thin matrices beside each target, one divided like the matrix they sit on."""
 
 from __future__ import annotations
 
@@ -20,36 +20,37 @@ from moejob_api.models.shape import (
 
 def adapter_weights(hidden: int, layer: Layer, lora: Lora) -> Weights:
     """All adapters of one layer. Every published matrix has its own: queries, keys, values, gate, up, each expert."""
-    attention = sum(_widths(hidden, layer.attention, target) for target in lora.targets)
-    mlp = sum(_mlp_widths(hidden, layer.mlp, target) for target in lora.targets)
+    beside = (
+        _widths(hidden, layer.attention, target) + _mlp_widths(hidden, layer.mlp, target) for target in lora.targets
+    )
     routed = sum(_expert_widths(hidden, layer.mlp, target) for target in lora.targets)
-    return Weights(tensor=lora.rank * (attention + mlp), routed=lora.rank * routed)
+    return (sum(beside, Weights()) + Weights(routed=routed)) * lora.rank
 
 
-def _widths(hidden: int, attention: Attention, target: LoraTarget) -> int:
-    """Inputs and outputs of the attention's matrices that a target names."""
+def _widths(hidden: int, attention: Attention, target: LoraTarget) -> Weights:
+    """Inputs and outputs of the attention's matrices that a target names; those that are divided are `tensor`."""
     if target is LoraTarget.QUERY_KEY_VALUE:
         return _query_key_value(hidden, attention)
     if target is LoraTarget.ATTENTION_OUTPUT:
-        return _output(attention) + hidden
-    return 0
+        return Weights(tensor=_output(attention), replicated=hidden)
+    return Weights()
 
 
-def _query_key_value(hidden: int, attention: Attention) -> int:
+def _query_key_value(hidden: int, attention: Attention) -> Weights:
     match attention:
         case GroupedAttention():
             queries = attention.heads * (1 + attention.output_gate)
-            return 3 * hidden + (queries + 2 * attention.key_value_heads) * attention.head_dim
+            outputs = (queries + 2 * attention.key_value_heads) * attention.head_dim
+            return Weights(tensor=outputs, replicated=3 * hidden)
         case LatentAttention():
-            queries = attention.heads * (attention.nope_dim + attention.rope_dim)
-            down = hidden + attention.key_value_rank + attention.rope_dim
-            up = attention.key_value_rank + attention.heads * (attention.nope_dim + attention.value_dim)
-            if attention.query_rank is None:
-                return down + up + hidden + queries
-            return down + up + hidden + attention.query_rank + attention.query_rank + queries
+            # What compresses is whole on every tensor rank, on both sides.
+            down = hidden + attention.key_value_rank + attention.rope_dim + attention.key_value_rank
+            queries = hidden if attention.query_rank is None else hidden + 2 * attention.query_rank
+            of_head = 2 * attention.nope_dim + attention.rope_dim + attention.value_dim
+            return Weights(tensor=attention.heads * of_head, replicated=down + queries)
         case LinearAttention():
             keys, values = attention.key_heads * attention.key_dim, attention.value_heads * attention.value_dim
-            return hidden + 2 * keys + 2 * values + 2 * attention.value_heads
+            return Weights(tensor=2 * keys + 2 * values + 2 * attention.value_heads, replicated=hidden)
         case _:
             assert_never(attention)
 
@@ -66,7 +67,7 @@ def _output(attention: Attention) -> int:
             assert_never(attention)
 
 
-def _mlp_widths(hidden: int, mlp: FeedForward, target: LoraTarget) -> int:
+def _mlp_widths(hidden: int, mlp: FeedForward, target: LoraTarget) -> Weights:
     match mlp:
         case DenseMLP():
             intermediate = mlp.intermediate
@@ -75,10 +76,15 @@ def _mlp_widths(hidden: int, mlp: FeedForward, target: LoraTarget) -> int:
         case _:
             assert_never(mlp)
     if intermediate == 0:
-        return 0
-    if target is LoraTarget.GATE_UP:
-        return 2 * (hidden + intermediate)
-    return intermediate + hidden if target is LoraTarget.DOWN else 0
+        return Weights()
+    one = Weights(tensor=intermediate, replicated=hidden)
+    match target:
+        case LoraTarget.GATE_UP:
+            return one * 2
+        case LoraTarget.DOWN:
+            return one
+        case _:
+            return Weights()
 
 
 def _expert_widths(hidden: int, mlp: FeedForward, target: LoraTarget) -> int:

@@ -71,7 +71,7 @@ class Source:
         if not torch.equal(self.checkpoint.read(copy.tensor, where), expected):
             raise unusable(
                 f"{self.checkpoint.folder}: {copy.tensor} differs from {copy.of}, but this model has one weight for "
-                "both; correct tie_word_embeddings in config.json, or train without MTP"
+                "both; correct tie_word_embeddings in config.json, or set training.mtpLossCoefficient to 0"
             )
 
 
@@ -124,7 +124,7 @@ def _shapes(table: Table) -> dict[str, tuple[int, ...]]:
 
 def _advice(missing: set[str], table: Table) -> str:
     if all(_layer(name) >= len(table.shape.layers) for name in missing):
-        return "it was saved without its MTP modules: set num_nextn_predict_layers in its config.json to 0"
+        return "it was saved without its MTP modules: set training.mtpLossCoefficient to 0 to train without them"
     return f"download it again, or {_ITS_CONFIG}"
 
 

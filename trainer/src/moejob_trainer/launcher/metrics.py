@@ -17,6 +17,7 @@ _RUN = (
     ("total_steps", "moejob_total_steps", "Steps of the whole run."),
     ("epoch", "moejob_epoch", "Passes over the data done."),
     ("loss", "moejob_loss", "Loss of the last step."),
+    ("mtp_loss", "moejob_mtp_loss", "Loss of further tokens in the last step."),
     ("reward", "moejob_reward", "Mean reward of the last step."),
     ("learning_rate", "moejob_learning_rate", "Rate of the last update."),
     ("gradient_norm", "moejob_gradient_norm", "Norm of the gradient before clipping."),

@@ -195,5 +195,3 @@ def _through(layers: Sequence[nn.Module], x: Tensor, row: Row) -> Tensor:
     for layer in layers:
         x = layer(x, row)
     return x
-
-
