@@ -70,7 +70,7 @@ def _held(model: Architecture, job: Spec, groups: Groups) -> Portion:
         stages = [Stage(model, job, groups, place) for place in places(model, job, groups)]
     if job.moe.freeze_router:
         for name, parameter in (named for stage in stages for named in stage.named_parameters()):
-            parameter.requires_grad_(requires_grad=".router." not in name)
+            parameter.requires_grad = ".router." not in name
     parameters = [parameter for stage in stages for parameter in stage.parameters()]
     return Portion(_counted(parameters), _counted([one for one in parameters if one.requires_grad]))
 

@@ -15,10 +15,10 @@ from moejob_trainer.errors import BadConfiguration
 from moejob_trainer.groups import ALONE, Groups
 from moejob_trainer.layers.documents import Documents
 from moejob_trainer.model.architecture import Architecture, architecture
+from moejob_trainer.model.layer import mixture_settings
 from moejob_trainer.model.linear import TensorShare
 from moejob_trainer.model.mixture import Mixture
 from moejob_trainer.model.row import OwnTokens, row_of
-from moejob_trainer.model.layer import mixture_settings
 
 HIDDEN, TOKENS, PADDING = 24, 20, 4
 

@@ -106,9 +106,7 @@ class Matrix:
 
 
 @pytest.fixture(scope="module")
-def matrix(
-    worlds: Worlds, reference: Reference, further: Further, tmp_path_factory: pytest.TempPathFactory
-) -> Matrix:
+def matrix(worlds: Worlds, reference: Reference, further: Further, tmp_path_factory: pytest.TempPathFactory) -> Matrix:
     folder = tmp_path_factory.mktemp("checkpoints")
 
     def first(kind: Kind) -> Path:

@@ -125,13 +125,14 @@ def test_a_loss_that_is_not_finite_is_told_and_ends_nothing(tmp_path: Path, loss
 
 def test_the_launcher_shows_the_run(tmp_path: Path) -> None:
     told = Told(tmp_path)
-    told.report(1, updated(flops=4e12, metrics={"reward": 0.75}))
+    told.report(1, updated(flops=4e12, metrics={"reward": 0.75, "mtpLoss": 3.5}))
     shown = exposition(PodProgress(attempt=1, index=0, run=told.run())).splitlines()
     assert {
         "moejob_step 1",
         "moejob_total_steps 10",
         "moejob_epoch 0.5",
         "moejob_loss 2.5",
+        "moejob_mtp_loss 3.5",
         "moejob_reward 0.75",
         "moejob_learning_rate 0.0001",
         "moejob_gradient_norm 0.5",

@@ -160,7 +160,8 @@ class Stage(nn.Module):
         if not self.place.is_last:
             return x.unsqueeze(1)
         hidden = self.final_norm(x)
-        return Said(*self.output(hidden, batch.labels), self._further(hidden, batch))
+        log_probabilities, entropy = self.output(hidden, batch.labels)
+        return Said(log_probabilities, entropy, self._further(hidden, batch))
 
     def _further(self, hidden: Tensor, batch: RowInput) -> tuple[Tensor, ...]:
         """Of each further token; nothing where nothing is learned."""
