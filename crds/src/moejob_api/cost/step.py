@@ -188,8 +188,8 @@ def _modules_again(layer: Layer, once: Forward, modules: frozenset[RecomputeModu
         RecomputeModule.NORMS: once.elementwise / 5,
         RecomputeModule.EXPERT_ACTIVATION: 0.0 if is_dense else once.elementwise / 5,
         RecomputeModule.MLP: once.feed_forward if is_dense else 0.0,
-        RecomputeModule.SHARED_EXPERTS: 0.0 if is_dense else once.feed_forward,
-        RecomputeModule.EXPERTS: once.experts + once.dispatch,
+        RecomputeModule.SHARED_EXPERTS: 0.0 if is_dense or RecomputeModule.EXPERTS in modules else once.feed_forward,
+        RecomputeModule.EXPERTS: 0.0 if is_dense else once.experts + once.dispatch + once.feed_forward,
     }
     return sum(again[module] for module in modules)
 

@@ -64,7 +64,7 @@ class Kept:
 def kept(layer: Layer, share: Share, keeping: Keeping) -> Kept:
     """What one layer keeps of one microbatch."""
     return Kept(
-        stream=_stream(share, keeping),
+        stream=_stream(layer, share, keeping),
         attention=_attention(layer, share, keeping),
         feed_forward=_feed_forward(layer, share, keeping),
         routed=_routed(layer, share, keeping),
@@ -77,12 +77,14 @@ def layer_input(share: Share) -> int:
     return share.sequence_tokens * share.hidden * share.element_bytes
 
 
-def _stream(share: Share, keeping: Keeping) -> int:
+def _stream(layer: Layer, share: Share, keeping: Keeping) -> int:
     """The inputs of both norms, and their outputs, which the matrices behind them need."""
-    inputs = share.sequence_tokens * (2 * share.hidden * share.element_bytes + 2 * FLOAT32_BYTES)
+    inputs = 2 * layer_input(share) + share.sequence_tokens * 2 * FLOAT32_BYTES
     if RecomputeModule.NORMS in keeping.recomputed:
         return inputs
-    return inputs + share.sequence_tokens * 2 * share.hidden * share.element_bytes
+    # What is computed again as a whole begins with its norm.
+    whole = RecomputeModule.MLP if isinstance(layer.mlp, DenseMLP) else RecomputeModule.EXPERTS
+    return inputs + (1 if whole in keeping.recomputed else 2) * layer_input(share)
 
 
 # --- attention ------------------------------------------------------------------------------------------------------

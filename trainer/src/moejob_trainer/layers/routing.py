@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,7 +53,25 @@ class Routing:
 def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
     """The router's linear map, computed in `dtype` when given. x [t, h], weight [E, h], bias [E] -> [t, E]"""
     dtype = dtype or x.dtype
-    return functional.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+    logits: Tensor = _WideLinear.apply(x, weight, dtype)
+    return logits if bias is None else logits + bias.to(dtype)
+
+
+class _WideLinear(torch.autograd.Function):
+    """x W in `dtype`. Wide copies of the tokens are made again for the backward pass: they outweigh the logits."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        context.save_for_backward(x, weight)
+        return functional.linear(x.to(dtype), weight.to(dtype))
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight = context.saved_tensors
+        wide = gradient.dtype
+        x_gradient = (gradient @ weight.to(wide)).to(x.dtype) if context.needs_input_grad[0] else None
+        weight_gradient = (gradient.t() @ x.to(wide)).to(weight.dtype) if context.needs_input_grad[1] else None
+        return x_gradient, weight_gradient, None
 
 
 def routed(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ from moejob_trainer.model.feedforward import GatedMLP
 from moejob_trainer.model.latent import LatentAttention
 from moejob_trainer.model.linear import TensorShare, mark_partial
 from moejob_trainer.model.mixture import Mixture, MixtureSettings
-from moejob_trainer.model.recompute import recomputed, recomputed_modules
+from moejob_trainer.model.recompute import forgotten, recomputed, recomputed_modules
 from moejob_trainer.model.row import Row
 
 
@@ -40,18 +41,24 @@ class Layer(nn.Module):
         self.mlp_norm = norm(hidden, model, share)
         match shape.mlp:
             case DenseMLP(intermediate, bias):
-                again = RecomputeModule.MLP in self.recompute
-                self.mlp = GatedMLP(hidden, intermediate, share, bias=bias, is_recomputed=again)
+                self.mlp = GatedMLP(hidden, intermediate, share, bias=bias)
             case Experts() as experts:
                 settings = mixture_settings(model, spec)
                 self.moe = Mixture(experts, hidden, groups, share, settings)
 
     def forward(self, x: Tensor, row: Row) -> Tensor:
         """[t, h] -> [t, h]"""
-        again = RecomputeModule.NORMS in self.recompute
-        x = x + self.attention(recomputed(again, self.attention_norm, x), row)
-        y = recomputed(again, self.mlp_norm, x)
-        return x + (self.moe(y, row) if hasattr(self, "moe") else self.mlp(y))
+        x = x + forgotten(self._forgets_norms, self.attention_norm, partial(self.attention, row=row), x)
+        again = RecomputeModule.EXPERTS if hasattr(self, "moe") else RecomputeModule.MLP
+        return x + recomputed(again in self.recompute, self._fed_forward, x, row)
+
+    def _fed_forward(self, x: Tensor, row: Row) -> Tensor:
+        feed_forward = partial(self.moe, row=row) if hasattr(self, "moe") else self.mlp
+        return forgotten(self._forgets_norms, self.mlp_norm, feed_forward, x)
+
+    @property
+    def _forgets_norms(self) -> bool:
+        return RecomputeModule.NORMS in self.recompute
 
 
 def mixture_settings(model: Architecture, spec: Spec) -> MixtureSettings:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from moejob_trainer.model.balancing import Balance
 from moejob_trainer.model.dispatch import dispatch, of_all, of_own, own_choices, returned
 from moejob_trainer.model.feedforward import GatedMLP
 from moejob_trainer.model.linear import Linear, TensorShare, mark_expert, mark_partial
-from moejob_trainer.model.recompute import recomputed
+from moejob_trainer.model.recompute import forgotten
 from moejob_trainer.model.row import Row
 
 
@@ -60,7 +61,7 @@ class Experts(nn.Module):
     def __init__(self, shape: ExpertShape, hidden: int, groups: Groups, settings: MixtureSettings) -> None:
         super().__init__()
         self.gate_limit = settings.gate_limit
-        self.is_recomputed = RecomputeModule.EXPERT_ACTIVATION in settings.recompute
+        self.forgets_activation = RecomputeModule.EXPERT_ACTIVATION in settings.recompute
         self.count = _exact(shape.count, groups.expert.size, "experts", "expert")
         features = _exact(shape.intermediate, groups.expert_tensor.size, "features of an expert", "expert tensor")
         self.gate_up = nn.Parameter(torch.empty(self.count, 2, features, hidden))
@@ -78,20 +79,26 @@ class Experts(nn.Module):
 
     def forward(self, rows: Tensor, probabilities: Tensor, counts: Tensor) -> Tensor:
         """[r, h], sorted by expert -> [r, h], weighted"""
-        inner = recomputed(self.is_recomputed, self._inner, rows, probabilities, counts)
-        y = grouped_linear(inner, self.down, counts)
-        if self.down_adapter is not None:
-            y = y + self.down_adapter.added_by_experts(inner, counts)
+        gate_up = self._gate_up(rows, counts)
+        down = partial(self._down, counts=counts)
+        y = forgotten(self.forgets_activation, self._activated, down, gate_up, probabilities)
         if self.down_bias is None:
             return y
         biases = rows_of_experts(self.down_bias, counts, len(rows)) * probabilities.unsqueeze(-1)
         return y + (biases * float(self.adds_bias)).to(y.dtype)
 
-    def _inner(self, rows: Tensor, probabilities: Tensor, counts: Tensor) -> Tensor:
+    def _gate_up(self, rows: Tensor, counts: Tensor) -> Tensor:
         bias = None if self.gate_up_bias is None else self.gate_up_bias.flatten(1)
         gate_up = grouped_linear(rows, self.gate_up.flatten(1, 2), counts, bias).unflatten(1, (2, -1))
         if self.gate_up_adapter is not None:
             gate_up = gate_up + self.gate_up_adapter.added_by_experts(rows, counts)
+        return gate_up
+
+    def _down(self, inner: Tensor, counts: Tensor) -> Tensor:
+        y = grouped_linear(inner, self.down, counts)
+        return y if self.down_adapter is None else y + self.down_adapter.added_by_experts(inner, counts)
+
+    def _activated(self, gate_up: Tensor, probabilities: Tensor) -> Tensor:
         if self.gate_limit is not None:
             return clamped_swiglu(gate_up, probabilities, limit=self.gate_limit)
         return swiglu(gate_up, probabilities)
@@ -123,7 +130,7 @@ class Mixture(nn.Module):
         chosen, probabilities = routed(logits, self.settings.routing, selection_bias=self.router.selection_bias)
         probabilities = self.balance.watched(probabilities, logits, chosen, row)
         chosen, probabilities = self._within_capacity(chosen, probabilities, row)
-        y = recomputed(RecomputeModule.EXPERTS in self.settings.recompute, self._mixed, x, chosen, probabilities)
+        y = self._mixed(x, chosen, probabilities)
         if self.shared is None:
             return y
         shared = self.shared(x)

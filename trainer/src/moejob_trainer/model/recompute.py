@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from moejob_api.job.training import Recompute, RecomputeGranularity, RecomputeMethod, RecomputeModule
@@ -47,6 +48,31 @@ def recomputed(is_recomputed: bool, compute: Callable[..., R], *arguments: Any) 
     contexts = partial(_first_and_again, drawn_for.get())
     result: R = checkpoint(compute, *arguments, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
     return result
+
+
+def forgotten(
+    is_forgotten: bool, make: Callable[..., Tensor], use: Callable[[Tensor], Tensor], *arguments: Tensor
+) -> Tensor:
+    """use(make(*arguments)). Between the passes nobody keeps what was made: before it is needed again it is made again.
+
+    For what is cheap to make and shares no memory with its arguments. Its matrices would keep it all the same if
+    `make` were merely computed again.
+    """
+    made = make(*arguments)
+    result = use(made)
+    if is_forgotten and result.requires_grad:
+        made.untyped_storage().resize_(0)
+        # Whatever looks at it in the backward pass comes behind the result's gradient.
+        result.register_hook(partial(_make_again, made.detach(), make, arguments))
+    return result
+
+
+def _make_again(made: Tensor, make: Callable[..., Tensor], arguments: Sequence[Tensor], _: Tensor) -> None:
+    with torch.no_grad():
+        again = make(*arguments).untyped_storage()
+        # Beneath autograd, which would take a tensor that was written to for a mistake.
+        made.untyped_storage().resize_(again.size())
+        made.untyped_storage().copy_(again)
 
 
 def computes_again() -> bool:

@@ -1,0 +1,142 @@
+"""What a layer keeps for its backward pass, measured, against what planning counts.
+
+On a CPU norms and activations keep more than their kernels do; what a choice of recomputation saves is the same.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from builders import spec
+from model_configs import config
+from moejob_api.job import Spec
+from moejob_api.layout.sizes import layout
+from moejob_api.memory.kept import kept
+from moejob_api.memory.share import keeping, share
+from moejob_api.models.shape import Family
+from moejob_trainer.groups import Groups
+from moejob_trainer.layers.documents import Documents
+from moejob_trainer.layers.routing import router_logits
+from moejob_trainer.model.architecture import architecture
+from moejob_trainer.model.layer import Layer
+from moejob_trainer.model.row import OwnTokens, Row, row_of
+
+TOKENS = 64
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "n_group": 1,
+    "topk_group": 1,
+}
+FAMILIES: dict[str, tuple[Family, int]] = {
+    "experts": (Family.QWEN3_MOE, 0),
+    "experts beside a shared one": (Family.DEEPSEEK_V3, -1),
+    "a dense layer": (Family.LLAMA, 0),
+}
+# Exactly what planning says: nothing that only a CPU keeps goes with it.
+EXACT = ("Norms", "ExpertActivation", "Norms ExpertActivation")
+AT_LEAST = (
+    "CoreAttention",
+    "LatentUpProjection",
+    "MLP",
+    "SharedExperts",
+    "Norms SharedExperts",
+    "Experts",
+    "Norms Experts",
+    "Norms MLP",
+    "Norms ExpertActivation MLP",
+)
+
+
+class Made(TorchDispatchMode):
+    """Remembers all memory that is taken, without holding it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._taken: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                # One weak reference each: its address is not given to another storage before.
+                self._taken.setdefault(storage._cdata, storage._weak_ref())  # noqa: SLF001 torch has no other word
+        return result
+
+    def bytes(self) -> int:
+        """Of what somebody still holds."""
+        gc.collect()
+        alive = (torch.UntypedStorage._new_with_weak_ptr(pointer) for pointer in self._taken.values())  # noqa: SLF001
+        return sum(storage.nbytes() for storage in alive if storage is not None)
+
+
+def kept_bytes(compute: Callable[[], Tensor]) -> int:
+    """What the backward pass of a result holds, without the result."""
+    with Made() as made:
+        result = compute()
+    return made.bytes() - result.untyped_storage().nbytes()
+
+
+def _job(modules: str) -> Spec:
+    recompute = {"granularity": "Selective", "modules": modules.split()} if modules else {"granularity": "None"}
+    # In any other type the CPU keeps wide copies of what its kernels keep as it is.
+    return spec(model={"dtype": "float32"}, training={"recompute": recompute}, moe={"balancing": "None"})
+
+
+def _layer(name: str, job: Spec) -> tuple[Layer, Row, Any]:
+    family, number = FAMILIES[name]
+    model = architecture(config(family, **SIZES))
+    shape = model.shape.layers[number]
+    torch.manual_seed(3)
+    layer = Layer(shape, model, job, Groups())
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    documents = Documents.of([TOKENS])
+    row = row_of(documents, model.rotary, None, OwnTokens(torch.ones(TOKENS, dtype=torch.bool), documents.segments()))
+    of_gpu = share(job, model.shape, layout(job.parallelism, 8), TOKENS)
+    return layer, row, kept(shape, of_gpu, keeping(job)).total
+
+
+def _measured_and_planned(name: str, modules: str) -> tuple[int, int]:
+    layer, row, planned = _layer(name, _job(modules))
+    x = torch.randn(TOKENS, 32, generator=torch.Generator().manual_seed(5)).requires_grad_()
+    return kept_bytes(lambda: layer(x, row)), planned
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("modules", [*EXACT, *AT_LEAST])
+def test_a_layer_saves_what_planning_says(name: str, modules: str) -> None:
+    (whole, whole_planned), (some, some_planned) = (_measured_and_planned(name, which) for which in ("", modules))
+    saved, planned = whole - some, whole_planned - some_planned
+    assert saved == planned if modules in EXACT else saved >= planned
+
+
+@pytest.mark.parametrize("modules", [*EXACT, *AT_LEAST])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_is_made_again_is_what_was_forgotten_to_the_bit(name: str, modules: str) -> None:
+    gradients = []
+    for which in ("", modules):
+        layer, row, _ = _layer(name, _job(which))
+        x = torch.randn(TOKENS, 32, generator=torch.Generator().manual_seed(5)).requires_grad_()
+        layer(x, row).square().sum().backward()
+        gradients.append([x.grad, *(parameter.grad for parameter in layer.parameters())])
+    for found, expected in zip(*gradients, strict=True):
+        assert (found is None) == (expected is None)
+        if found is not None and expected is not None:
+            assert torch.equal(found, expected)
+            assert expected.any()
+
+
+def test_a_router_keeps_no_wide_copy_of_the_tokens() -> None:
+    x = torch.randn(TOKENS, 32).bfloat16().requires_grad_()
+    weight = torch.randn(8, 32).bfloat16().requires_grad_()
+    assert kept_bytes(lambda: router_logits(x, weight, dtype=torch.float32)) == 0
