@@ -60,14 +60,14 @@ class Made(TorchDispatchMode):
     """Remembers all memory that is taken, without holding it."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self._taken: dict[int, int] = {}
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._taken: dict[int, Any] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in result if isinstance(result, tuple | list) else (result,):
             if isinstance(tensor, Tensor):
-                storage = tensor.untyped_storage()
+                storage: Any = tensor.untyped_storage()
                 # One weak reference each: its address is not given to another storage before.
                 self._taken.setdefault(storage._cdata, storage._weak_ref())  # noqa: SLF001 torch has no other word
         return result
@@ -75,13 +75,15 @@ class Made(TorchDispatchMode):
     def bytes(self) -> int:
         """Of what somebody still holds."""
         gc.collect()
-        alive = (torch.UntypedStorage._new_with_weak_ptr(pointer) for pointer in self._taken.values())  # noqa: SLF001
-        return sum(storage.nbytes() for storage in alive if storage is not None)
+        storages: Any = torch.UntypedStorage
+        alive = [storages._new_with_weak_ptr(pointer) for pointer in self._taken.values()]  # noqa: SLF001
+        return sum(int(storage.nbytes()) for storage in alive if storage is not None)
 
 
 def kept_bytes(compute: Callable[[], Tensor]) -> int:
     """What the backward pass of a result holds, without the result."""
-    with Made() as made:
+    made = Made()
+    with made:
         result = compute()
     return made.bytes() - result.untyped_storage().nbytes()
 
