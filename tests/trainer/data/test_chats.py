@@ -50,6 +50,11 @@ def published(name: str) -> str:
     return (TEMPLATES / f"{name}.jinja").read_text()
 
 
+def changed(name: str) -> str:
+    """The same under a text that nobody published."""
+    return published(name) + "{# ours #}"
+
+
 def encoded(
     fields: dict[str, Any], template: str | None = None, *special: str
 ) -> tuple[PreTrainedTokenizerBase, Sample]:
@@ -164,19 +169,29 @@ def test_derived_masks_of_published_templates_are_those_of_their_marked_variants
 ) -> None:
     derived = trained_texts(fields, published(name), *special)
     marked = trained_texts(fields, published(f"{name}_training"), *special)
-    # TRL lets the assistant of Qwen 2.5 say the line break that the prompt for its answer already ends with.
-    assert derived == [text.removeprefix("\n") if name == "qwen2_5" else text for text in marked]
+    # TRL lets the assistant say the line break after the end of its turn, and with Qwen 2.5 the one that the prompt for
+    # its answer already ends with.
+    assert derived == [text.removesuffix("\n").removeprefix("\n") for text in marked]
     assert len(derived) == len([m for m in fields["messages"] if m["role"] == "assistant"])
+
+
+@pytest.mark.parametrize("name", ["llama3_1", "llama3_2"])
+def test_derived_masks_of_llama_are_what_the_assistant_says(name: str) -> None:
+    assert trained_texts(SYSTEM_CHAT, published(name), *LLAMA) == ["hello<|eot_id|>", "see you<|eot_id|>"]
+    assert trained_texts(TOOL_CHAT, published(name), *LLAMA) == [
+        '{"name": "weather", "parameters": {"city": "Łódź"}}<|eot_id|>',
+        "it is 🌞<|eot_id|>",
+    ]
 
 
 @pytest.mark.parametrize(
     ("template", "fields", "said"),
     [
         pytest.param(
-            published("qwen3"), chat("a", "b", "c", "d"), "message 2: the chat template writes this", id="Qwen 3, turns"
+            changed("qwen3"), chat("a", "b", "c", "d"), "message 2: the chat template writes this", id="Qwen 3, turns"
         ),
-        pytest.param(published("deepseekv3"), chat("a", "b"), "message 2: the chat template writes", id="thinks first"),
-        pytest.param(published("glm4moe"), chat("a", "b"), "message 2: .* without a special token", id="never stops"),
+        pytest.param(changed("deepseekv3"), chat("a", "b"), "message 2: the chat template writes", id="thinks first"),
+        pytest.param(changed("glm4moe"), chat("a", "b"), "message 2: .* without a special token", id="never stops"),
         pytest.param(
             published("llama3"), TOOL_CHAT, "leaves out the tool weather", id="tools that the template does not know"
         ),

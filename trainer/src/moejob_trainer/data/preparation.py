@@ -29,7 +29,7 @@ from moejob_trainer.data.tokenizers import CLAIMS, tokenizer
 from moejob_trainer.errors import BadData
 
 # Part of a corpus's name: what a version wrote that reads or encodes differently is not taken for this one's.
-_VERSION = 1
+_VERSION = 2
 _CHUNK = 256
 # Starting processes takes seconds; below so many records it is not worth them.
 _ALONE = 16 * _CHUNK

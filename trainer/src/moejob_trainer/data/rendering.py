@@ -1,12 +1,13 @@
 """A conversation as the text that the model reads, and which characters of it the assistant wrote.
 
-A template says so itself with {% generation %}. Where it does not, the text before and after every assistant message
-is compared, and a template under which that is no statement is refused: never is everything trained on for want of a
-mask.
+A template says so itself with {% generation %}; for some that do not, `marked` has the same with marks. For others the
+text before and after every assistant message is compared, and a template under which that is no statement is refused:
+never is everything trained on for want of a mask.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from moejob_trainer.data.conversations import Conversation, Message
+from moejob_trainer.data.marked import KNOWN, fingerprint, marked
 from moejob_trainer.errors import BadData
 
 Span = tuple[int, int]
@@ -79,18 +81,22 @@ class Template:
                 raise BadData(
                     f"{conversation.place}, message {number + 1}: the chat template writes this assistant message "
                     "differently when it is answered and when other messages follow, so what to train on cannot be "
-                    f"told; {_FIX}"
+                    f"told; {self._unknown(conversation)}; {_FIX}"
                 )
-            self._refuse_endless(after[len(before) :], f"{conversation.place}, message {number + 1}")
-            yield len(before), len(after)
+            # Of a line break after the end of a turn the model knows nothing: it has stopped.
+            spoken = after[len(before) :].rstrip()
+            if not spoken.endswith(tuple(self._tokenizer.get_added_vocab())):
+                # Some models stop by beginning the next turn; what they say then has no end to learn.
+                raise BadData(
+                    f"{conversation.place}, message {number + 1}: under the chat template this message ends without a "
+                    f"special token, so the model would not learn to stop; {self._unknown(conversation)}; {_FIX}, "
+                    "that token included"
+                )
+            yield len(before), len(before) + len(spoken)
 
-    def _refuse_endless(self, spoken: str, place: str) -> None:
-        """Some models stop by beginning the next turn; what they say then has no end to learn."""
-        if not spoken.rstrip().endswith(tuple(self._tokenizer.get_added_vocab())):
-            raise BadData(
-                f"{place}: under the chat template this message ends without a special token, so the model would not "
-                f"learn to stop; {_FIX}, that token included"
-            )
+    def _unknown(self, conversation: Conversation) -> str:
+        known_by = fingerprint(self._source(conversation))[:12]
+        return f"this template (SHA-256 {known_by}...) is none of {KNOWN}, which moejob knows how to mark"
 
     def _text(self, conversation: Conversation, messages: Sequence[Message], prompt: bool = False) -> str:
         return self._render(conversation, messages, prompt=prompt)[0]
@@ -114,6 +120,10 @@ class Template:
         return texts[0], tuple(spans[0]) if spans else ()
 
     def _source(self, conversation: Conversation) -> str:
+        given = self._given(conversation)
+        return marked(given) or given
+
+    def _given(self, conversation: Conversation) -> str:
         if self._override is not None:
             return self._override
         # A tokenizer can have several templates, one of them for tools.
@@ -124,7 +134,8 @@ class Template:
 def _refuse_omissions(conversation: Conversation, text: str) -> None:
     """Templates silently leave out what their model was not made for: tools, a role, text beside a tool call."""
     for what, needed in _needed(conversation):
-        if needed not in text:
+        # Some write what a tool said as JSON.
+        if needed not in text and json.dumps(needed, ensure_ascii=False)[1:-1] not in text:
             raise BadData(
                 f"{conversation.place}: the chat template leaves out {what}; change the record, or give a template "
                 "that knows it as data.chatTemplate"
@@ -139,8 +150,16 @@ def _needed(conversation: Conversation) -> Iterator[tuple[str, str]]:
         for call in message.get("tool_calls", ()):
             yield f"the tool call of message {number}", call["function"]["name"]
         if isinstance(message["content"], str):
-            # Thoughts may go: many templates keep none but the last.
-            spoken = (
-                message["content"].rpartition("</think>")[2] if message["role"] == "assistant" else message["content"]
-            )
+            thought, spoken = _thought_and_spoken(message)
             yield f"the content of message {number} (role {message['role']})", spoken.strip()
+            # Earlier thoughts may go: many templates keep none but the last.
+            if number == len(conversation.messages):
+                yield f"the thoughts of message {number}", thought.strip()
+
+
+def _thought_and_spoken(message: Message) -> tuple[str, str]:
+    if message["role"] != "assistant":
+        return "", message["content"]
+    thought, _, spoken = message["content"].rpartition("</think>")
+    apart = next((message[key] for key in ("reasoning_content", "thinking") if isinstance(message.get(key), str)), "")
+    return apart or thought.removeprefix("<think>"), spoken
