@@ -31,6 +31,7 @@ operator_built := $(call built,operator,crds operator cli)
 trainer_built := $(call built,trainer,crds trainer)
 trainer_gpu_built := $(call built,trainer-gpu,crds trainer)
 rollout_built := $(call built,rollout)
+peft_built := $(call built,peft)
 
 $(operator_built):
 	@scripts/environment operator $@ crds operator cli
@@ -44,7 +45,10 @@ $(trainer_gpu_built):
 $(rollout_built):
 	@scripts/environment rollout $@
 
-setup: $(operator_built) $(trainer_built) $(rollout_built) ## Build the three environments
+$(peft_built):
+	@scripts/environment peft $@
+
+setup: $(operator_built) $(trainer_built) $(rollout_built) $(peft_built) ## Build all environments
 	@:
 
 
@@ -80,8 +84,8 @@ test: test-operator test-trainer test-rollout test-cluster ## Run every test tha
 test-operator: $(operator_built) ## Test api, operator, cli and chart
 	@$(operator)/pytest $(wildcard $(patsubst %,tests/%,api cli operator chart)) $(ARGS)
 
-# moejob run, which starts the trainer, lives in the operator's environment.
-test-trainer: $(trainer_built) $(operator_built) ## Test the trainer
+# moejob run, which starts the trainer, lives in the operator's environment; what reads its adapters in one of its own.
+test-trainer: $(trainer_built) $(operator_built) $(peft_built) ## Test the trainer
 	@$(trainer)/pytest tests/trainer $(ARGS)
 
 test-rollout: $(rollout_built) ## Test what runs beside vLLM
@@ -117,7 +121,7 @@ demo: $(operator_built) $(trainer_built) ## Train a small model here, then ask i
 
 
 # Closures. Order matters: what comes later is held to the versions chosen earlier, so that the tools install on top of
-# any of the three. A pin stays until it is named: make lock UPGRADE="kopf ruff", or UPGRADE=all.
+# any of them. A pin stays until it is named: make lock UPGRADE="kopf ruff", or UPGRADE=all.
 
 UPGRADE ?=
 upgrades := $(if $(filter all,$(UPGRADE)),--upgrade,$(addprefix --upgrade-package ,$(UPGRADE)))
@@ -133,6 +137,7 @@ lock: ## Pin and hash the closures of requirements/*.in
 	@$(call compile,tools,tools,operator trainer)
 	@$(call compile,rollout,rollout,tools)
 	@$(call compile,trainer-gpu,trainer gpu,trainer tools)
+	@$(call compile,peft,trainer peft,trainer tools)
 
 clean: ## Remove the environments and all build output; the cache stays
 	@rm -rf .venv .hypothesis .mypy_cache .pytest_cache .ruff_cache \

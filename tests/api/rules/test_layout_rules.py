@@ -175,6 +175,13 @@ LINEAR = ModelShape(
             id="expert adapters of a dense model",
         ),
         pytest.param(
+            QWEN,
+            {"training": {"lora": {"targets": ["ExpertGateUp"]}}},
+            Rule.LORA,
+            "only beside those of ExpertDown; name both",
+            id="half an expert",
+        ),
+        pytest.param(
             LLAMA,
             {"parallelism": {"tensor": 8}, "training": {"lora": {"rank": 12}}},
             Rule.LORA,

@@ -156,7 +156,6 @@ def test_adapters_are_published_as_they_are_held(
     assert all(written[name].equal(held[name].float()) for name in held)
     config = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["peft_type"]) == (RANK, ALPHA, "LORA")
-    assert {name.split(".lora_")[0].rpartition(".")[2] for name in held} == set(config["target_modules"])
     _expect_merged({name: tensor for part in parts for name, tensor in part.items()}, held, folder)
 
 

@@ -227,6 +227,13 @@ def _lora_problems(spec: Spec, shape: ModelShape, lora: Lora) -> Iterator[Proble
             "spec.training.lora.targets",
             f"{' and '.join(sorted(of_experts))} need experts, {shape.family} has none; use GateUp and Down",
         )
+    if of_experts == {LoraTarget.EXPERT_GATE_UP} and shape.experts is not None:
+        # Both are one adapter inside the other to PEFT, which does not find the inner one alone.
+        yield Problem(
+            Rule.LORA,
+            "spec.training.lora.targets",
+            "PEFT reads adapters of ExpertGateUp only beside those of ExpertDown; name both",
+        )
     # An adapter's inner dimension is divided like the matrix it sits on.
     splits = {"tensor": spec.parallelism.tensor}
     if of_experts:

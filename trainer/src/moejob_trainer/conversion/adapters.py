@@ -15,7 +15,7 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from moejob_api.job.training import Lora
+from moejob_api.job.training import Lora, LoraTarget
 from moejob_api.models.reader import refused
 from moejob_api.models.shape import ModelShape
 from moejob_api.problems import Rule
@@ -29,6 +29,11 @@ from moejob_trainer.model.parameters import Parameter, parameters
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
+_LAYER = re.compile(r"^model\.layers\.\d+\.")
+_GATE_UP = "gate_up_proj"
+# Transformers keeps all experts of a layer in one parameter; PEFT joins the adapters of single experts as it reads.
+_FUSED = {LoraTarget.EXPERT_GATE_UP: f"experts.{_GATE_UP}", LoraTarget.EXPERT_DOWN: "experts.down_proj"}
+_AS_EXPERTS = ("gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,17 +110,40 @@ def _write(tensors: Mapping[str, Tensor], table: Table, target: AdapterTarget) -
 
 
 def _config(table: Table, target: AdapterTarget) -> dict[str, object]:
-    modules = {piece.tensor.removeprefix(_PREFIX).rsplit(".lora_", 1)[0].rsplit(".", 1)[1] for piece in table.pieces}
-    lora = target.lora
+    lora, modules = target.lora, {_module(piece.tensor) for piece in table.pieces}
+    experts = {one for one in modules if ".experts." in one}
+    fused = {_FUSED[one] for one in lora.targets if one in _FUSED} if experts else set()
+    # As PEFT reads it, the name of a matrix means the experts' in families that have some, so that dense layers and
+    # shared experts have to be named as parameters.
+    alone = modules - experts if _has_experts(table) else set()
+    alone = {one for one in alone if _last(one) in _AS_EXPERTS}
+    # Two matrices that are one parameter make an adapter of twice the rank.
+    of_twice = {rf".*\.{_GATE_UP}": 2} if _FUSED[LoraTarget.EXPERT_GATE_UP] in fused else {}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": target.base_model,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
-        "lora_dropout": lora.dropout,
-        "target_modules": sorted(modules),
+        # PEFT refuses to read dropout beside parameters; it is no part of what has been learned.
+        "lora_dropout": 0.0 if fused or alone else lora.dropout,
+        "target_modules": sorted({_last(one) for one in modules - experts - alone}),
+        "target_parameters": sorted(fused | {f"{_LAYER.sub('', one)}.weight" for one in alone}),
+        "rank_pattern": {pattern: times * lora.rank for pattern, times in of_twice.items()},
+        "alpha_pattern": {pattern: times * lora.alpha for pattern, times in of_twice.items()},
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
+
+
+def _has_experts(table: Table) -> bool:
+    return any(".experts." in parameter.name for parameter in parameters(table.shape))
+
+
+def _module(tensor: str) -> str:
+    return tensor.removeprefix(_PREFIX).rsplit(".lora_", 1)[0]
+
+
+def _last(module: str) -> str:
+    return module.rpartition(".")[2]
