@@ -69,6 +69,17 @@ def test_the_smallest_action_that_helps_is_chosen(
     assert decision.budget.spent == spent
 
 
+def test_ranks_of_a_new_gang_are_restarted_in_place_again() -> None:
+    budget = Budget(9)
+    history = []
+    for _ in range(6):
+        decision = decide((rank_died(0),), budget)
+        assert decision is not None
+        budget = decision.budget
+        history.append(type(decision))
+    assert history == [RestartRanks, RestartRanks, ReplaceGang] * 2
+
+
 def test_nothing_failed_means_nothing_to_decide() -> None:
     assert decide((), FRESH) is None
 

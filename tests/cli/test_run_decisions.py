@@ -38,6 +38,10 @@ def ended(index: int, code: int = 1, outcome: Outcome = Outcome.RANK_FAILED) -> 
     return PodSeen(index, exit_code=code, word=LastWord(outcome=outcome, message="boom"))
 
 
+def stopped(index: int) -> PodSeen:
+    return ended(index, 143, Outcome.PREEMPTED)
+
+
 def memory(nodes: int = 3, **changes: object) -> Memory:
     return replace(Memory(Budget(6), nodes), **changes)  # type: ignore[arg-type]
 
@@ -54,6 +58,12 @@ def memory(nodes: int = 3, **changes: object) -> Memory:
         pytest.param((pod(0), ended(1, 0), ended(2)), memory(), ReplaceGang, id="another is done already"),
         pytest.param((pod(0), ended(1, 78), pod(2)), memory(), GiveUp, id="bad configuration"),
         pytest.param((pod(0), ended(1), pod(2)), memory(budget=Budget(2, spent=2)), GiveUp, id="budget spent"),
+        pytest.param((pod(0), stopped(1), stopped(2)), memory(), None, id="taken away, and the others still save"),
+        pytest.param((stopped(0), stopped(1), stopped(2)), memory(), ReplaceGang, id="taken away, and all have saved"),
+        pytest.param((pod(0), stopped(1), ended(2)), memory(), ReplacePods, id="taken away, and another failed"),
+        pytest.param(
+            (stopped(0), stopped(1)), memory(2, budget=Budget(0)), ReplaceGang, id="being taken away costs nothing"
+        ),
         pytest.param((pod(0, restarts=1), pod(1), pod(2)), memory(rank_restarts=0), RestartRanks, id="ranks restarted"),
         pytest.param((pod(0, restarts=1), pod(1), pod(2)), memory(), None, id="restarts of a gang not yet known"),
         pytest.param((pod(0), pod(1, age=131), pod(2)), memory(rank_restarts=0), ReplacePods, id="a silent rank"),

@@ -67,6 +67,10 @@ class Budget:
         """The budget after a new checkpoint: the run moves, so everything before is forgiven."""
         return Budget(self.limit)
 
+    def with_new_pods(self) -> Budget:
+        """The budget of a new gang: what its ranks did to the pods before says nothing of these."""
+        return replace(self, in_place=0)
+
 
 @dataclass(frozen=True, slots=True)
 class RestartRanks:
@@ -172,10 +176,10 @@ def _smallest(failures: tuple[Failure, ...], charged: Budget, reason: str) -> De
         return RestartRanks(delay, replace(charged, in_place=charged.in_place + 1), reason)
     # Pod 0 hosts the rendezvous: without it no other pod can be told anything.
     if 0 in lost or charged.pods >= PODS_BEFORE_GANG:
-        return ReplaceGang(delay, charged, reason)
+        return ReplaceGang(delay, charged.with_new_pods(), reason)
     suspects = lost or tuple(sorted({failure.pod for failure in failures}))
     if 0 in suspects:
-        return ReplaceGang(delay, charged, reason)
+        return ReplaceGang(delay, charged.with_new_pods(), reason)
     return ReplacePods(suspects, delay, replace(charged, pods=charged.pods + 1), reason)
 
 

@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 
 from moejob_api.contract import Outcome, PodProgress
+from moejob_trainer.checkpoints import Run, take
+from moejob_trainer.fencing import claim, is_ours
 from trainer.launcher.launchers import Gang, eventually, gone, lives
 
 Make = Callable[..., Gang]
@@ -251,6 +253,16 @@ def test_a_run_folder_of_a_newer_attempt_is_left_alone(gang: Make) -> None:
     assert late.exit_code() == 1
     assert late.word().outcome is Outcome.LOST_PEERS
     assert "belongs to attempt 2, restart 0 now" in late.word().message
+
+
+def test_a_run_folder_of_another_job_is_not_even_claimed(gang: Make) -> None:
+    job = gang(attempt=2)
+    take(job.run_folder, Run(job="another", uid="5678"))
+    theirs = claim(job.run_folder, 1, 0)
+    launcher = job.start("finish")
+    assert launcher.exit_code() == 78
+    assert "belongs to job another (uid 5678), not to job job" in launcher.word().message
+    assert is_ours(job.run_folder, theirs)
 
 
 def test_a_run_folder_that_is_a_file_is_bad_configuration(gang: Make) -> None:

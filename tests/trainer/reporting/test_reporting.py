@@ -26,7 +26,7 @@ GPUS = Ranks(4, has_gpus=True, peak_flops_per_second=1e12)
 
 def _two_seconds_a_step() -> Callable[[], float]:
     # Asked before the first step, then twice a step: as it ends, and when it has been told of.
-    times = (2.0 * ((asked + 1) // 2) for asked in count())
+    times = (100.0 + 2.0 * ((asked + 1) // 2) for asked in count())
     return lambda: next(times)
 
 
@@ -47,6 +47,7 @@ class Told:
             evaluate=lambda step: {"evalLoss": 2.0} if step == 2 else {},
             clock=_two_seconds_a_step(),
         )
+        self.reporter.begin()
 
     def report(self, step: int, *results: UpdateResult) -> dict[str, Any]:
         """The line of that step."""

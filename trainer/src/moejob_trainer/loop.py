@@ -48,11 +48,14 @@ class Run:
     stop: Stop
     total_steps: int
     report: Callable[[int, Sequence[UpdateResult]], None]
+    # Called when the state is there and the first step begins.
+    begin: Callable[[], None] = lambda: None
 
 
 def train(run: Run) -> Outcome:
     """Steps until the run is done or asked to stop; what was learned by then is saved."""
     step, is_owed = run.checkpoints.restore(), False
+    run.begin()
     while step < run.total_steps:
         results = [
             run.engine.update(batches, run.objective.loss) for batches in run.objective.updates(step, run.engine)

@@ -74,9 +74,10 @@ class Reporter:
     waited: Callable[[], float]
     evaluate: Callable[[int], Mapping[str, float]]
     clock: Callable[[], float] = time.monotonic
-    _since: float = field(init=False)
+    _since: float = field(init=False, default=0.0)
 
-    def __post_init__(self) -> None:
+    def begin(self) -> None:
+        """The first step begins now: what it took to get there is no part of it."""
         self._since = self.clock()
 
     def report(self, step: int, results: Sequence[UpdateResult]) -> None:

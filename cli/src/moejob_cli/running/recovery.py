@@ -98,6 +98,9 @@ def exit_code_of(pods: Sequence[PodSeen]) -> int:
 
 def _failures(pods: Sequence[PodSeen], memory: Memory, deadline_seconds: int) -> tuple[Failure, ...]:
     ended = tuple(_ended(pods))
+    # Who is taken away saves first, and all ranks save together, also where only one launcher was asked.
+    if all(failure.cause is Cause.PREEMPTED for failure in ended) and any(pod.is_running for pod in pods):
+        ended = ()
     if ended or memory.replacing or len(pods) < memory.nodes:
         return ended
     limit = deadline_seconds + LAUNCHER_FIRST_SECONDS
@@ -161,14 +164,14 @@ def _absorbed(failures: Sequence[Failure], memory: Memory) -> Decision:
     pods = tuple(failure.pod for failure in failures)
     reason = f"pod {pods[0]} failed with the one being replaced"
     if 0 in pods:
-        return ReplaceGang(0.0, memory.budget, reason)
+        return ReplaceGang(0.0, memory.budget.with_new_pods(), reason)
     return ReplacePods(pods, 0.0, memory.budget, reason)
 
 
 def _mendable(decision: Decision | None, pods: Sequence[PodSeen]) -> Decision | None:
     """One that has ended well cannot meet a new launcher any more."""
     if isinstance(decision, ReplacePods) and any(pod.exit_code == ExitCode.DONE for pod in pods):
-        return ReplaceGang(decision.after_seconds, decision.budget, decision.reason)
+        return ReplaceGang(decision.after_seconds, decision.budget.with_new_pods(), decision.reason)
     return decision
 
 

@@ -123,10 +123,6 @@ class Supervision:
     def _judged(self, pods: tuple[PodSeen, ...]) -> Result | None:
         if len(pods) == self.of.layout.nodes and all(pod.exit_code == ExitCode.DONE for pod in pods):
             return Result(0, "done")
-        if any(pod.exit_code == ExitCode.SAVED_AND_STOPPED for pod in pods):
-            # All ranks save together, also where only one launcher was asked.
-            self._stop(ExitCode.SAVED_AND_STOPPED, "a launcher was asked to stop")
-            return None
         deadline = self.of.spec.lifecycle.progress_deadline_seconds
         decision, self._memory = answered(pods, self._memory, deadline)
         return None if decision is None else self._performed(decision, pods)

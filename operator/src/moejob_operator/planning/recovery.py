@@ -65,9 +65,8 @@ def budget_of(s: Situation) -> Budget:
 
 def fresh_gang(restarts: Restarts) -> Restarts:
     """The same budget with no memory of pods: the next gang has none of them."""
-    ladder = restarts.ladder.model_copy(
-        update={"rank_restarts": None, "gang_was_whole": False, "replacing": (), "start_after": None}
-    )
+    forgotten = {"in_place": 0, "rank_restarts": None, "gang_was_whole": False, "replacing": (), "start_after": None}
+    ladder = restarts.ladder.model_copy(update=forgotten)
     return restarts.model_copy(update={"ladder": ladder})
 
 

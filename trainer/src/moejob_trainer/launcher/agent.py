@@ -13,10 +13,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from moejob_api.contract import ExitCode, LastWord, Outcome, PodProgress, RankBeat
+from moejob_api.contract import ExitCode, LastWord, Outcome, PodProgress, RankBeat, RunOwner
 from moejob_api.restarts import Cause
 from moejob_trainer.beats import BOARD, Board
-from moejob_trainer.errors import Superseded
+from moejob_trainer.checkpoints import take
+from moejob_trainer.errors import BadConfiguration, Superseded
 from moejob_trainer.fencing import RESTART, claim
 from moejob_trainer.launcher.ending import (
     FAILED,
@@ -156,7 +157,11 @@ class Agent:
         """Take the run folder before anybody can write to it."""
         folder = self._pod.run_folder
         try:
+            # Whose folder it is comes first: a claim of another job would end the run that is at work in it.
+            take(folder, RunOwner(job=self._pod.job, uid=self._pod.uid))
             claim(folder, self._pod.attempt, number)
+        except BadConfiguration as error:
+            raise BadFolder(str(error)) from None
         except OSError as error:
             reason = f"the run folder {folder} cannot be written to: {error.strerror or error}"
             raise (BadFolder if error.errno in _LASTING else LostFolder)(reason) from None
