@@ -41,6 +41,7 @@ from moejob_trainer.engine import UpdateResult
 from moejob_trainer.errors import BadConfiguration
 from moejob_trainer.fencing import is_ours
 from moejob_trainer.groups import Groups
+from moejob_trainer.inherited import adapted
 from moejob_trainer.limits import refuse_what_is_missing
 from moejob_trainer.loop import Outcome, Run, train
 from moejob_trainer.megatron.cpu import use_cpu
@@ -174,7 +175,8 @@ def _trained(here: Here, model: Model, beats: Beats, pulse: Pulse) -> Outcome:
         total_steps = spec.training.max_steps or training.steps()
         engine = _engine(here, model, total_steps)
         state = StateFiles(engine, saved_parameters(model.table.parameters, spec), stack.enter_context(background()))
-        checkpoints = _checkpoints(here, model, RunWriter(state, objective, is_first=order.rank == 0))
+        held = adapted(spec, has_weights=model.published.has_weights)
+        checkpoints = _checkpoints(here, model, RunWriter(state, objective, held, is_first=order.rank == 0))
 
         def evaluate(step: int) -> Mapping[str, float]:
             if not evaluated or not _evaluates(spec, step, total_steps):
@@ -197,7 +199,7 @@ def _trained(here: Here, model: Model, beats: Beats, pulse: Pulse) -> Outcome:
 
         stop = AgreedStop(here.control)
         stop.listen()
-        outcome = train(Run(engine, objective, checkpoints, stop, total_steps, report))
+        outcome = train(Run(engine, objective, checkpoints, stop, total_steps, report, reporter.begin))
         with Pulse(beats, total_steps):
             checkpoints.finish()
             if outcome is Outcome.COMPLETED and spec.checkpoint.export_hugging_face:
@@ -227,8 +229,8 @@ def _engine(here: Here, model: Model, total_steps: int) -> MegatronEngine:
     else:
         initialise(stages, model.table.parameters, here.groups, spec.training.seed)
     if spec.training.lora is not None:
-        adapted = adapter_table(model.architecture.shape, spec.training.lora)
-        start_adapters(stages, adapted.parameters, here.groups, spec.training.seed)
+        declared = adapter_table(model.architecture.shape, spec.training.lora).parameters
+        start_adapters(stages, declared, here.groups, spec.training.seed)
     training = spec.training
 
     def rate(update: int) -> float:
@@ -286,9 +288,8 @@ def saved_parameters(declared: Sequence[Parameter], spec: Spec) -> tuple[Paramet
 def _export(here: Here, model: Model, engine: MegatronEngine) -> None:
     folder, groups, lora = here.order.folder / EXPORT, here.placement.model_groups, here.spec.training.lora
     if lora is not None:
-        adapted = adapter_table(model.architecture.shape, lora)
         target = AdapterTarget(folder, here.spec.model.source, lora)
-        export_adapters(adapter_weights(engine.stages), adapted, groups, target)
+        export_adapters(adapter_weights(engine.stages), adapter_table(model.architecture.shape, lora), groups, target)
         return
     dtype = getattr(torch, here.spec.model.dtype.value)
     export(named_weights(engine.stages), model.table, groups, Target(folder, model.published.folder, dtype))

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from moejob_api.layout.sizes import Layout
 from moejob_trainer.checkpoints import Checkpoints, Found, Moment, Pending
 from moejob_trainer.errors import BadConfiguration
+from moejob_trainer.inherited import Adapted, refuse_other_adapters
 from moejob_trainer.objectives import Objective
 
 T = TypeVar("T")
@@ -79,6 +80,7 @@ class RunWriter:
 
     state: State
     objective: Objective
+    adapted: Adapted
     is_first: bool
     step: int = 0
 
@@ -87,7 +89,12 @@ class RunWriter:
         pending = self.state.begin(folder)
         if not self.is_first:
             return pending
-        told = {"step": self.step, "objective": self.objective.state_dict(), "counters": self.state.counters()}
+        told = {
+            "step": self.step,
+            "objective": self.objective.state_dict(),
+            "counters": self.state.counters(),
+            "adapted": self.adapted.model_dump(mode="json", by_alias=True),
+        }
         (folder / _COUNTERS).write_text(json.dumps(told) + "\n", encoding="utf-8")
         return _WithCounters(pending)
 
@@ -127,10 +134,13 @@ class RunCheckpoints:
             return 0
         self._refuse_other_format(found)
         is_own = found.manifest.facts.job_uid == self.store.place.run.uid
+        told = json.loads((found.path / _COUNTERS).read_text(encoding="utf-8"))
+        if not is_own:
+            theirs = Adapted.model_validate_json(json.dumps(told["adapted"]))
+            refuse_other_adapters(theirs, self.writer.adapted, found.path)
         self.writer.state.read(found.path, weights_only=not is_own)
         if not is_own:
             return 0
-        told = json.loads((found.path / _COUNTERS).read_text(encoding="utf-8"))
         self.writer.objective.load_state_dict(told["objective"])
         self.writer.state.set_counters(told["counters"])
         return int(told["step"])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from enum import StrEnum
@@ -35,7 +35,7 @@ from moejob_trainer.model.linear import is_tied_copy
 from moejob_trainer.model.parameters import Parameter, division, local_slices
 
 # What makes files of another kind unreadable here, and the other way round.
-STATE_FORMAT = "boxes-1"
+STATE_FORMAT = "boxes-2"
 _BOXES = "boxes"
 _SYSTEM_ERROR = re.compile(r"os error (\d+)")
 
@@ -100,10 +100,9 @@ class StateFiles:
         kinds = frozenset({Kind.WEIGHT}) if weights_only else frozenset(Kind)
         stored = _index(folder, self.engine.groups.world)
         opened: dict[str, safe_open] = {}
+        absent = _may_be_absent(self.parameters, stored) if weights_only else frozenset[str]()
         for held in self._held():
-            # Adapters begin anew on the weights of a job that had none.
-            is_new = weights_only and is_adapter(held.name) and (held.kind, held.name) not in stored
-            if held.kind in kinds and not is_new:
+            if held.kind in kinds and ((held.kind, held.name) in stored or held.name not in absent):
                 of_tensor = stored.get((held.kind, held.name), [])
                 _require_shape(held.name, self.parameters[held.name].shape, of_tensor, folder)
                 _fill(held, of_tensor, folder, opened)
@@ -212,6 +211,18 @@ def _index(folder: Path, world: Group) -> Mapping[tuple[Kind, str], list[Stored]
     for stored in (stored for of_one in everyones for stored in of_one):
         index.setdefault((stored.kind, stored.name), []).append(stored)
     return index
+
+
+def _may_be_absent(ours: Iterable[str], stored: Iterable[tuple[Kind, str]]) -> frozenset[str]:
+    """What another job's checkpoint need not hold for one with adapters.
+
+    Beside adapters, the weights that it trained none of: they are the published ones. Where there are none, adapters
+    begin anew.
+    """
+    named = {name for name in ours if is_adapter(name)}
+    if not named:
+        return frozenset()
+    return frozenset(ours) - named if any(is_adapter(name) for _, name in stored) else frozenset(named)
 
 
 def _boxes_in(folder: Path, file: str) -> Iterator[Stored]:

@@ -1,0 +1,105 @@
+"""A job that begins with another's adapters has just those, and is refused where they would mean something else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+from torch import Tensor
+
+from builders import spec
+from moejob_trainer.errors import BadConfiguration
+from moejob_trainer.inherited import Adapted, adapted, refuse_other_adapters
+from trainer.runs import Runs
+
+LORA: dict[str, Any] = {"rank": 4, "alpha": 8.0, "targets": ["QueryKeyValue", "ExpertGateUp", "ExpertDown"]}
+RATE = {"learningRate": 2e-3}
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Iterator[Runs]:
+    started = Runs(tmp_path / "volume")
+    yield started
+    started.close()
+
+
+def exported(runs: Runs, job: str) -> dict[str, Tensor]:
+    return load_file(runs.volume / job / "export" / "adapter_model.safetensors")
+
+
+def test_the_adapters_of_another_job_go_on_in_another_layout_and_again_from_there(runs: Runs) -> None:
+    training = {"lora": LORA, "maxSteps": 2, "optimizer": RATE}
+    saving: dict[str, Any] = {"exportHuggingFace": True, "async": False}
+    runs.finished("first", training=training, checkpoint=saving)
+    learned = exported(runs, "first")
+    # An expert without tokens has learned nothing.
+    assert all(tensor.abs().max() > 0 for name, tensor in learned.items() if "q_proj" in name)
+    # At such a rate, what is exported is what it began with.
+    still = training | {"maxSteps": 1, "optimizer": {"learningRate": 1e-30}}
+    two: dict[str, Any] = {"parallelism": {"data": 2}, "training": still}
+    for job, other in (("second", "first"), ("third", "second")):
+        runs.finished(job, **two, checkpoint=saving | {"resumeFrom": other})
+        found = exported(runs, job)
+        assert found.keys() == learned.keys()
+        assert all((found[name] - tensor).abs().max() < 1e-20 for name, tensor in learned.items())
+    # The same job again takes its own checkpoint, whatever it began with.
+    runs.finished("second", attempt=2, **two, checkpoint=saving | {"resumeFrom": "first"})
+
+
+def of(lora: dict[str, Any] | None = None, *, has_weights: bool = True, **sections: Any) -> Adapted:
+    training = {} if lora is None else {"training": {"lora": lora}}
+    return adapted(spec(**training, **sections), has_weights=has_weights)
+
+
+ADAPTERS = of(LORA)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "said"),
+    [
+        pytest.param(ADAPTERS, of(), "for want of training.lora", id="none here"),
+        pytest.param(ADAPTERS, of(LORA | {"rank": 8}), "rank 4 and training.lora.rank of this job is 8", id="rank"),
+        pytest.param(ADAPTERS, of(LORA | {"alpha": 4.0}), "alpha 8 and .*is 4; change it to 8", id="alpha"),
+        pytest.param(
+            ADAPTERS,
+            of(LORA | {"targets": ["QueryKeyValue"]}),
+            "targets ExpertDown, ExpertGateUp, QueryKeyValue and .* is QueryKeyValue",
+            id="targets",
+        ),
+        pytest.param(
+            ADAPTERS,
+            of(LORA, model={"source": "another/model"}),
+            "this job trains beside those of another/model",
+            id="another model",
+        ),
+        pytest.param(
+            of(LORA, has_weights=False),
+            adapted(spec(training={"lora": LORA, "seed": 7}), has_weights=False),
+            "made from seed 42, and .* made from seed 7",
+            id="another seed",
+        ),
+    ],
+)
+def test_adapters_that_would_mean_something_else_are_refused(theirs: Adapted, ours: Adapted, said: str) -> None:
+    with pytest.raises(BadConfiguration, match=said):
+        refuse_other_adapters(theirs, ours, Path("/runs/first/checkpoints/step-2"))
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        pytest.param(ADAPTERS, of(LORA | {"dropout": 0.1}), id="another dropout"),
+        pytest.param(of(), ADAPTERS, id="new adapters on trained weights"),
+        pytest.param(of(), of(), id="no adapters"),
+        pytest.param(
+            of(LORA, checkpoint={"resumeFrom": "full"}),
+            of(LORA, model={"source": "another/model"}),
+            id="the weights come along",
+        ),
+    ],
+)
+def test_what_another_job_left_is_taken_where_it_means_the_same(theirs: Adapted, ours: Adapted) -> None:
+    refuse_other_adapters(theirs, ours, Path("/runs/first/checkpoints/step-2"))
