@@ -88,6 +88,11 @@ test-operator: $(operator_built) ## Test api, operator, cli and chart
 test-trainer: $(trainer_built) $(operator_built) $(peft_built) ## Test the trainer
 	@$(trainer)/pytest tests/trainer $(ARGS)
 
+# Weights and moments that are resumed are compared to the bit; what is shown is what losses make of the layouts' sums.
+matrix: $(trainer_built) ## Train and resume in every layout, and print how near each cell is
+	@PYTHONPATH=tests $(trainer)/pytest -p trainer.parity.matrix tests/trainer/parity/test_parity.py \
+		tests/trainer/parity/test_checkpoints.py -k "one_rank_trains or a_layout_trains or any_layout_saved" $(ARGS)
+
 test-rollout: $(rollout_built) ## Test what runs beside vLLM
 	@$(rollout)/pytest tests/rollout $(ARGS)
 
@@ -144,4 +149,4 @@ clean: ## Remove the environments and all build output; the cache stays
 		$(foreach dist,crds operator trainer cli,$(dist)/dist $(dist)/build)
 	@find $(wildcard crds operator trainer cli tests benchmarks scripts) -name __pycache__ -prune -exec rm -rf {} +
 
-.PHONY: help setup fmt lint types generate verify test test-operator test-trainer test-rollout test-cluster gpu-test control-plane bench bench-operator bench-trainer demo lock clean
+.PHONY: help setup fmt lint types generate verify test test-operator test-trainer matrix test-rollout test-cluster gpu-test control-plane bench bench-operator bench-trainer demo lock clean

@@ -381,6 +381,21 @@ def assert_like(trained_on_ranks: Sequence[Trained], reference: Steps, *, within
     assert weights.error < 20 * within, f"the weight {weights.name} is off by {weights.error}"
 
 
+def relative_errors(trained_on_ranks: Sequence[Trained], reference: Steps) -> tuple[float, ...]:
+    """How far the worst rank is from the reference: in losses, gradient norms, gradients and weights."""
+    steps = [found.steps for found in trained_on_ranks]
+    return (
+        max(_relative(found.losses, reference.losses) for found in steps),
+        max(_relative(found.norms, reference.norms) for found in steps),
+        max(found.gradients.error for found in trained_on_ranks),
+        max(found.weights.error for found in trained_on_ranks),
+    )
+
+
+def _relative(found: Sequence[float], expected: Sequence[float]) -> float:
+    return float(np.abs(np.divide(found, expected) - 1).max())
+
+
 def updated(cell: Cell, folder: Path) -> set[str]:
     """The parameters that an update of the cell changes."""
     use_cpu()

@@ -17,6 +17,7 @@ from moejob_api.models.shape import Family
 from trainer.parity.balancing import Expected
 from trainer.parity.cells import LAYOUTS, Cell, Steps
 from trainer.parity.checkpoints import WEIGHTS, Resumption, Saved, apart, resumed, saved, state_in, unequal
+from trainer.parity.matrix import MATRIX, Entry
 from trainer.worlds import Worlds
 
 Reference = Callable[[Family], tuple[Path, Steps]]
@@ -130,7 +131,9 @@ def test_a_checkpoint_holds_the_same_whatever_the_layout(matrix: Matrix, name: s
 
 
 @pytest.mark.parametrize(("name", "layout"), CELLS)
-def test_what_any_layout_saved_is_resumed(matrix: Matrix, name: str, layout: str) -> None:
+def test_what_any_layout_saved_is_resumed(
+    matrix: Matrix, name: str, layout: str, record_property: Callable[[str, object], None]
+) -> None:
     kind = KINDS[name]
     resumptions = [matrix.resumption(name, written, layout) for written in kind.layouts]
     found = matrix.resumed(name, layout, resumptions)
@@ -139,6 +142,9 @@ def test_what_any_layout_saved_is_resumed(matrix: Matrix, name: str, layout: str
         assert differing == [], f"saved in {written}"
         within = 0.0 if written == layout else kind.within
         np.testing.assert_allclose(losses, resumption.saved.losses, rtol=within, err_msg=f"saved in {written}")
+        worst = np.abs(np.divide(losses, resumption.saved.losses) - 1).max().item()
+        title = f"{name}, saved in a row's layout and resumed in a column's: relative error of the losses that follow"
+        record_property(MATRIX, Entry(title, written, layout, (worst,)))
 
 
 def test_another_job_begins_with_the_weights_alone(matrix: Matrix) -> None:

@@ -9,13 +9,16 @@ from typing import Any
 import pytest
 
 from moejob_api.models.shape import Family
-from trainer.parity.cells import FOLDED, LAYOUTS, MODELS, Cell, Steps, assert_like, measured, trained
+from trainer.parity.cells import FOLDED, LAYOUTS, MODELS, Cell, Steps, assert_like, measured, relative_errors, trained
+from trainer.parity.matrix import MATRIX, Entry
 from trainer.worlds import Worlds
 
 Reference = Callable[[Family], tuple[Path, Steps]]
+Recorded = Callable[[str, object], None]
 
 # Relative, of losses and gradient norms in float32.
 WITHIN = 1e-5
+PARITY = "against Transformers: relative error of losses, gradient norms, gradients, weights"
 TRAINED: dict[str, dict[str, Any]] = {
     "everything recomputed": {"training": {"recompute": {"granularity": "Full"}}},
     "groups of layers recomputed": {
@@ -47,22 +50,29 @@ GATHERED: dict[str, dict[str, Any]] = {
 }
 
 
-def _holds(worlds: Worlds, reference: Reference, cell: Cell) -> None:
+def _holds(worlds: Worlds, reference: Reference, cell: Cell) -> tuple[float, ...]:
+    """Holds the cell against its reference; how far it is from it."""
     folder, expected = reference(cell.family)
-    assert_like(worlds.run(cell.ranks(), trained, cell, folder), expected, within=WITHIN)
+    found = worlds.run(cell.ranks(), trained, cell, folder)
+    assert_like(found, expected, within=WITHIN)
+    return relative_errors(found, expected)
 
 
 @pytest.mark.parametrize("family", MODELS)
-def test_one_rank_trains_what_transformers_trains(worlds: Worlds, reference: Reference, family: Family) -> None:
-    _holds(worlds, reference, Cell(family, {}))
+def test_one_rank_trains_what_transformers_trains(
+    worlds: Worlds, reference: Reference, family: Family, record_property: Recorded
+) -> None:
+    errors = _holds(worlds, reference, Cell(family, {}))
+    record_property(MATRIX, Entry(PARITY, "one rank", family, errors))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", [Family.QWEN3_MOE, Family.MIXTRAL, Family.DEEPSEEK_V3])
 def test_a_layout_trains_what_transformers_trains(
-    worlds: Worlds, reference: Reference, family: Family, layout: str
+    worlds: Worlds, reference: Reference, family: Family, layout: str, record_property: Recorded
 ) -> None:
-    _holds(worlds, reference, Cell(family, {"parallelism": LAYOUTS[layout]}))
+    errors = _holds(worlds, reference, Cell(family, {"parallelism": LAYOUTS[layout]}))
+    record_property(MATRIX, Entry(PARITY, layout, family, errors))
 
 
 @pytest.mark.parametrize("how", TRAINED)

@@ -1,0 +1,50 @@
+"""Prints what the cells of the matrices measured, as tables: `make matrix`. A pytest plugin.
+
+A test says where its numbers belong by `record_property(MATRIX, Entry)`; a cell without numbers has failed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import pytest
+
+MATRIX = "matrix"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One cell: relative errors, in the order in which the table's title names them."""
+
+    table: str
+    row: str
+    column: str
+    errors: tuple[float, ...]
+
+    @property
+    def shown(self) -> str:
+        """The errors, to one digit."""
+        return " ".join(f"{error:.0e}" if error else "0" for error in self.errors)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """The tables, behind everything else."""
+    reports = [report for kind in ("passed", "failed") for report in terminalreporter.stats.get(kind, ())]
+    entries = [value for report in reports for name, value in report.user_properties if name == MATRIX]
+    for table in dict.fromkeys(entry.table for entry in entries):
+        terminalreporter.write_sep("-", table)
+        for line in tabulated([entry for entry in entries if entry.table == table]):
+            terminalreporter.write_line(line)
+    failed = [report.nodeid for report in terminalreporter.stats.get("failed", ())]
+    terminalreporter.write_line(f"{len(entries)} cells hold, {len(failed)} tests failed")
+
+
+def tabulated(entries: Sequence[Entry]) -> Iterator[str]:
+    """Rows and columns in the order in which they came."""
+    found = {(entry.row, entry.column): entry.shown for entry in entries}
+    rows, columns = (list(dict.fromkeys(key[axis] for key in found)) for axis in (0, 1))
+    table = [["", *columns], *([row, *(found.get((row, column), "") for column in columns)] for row in rows)]
+    widths = [max(len(line[place]) for line in table) for place in range(len(columns) + 1)]
+    for line in table:
+        yield "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip()
