@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import wraps
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -16,8 +14,6 @@ MODULES = (
     "megatron.core.pipeline_parallel.p2p_communication",
     "megatron.core.pipeline_parallel.schedules",
 )
-# Functions that they give device="cuda" or device=torch.cuda.current_device().
-FACTORIES = ("empty", "tensor", "zeros")
 
 
 def use_cpu() -> None:
@@ -48,23 +44,18 @@ class _Cuda(ModuleType):
 
 
 class _Torch(ModuleType):
-    """torch, but for its cuda and for factories that are given a CUDA device."""
+    """torch, but for its cuda and for what is asked for by name on a CUDA device."""
 
     def __init__(self) -> None:
         super().__init__("torch")
         self.cuda = _Cuda()
-        for name in FACTORIES:
-            setattr(self, name, _on_cpu(getattr(torch, name)))
+
+    @staticmethod
+    def zeros(*arguments: Any, **named: Any) -> torch.Tensor:
+        """Token counts and a tensor to warm up with are given device="cuda": schedules, param_and_grad_buffer."""
+        if named.get("device") == "cuda":
+            named["device"] = "cpu"
+        return torch.zeros(*arguments, **named)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
-
-
-def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    @wraps(factory)
-    def made(*arguments: Any, **named: Any) -> torch.Tensor:
-        if str(named.get("device", "")).startswith("cuda"):
-            named["device"] = "cpu"
-        return factory(*arguments, **named)
-
-    return made
