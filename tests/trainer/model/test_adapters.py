@@ -14,9 +14,9 @@ from moejob_api.models.families import shape_of
 from moejob_api.models.shape import Family
 from moejob_api.problems import InvalidSpec
 from moejob_trainer.conversion.adapters import adapter_table
+from moejob_trainer.megatron.state import saved_parameters
 from moejob_trainer.model.adapters import adapters
 from moejob_trainer.model.parameters import parameters
-from moejob_trainer.rank import saved_parameters
 
 FAMILIES = [Family.LLAMA, Family.MIXTRAL, Family.QWEN2_MOE, Family.QWEN3_MOE, Family.DEEPSEEK_V2, Family.DEEPSEEK_V3]
 

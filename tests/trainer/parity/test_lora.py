@@ -19,12 +19,11 @@ from moejob_trainer.conversion.adapters import AdapterTarget, adapter_table, exp
 from moejob_trainer.conversion.gathering import hugging_face_tensors
 from moejob_trainer.megatron.cpu import use_cpu
 from moejob_trainer.megatron.engine import MegatronEngine
-from moejob_trainer.megatron.state import StateFiles
+from moejob_trainer.megatron.state import StateFiles, saved_parameters
 from moejob_trainer.megatron.topology import stop_groups
 from moejob_trainer.megatron.weights import adapter_weights, named_weights, start_adapters
 from moejob_trainer.model.adapters import adapters
 from moejob_trainer.model.parameters import parameters
-from moejob_trainer.rank import saved_parameters
 from trainer.parity.cells import STEPS, Cell, Steps, assert_like, loss_of, micro_batches, started, trained, updated
 from trainer.parity.lora import ALPHA, LORA, RANK, write_lora_reference
 from trainer.worlds import Worlds

@@ -47,12 +47,10 @@ from moejob_trainer.loop import Outcome, Run, train
 from moejob_trainer.megatron.cpu import use_cpu
 from moejob_trainer.megatron.engine import MegatronEngine, Placement
 from moejob_trainer.megatron.stages import built
-from moejob_trainer.megatron.state import STATE_FORMAT, StateFiles
+from moejob_trainer.megatron.state import STATE_FORMAT, StateFiles, saved_parameters
 from moejob_trainer.megatron.topology import start_groups
 from moejob_trainer.megatron.weights import adapter_weights, initialise, load_published, named_weights, start_adapters
-from moejob_trainer.model.adapters import adapters
 from moejob_trainer.model.architecture import Architecture, architecture, as_trained
-from moejob_trainer.model.parameters import Parameter
 from moejob_trainer.objectives.sft import SupervisedFineTuning
 from moejob_trainer.orders import Orders, orders
 from moejob_trainer.published import Published, fetch, published
@@ -272,17 +270,6 @@ def _evaluation(
 def _saved(store: Checkpoints) -> tuple[int | None, float | None, float]:
     last = store.last
     return store.last_step, None if last is None else last.seconds, 0.0 if last is None else last.stalled_seconds
-
-
-def saved_parameters(declared: Sequence[Parameter], spec: Spec) -> tuple[Parameter, ...]:
-    """What a checkpoint holds: under adapters, not the frozen weights that the published model holds already."""
-    lora = spec.training.lora
-    if lora is None:
-        return tuple(declared)
-    # Weights of another job's checkpoint are published nowhere; the bias on the choice of experts moves.
-    is_published = spec.checkpoint.resume_from is None
-    kept = (parameter for parameter in declared if parameter.is_buffer or not is_published)
-    return (*kept, *adapters(declared, lora))
 
 
 def _export(here: Here, model: Model, engine: MegatronEngine) -> None:

@@ -26,7 +26,7 @@ from moejob_trainer.megatron.measures import Measures
 from moejob_trainer.megatron.optimizer import ShardedAdamW, moments
 from moejob_trainer.megatron.pipeline import forward_backward, row_input, whole
 from moejob_trainer.megatron.stages import buffered
-from moejob_trainer.megatron.weights import merged_weights
+from moejob_trainer.megatron.weights import merged_weights, model_groups
 from moejob_trainer.model.architecture import Architecture
 from moejob_trainer.model.balancing import Balance, GlobalBatch
 from moejob_trainer.model.mixture import Mixture
@@ -54,8 +54,7 @@ class Placement:
     @property
     def model_groups(self) -> ModelGroups:
         """The groups that divide parameters, as conversion wants them."""
-        groups = self.groups
-        return ModelGroups(self.control, groups.tensor.handle, groups.expert.handle, groups.expert_tensor.handle)
+        return model_groups(self.groups, self.control)
 
 
 class MegatronEngine:
@@ -75,6 +74,8 @@ class MegatronEngine:
         self.measures = Measures(model, spec.moe, self.stages, placement.groups, placement.device)
         self.updates = 0
         self._skipped = 0
+        # The last loss that was asked for, and the names of what it measures.
+        self._told: tuple[Loss, list[str]] | None = None
         self._freeze()
         self.chunks = buffered(self.stages, spec)
         training = spec.training
@@ -135,7 +136,7 @@ class MegatronEngine:
             return (terms.total + self.spec.training.mtp_loss_coefficient * further.total) / weight
 
         self._through_stages(here, finished, forward_only=forward_only)
-        means = self._means(sums.values)
+        means = self._means(sums.values, self._names(loss, sums.values))
         if not forward_only:
             means |= self.measures.of()
         return UpdateResult(
@@ -182,29 +183,29 @@ class MegatronEngine:
             )
         return _Totals(weight, int(tokens), int(filled), squares / tokens)
 
-    def _means(self, sums: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, float]:
+    def _means(self, sums: Mapping[str, tuple[Tensor, Tensor]], names: Sequence[str]) -> dict[str, float]:
         """The same numbers on every rank, of what only the last stages saw."""
-        names = self._names(sums)
         zero = torch.zeros((), device=self.device)
         pairs = [sums.get(name, (zero, zero)) for name in names]
         flat = torch.stack([value.double() for pair in pairs for value in pair])
         # Context and tensor ranks hold the same sums.
-        for group in (self.groups.data, self.groups.pipeline):
-            if group.size > 1:
-                dist.all_reduce(flat, group=group.handle)
-        values = flat.tolist()
+        values = total(total(flat, self.groups.data), self.groups.pipeline).tolist()
         totals = dict(zip(names, zip(values[::2], values[1::2], strict=True), strict=True))
         loss, _ = totals.pop("loss", (0.0, 0.0))
         return {"loss": loss, **{name: summed / weight for name, (summed, weight) in totals.items() if weight}}
 
-    def _names(self, sums: Mapping[str, object]) -> list[str]:
-        """What the last stage measured: the others have to take part in summing it."""
-        names = [[*sums]]
+    def _names(self, loss: Loss, sums: Mapping[str, object]) -> list[str]:
+        """What the last stage measured: the others have to take part in summing it. Told once for a loss."""
         group = self.groups.pipeline
-        if group.size > 1:
-            last = dist.get_global_rank(group.handle, group.size - 1)  # type: ignore[arg-type]
-            dist.broadcast_object_list(names, src=last, group=group.handle)
-        return names[0]
+        if group.size == 1:
+            return [*sums]
+        if self._told is None or self._told[0] != loss:
+            names = [[*sums]]
+            dist.broadcast_object_list(names, group=group.handle, group_src=group.size - 1)
+            self._told = loss, names[0]
+        if sums and [*sums] != self._told[1]:
+            raise ValueError(f"a loss measured {', '.join(self._told[1])} before and now {', '.join(sums)}")
+        return self._told[1]
 
     def _from_last_stage(self, outputs: TokenOutputs | None, batch: MicroBatch) -> TokenOutputs:
         group = self.groups.pipeline
@@ -213,8 +214,7 @@ class MegatronEngine:
         both = torch.zeros((2, len(batch.tokens)), device=self.device)
         if outputs is not None:
             both = torch.stack([outputs.log_probabilities, outputs.entropy])
-        last = dist.get_global_rank(group.handle, group.size - 1)  # type: ignore[arg-type]
-        dist.broadcast(both, src=last, group=group.handle)
+        dist.broadcast(both, group=group.handle, group_src=group.size - 1)
         return TokenOutputs(both[0], both[1])
 
     def _here(self, batch: MicroBatch) -> MicroBatch:
@@ -255,11 +255,7 @@ class MegatronEngine:
 
     def load(self, balance: Balance) -> Tensor:
         """Tokens that each expert of a layer got since the last update, over all ranks. [E]"""
-        load = balance.load.clone()
-        for group in (self.groups.tensor, self.groups.replicas):
-            if group.size > 1:
-                dist.all_reduce(load, group=group.handle)
-        return load
+        return total(total(balance.load.clone(), self.groups.tensor), self.groups.replicas)
 
     def _count(self, is_applied: bool, norm: float, loss: float) -> None:
         self.updates += 1

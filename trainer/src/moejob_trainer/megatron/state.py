@@ -23,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from moejob_api.job import Spec
 from moejob_api.layout.ranks import Group as LayoutGroup
 from moejob_trainer.boxes import Box, boxes_of_range
 from moejob_trainer.errors import BadConfiguration
@@ -30,7 +31,7 @@ from moejob_trainer.groups import Group
 from moejob_trainer.megatron.engine import MegatronEngine
 from moejob_trainer.megatron.optimizer import Piece, counts_here
 from moejob_trainer.megatron.weights import coordinates, named_weights
-from moejob_trainer.model.adapters import is_adapter
+from moejob_trainer.model.adapters import adapters, is_adapter
 from moejob_trainer.model.linear import is_tied_copy
 from moejob_trainer.model.parameters import Parameter, division, local_slices
 
@@ -76,6 +77,17 @@ class Stored:
 
 class OtherState(BadConfiguration):
     """A checkpoint does not hold what this run needs: it was saved for another model."""
+
+
+def saved_parameters(declared: Sequence[Parameter], spec: Spec) -> tuple[Parameter, ...]:
+    """What a checkpoint holds: under adapters, not the frozen weights that the published model holds already."""
+    lora = spec.training.lora
+    if lora is None:
+        return tuple(declared)
+    # Weights of another job's checkpoint are published nowhere; the bias on the choice of experts moves.
+    is_published = spec.checkpoint.resume_from is None
+    kept = (parameter for parameter in declared if parameter.is_buffer or not is_published)
+    return (*kept, *adapters(declared, lora))
 
 
 class StateFiles:

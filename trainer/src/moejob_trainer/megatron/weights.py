@@ -6,7 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
+from moejob_trainer.conversion.groups import ModelGroups
 from moejob_trainer.conversion.imports import Source, import_weights
 from moejob_trainer.groups import Groups
 from moejob_trainer.model.adapters import Adapter, fresh, is_adapter
@@ -16,16 +18,14 @@ from moejob_trainer.model.stage import Stage
 _EMBEDDING, _OUTPUT = "embedding.weight", "output.weight"
 
 
+def model_groups(groups: Groups, control: ProcessGroup | None = None) -> ModelGroups:
+    """The groups that divide parameters, as conversion wants them; `control` carries its words."""
+    return ModelGroups(control, groups.tensor.handle, groups.expert.handle, groups.expert_tensor.handle)
+
+
 def coordinates(groups: Groups) -> Coordinates:
     """Where this rank stands in the groups that divide parameters."""
-    return Coordinates(
-        tensor_rank=groups.tensor.rank,
-        tensor_size=groups.tensor.size,
-        expert_rank=groups.expert.rank,
-        expert_size=groups.expert.size,
-        expert_tensor_rank=groups.expert_tensor.rank,
-        expert_tensor_size=groups.expert_tensor.size,
-    )
+    return model_groups(groups).coordinates
 
 
 def named_weights(stages: Sequence[Stage]) -> dict[str, Tensor]:
