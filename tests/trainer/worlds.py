@@ -6,6 +6,7 @@ layout share the same processes.
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import sys
 import time
@@ -60,7 +61,7 @@ class Worlds:
         store = str(self._folder / f"store-{self._made}")
         asked = [connection for _, connection in self._ranks[:size]]
         for rank, connection in enumerate(asked):
-            connection.send((store, rank, size, function, arguments))
+            connection.send_bytes(_packed((store, rank, size, function, arguments)))
         answers = self._answers(asked)
         failed = [answer.text for answer in answers if isinstance(answer, Failed)]
         if failed:
@@ -106,7 +107,7 @@ class Worlds:
 
 def _received(connection: Connection) -> Any:
     try:
-        return connection.recv()
+        return _unpacked(connection.recv_bytes())
     except EOFError:
         return Failed("the rank died without a word")
 
@@ -115,8 +116,19 @@ def _serve(connection: Connection) -> None:
     torch.set_num_threads(1)
     with suppress(EOFError):
         while True:
-            store, rank, size, function, arguments = connection.recv()
-            connection.send(_answer(store, rank, size, function, arguments))
+            store, rank, size, function, arguments = _unpacked(connection.recv_bytes())
+            connection.send_bytes(_packed(_answer(store, rank, size, function, arguments)))
+
+
+def _packed(value: Any) -> bytes:
+    # Otherwise tensors would travel as shared memory, which ends with the rank that made it.
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _unpacked(packed: bytes) -> Any:
+    return torch.load(io.BytesIO(packed), weights_only=False)
 
 
 def _answer(store: str, rank: int, size: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:

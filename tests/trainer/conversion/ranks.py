@@ -1,16 +1,9 @@
-"""Eight ranks that stay for all cells of a test: each imports its part of a checkpoint and exports it with the others.
-
-Never imports Transformers: that would cost every rank seconds.
-"""
+"""What a rank does in the cells of a test: it imports its part of a checkpoint and exports it with the others."""
 
 from __future__ import annotations
 
-import multiprocessing
-import traceback
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +22,6 @@ from moejob_trainer.conversion.groups import ModelGroups
 from moejob_trainer.conversion.imports import import_weights, opened
 from moejob_trainer.model.parameters import Coordinates, local_shape
 
-WORLD = 8
-_PATIENCE_SECONDS = 60
-
 
 @dataclass(frozen=True)
 class Cell:
@@ -43,6 +33,10 @@ class Cell:
     folder: Path
     most_shard_bytes: int = 10**9
 
+    def ranks(self) -> int:
+        """Ranks that it takes."""
+        return layout(self.parallelism, gpus_per_node=8).gpus
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -52,62 +46,10 @@ class Outcome:
     streamed: tuple[str, ...]
 
 
-class Ranks:
-    """The running ranks."""
-
-    def __init__(self, connections: list[Connection]) -> None:
-        self._connections = connections
-
-    def run(self, cell: Cell) -> list[Outcome]:
-        """What each rank of the cell's layout saw; AssertionError with the traceback of a rank that failed."""
-        for connection in self._connections:
-            connection.send(cell)
-        answers = [self._answer(connection) for connection in self._connections]
-        return [answer for answer in answers if answer is not None]
-
-    def _answer(self, connection: Connection) -> Outcome | None:
-        assert connection.poll(_PATIENCE_SECONDS), "a rank does not answer"
-        answer = connection.recv()
-        assert not isinstance(answer, str), answer
-        found: Outcome | None = answer
-        return found
-
-
-@contextmanager
-def running(rendezvous: Path) -> Iterator[Ranks]:
-    """Eight ranks in processes of their own, gone when the block ends."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "safetensors.torch", "moejob_api.job.parallelism"])
-    pairs = [context.Pipe() for _ in range(WORLD)]
-    ranks = [
-        context.Process(target=_live, args=(rank, rendezvous, theirs), daemon=True)
-        for rank, (_, theirs) in enumerate(pairs)
-    ]
-    for rank in ranks:
-        rank.start()
-    try:
-        yield Ranks([ours for ours, _ in pairs])
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.join()
-
-
-def _live(rank: int, rendezvous: Path, connection: Connection) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=WORLD)
-    while True:
-        try:
-            connection.send(_outcome(connection.recv(), rank))
-        except Exception:  # noqa: BLE001 (the test shows it)
-            connection.send(traceback.format_exc())
-
-
-def _outcome(cell: Cell, rank: int) -> Outcome | None:
-    sizes = layout(cell.parallelism, gpus_per_node=8)
+def outcome(cell: Cell) -> Outcome:
+    """Imports and exports a rank's part of the cell."""
+    sizes, rank = layout(cell.parallelism, gpus_per_node=8), dist.get_rank()
     groups = _groups(sizes, rank)
-    if groups is None:
-        return None
     found = table(shape_of(cell.values))
     state = _stage(found, sizes, rank, groups.coordinates)
     import_weights(state, opened(cell.source, found), groups.coordinates)
@@ -116,18 +58,15 @@ def _outcome(cell: Cell, rank: int) -> Outcome | None:
     return Outcome(report, tuple(name for name, _ in hugging_face_tensors(state, found, groups)))
 
 
-def _groups(sizes: Layout, rank: int) -> ModelGroups | None:
-    """The groups of a layout on as many of the ranks as it needs; every rank takes part in making each."""
-    world = dist.new_group(list(range(sizes.gpus)))
+def _groups(sizes: Layout, rank: int) -> ModelGroups:
+    """The groups of a layout; every rank takes part in making each."""
     mine = {}
     for group in (Group.TENSOR, Group.EXPERT, Group.EXPERT_TENSOR):
         for ranks in sorted({members(sizes, group, other) for other in range(sizes.gpus)}):
             made = dist.new_group(list(ranks))
             if rank in ranks:
                 mine[group] = made
-    if rank >= sizes.gpus:
-        return None
-    return ModelGroups(world, mine[Group.TENSOR], mine[Group.EXPERT], mine[Group.EXPERT_TENSOR])
+    return ModelGroups(dist.group.WORLD, mine[Group.TENSOR], mine[Group.EXPERT], mine[Group.EXPERT_TENSOR])
 
 
 def _stage(found: Table, sizes: Layout, rank: int, coordinates: Coordinates) -> dict[str, Tensor]:

@@ -25,7 +25,8 @@ from moejob_trainer.conversion.imports import import_weights, opened
 from moejob_trainer.conversion.shards import CorruptExport, Entry, planned, shard, verify
 from moejob_trainer.model.parameters import Coordinates
 from trainer.conversion.published import FAMILIES, blank, saved, saved_with_mtp, table_of, values_of
-from trainer.conversion.ranks import Cell, Ranks, running
+from trainer.conversion.ranks import Cell, Outcome, outcome
+from trainer.worlds import Worlds
 
 FOLDED = ExpertLayout.FOLDED
 LAYOUTS = [
@@ -40,12 +41,6 @@ LAYOUTS = [
     ),
     pytest.param(Parallelism(tensor=4, data=2, expert=8, expert_layout=FOLDED), id="experts across tensor ranks"),
 ]
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    with running(tmp_path_factory.mktemp("rendezvous") / "file") as found:
-        yield found
 
 
 @pytest.fixture(scope="module")
@@ -93,17 +88,21 @@ def exported(values: dict[str, Any], source: Path, folder: Path, **target: Any) 
     return export(held(values, source), table_of(values), ModelGroups(), Target(folder, source, **target))
 
 
+def _outcomes(worlds: Worlds, cell: Cell) -> list[Outcome]:
+    return worlds.run(cell.ranks(), outcome, cell)
+
+
 @pytest.mark.parametrize("parallelism", LAYOUTS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_ranks_that_each_hold_a_part_write_what_was_published(
     family: Family,
     parallelism: Parallelism,
-    ranks: Ranks,
+    worlds: Worlds,
     published: dict[Family, tuple[dict[str, Any], Path]],
     tmp_path: Path,
 ) -> None:
     values, source = published[family]
-    outcomes = ranks.run(Cell(values, parallelism, source, tmp_path / "export"))
+    outcomes = _outcomes(worlds, Cell(values, parallelism, source, tmp_path / "export"))
     assert_same_bits(contents(tmp_path / "export"), contents(source))
     streamed = [name for outcome in outcomes for name in outcome.streamed]
     assert sorted(streamed) == sorted(contents(source))
@@ -111,28 +110,28 @@ def test_ranks_that_each_hold_a_part_write_what_was_published(
 
 
 def test_experts_are_written_by_their_own_ranks(
-    ranks: Ranks, published: dict[Family, tuple[dict[str, Any], Path]], tmp_path: Path
+    worlds: Worlds, published: dict[Family, tuple[dict[str, Any], Path]], tmp_path: Path
 ) -> None:
     values, source = published[Family.QWEN3_MOE]
-    outcomes = ranks.run(Cell(values, Parallelism(expert=4), source, tmp_path / "export"))
+    outcomes = _outcomes(worlds, Cell(values, Parallelism(expert=4), source, tmp_path / "export"))
     owned = [{name.split(".")[5] for name in outcome.streamed if ".experts." in name} for outcome in outcomes]
     assert owned == [{"0", "1"}, {"2", "3"}, {"4", "5"}, {"6", "7"}]
 
 
-def test_an_embedding_on_both_ends_of_the_pipeline_is_written_once(ranks: Ranks, tmp_path: Path) -> None:
+def test_an_embedding_on_both_ends_of_the_pipeline_is_written_once(worlds: Worlds, tmp_path: Path) -> None:
     values = values_of(Family.QWEN2, tie_word_embeddings=True)
     source = saved(tmp_path / "source", values)
-    outcomes = ranks.run(Cell(values, Parallelism(tensor=2, pipeline=2), source, tmp_path / "export"))
+    outcomes = _outcomes(worlds, Cell(values, Parallelism(tensor=2, pipeline=2), source, tmp_path / "export"))
     assert_same_bits(contents(tmp_path / "export"), contents(source))
     assert [outcome.streamed.count("model.embed_tokens.weight") for outcome in outcomes] == [1, 0, 0, 0]
 
 
 def test_files_stay_below_their_size_and_the_index_finds_every_tensor(
-    ranks: Ranks, published: dict[Family, tuple[dict[str, Any], Path]], tmp_path: Path
+    worlds: Worlds, published: dict[Family, tuple[dict[str, Any], Path]], tmp_path: Path
 ) -> None:
     values, source = published[Family.MIXTRAL]
     cell = Cell(values, Parallelism(expert=2, tensor=2), source, tmp_path / "export", most_shard_bytes=20_000)
-    report = ranks.run(cell)[0].report
+    report = _outcomes(worlds, cell)[0].report
     assert len(report.files) > 8
     assert report.files[0] == f"model-00001-of-{len(report.files):05}.safetensors"
     assert all((report.folder / file).stat().st_size < 23_000 for file in report.files)

@@ -1,20 +1,9 @@
-"""Owns the ranks that tests of layers share."""
+"""Begins every test of layers with the same random numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-
-from trainer.rank_pool import RankPool
-
-
-@pytest.fixture(scope="session")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
-    pool = RankPool(4, tmp_path_factory.mktemp("ranks"))
-    yield pool
-    pool.close()
 
 
 @pytest.fixture(autouse=True)

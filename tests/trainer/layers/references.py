@@ -88,8 +88,8 @@ def attention_here(case: Attention, group: dist.ProcessGroup | None = None) -> l
     return [output.detach(), *gradients]
 
 
-def attention_on_rank(group: dist.ProcessGroup, case: Attention) -> list[Tensor]:
-    return attention_here(case, group)
+def attention_on_rank(case: Attention) -> list[Tensor]:
+    return attention_here(case, dist.group.WORLD)
 
 
 @dataclass(frozen=True)
@@ -150,5 +150,5 @@ def words_here(case: Words, group: dist.ProcessGroup | None = None, *, sums: boo
     return [picked.detach(), entropy.detach(), *gradients]
 
 
-def words_on_rank(group: dist.ProcessGroup, case: Words, sums: bool) -> list[Tensor]:
-    return words_here(case, group, sums=sums)
+def words_on_rank(case: Words, sums: bool) -> list[Tensor]:
+    return words_here(case, dist.group.WORLD, sums=sums)

@@ -24,7 +24,7 @@ from trainer.layers.references import (
     attention_here,
     attention_on_rank,
 )
-from trainer.rank_pool import RankPool
+from trainer.worlds import Worlds
 
 SHAPES = [
     pytest.param({}, id="grouped"),
@@ -64,18 +64,18 @@ def test_blocks_of_masked_queries_are_one_attention(shape: dict[str, int], monke
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("size", [2, 4])
-def test_context_ranks_together_are_one_rank(ranks: RankPool, shape: dict[str, int], size: int) -> None:
+def test_context_ranks_together_are_one_rank(worlds: Worlds, shape: dict[str, int], size: int) -> None:
     case = attention_case(LENGTHS, **shape)
-    output, q, k, v, *sinks = zip(*ranks.run(size, attention_on_rank, case), strict=True)
+    output, q, k, v, *sinks = zip(*worlds.run(size, attention_on_rank, case), strict=True)
     rows = [in_row_order(torch.cat(parts), size) for parts in (output, q, k, v)]
     # A sink belongs to every rank: each one has its own tokens' share of the gradient.
     together = [*rows, *(torch.stack(parts).sum(0) for parts in sinks)]
     assert_all_close(together, attention_by_definition(case), within=1e-13)
 
 
-def test_context_ranks_sum_gradients_of_keys_in_bfloat16(ranks: RankPool) -> None:
+def test_context_ranks_sum_gradients_of_keys_in_bfloat16(worlds: Worlds) -> None:
     case = attention_case((24,), dtype=torch.bfloat16)
-    gathered = zip(*ranks.run(4, attention_on_rank, case), strict=True)
+    gathered = zip(*worlds.run(4, attention_on_rank, case), strict=True)
     rows = [in_row_order(torch.cat(parts), 4) for parts in gathered]
     assert_all_close(rows, attention_by_definition(case), within=2e-2)
 

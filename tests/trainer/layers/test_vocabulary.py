@@ -15,7 +15,7 @@ from moejob_trainer.layers import vocabulary
 from moejob_trainer.layers.vocabulary import token_log_probabilities
 from trainer.closeness import assert_all_close
 from trainer.layers.references import Words, words_by_definition, words_case, words_here, words_on_rank
-from trainer.rank_pool import RankPool
+from trainer.worlds import Worlds
 
 CASES = [
     pytest.param({}, id="some chunks"),
@@ -43,17 +43,17 @@ def test_one_rank_says_what_the_whole_softmax_says(options: dict[str, Any], dtyp
 
 @pytest.mark.parametrize("options", CASES)
 @pytest.mark.parametrize("size", [2, 4])
-def test_tensor_ranks_together_say_what_one_says(ranks: RankPool, options: dict[str, Any], size: int) -> None:
+def test_tensor_ranks_together_say_what_one_says(worlds: Worlds, options: dict[str, Any], size: int) -> None:
     case = words_case(**options)
-    picked, entropy, hidden, weight = zip(*ranks.run(size, words_on_rank, case, True), strict=True)
+    picked, entropy, hidden, weight = zip(*worlds.run(size, words_on_rank, case, True), strict=True)
     for rank in range(size):
         together = [picked[rank], entropy[rank], hidden[rank], torch.cat(weight)]
         assert_all_close(together, words_by_definition(case), within=1e-13)
 
 
-def test_the_caller_can_sum_the_gradient_of_hidden(ranks: RankPool) -> None:
+def test_the_caller_can_sum_the_gradient_of_hidden(worlds: Worlds) -> None:
     case = words_case()
-    _, _, hidden, _ = zip(*ranks.run(2, words_on_rank, case, False), strict=True)
+    _, _, hidden, _ = zip(*worlds.run(2, words_on_rank, case, False), strict=True)
     assert_all_close([torch.stack(hidden).sum(0)], [words_by_definition(case)[2]], within=1e-13)
     assert not torch.allclose(hidden[0], hidden[1])
 

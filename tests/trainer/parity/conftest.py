@@ -1,8 +1,8 @@
-"""Owns the ranks that cells share, and one reference for each family."""
+"""Owns one reference for each family."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -13,17 +13,9 @@ from moejob_api.models.shape import Family
 from trainer.parity.balancing import Expected, Rules
 from trainer.parity.cells import Steps, write_reference
 from trainer.parity.further import write_further_reference
-from trainer.worlds import Worlds
 
 Reference = Callable[[Family], tuple[Path, Steps]]
 Further = Callable[..., tuple[Path, Expected]]
-
-
-@pytest.fixture(scope="session")
-def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worlds]:
-    made = Worlds(8, tmp_path_factory.mktemp("worlds"))
-    yield made
-    made.close()
 
 
 @pytest.fixture(scope="session")

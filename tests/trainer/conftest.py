@@ -1,0 +1,16 @@
+"""Owns the ranks that all tests share: the fork server they come from keeps what it was first asked to import."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from trainer.worlds import Worlds
+
+
+@pytest.fixture(scope="session")
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worlds]:
+    made = Worlds(8, tmp_path_factory.mktemp("worlds"))
+    yield made
+    made.close()
