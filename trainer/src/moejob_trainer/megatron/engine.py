@@ -74,8 +74,8 @@ class MegatronEngine:
         self.measures = Measures(model, spec.moe, self.stages, placement.groups, placement.device)
         self.updates = 0
         self._skipped = 0
-        # The last loss that was asked for, and the names of what it measures.
-        self._told: tuple[Loss, list[str]] | None = None
+        # The last loss that was asked for, whether forward only, and the names of what it measures.
+        self._told: tuple[tuple[Loss, bool], list[str]] | None = None
         self._freeze()
         self.chunks = buffered(self.stages, spec)
         training = spec.training
@@ -136,7 +136,7 @@ class MegatronEngine:
             return (terms.total + self.spec.training.mtp_loss_coefficient * further.total) / weight
 
         self._through_stages(here, finished, forward_only=forward_only)
-        means = self._means(sums.values, self._names(loss, sums.values))
+        means = self._means(sums.values, self._names((loss, forward_only), sums.values))
         if not forward_only:
             means |= self.measures.of()
         return UpdateResult(
@@ -194,15 +194,15 @@ class MegatronEngine:
         loss, _ = totals.pop("loss", (0.0, 0.0))
         return {"loss": loss, **{name: summed / weight for name, (summed, weight) in totals.items() if weight}}
 
-    def _names(self, loss: Loss, sums: Mapping[str, object]) -> list[str]:
-        """What the last stage measured: the others have to take part in summing it. Told once for a loss."""
+    def _names(self, asked: tuple[Loss, bool], sums: Mapping[str, object]) -> list[str]:
+        """What the last stage measured: the others have to take part in summing it. Told once for a loss and a pass."""
         group = self.groups.pipeline
         if group.size == 1:
             return [*sums]
-        if self._told is None or self._told[0] != loss:
+        if self._told is None or self._told[0] != asked:
             names = [[*sums]]
             dist.broadcast_object_list(names, group=group.handle, group_src=group.size - 1)
-            self._told = loss, names[0]
+            self._told = asked, names[0]
         if sums and [*sums] != self._told[1]:
             raise ValueError(f"a loss measured {', '.join(self._told[1])} before and now {', '.join(sums)}")
         return self._told[1]
