@@ -165,7 +165,7 @@ def layouts(spec: Spec, shape: ModelShape, gpus: int) -> Iterator[tuple[Parallel
         if not _splits(spec, shape, tensor):
             continue
         for pipeline in divisors(gpus // tensor):
-            if pipeline > 1 and spec.memory.sharding is Sharding.MEGATRON_FSDP:
+            if pipeline > 1 and spec.memory.sharding is Sharding.FSDP:
                 break
             cuts = tuple(_cuts(len(shape.layers), pipeline))
             for sizes in _inside_stage(spec, shape, tensor, gpus // tensor // pipeline) if cuts else ():

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from moejob_api.job import Spec
 from moejob_api.job.job import Method
-from moejob_api.job.moe import Sharding
 from moejob_trainer.errors import BadConfiguration
 
 
@@ -20,5 +19,3 @@ def refuse_what_is_missing(spec: Spec) -> None:
 def _missing(spec: Spec) -> Iterator[str]:
     if spec.method is Method.GRPO:
         yield "method GRPO cannot be trained by this version; use SFT"
-    if spec.memory.sharding is Sharding.MEGATRON_FSDP:
-        yield "memory.sharding MegatronFSDP cannot be trained by this version; use DistributedOptimizer"

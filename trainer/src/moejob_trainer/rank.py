@@ -49,7 +49,7 @@ from moejob_trainer.megatron.engine import MegatronEngine, Placement
 from moejob_trainer.megatron.stages import built
 from moejob_trainer.megatron.state import STATE_FORMAT, StateFiles, saved_parameters
 from moejob_trainer.megatron.topology import start_groups
-from moejob_trainer.megatron.weights import adapter_weights, initialise, load_published, named_weights, start_adapters
+from moejob_trainer.megatron.weights import adapter_weights, initialise, load_published, start_adapters, whole_weights
 from moejob_trainer.model.architecture import Architecture, architecture, as_trained
 from moejob_trainer.objectives.sft import SupervisedFineTuning
 from moejob_trainer.orders import Orders, orders
@@ -279,4 +279,4 @@ def _export(here: Here, model: Model, engine: MegatronEngine) -> None:
         export_adapters(adapter_weights(engine.stages), adapter_table(model.architecture.shape, lora), groups, target)
         return
     dtype = getattr(torch, here.spec.model.dtype.value)
-    export(named_weights(engine.stages), model.table, groups, Target(folder, model.published.folder, dtype))
+    export(whole_weights(engine.stages), model.table, groups, Target(folder, model.published.folder, dtype))

@@ -63,7 +63,7 @@ class Sharding(StrEnum):
     """What data-parallel ranks divide among themselves."""
 
     DISTRIBUTED_OPTIMIZER = "DistributedOptimizer"
-    MEGATRON_FSDP = "MegatronFSDP"
+    FSDP = "FSDP"
 
 
 class Memory(ApiModel):
@@ -84,7 +84,7 @@ class Memory(ApiModel):
     sharding: Annotated[
         Sharding,
         Field(
-            description="DistributedOptimizer divides optimizer state over data-parallel ranks (ZeRO-1); MegatronFSDP "
+            description="DistributedOptimizer divides optimizer state over data-parallel ranks (ZeRO-1); FSDP "
             "divides weights and gradients too (ZeRO-3)."
         ),
     ] = Sharding.DISTRIBUTED_OPTIMIZER

@@ -82,7 +82,7 @@ class Case:
     @property
     def is_fully_sharded(self) -> bool:
         """Whether weights and gradients are divided like the optimizer's state."""
-        return self.spec.memory.sharding is Sharding.MEGATRON_FSDP
+        return self.spec.memory.sharding is Sharding.FSDP
 
 
 def prepared(spec: Spec, shape: ModelShape, layout: Layout, kinds: Kinds | None = None) -> Case:

@@ -145,7 +145,7 @@ def _with_precision(name: str, spec: Spec) -> Spec:
 
 def _for_sharding(spec: Spec, layout: Layout) -> Iterator[_Option]:
     if spec.memory.sharding is Sharding.DISTRIBUTED_OPTIMIZER and layout.data * layout.context > 1:
-        yield _memory("offload", "sharding", {"sharding": Sharding.MEGATRON_FSDP})
+        yield _memory("offload", "sharding", {"sharding": Sharding.FSDP})
 
 
 def _for_generation(spec: Spec, shape: ModelShape, layout: Layout, limit_bytes: int) -> Iterator[_Option]:

@@ -89,7 +89,7 @@ def _phases_for_offload(spec: Spec) -> Complaint:
         return None
     return (
         f"offloading by {' and '.join(offloaded)} only helps between the phases of GRPO: SFT needs weights and "
-        "gradients on the GPU in every step; use offloadOptimizer: 1, sharding: MegatronFSDP or "
+        "gradients on the GPU in every step; use offloadOptimizer: 1, sharding: FSDP or "
         "training.recompute instead"
     )
 
@@ -239,23 +239,21 @@ def _gather_of_dynamic_batches(spec: Spec) -> Complaint:
 
 
 def _fully_sharded(spec: Spec) -> Complaint:
-    if spec.memory.sharding is not Sharding.MEGATRON_FSDP:
+    if spec.memory.sharding is not Sharding.FSDP:
         return None
-    if spec.resources.accelerator is Accelerator.CPU:
-        return "MegatronFSDP needs GPUs; on CPU use DistributedOptimizer"
     if spec.parallelism.pipeline > 1:
         return (
-            "MegatronFSDP gathers every layer on every GPU and does not combine with pipeline "
+            "FSDP gathers every layer on every GPU and does not combine with pipeline "
             f"{spec.parallelism.pipeline}; use pipeline: 1 with more data, or DistributedOptimizer"
         )
     if spec.training.lora is not None:
         return (
-            "MegatronFSDP cannot save adapters; use DistributedOptimizer for LoRA, whose optimizer state is small "
-            "anyway"
+            "FSDP divides weights that are trained, not those under adapters; use DistributedOptimizer for LoRA, "
+            "whose optimizer state is small anyway"
         )
     if spec.memory.offload_optimizer > 0:
         return (
-            "MegatronFSDP divides optimizer state already and has no host copy for offloadOptimizer "
+            "FSDP keeps the float32 weights that it divides on the GPU and has no host copy for offloadOptimizer "
             f"{spec.memory.offload_optimizer:g}; set it to 0 or use DistributedOptimizer"
         )
     return None
@@ -488,7 +486,7 @@ OBJECT_RULES: tuple[ObjectRule, ...] = (
         _phases_for_offload,
         f"{_IS_GRPO} || !(self.memory.offloadParameters || self.memory.offloadGradients)",
         "offloadParameters and offloadGradients only help between the phases of GRPO; use offloadOptimizer, "
-        "MegatronFSDP or recompute for SFT",
+        "FSDP or recompute for SFT",
     ),
     ObjectRule(
         Rule.OFFLOAD,
@@ -606,9 +604,9 @@ OBJECT_RULES: tuple[ObjectRule, ...] = (
         Rule.SHARDING,
         "spec.memory.sharding",
         _fully_sharded,
-        f"self.memory.sharding != 'MegatronFSDP' || ({_ON_GPU} && self.parallelism.pipeline == 1 && "
+        "self.memory.sharding != 'FSDP' || (self.parallelism.pipeline == 1 && "
         "!has(self.training.lora) && self.memory.offloadOptimizer == 0.0)",
-        "MegatronFSDP needs GPUs and does not combine with pipeline, LoRA or offloadOptimizer",
+        "FSDP does not combine with pipeline, LoRA or offloadOptimizer",
     ),
     ObjectRule(
         Rule.OFFLOAD,

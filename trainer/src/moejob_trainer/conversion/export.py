@@ -134,8 +134,9 @@ def _prepare(gathering: Gathering, target: Target, needed_bytes: int) -> None:
     if free_bytes < needed_bytes:
         message = f"the export needs {needed_bytes:,} bytes and {free_bytes:,} are free; make room and resume the job"
         raise OSError(errno.ENOSPC, message, str(target.folder))
-    largest = max(gathering.state.values(), key=Tensor.numel)
-    copy_beside(target.template, target.unfinished, gathering.table.shape, target.dtype or largest.dtype)
+    # Asking for weights may put them together, which takes all ranks: not without need.
+    dtype = target.dtype or max(gathering.state.values(), key=Tensor.numel).dtype
+    copy_beside(target.template, target.unfinished, gathering.table.shape, dtype)
 
 
 def _write(gathering: Gathering, target: Target, shards: Mapping[str, list[Entry]]) -> list[_Written]:

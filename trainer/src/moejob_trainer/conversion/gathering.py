@@ -52,13 +52,9 @@ class Gathering:
 
     def pieces(self) -> Iterator[tuple[Piece, Assembly]]:
         """The pieces this rank has to do with, in an order that all ranks share: gathering in another one deadlocks."""
-        place, owners = self.groups.coordinates, _owners(self.holdings)
-        for parameter in self.table.parameters:
-            if parameter.name in self.state:
-                for piece in self.table.by_parameter[parameter.name]:
-                    how = assembly(piece, parameter, place)
-                    if how.is_held(place) and self._leader(how) == owners[parameter.name, how.home]:
-                        yield piece, how
+        owners = _owners(self.holdings)
+        for parameter in self._held():
+            yield from self._pieces_of(parameter, owners)
 
     def owned(self) -> tuple[Piece, ...]:
         """The pieces that this rank puts together."""
@@ -66,10 +62,27 @@ class Gathering:
 
     def tensors(self) -> Iterator[tuple[Piece, Tensor]]:
         """Each piece this rank owns, as Hugging Face has it. All ranks must run it to its end together."""
-        for piece, how in self.pieces():
-            whole = self._whole(piece, how)
-            if whole is not None:
-                yield piece, whole
+        owners = _owners(self.holdings)
+        for parameter in self._held():
+            # Replicas may have to put it together: they ask too, though others own its pieces.
+            weight = self.state[parameter.name].detach()
+            _require_shape(parameter, weight, self.groups.coordinates)
+            for piece, how in self._pieces_of(parameter, owners):
+                whole = self._whole(piece, how, weight)
+                if whole is not None:
+                    yield piece, whole
+
+    def _held(self) -> Iterator[Parameter]:
+        return (parameter for parameter in self.table.parameters if parameter.name in self.state)
+
+    def _pieces_of(
+        self, parameter: Parameter, owners: Mapping[tuple[str, Home], int]
+    ) -> Iterator[tuple[Piece, Assembly]]:
+        place = self.groups.coordinates
+        for piece in self.table.by_parameter[parameter.name]:
+            how = assembly(piece, parameter, place)
+            if how.is_held(place) and self._leader(how) == owners[parameter.name, how.home]:
+                yield piece, how
 
     def _leader(self, how: Assembly) -> int:
         rank = self.groups.rank
@@ -77,13 +90,13 @@ class Gathering:
             rank = self.holdings[rank].first[group]
         return rank
 
-    def _whole(self, piece: Piece, how: Assembly) -> Tensor | None:
+    def _whole(self, piece: Piece, how: Assembly, weight: Tensor) -> Tensor | None:
         held = local_slices(self.table.by_name[piece.parameter], self.groups.coordinates)
         axes = {axis for axis, _ in how.gathered}
         reach = tuple(
             mine if axis in axes else theirs for axis, (mine, theirs) in enumerate(zip(held, piece.region, strict=True))
         )
-        block: Tensor | None = self.state[piece.parameter].detach()[within(reach, held)]
+        block: Tensor | None = weight[within(reach, held)]
         for axis, group in how.gathered:
             block = None if block is None else gathered(block, axis, self.groups.over(group))
         return None if block is None else piece.theirs(block[_rest(piece, axes)])
@@ -92,10 +105,6 @@ class Gathering:
 def agreed(state: Mapping[str, Tensor], table: Table, groups: ModelGroups) -> Gathering:
     """Asks every rank what it holds; ValueError on all of them where nobody holds a parameter."""
     place = groups.coordinates
-    for name, tensor in state.items():
-        expected = local_shape(table.by_name[name], place)
-        if tuple(tensor.shape) != expected:
-            raise ValueError(f"{name} is {tuple(tensor.shape)}; {place} holds {expected}")
     gathering = Gathering(table, groups, state, tuple(shared(_holding(state, table, groups), groups.world)))
     owners = _owners(gathering.holdings)
     homeless = {
@@ -107,6 +116,12 @@ def agreed(state: Mapping[str, Tensor], table: Table, groups: ModelGroups) -> Ga
     if homeless:
         raise ValueError(f"no rank holds all of {', '.join(sorted(homeless))}")
     return gathering
+
+
+def _require_shape(parameter: Parameter, tensor: Tensor, place: Coordinates) -> None:
+    expected = local_shape(parameter, place)
+    if tuple(tensor.shape) != expected:
+        raise ValueError(f"{parameter.name} is {tuple(tensor.shape)}; {place} holds {expected}")
 
 
 def hugging_face_tensors(

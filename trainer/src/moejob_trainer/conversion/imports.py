@@ -54,7 +54,8 @@ class Source:
         for piece in self.table.by_parameter[parameter.name]:
             part = piece.overlap(held)
             if part is not None:
-                yield within(part, held), piece.ours(self._read(piece, part), part)
+                around = piece.around(part)
+                yield within(part, held), piece.ours(self._read(piece, around), around)[within(part, around)]
 
     def _read(self, piece: Piece, part: Slices) -> Tensor:
         where = piece.source(part)

@@ -64,6 +64,17 @@ class Piece:
         )
         return common if all(part.start < part.stop for part in common) else None
 
+    def around(self, part: Slices) -> Slices:
+        """The smallest part around one that is a single range on every axis of their tensor."""
+        found = list(part)
+        for group in self.axes:
+            is_cut = False
+            for axis in group:
+                if is_cut:
+                    found[axis] = self.region[axis]
+                is_cut = is_cut or part[axis].stop - part[axis].start > 1
+        return tuple(found)
+
     def source(self, part: Slices) -> Slices:
         """Where a part of the region lies in their tensor."""
         return tuple(self._theirs(group, part) for group in self.axes)
@@ -81,16 +92,13 @@ class Piece:
         return ours.permute(order).reshape(self.shape)
 
     def _theirs(self, group: tuple[int, ...], part: Slices) -> slice:
-        """The range on one axis of theirs; only the slowest of the axes it consists of may be cut."""
-        extents = self.extents
-        wide = [axis for axis in group if extents[axis] > 1]
-        if not wide:
-            return slice(0, 1)
-        first, *rest = wide
-        if any(part[axis] != self.region[axis] for axis in rest):
+        """The range on one axis of theirs: of the axes it consists of, what is faster than a cut one has to be whole."""
+        if self.around(part) != part:
             raise ValueError(f"{self.tensor}: the part {part} is not one range of it")
-        stride, start = prod(extents[axis] for axis in rest), self.region[first].start
-        return slice((part[first].start - start) * stride, (part[first].stop - start) * stride)
+        start = 0
+        for axis in group:
+            start = start * self.extents[axis] + part[axis].start - self.region[axis].start
+        return slice(start, start + prod(part[axis].stop - part[axis].start for axis in group))
 
 
 def sizes(part: Slices) -> tuple[int, ...]:

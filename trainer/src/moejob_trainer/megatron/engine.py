@@ -25,7 +25,7 @@ from moejob_trainer.megatron.gradients import finish_gradients
 from moejob_trainer.megatron.measures import Measures
 from moejob_trainer.megatron.optimizer import ShardedAdamW, moments
 from moejob_trainer.megatron.pipeline import forward_backward, row_input, whole
-from moejob_trainer.megatron.stages import buffered
+from moejob_trainer.megatron.replicas import replicas
 from moejob_trainer.megatron.weights import merged_weights, model_groups
 from moejob_trainer.model.architecture import Architecture
 from moejob_trainer.model.balancing import Balance, GlobalBatch
@@ -77,19 +77,18 @@ class MegatronEngine:
         # The last loss that was asked for, whether forward only, and the names of what it measures.
         self._told: tuple[tuple[Loss, bool], list[str]] | None = None
         self._freeze()
-        self.chunks = buffered(self.stages, spec)
+        self.replicas = replicas(self.stages, spec)
         training = spec.training
         kept = moments(training.precision.moments, spec.memory.offload_optimizer)
-        self.optimizer = ShardedAdamW(self.chunks, self.groups, training.optimizer, kept)
+        self.optimizer = ShardedAdamW(self.replicas, self.groups, training.optimizer, kept)
 
     # --- what the loop asks for ------------------------------------------------------------------------------------
 
     def update(self, batches: Sequence[MicroBatch], loss: Loss) -> UpdateResult:
         """One update of the weights from this data rank's micro batches of a global batch."""
-        for chunk in self.chunks:
-            chunk.zero_grad_buffer()
+        self.replicas.begin()
         result = self._run(batches, loss, forward_only=False)
-        finish_gradients(self.chunks, self.groups)
+        finish_gradients(self.stages, self.replicas, self.groups)
         norm = self.optimizer.gradient_norm()
         rate = self.learning_rate(self.updates)
         is_applied = math.isfinite(norm) and math.isfinite(result.loss)
@@ -162,7 +161,8 @@ class MegatronEngine:
             return finish(number, TokenOutputs(log_probabilities, entropy, tuple(further)), batches[number])
 
         rows = [self._row_input(number, batch) for number, batch in enumerate(batches)]
-        forward_backward(self.chunks, rows, finished, forward_only=forward_only)
+        forward_backward(self.replicas.chunks, rows, finished, forward_only=forward_only)
+        self.replicas.rest()
 
     def _row_input(self, number: int, batch: MicroBatch) -> RowInput:
         sequence_parallel = self.spec.parallelism.sequence_parallel

@@ -1,7 +1,6 @@
 """AdamW over this rank's share of the weights: every replica updates a part, then all gather the whole.
 
-The share is cut out of Megatron's buffers, where parameters lie one after another; a piece is the part of one parameter
-that fell to this rank. Pieces know the name of their parameter and where in it they lie, so that a checkpoint saved in
+A piece is the part of one parameter that fell to this rank. Pieces know the name of their parameter and where in it they lie, so that a checkpoint saved in
 one layout is read in any other.
 """
 
@@ -13,14 +12,13 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from moejob_api.job.base import Dtype
 from moejob_api.job.training import Optimizer as AdamNumbers
 from moejob_trainer.groups import Groups
-from moejob_trainer.megatron.gradients import exchanged_buckets
+from moejob_trainer.megatron.replicas import Replicas, Share
 from moejob_trainer.model.linear import is_expert, is_tensor_replica, is_tied_copy
 
 # Elements updated at once where temporaries are needed.
@@ -62,10 +60,10 @@ class ShardedAdamW:
     """AdamW with decoupled decay on this rank's pieces."""
 
     def __init__(
-        self, chunks: Sequence[DistributedDataParallel], groups: Groups, numbers: AdamNumbers, moments: Moments
+        self, replicas: Replicas, groups: Groups, numbers: AdamNumbers, moments: Moments
     ) -> None:
-        self.chunks, self.groups, self.numbers = chunks, groups, numbers
-        self.pieces = _offloaded([*_pieces(chunks, moments.dtype)], moments.offloaded)
+        self.replicas, self.groups, self.numbers = replicas, groups, numbers
+        self.pieces = _offloaded([_piece(share, moments.dtype) for share in replicas.shares()], moments.offloaded)
         self.steps = 0
 
     def gradient_norm(self, scale: float = 1.0) -> float:
@@ -94,9 +92,7 @@ class ShardedAdamW:
         for piece in self.pieces:
             if piece.main is not piece.weight:
                 piece.weight.copy_(piece.main)
-        for chunk in self.chunks:
-            for buckets in exchanged_buckets(chunk):
-                buckets.start_param_sync(force_sync=True)
+        self.replicas.gather()
 
     def read_weights(self) -> None:
         """Takes the float32 copies from the weights: after these were set from outside."""
@@ -106,7 +102,7 @@ class ShardedAdamW:
 
     @property
     def _device(self) -> torch.device:
-        return next(self.chunks[0].parameters()).device
+        return next(self.replicas.chunks[0].parameters()).device
 
     def _update(self, pieces: Sequence[Piece], learning_rate: float, gradient_scale: float) -> None:
         mains = [piece.main for piece in pieces]
@@ -141,37 +137,18 @@ def moments(precision: Dtype, offloaded: float) -> Moments:
     return Moments(getattr(torch, precision.value), offloaded)
 
 
-def _pieces(chunks: Sequence[DistributedDataParallel], dtype: torch.dtype) -> Iterator[Piece]:
-    for chunk in chunks:
-        names = {parameter: name for name, parameter in chunk.module.named_parameters()}
-        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
-            ranks, rank = buffer.data_parallel_group.size(), buffer.data_parallel_group.rank()
-            for bucket in buffer.buckets:
-                size = bucket.grad_data.numel() // ranks
-                first = bucket.offset + rank * size
-                for parameter in bucket.params_list:
-                    begin, end, _ = buffer.param_index_map[parameter]
-                    low, high = max(begin, first), min(end, first + size)
-                    if low < high:
-                        yield _piece(names[parameter], parameter, buffer, (begin, low, high), dtype)
-
-
-def _piece(
-    name: str, parameter: nn.Parameter, buffer: object, range_: tuple[int, int, int], dtype: torch.dtype
-) -> Piece:
-    begin, low, high = range_
-    weight: Tensor = buffer.param_data[low:high]  # type: ignore[attr-defined]
-    main = weight if weight.dtype is torch.float32 else weight.float()
+def _piece(share: Share, dtype: torch.dtype) -> Piece:
+    main = share.weight if share.weight.dtype is torch.float32 else share.weight.float()
     return Piece(
-        name=name,
-        parameter=parameter,
-        start=low - begin,
-        weight=weight,
-        gradient=buffer.grad_data[low:high],  # type: ignore[attr-defined]
+        name=share.name,
+        parameter=share.parameter,
+        start=share.start,
+        weight=share.weight,
+        gradient=share.gradient,
         main=main,
         first_moment=torch.zeros_like(main, dtype=dtype),
         second_moment=torch.zeros_like(main, dtype=dtype),
-        is_decayed=is_decayed(name),
+        is_decayed=is_decayed(share.name),
     )
 
 

@@ -7,9 +7,8 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from torch import Tensor
+from torch import Tensor, nn
 
 from moejob_trainer.batches import MicroBatch
 from moejob_trainer.groups import Groups, gathered_alike, own_rows
@@ -20,7 +19,7 @@ from moejob_trainer.model.stage import Further, RowInput, Said
 
 
 def forward_backward(
-    chunks: Sequence[DistributedDataParallel],
+    chunks: Sequence[nn.Module],
     batches: Sequence[RowInput],
     finish: Callable[[int, Said], Tensor],
     *,

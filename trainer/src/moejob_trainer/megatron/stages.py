@@ -1,22 +1,22 @@
-"""This rank's stages behind Megatron's gradient buffers, and what its schedules want to know about them."""
+"""This rank's stages, and what Megatron's schedules want to know about them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.enums import ModelType
 from megatron.core.model_parallel_config import ModelParallelConfig
 from torch import nn
 
-from moejob_api.job.base import Dtype
 from moejob_api.job.job import Spec
-from moejob_api.job.resources import Accelerator
+from moejob_api.job.moe import Sharding
 from moejob_api.layout.sizes import Layout
 from moejob_api.layout.stages import stages as stages_of
 from moejob_trainer.groups import Groups
+from moejob_trainer.megatron.sharding import fully_sharded, precision
 from moejob_trainer.model.architecture import Architecture
 from moejob_trainer.model.stage import Stage, StagePlace
 
@@ -39,9 +39,7 @@ def built(model: Architecture, spec: Spec, layout: Layout, groups: Groups, devic
     schedule = _schedule_config(model, layout, dtype)
     made = []
     for place in places(model, spec, groups):
-        with torch.device(device):
-            stage = Stage(model, spec, groups, place)
-        stage = _typed(stage, dtype)
+        stage = _placed(partial(Stage, model, spec, groups, place), spec, groups, device)
         stage.config, stage.model_type = schedule, ModelType.encoder_or_decoder
         made.append(stage)
     return made
@@ -64,27 +62,22 @@ def places(model: Architecture, spec: Spec, groups: Groups) -> list[StagePlace]:
     ]
 
 
-def buffered(stages: Sequence[Stage], spec: Spec) -> list[DistributedDataParallel]:
-    """The stages with contiguous gradients. Their weights move into buffers, so this comes before any optimizer."""
-    config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=spec.training.precision.gradients is Dtype.FLOAT32,
-        use_distributed_optimizer=True,
-        # gloo would do the same work at the same time on the same cores.
-        overlap_grad_reduce=spec.resources.accelerator is Accelerator.GPU,
-    )
-    chunks = [
-        DistributedDataParallel(stage.config, config, stage, disable_bucketing=index > 0)
-        for index, stage in enumerate(stages)
-    ]
-    no_sync = [chunk.no_sync for chunk in chunks]
-    stages[0].config.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]  # type: ignore[union-attr]
-    return chunks
-
-
 def named_parameters(stages: Sequence[Stage]) -> Iterator[tuple[str, nn.Parameter]]:
     """Every parameter of this rank under its name in the whole model."""
     for stage in stages:
         yield from stage.named_parameters()
+
+
+def _placed(make: Callable[[], Stage], spec: Spec, groups: Groups, device: torch.device) -> Stage:
+    """The stage with memory for what this rank keeps of it."""
+    if spec.memory.sharding is not Sharding.FSDP:
+        with torch.device(device):
+            return _typed(make(), getattr(torch, spec.model.dtype.value))
+    # Nobody may need the memory of a whole stage, not even to begin.
+    with torch.device("meta"):
+        stage = _typed(make(), torch.float32)
+    types = precision(spec.model.dtype, spec.training.precision.gradients)
+    return fully_sharded(stage, types, groups, device)
 
 
 def _typed(stage: Stage, dtype: torch.dtype) -> Stage:

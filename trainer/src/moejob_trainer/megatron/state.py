@@ -30,10 +30,11 @@ from moejob_trainer.errors import BadConfiguration
 from moejob_trainer.groups import Group
 from moejob_trainer.megatron.engine import MegatronEngine
 from moejob_trainer.megatron.optimizer import Piece, counts_here
+from moejob_trainer.megatron.sharding import own_boxes, sharded_as
 from moejob_trainer.megatron.weights import coordinates, named_weights
 from moejob_trainer.model.adapters import adapters, is_adapter
 from moejob_trainer.model.linear import is_tied_copy
-from moejob_trainer.model.parameters import Parameter, division, local_slices
+from moejob_trainer.model.parameters import Parameter, division, local_shape, local_slices
 
 # What makes files of another kind unreadable here, and the other way round.
 STATE_FORMAT = "boxes-2"
@@ -144,7 +145,7 @@ class StateFiles:
             }
             for name, tensor in named_weights([stage]).items():
                 if name not in updated and name in self.parameters:
-                    yield self._whole(name, tensor)
+                    yield from self._unchanged(name, tensor)
 
     def _of_piece(self, piece: Piece) -> Iterator[Held]:
         name = _name(piece.name, piece.parameter)
@@ -157,23 +158,27 @@ class StateFiles:
         # Replicas of a piece lie on other tensor ranks, or at the other end of a tied model.
         is_own = counts_here(piece.parameter, self.engine.groups)
         begin = 0
-        for box in boxes_of_range(tuple(piece.parameter.shape), piece.start, piece.stop):
+        shape = local_shape(self.parameters[name], coordinates(self.engine.groups))
+        for box in boxes_of_range(shape, piece.start, piece.stop):
             for kind, flat in states.items():
                 part = flat[begin : begin + box.elements].view(box.size)
                 yield Held(kind, name, box.moved(origin), part, is_own)
             begin += box.elements
 
-    def _whole(self, name: str, tensor: Tensor) -> Held:
+    def _unchanged(self, name: str, tensor: Tensor) -> Iterator[Held]:
         """What no update changes: frozen weights, and the bias on the choice of experts."""
-        held = local_slices(self.parameters[name], coordinates(self.engine.groups))
-        box = Box(tuple(part.start for part in held), tuple(part.stop - part.start for part in held))
+        origin = [part.start for part in local_slices(self.parameters[name], coordinates(self.engine.groups))]
         groups = self.engine.groups
         is_of_experts = any(group is not LayoutGroup.TENSOR for _, group in self.parameters[name].divided)
         replicas, holders = (
             (groups.expert_replicas, groups.expert_tensor) if is_of_experts else (groups.replicas, groups.tensor)
         )
         is_whole = not division(self.parameters[name], coordinates(groups))
-        return Held(Kind.WEIGHT, name, box, tensor, replicas.rank == 0 and (not is_whole or holders.rank == 0))
+        is_own = not is_whole or holders.rank == 0
+        if sharded_as(tensor) is None:
+            is_own = is_own and replicas.rank == 0
+        for box, part in own_boxes(tensor):
+            yield Held(Kind.WEIGHT, name, box.moved(origin), part, is_own)
 
 
 @dataclass(frozen=True, slots=True)

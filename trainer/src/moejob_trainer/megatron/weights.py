@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from moejob_trainer.conversion.families import Table
 from moejob_trainer.conversion.groups import ModelGroups
 from moejob_trainer.conversion.imports import Source, import_weights
 from moejob_trainer.groups import Groups
+from moejob_trainer.megatron.sharding import own_boxes, sharded_as, whole
 from moejob_trainer.model.adapters import Adapter, fresh, is_adapter
-from moejob_trainer.model.parameters import Coordinates, Parameter, local_slices
+from moejob_trainer.model.parameters import Coordinates, Parameter, local_shape, local_slices
 from moejob_trainer.model.stage import Stage
 
 _EMBEDDING, _OUTPUT = "embedding.weight", "output.weight"
@@ -33,7 +35,8 @@ def named_weights(stages: Sequence[Stage]) -> dict[str, Tensor]:
     named = {}
     for stage in stages:
         tied = stage.model.shape.tied_embeddings
-        for name, tensor in stage.state_dict().items():
+        # Parameters themselves: only they know how they are divided.
+        for name, tensor in stage.state_dict(keep_vars=True).items():
             # The last stage of a tied model holds a copy of the first one's embedding.
             named[_EMBEDDING if tied and name == _OUTPUT else name] = tensor
     return named
@@ -41,7 +44,24 @@ def named_weights(stages: Sequence[Stage]) -> dict[str, Tensor]:
 
 def load_published(stages: Sequence[Stage], source: Source, groups: Groups) -> None:
     """Reads this rank's part of a published checkpoint; adapters stay as they are."""
-    import_weights(base_weights(stages), source, coordinates(groups))
+    weights, here = base_weights(stages), coordinates(groups)
+    import_weights({name: tensor for name, tensor in weights.items() if sharded_as(tensor) is None}, source, here)
+    for name, tensor in weights.items():
+        sharded = sharded_as(tensor)
+        if sharded is not None:
+            parameter = _declared(name, sharded.shape, source.table, here)
+            origin = [part.start for part in local_slices(parameter, here)]
+            for box, part in own_boxes(tensor):
+                source.fill(part, parameter, box.moved(origin).slices)
+                # Trained weights begin as what is computed with, whatever replicas divide.
+                part.copy_(part.to(sharded.dtype))
+
+
+def _declared(name: str, shape: tuple[int, ...], table: Table, here: Coordinates) -> Parameter:
+    parameter = table.by_name.get(name)
+    if parameter is None or local_shape(parameter, here) != shape:
+        raise ValueError(f"{name} of {shape} is no parameter of this {table.shape.family} model at {here}")
+    return parameter
 
 
 def base_weights(stages: Sequence[Stage]) -> dict[str, Tensor]:
@@ -54,11 +74,32 @@ def adapter_weights(stages: Sequence[Stage]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in named_weights(stages).items() if is_adapter(name)}
 
 
+def whole_weights(stages: Sequence[Stage]) -> Mapping[str, Tensor]:
+    """The weights as they compute, each put together when it is asked for: by all replicas, in the same order."""
+    return _Whole(base_weights(stages))
+
+
 def merged_weights(stages: Sequence[Stage]) -> Mapping[str, Tensor]:
-    """The weights as they compute: with their adapters added."""
-    base = base_weights(stages)
+    """The same with their adapters added."""
+    base = whole_weights(stages)
     products = {name: adapter for stage in stages for name, adapter in _adapters(stage)}
     return _Merged(base, products) if products else base
+
+
+class _Whole(Mapping[str, Tensor]):
+    """Of a model whose replicas divide it, there is room for one whole weight at a time."""
+
+    def __init__(self, held: Mapping[str, Tensor]) -> None:
+        self._held = held
+
+    def __getitem__(self, name: str) -> Tensor:
+        return whole(self._held[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._held)
+
+    def __len__(self) -> int:
+        return len(self._held)
 
 
 class _Merged(Mapping[str, Tensor]):
@@ -73,7 +114,8 @@ class _Merged(Mapping[str, Tensor]):
             return self._base[name]
         if self._last is None or self._last[0] != name:
             weight = self._base[name]
-            self._last = name, (weight.float() + self._adapters[name].product().float()).to(weight.dtype)
+            product = self._adapters[name].product().detach()
+            self._last = name, (weight.float() + product.float()).to(weight.dtype)
         return self._last[1]
 
     def __iter__(self) -> Iterator[str]:
@@ -110,8 +152,9 @@ def initialise(stages: Sequence[Stage], parameters: Sequence[Parameter], groups:
     with torch.no_grad():
         for number, parameter in enumerate(parameters):
             if parameter.name in named:
-                whole = _fresh(parameter, seed + number)
-                named[parameter.name].copy_(whole[local_slices(parameter, here)])
+                everything = _fresh(parameter, seed + number)[local_slices(parameter, here)]
+                for box, part in own_boxes(named[parameter.name]):
+                    part.copy_(everything[box.slices])
 
 
 def _fresh(parameter: Parameter, seed: int) -> Tensor:

@@ -63,7 +63,9 @@ class Experts(nn.Module):
         self.gate_limit = settings.gate_limit
         self.forgets_activation = RecomputeModule.EXPERT_ACTIVATION in settings.recompute
         self.count = _exact(shape.count, groups.expert.size, "experts", "expert")
-        features = _exact(shape.intermediate, groups.expert_tensor.size, "features of an expert", "expert tensor")
+        # Replicas that divide the weights flatten their axes.
+        self.features = _exact(shape.intermediate, groups.expert_tensor.size, "features of an expert", "expert tensor")
+        features = self.features
         self.gate_up = nn.Parameter(torch.empty(self.count, 2, features, hidden))
         self.down = nn.Parameter(torch.empty(self.count, hidden, features))
         self.gate_up_bias = nn.Parameter(torch.empty(self.count, 2, features)) if shape.bias else None
@@ -88,14 +90,15 @@ class Experts(nn.Module):
         return y + (biases * float(self.adds_bias)).to(y.dtype)
 
     def _gate_up(self, rows: Tensor, counts: Tensor) -> Tensor:
-        bias = None if self.gate_up_bias is None else self.gate_up_bias.flatten(1)
-        gate_up = grouped_linear(rows, self.gate_up.flatten(1, 2), counts, bias).unflatten(1, (2, -1))
+        bias = None if self.gate_up_bias is None else self.gate_up_bias.view(self.count, -1)
+        weight = self.gate_up.view(self.count, 2 * self.features, -1)
+        gate_up = grouped_linear(rows, weight, counts, bias).unflatten(1, (2, -1))
         if self.gate_up_adapter is not None:
             gate_up = gate_up + self.gate_up_adapter.added_by_experts(rows, counts)
         return gate_up
 
     def _down(self, inner: Tensor, counts: Tensor) -> Tensor:
-        y = grouped_linear(inner, self.down, counts)
+        y = grouped_linear(inner, self.down.view(self.count, -1, self.features), counts)
         return y if self.down_adapter is None else y + self.down_adapter.added_by_experts(inner, counts)
 
     def _activated(self, gate_up: Tensor, probabilities: Tensor) -> Tensor:

@@ -1,0 +1,183 @@
+"""Stages of which every replica keeps a share only (ZeRO-3): torch's fully_shard over the groups of the layout.
+
+Weights are float32 and divided over the ranks that see other documents; a layer is whole, in the model's type, while it
+is computed. A share is a range of a flat parameter, as in Megatron's buffers, so that everything which knows pieces and
+boxes knows these too. Knows nothing of steps, optimizers or files.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+
+from moejob_api.job.base import Dtype
+from moejob_trainer.boxes import Box, boxes_of_range
+from moejob_trainer.groups import Group, Groups, gathered_alike
+from moejob_trainer.model.linear import is_expert
+from moejob_trainer.model.mixture import Experts
+from moejob_trainer.model.stage import Layer, Stage
+
+
+@dataclass(frozen=True, slots=True)
+class Sharded:
+    """What a divided parameter is, beside its share: the shape it has on this rank when whole, the type it computes in,
+    and the ranks that have a share of so many elements each; the last ones have fewer or none.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    group: Group
+    each: int
+
+    @property
+    def elements(self) -> int:
+        """Of all shares."""
+        return math.prod(self.shape)
+
+    @property
+    def start(self) -> int:
+        """The first element of this rank's share in the flat parameter."""
+        return min(self.group.rank * self.each, self.elements)
+
+    @property
+    def stop(self) -> int:
+        """Behind its last element."""
+        return min(self.start + self.each, self.elements)
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """What weights compute in, and what their gradients are summed in."""
+
+    weights: torch.dtype
+    gradients: torch.dtype
+
+
+def precision(weights: Dtype, gradients: Dtype) -> Precision:
+    """The same, as a job says it."""
+    return Precision(getattr(torch, weights.value), getattr(torch, gradients.value))
+
+
+def fully_sharded(stage: Stage, types: Precision, groups: Groups, device: torch.device) -> Stage:
+    """A stage made on the meta device, as this rank's shares on a real one; their values are not set."""
+    marks = {name: dict(vars(parameter)) for name, parameter in stage.named_parameters()}
+    shapes = {name: tuple(parameter.shape) for name, parameter in stage.named_parameters()}
+    _flatten(stage)
+    _divide(stage, types, device)
+    _materialise(stage, device)
+    for module in _divided(stage):
+        # Torch moves padded shares when they are first gathered; from now on they have to lie still.
+        module.unshard()
+        module.reshard()
+    for name, parameter in stage.named_parameters():
+        vars(parameter).update(marks[name])
+        group = groups.expert_replicas if is_expert(parameter) else groups.replicas
+        _mark(parameter, Sharded(shapes[name], types.weights, group, _each(parameter, group)))
+    return stage
+
+
+def sharded_as(tensor: Tensor) -> Sharded | None:
+    """How a tensor is divided over replicas; None when each of them holds it whole."""
+    return getattr(tensor, "sharded", None)
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """What of a tensor lies here. A view: writing into it sets the tensor."""
+    found = tensor.detach()
+    return (found.to_local() if isinstance(found, DTensor) else found).view(-1)
+
+
+def own_boxes(tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:
+    """The same as boxes of what this rank would hold without replicas, each with its view."""
+    sharded, flat = sharded_as(tensor), own_part(tensor)
+    shape, start = (tuple(tensor.shape), 0) if sharded is None else (sharded.shape, sharded.start)
+    begin = 0
+    for box in boxes_of_range(shape, start, start + flat.numel()):
+        yield box, flat[begin : begin + box.elements].view(box.size)
+        begin += box.elements
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor as it computes. Of a divided one all replicas call this together."""
+    sharded = sharded_as(tensor)
+    if sharded is None:
+        return tensor.detach()
+    # Rounded before it travels: half the bytes.
+    share = own_part(tensor).to(sharded.dtype)
+    share = functional.pad(share, (0, sharded.each - share.numel()))
+    return gathered_alike(share, sharded.group)[: sharded.elements].view(sharded.shape)
+
+
+def _flatten(stage: Stage) -> None:
+    """Matrices of many axes become matrices of many rows: 2 (gate and up) rows would divide over two ranks only.
+
+    What computes with them gives them their axes back.
+    """
+    for module in stage.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.dim() > 2:
+                flat = nn.Parameter(parameter.detach().flatten(0, -2), requires_grad=parameter.requires_grad)
+                setattr(module, name, flat)
+
+
+def _divide(stage: Stage, types: Precision, device: torch.device) -> None:
+    """Each layer travels alone, its experts apart from it: their replicas are other ranks."""
+    replicas = _mesh(parallel_state.get_data_parallel_group(with_context_parallel=True), device)
+    expert_replicas = _mesh(parallel_state.get_expert_data_parallel_group(), device)
+    # Rows of documents are integers, rotations stay float32.
+    policy = MixedPrecisionPolicy(types.weights, types.gradients, cast_forward_inputs=False)
+    for layer in [module for module in stage.modules() if isinstance(module, Layer)]:
+        for experts in [module for module in layer.modules() if isinstance(module, Experts)]:
+            fully_shard(experts, mesh=expert_replicas, mp_policy=policy)
+        fully_shard(layer, mesh=replicas, mp_policy=policy)
+    # The vocabulary's matrices stay whole between the passes: they are the last that one needs and the first of the
+    # other.
+    fully_shard(stage, mesh=replicas, mp_policy=policy, reshard_after_forward=False)
+    for module in _divided(stage):
+        # The loss is divided by the weight of the whole batch: gradients are sums. gloo knows no scaled ones.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(enable=True)
+
+
+def _divided(stage: Stage) -> Iterator[FSDPModule]:
+    return (module for module in stage.modules() if isinstance(module, FSDPModule))
+
+
+def _mesh(group: dist.ProcessGroup, device: torch.device) -> DeviceMesh:
+    return DeviceMesh.from_group(group, device.type)
+
+
+def _materialise(stage: Stage, device: torch.device) -> None:
+    """Memory for the shares, of the share alone. A matrix with two names stays one; counters begin at zero."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in stage.modules():
+        for name, parameter in module._parameters.items():  # noqa: SLF001 named_parameters names a tied one once
+            if parameter is not None:
+                if parameter not in made:
+                    empty = torch.empty_like(parameter, device=device)
+                    made[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                module._parameters[name] = made[parameter]  # noqa: SLF001
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, torch.zeros_like(buffer, device=device))
+
+
+def _each(parameter: nn.Parameter, group: Group) -> int:
+    """Elements of a share. Rows are divided as evenly as whole rows allow."""
+    return math.ceil(parameter.shape[0] / group.size) * math.prod(parameter.shape[1:])
+
+
+def _mark(parameter: nn.Parameter, sharded: Sharded) -> None:
+    held = own_part(parameter).numel()
+    if held != sharded.stop - sharded.start:
+        raise RuntimeError(f"torch holds {held} elements of a share of {sharded.stop - sharded.start}; report this")
+    parameter.sharded = sharded  # type: ignore[attr-defined]
