@@ -144,25 +144,19 @@ BROKEN_SPECS: tuple[Broken, ...] = (
         {"moe": {"dispatcher": "AllGather"}, "training": {"dynamicBatchTokens": 8192}},
     ),
     Broken(
-        "fsdp on cpu",
-        Rule.SHARDING,
-        "needs GPUs",
-        {"memory": {"sharding": "MegatronFSDP"}, "resources": {"accelerator": "CPU"}},
-    ),
-    Broken(
         "fsdp with a pipeline",
         Rule.SHARDING,
         "does not combine with pipeline 2",
-        {"memory": {"sharding": "MegatronFSDP"}, "parallelism": {"pipeline": 2}},
+        {"memory": {"sharding": "FSDP"}, "parallelism": {"pipeline": 2}},
     ),
     Broken(
-        "fsdp with lora", Rule.SHARDING, "adapters", {"memory": {"sharding": "MegatronFSDP"}, "training": {"lora": {}}}
+        "fsdp with lora", Rule.SHARDING, "adapters", {"memory": {"sharding": "FSDP"}, "training": {"lora": {}}}
     ),
     Broken(
         "fsdp with an offloaded optimizer",
         Rule.SHARDING,
         "offloadOptimizer 0.5",
-        {"memory": {"sharding": "MegatronFSDP", "offloadOptimizer": 0.5}},
+        {"memory": {"sharding": "FSDP", "offloadOptimizer": 0.5}},
     ),
     Broken(
         "offload on cpu",

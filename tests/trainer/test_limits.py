@@ -15,7 +15,6 @@ from moejob_trainer.limits import refuse_what_is_missing
     ("sections", "named"),
     [
         pytest.param({"method": "GRPO"}, "method GRPO", id="GRPO"),
-        pytest.param({"memory": {"sharding": "MegatronFSDP"}}, "memory.sharding MegatronFSDP", id="Megatron-FSDP"),
     ],
 )
 def test_what_is_missing_is_refused(sections: dict[str, Any], named: str) -> None:

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from builders import merged
 from moejob_api.models.shape import Family
-from trainer.parity.cells import FOLDED, Cell, Steps, assert_like, trained
+from moejob_trainer.conversion.families import table
+from moejob_trainer.megatron.cpu import use_cpu
+from moejob_trainer.megatron.topology import stop_groups
+from trainer.parity.cells import FOLDED, Cell, Steps, assert_like, loss_of, micro_batches, started, trained
+from trainer.parity.checkpoints import Resumption, resumed, saved, state_in, unequal
 from trainer.worlds import Worlds
 
 Reference = Callable[[Family], tuple[Path, Steps]]
@@ -31,6 +43,23 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "CP2": {"context": 2},
     "TP2.CP2.EP4 folded over TP2.CP2.DP2": {"tensor": 2, "context": 2, "data": 2, "expert": 4, **FOLDED},
 }
+MIXED = {"tensor": 2, "data": 2, "expert": 2, **FOLDED}
+TRAINED: dict[str, dict[str, Any]] = {
+    "everything recomputed": {"training": {"recompute": {"granularity": "Full"}}},
+    "groups of layers recomputed": {
+        "training": {"recompute": {"granularity": "Full", "method": "Uniform", "layers": 3}}
+    },
+    "the first layers recomputed": {"training": {"recompute": {"granularity": "Full", "method": "Block", "layers": 2}}},
+    "norms and activations recomputed": {"training": {"recompute": {"granularity": "Selective"}}},
+    "experts recomputed": {"training": {"recompute": {"granularity": "Selective", "modules": ["Experts"]}}},
+    "activations offloaded": {"memory": {"offloadActivations": True}},
+    "one document at a time": {"data": {"packing": False}, "training": {"microBatchSize": 1}},
+    "tokens gathered": {"moe": {"dispatcher": "AllGather"}},
+}
+
+
+def _cell(family: Family, parallelism: Mapping[str, Any], sections: Mapping[str, Any] | None = None) -> Cell:
+    return Cell(family, merged(merged(SHARDED, {"parallelism": dict(parallelism)}), sections or {}))
 
 
 def _holds(worlds: Worlds, reference: Reference, cell: Cell) -> None:
@@ -43,4 +72,208 @@ def _holds(worlds: Worlds, reference: Reference, cell: Cell) -> None:
 def test_a_layout_of_shares_trains_what_transformers_trains(
     worlds: Worlds, reference: Reference, family: Family, layout: str
 ) -> None:
-    _holds(worlds, reference, Cell(family, merged(SHARDED, {"parallelism": LAYOUTS[layout]})))
+    _holds(worlds, reference, _cell(family, LAYOUTS[layout]))
+
+
+@pytest.mark.parametrize("family", [Family.GPT_OSS, Family.QWEN2, Family.DEEPSEEK_V2])
+def test_biases_sinks_and_tied_matrices_are_shared_too(worlds: Worlds, reference: Reference, family: Family) -> None:
+    _holds(worlds, reference, _cell(family, {"tensor": 2, "data": 3}))
+
+
+@pytest.mark.parametrize("how", TRAINED)
+def test_how_memory_is_saved_and_batches_are_made_changes_nothing(
+    worlds: Worlds, reference: Reference, how: str
+) -> None:
+    _holds(worlds, reference, _cell(Family.QWEN3_MOE, MIXED, TRAINED[how]))
+
+
+@pytest.mark.parametrize(
+    "moe",
+    [
+        pytest.param({"balancing": "ExpertBias"}, id="moving bias"),
+        pytest.param({"balancing": "AuxLoss", "auxLossCoefficient": 0.01}, id="balancing loss"),
+        pytest.param({"zLossCoefficient": 0.01}, id="z-loss"),
+        pytest.param({"freezeRouter": True}, id="frozen router"),
+    ],
+)
+def test_what_keeps_experts_even_works_as_on_whole_stages(
+    worlds: Worlds, reference: Reference, moe: Mapping[str, Any]
+) -> None:
+    folder, _ = reference(Family.DEEPSEEK_V3)
+    cells = [Cell(Family.DEEPSEEK_V3, {"parallelism": MIXED, "moe": moe}), _cell(Family.DEEPSEEK_V3, MIXED, {"moe": moe})]
+    whole, shares = (worlds.run(4, trained, cell, folder)[0] for cell in cells)
+    np.testing.assert_allclose(shares.steps.losses, whole.steps.losses, rtol=WITHIN)
+    np.testing.assert_allclose(shares.steps.norms, whole.steps.norms, rtol=WITHIN)
+    np.testing.assert_allclose(shares.steps.balancing, whole.steps.balancing, rtol=WITHIN)
+    assert shares.selection_biases == whole.selection_biases
+
+
+def test_gradients_that_are_averaged_are_seen(worlds: Worlds, reference: Reference) -> None:
+    cell = _cell(Family.QWEN3_MOE, {"data": 2})
+    folder, expected = reference(cell.family)
+    with pytest.raises(AssertionError, match=r"off by|Not equal"):
+        assert_like(worlds.run(2, trained_on_averages, cell, folder), expected, within=WITHIN)
+
+
+def trained_on_averages(cell: Cell, folder: Path) -> Any:
+    """What torch does by itself."""
+    sums = FSDPModule.set_gradient_divide_factor
+    FSDPModule.set_gradient_divide_factor = lambda module, _: sums(module, 2.0)  # type: ignore[method-assign]
+    try:
+        return trained(cell, folder)
+    finally:
+        FSDPModule.set_gradient_divide_factor = sums  # type: ignore[method-assign]
+
+
+# --- checkpoints ----------------------------------------------------------------------------------------------------
+
+EP4 = {"data": 4, "expert": 4, **FOLDED}
+KINDS: dict[str, tuple[Family, dict[str, Any], float]] = {
+    "Qwen3-MoE": (Family.QWEN3_MOE, {}, 1e-6),
+    "DeepSeek-V3 with moving bias": (Family.DEEPSEEK_V3, {"moe": {"balancing": "ExpertBias"}}, 1e-6),
+    "frozen router": (Family.QWEN3_MOE, {"moe": {"freezeRouter": True}}, 1e-6),
+    "tied Qwen2": (Family.QWEN2, {}, 1e-6),
+    "bfloat16": (
+        Family.QWEN3_MOE,
+        {"model": {"dtype": "bfloat16"}, "training": {"precision": {"moments": "bfloat16"}}},
+        5e-3,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_checkpoints_of_shares_and_of_whole_stages_are_the_same(
+    worlds: Worlds, reference: Reference, tmp_path: Path, name: str
+) -> None:
+    family, sections, within = KINDS[name]
+    first, _ = reference(family)
+    mixed = {"tensor": 2, "data": 3} if family is Family.QWEN2 else EP4
+    ways = {
+        "shares": _cell(family, {"data": 3}, sections),
+        "shares of a mix": _cell(family, mixed, sections),
+        "TP2": Cell(family, merged({"parallelism": {"tensor": 2}}, sections)),
+        "PP2": Cell(family, merged({"parallelism": {"pipeline": 2}}, sections)),
+    }
+    written = {way: worlds.run(cell.ranks(), saved, cell, first, tmp_path / way)[0] for way, cell in ways.items()}
+    for way, cell in ways.items():
+        others = {other: Resumption(one, tmp_path / "again" / way / other) for other, one in written.items()}
+        found = worlds.run(cell.ranks(), resumed, cell, first, [*others.values()])[0]
+        for (other, resumption), losses in zip(others.items(), found, strict=True):
+            assert unequal(state_in(resumption.again), state_in(resumption.saved.folder)) == [], f"{other} in {way}"
+            is_same = other == way
+            np.testing.assert_allclose(losses, resumption.saved.losses, rtol=0.0 if is_same else within, err_msg=other)
+
+
+# --- weights --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("layout", ["DP3", "EP2.DP2", "TP2.CP2.EP4 folded over TP2.CP2.DP2"])
+def test_weights_are_handed_out_as_they_were_read(
+    worlds: Worlds, reference: Reference, layout: str, dtype: str
+) -> None:
+    folder, _ = reference(Family.QWEN3_MOE)
+    sections = {"model": {"dtype": dtype}}
+    whole = worlds.run(1, handed_out, Cell(Family.QWEN3_MOE, sections), folder)[0]
+    cell = _cell(Family.QWEN3_MOE, LAYOUTS[layout], sections)
+    parts = worlds.run(cell.ranks(), handed_out, cell, folder)
+    assert sum(len(part) for part in parts) == len(whole), "somebody was handed a weight that another has"
+    found = {name: tensor for part in parts for name, tensor in part.items()}
+    assert found.keys() == whole.keys()
+    differing = [name for name in whole if not (whole[name] == found[name]).all()]
+    assert differing == []
+
+
+def handed_out(cell: Cell, folder: Path) -> dict[str, Any]:
+    """What one rank gets of the weights."""
+    use_cpu()
+    try:
+        # As bits: numpy knows no bfloat16.
+        return {name: _bits(tensor) for name, tensor in started(cell, folder).weights()}
+    finally:
+        stop_groups()
+
+
+def _bits(tensor: Tensor) -> Any:
+    as_bits = torch.int32 if tensor.dtype is torch.float32 else torch.int16
+    return tensor.contiguous().view(as_bits).numpy().copy()
+
+
+# --- memory ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Of tensors that a rank holds, and of all weights of the model, which are float32."""
+
+    begun: int
+    updated: int
+    evaluated: int
+    most_inside: int
+    model: int
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_rank_holds_its_share_alone_outside_of_the_passes(worlds: Worlds, reference: Reference, ranks: int) -> None:
+    folder, _ = reference(Family.QWEN3_MOE)
+    for held in worlds.run(ranks, bytes_held, _cell(Family.QWEN3_MOE, {"data": ranks}), folder):
+        # Weights, gradients and both moments; what counts tokens and rows that cannot be divided come on top.
+        most = 4 * held.model / ranks * 1.04
+        assert held.begun <= most
+        assert held.updated <= most
+        assert held.evaluated <= most
+        assert held.most_inside > held.updated + held.model / 10
+
+
+def test_whole_stages_hold_weights_and_gradients_whole(worlds: Worlds, reference: Reference) -> None:
+    folder, _ = reference(Family.QWEN3_MOE)
+    cell = Cell(Family.QWEN3_MOE, {"parallelism": {"data": 4}})
+    for held in worlds.run(4, bytes_held, cell, folder):
+        assert held.updated > 2 * held.model
+
+
+def bytes_held(cell: Cell, folder: Path) -> Bytes:
+    """One rank's part."""
+    use_cpu()
+    before = _bytes()
+    engine = started(cell, folder)
+    inside: list[int] = []
+    try:
+        begun = _bytes() - before
+        batches, loss = micro_batches(cell, engine, 0), loss_of(cell, engine)
+        hook = engine.stages[0].layers["1"].attention.register_forward_hook(lambda *_: inside.append(_bytes() - before))
+        engine.update(batches, loss)
+        hook.remove()
+        updated = _bytes() - before
+        engine.evaluated(batches, loss)
+        engine.outputs(batches)
+        evaluated = _bytes() - before
+    finally:
+        stop_groups()
+    declared = (parameter for parameter in table(engine.model.shape).parameters if not parameter.is_buffer)
+    return Bytes(begun, updated, evaluated, max(inside), sum(4 * math.prod(one.shape) for one in declared))
+
+
+def _bytes() -> int:
+    gc.collect()
+    tensors = [found for found in gc.get_objects() if isinstance(found, Tensor) and not isinstance(found, DTensor)]
+    storages = {tensor.untyped_storage()._cdata: tensor for tensor in tensors if tensor.device.type == "cpu"}
+    return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
+
+
+def test_stages_of_shares_begin_with_the_counters_of_whole_ones(worlds: Worlds, reference: Reference) -> None:
+    folder, _ = reference(Family.DEEPSEEK_V3)
+    cells = [Cell(Family.DEEPSEEK_V3, {"parallelism": {"data": 2}}), _cell(Family.DEEPSEEK_V3, {"data": 2})]
+    whole, shares = (worlds.run(2, counters, cell, folder)[0] for cell in cells)
+    assert shares == whole
+    assert len(shares) > 10
+
+
+def counters(cell: Cell, folder: Path) -> dict[str, tuple[str, list[float]]]:
+    """All buffers of a stage that has not trained yet."""
+    use_cpu()
+    try:
+        buffers = started(cell, folder).stages[0].named_buffers()
+        return {name: (str(buffer.dtype), buffer.flatten().tolist()) for name, buffer in buffers}
+    finally:
+        stop_groups()

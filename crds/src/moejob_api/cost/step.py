@@ -239,7 +239,7 @@ def _over_replicas(case: Case, parameters: Parameters, size_bytes: int, machine:
 def _optimizer(case: Case, mine: int, machine: Machine) -> float:
     """Adam reads and writes its state once; all GPUs of a node share the host that updates what lives there."""
     on_host = case.spec.memory.offload_optimizer
-    touched = mine * (2 * optimizer_bytes(case) + case.gradient_bytes + case.element_bytes)
+    touched = mine * (2 * optimizer_bytes(case) + case.summed_bytes + case.weight_bytes)
     on_gpu = touched / (OPTIMIZER_SHARE * machine.hardware.memory_bytes_per_second)
     moved = mine * (FLOAT32_BYTES + case.element_bytes) / machine.hardware.host_bytes_per_second
     updated = mine * HOST_ADAM_BYTES * case.layout.gpus_per_pod / HOST_ADAM_BYTES_PER_SECOND

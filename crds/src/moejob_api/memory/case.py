@@ -11,6 +11,7 @@ from moejob_api.job.training import Lora
 from moejob_api.layout.sizes import Layout
 from moejob_api.memory.adapters import adapter_weights
 from moejob_api.memory.constants import VOCABULARY_MULTIPLE
+from moejob_api.memory.kept import FLOAT32_BYTES
 from moejob_api.memory.kinds import Kinds, Stage, distinct_stages, layers_by_kind, router_parameters
 from moejob_api.memory.share import Keeping, Share, keeping, router_is_frozen, share, trained_shape
 from moejob_api.models.parameters import Weights, layer_weights, mtp_weights
@@ -71,12 +72,22 @@ class Case:
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of a weight, and of an activation."""
+        """Bytes of a weight that computes, and of an activation."""
         return self.share.element_bytes
 
     @property
+    def weight_bytes(self) -> int:
+        """Bytes of a weight that is kept: replicas that divide them keep float32 ones and round what they gather."""
+        return FLOAT32_BYTES if self.is_fully_sharded else self.element_bytes
+
+    @property
+    def summed_bytes(self) -> int:
+        """Bytes of a gradient that is kept: shares of weights have gradients of their own type."""
+        return FLOAT32_BYTES if self.is_fully_sharded else self.gradient_bytes
+
+    @property
     def gradient_bytes(self) -> int:
-        """Bytes of a gradient."""
+        """Bytes of a gradient that travels to be summed."""
         return self.spec.training.precision.gradients.size_bytes
 
     @property

@@ -30,7 +30,7 @@ FRAGMENTATION = 0.15
 HOST_PROCESS_BYTES = 4 * GIB
 CPU_RANK_BYTES = GIB
 
-# Weights of a layer that is being computed and of the next one on its way: Megatron-FSDP's double buffer.
+# Weights of a layer that is being computed, and what arrives of the next one.
 FSDP_UNITS = 2
 
 # A vLLM engine beside weights and KV cache: context, CUDA graphs, activations of its largest prefill. On one H200 it

@@ -38,13 +38,13 @@ def _weights(of: Load) -> str:
     held = of.parameters.held
     divided_by = f" / {of.case.layout.data * of.case.layout.context} ranks" if of.case.is_fully_sharded else ""
     routed = f", {count(held.routed)} of them in experts" if held.routed else ""
-    return f"{count(held.total)} parameters x {of.case.element_bytes} B{divided_by}{routed}"
+    return f"{count(held.total)} parameters x {of.case.weight_bytes} B{divided_by}{routed}"
 
 
 def _gradients(of: Load) -> str:
     trained = of.parameters.trained
     if of.case.is_fully_sharded:
-        return f"{count(divided(of.case, trained))} trained parameters of this rank x {of.case.gradient_bytes} B"
+        return f"{count(divided(of.case, trained))} trained parameters of this rank x {of.case.summed_bytes} B"
     return f"{count(trained.total)} trained parameters x {of.case.gradient_bytes} B"
 
 
@@ -99,7 +99,7 @@ def _loss(of: Load) -> str:
 
 
 def _step(of: Load) -> str:
-    copies = "float32 copies of the gradients and " if of.case.gradient_bytes < 4 else ""
+    copies = "float32 copies of the gradients and " if of.case.summed_bytes < 4 else ""
     return f"{copies}the largest one clipped"
 
 
@@ -126,7 +126,7 @@ def _communicators(of: Load) -> str:
 
 _SAYINGS: Mapping[Name, str] = MappingProxyType(
     {
-        Name.GATHERED: f"weights and gradients of {FSDP_UNITS} whole layers and of the vocabulary's matrices",
+        Name.GATHERED: f"weights of {FSDP_UNITS} whole layers, gradients of one, and the vocabulary's matrices",
         Name.PIPELINE: "hidden states and gradients from and to the neighbouring stages",
         Name.ENGINE_WORKSPACE: "context, graphs and prefill of the engine",
         Name.ENGINE_ASLEEP: "context of the engine while the trainer works",

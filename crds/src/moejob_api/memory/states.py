@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moejob_api.arithmetic import ceil_div
-from moejob_api.job.base import Dtype
 from moejob_api.memory.case import Case, Parameters, Portion
 from moejob_api.memory.constants import FSDP_UNITS
 from moejob_api.memory.kept import FLOAT32_BYTES
@@ -39,8 +38,8 @@ def states(case: Case, stage: Stage, part: Portion) -> States:
         weights, gradients = divided(case, part.held), mine
         gathered = _units(case, stage)
     return States(
-        weights=weights * case.element_bytes,
-        gradients=gradients * case.gradient_bytes,
+        weights=weights * case.weight_bytes,
+        gradients=gradients * case.summed_bytes,
         optimizer=round(optimizer * (1 - on_host)),
         gathered=gathered,
         step=round(_step(case, mine) * (1 - on_host)),
@@ -57,13 +56,13 @@ def divided(case: Case, parameters: Parameters) -> int:
 
 def optimizer_bytes(case: Case) -> int:
     """Bytes of optimizer state for each trained parameter: two moments, and a float32 copy of lower weights."""
-    master = 0 if case.spec.model.dtype is Dtype.FLOAT32 else FLOAT32_BYTES
+    master = 0 if case.weight_bytes == FLOAT32_BYTES else FLOAT32_BYTES
     return master + 2 * case.spec.training.precision.moments.size_bytes
 
 
 def _step(case: Case, mine: int) -> int:
     """float32 copies of lower gradients, and the product of the largest one with the clipping factor."""
-    copies = mine * FLOAT32_BYTES if case.gradient_bytes < FLOAT32_BYTES else 0
+    copies = mine * FLOAT32_BYTES if case.summed_bytes < FLOAT32_BYTES else 0
     if case.spec.training.clip_grad == 0 or case.spec.training.lora is not None:
         return copies
     largest = max(largest_matrix(layer, case.share) for layer in case.kinds.layers)
@@ -71,7 +70,12 @@ def _step(case: Case, mine: int) -> int:
 
 
 def _units(case: Case, stage: Stage) -> int:
-    """Layers whose weights and gradients are whole for a while, and the vocabulary's matrices, which always are."""
+    """What is whole for a while, at its most: in the backward pass of the largest layer, or behind that of the first.
+
+    A layer's weights and those of the next one on its way, its gradients, and a copy of either laid out to be summed.
+    The vocabulary's matrices stay whole through both passes, and their gradients are summed last.
+    """
     layer = max(part.held.total for part in case.layers)
-    matrices = stage.embedding + (stage.output and not case.shape.tied_embeddings)
-    return (FSDP_UNITS * layer + matrices * case.vocabulary) * (case.element_bytes + case.gradient_bytes)
+    matrices = (stage.embedding + (stage.output and not case.shape.tied_embeddings)) * case.vocabulary
+    passing = layer * ((FSDP_UNITS + 1) * case.element_bytes + case.gradient_bytes)
+    return 2 * matrices * case.element_bytes + max(passing, matrices * case.gradient_bytes)
