@@ -149,9 +149,7 @@ BROKEN_SPECS: tuple[Broken, ...] = (
         "does not combine with pipeline 2",
         {"memory": {"sharding": "FSDP"}, "parallelism": {"pipeline": 2}},
     ),
-    Broken(
-        "fsdp with lora", Rule.SHARDING, "adapters", {"memory": {"sharding": "FSDP"}, "training": {"lora": {}}}
-    ),
+    Broken("fsdp with lora", Rule.SHARDING, "adapters", {"memory": {"sharding": "FSDP"}, "training": {"lora": {}}}),
     Broken(
         "fsdp with an offloaded optimizer",
         Rule.SHARDING,

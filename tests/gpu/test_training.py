@@ -63,8 +63,26 @@ LAYOUTS: dict[str, dict[str, object]] = {
 @pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_layout_over_four_gpus_trains_what_one_cpu_trains(layout: str) -> None:
+    _trains_what_one_cpu_trains(LAYOUTS[layout], {})
+
+
+SHARES: dict[str, dict[str, object]] = {
+    "DP4": {"data": 4},
+    "EP2.DP2": {"expert": 2, "data": 2},
+    "EP4": {"expert": 4},
+    "TP2.DP2": {"tensor": 2, "data": 2},
+}
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")
+@pytest.mark.parametrize("layout", SHARES)
+def test_fsdp_over_four_gpus_trains_what_one_cpu_trains(layout: str) -> None:
+    _trains_what_one_cpu_trains(SHARES[layout], {"sharding": "FSDP"})
+
+
+def _trains_what_one_cpu_trains(parallelism: dict[str, object], memory: dict[str, object]) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4"]
-    program = [str(PROGRAM.with_name("layouts.py")), json.dumps(LAYOUTS[layout])]
+    program = [str(PROGRAM.with_name("layouts.py")), json.dumps(parallelism), json.dumps(memory)]
     done = subprocess.run([*command, *program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     here, reference = json.loads(done.stdout.splitlines()[-1]), trained("cpu", "float32")

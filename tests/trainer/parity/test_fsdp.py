@@ -100,7 +100,10 @@ def test_what_keeps_experts_even_works_as_on_whole_stages(
     worlds: Worlds, reference: Reference, moe: Mapping[str, Any]
 ) -> None:
     folder, _ = reference(Family.DEEPSEEK_V3)
-    cells = [Cell(Family.DEEPSEEK_V3, {"parallelism": MIXED, "moe": moe}), _cell(Family.DEEPSEEK_V3, MIXED, {"moe": moe})]
+    cells = [
+        Cell(Family.DEEPSEEK_V3, {"parallelism": MIXED, "moe": moe}),
+        _cell(Family.DEEPSEEK_V3, MIXED, {"moe": moe}),
+    ]
     whole, shares = (worlds.run(4, trained, cell, folder)[0] for cell in cells)
     np.testing.assert_allclose(shares.steps.losses, whole.steps.losses, rtol=WITHIN)
     np.testing.assert_allclose(shares.steps.norms, whole.steps.norms, rtol=WITHIN)
@@ -117,12 +120,16 @@ def test_gradients_that_are_averaged_are_seen(worlds: Worlds, reference: Referen
 
 def trained_on_averages(cell: Cell, folder: Path) -> Any:
     """What torch does by itself."""
-    sums = FSDPModule.set_gradient_divide_factor
-    FSDPModule.set_gradient_divide_factor = lambda module, _: sums(module, 2.0)  # type: ignore[method-assign]
+    ours = FSDPModule.set_gradient_divide_factor
+    FSDPModule.set_gradient_divide_factor = _averages  # type: ignore[method-assign]
     try:
         return trained(cell, folder)
     finally:
-        FSDPModule.set_gradient_divide_factor = sums  # type: ignore[method-assign]
+        FSDPModule.set_gradient_divide_factor = ours  # type: ignore[method-assign]
+
+
+def _averages(module: FSDPModule, factor: float) -> None:  # noqa: ARG001 the trainer's own
+    """The factor that torch takes when it is given none."""
 
 
 # --- checkpoints ----------------------------------------------------------------------------------------------------
@@ -241,7 +248,8 @@ def bytes_held(cell: Cell, folder: Path) -> Bytes:
     try:
         begun = _bytes() - before
         batches, loss = micro_batches(cell, engine, 0), loss_of(cell, engine)
-        hook = engine.stages[0].layers["1"].attention.register_forward_hook(lambda *_: inside.append(_bytes() - before))
+        attention = engine.stages[0].get_submodule("layers.1.attention")
+        hook = attention.register_forward_hook(lambda *_: inside.append(_bytes() - before))
         engine.update(batches, loss)
         hook.remove()
         updated = _bytes() - before
@@ -257,8 +265,8 @@ def bytes_held(cell: Cell, folder: Path) -> Bytes:
 def _bytes() -> int:
     gc.collect()
     tensors = [found for found in gc.get_objects() if isinstance(found, Tensor) and not isinstance(found, DTensor)]
-    storages = {tensor.untyped_storage()._cdata: tensor for tensor in tensors if tensor.device.type == "cpu"}
-    return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
+    storages = [tensor.untyped_storage() for tensor in tensors if tensor.device.type == "cpu"]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def test_stages_of_shares_begin_with_the_counters_of_whole_ones(worlds: Worlds, reference: Reference) -> None:

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 
 from moejob_api.models.shape import Family
 from moejob_trainer.loop import Outcome
-from trainer.parity.cells import LAYOUTS, Cell, Steps
+from trainer.parity.cells import FOLDED, LAYOUTS, Cell, Steps
 from trainer.parity.seams import STEPS, Learned, learned, said_by_transformers
 from trainer.worlds import Worlds
 
@@ -22,10 +22,15 @@ LearnedIn = Callable[[Family, str], Sequence[Learned]]
 
 WITHIN = 1e-5
 SINGLE = "single"
+SHARED: dict[str, Any] = {
+    "FSDP over DP3": {"data": 3},
+    "FSDP over TP2.EP2.DP2": {"tensor": 2, "expert": 2, "data": 2, **FOLDED},
+}
 CELLS = [
     *((Family.QWEN3_MOE, layout) for layout in (SINGLE, "TP2", "PP2", "PP2.VPP2", "CP2", "DP2", "TP2.PP2.EP2")),
     (Family.DEEPSEEK_V3, "EP4 folded over DP4"),
     (Family.QWEN2, "PP2"),
+    *((Family.QWEN3_MOE, layout) for layout in SHARED),
 ]
 
 
@@ -33,7 +38,7 @@ CELLS = [
 def learned_in(worlds: Worlds, reference: Reference) -> LearnedIn:
     @cache
     def run(family: Family, layout: str) -> Sequence[Learned]:
-        cell = Cell(family, {"parallelism": {} if layout == SINGLE else LAYOUTS[layout]})
+        cell = Cell(family, _sections(layout))
         return worlds.run(cell.ranks(), learned, cell, reference(family)[0])
 
     return run
@@ -84,6 +89,12 @@ def test_the_second_update_of_a_step_is_measured_against_what_was_said_before_th
         first, second = (update.metrics["ratio"] for update in updates)
         assert first == pytest.approx(1.0, abs=1e-6)
         assert abs(second - 1.0) > 1e-4
+
+
+def _sections(layout: str) -> dict[str, Any]:
+    if layout in SHARED:
+        return {"parallelism": SHARED[layout], "memory": {"sharding": "FSDP"}}
+    return {"parallelism": {} if layout == SINGLE else LAYOUTS[layout]}
 
 
 def _numbers(rank: Learned) -> list[list[float]]:

@@ -92,7 +92,7 @@ class Piece:
         return ours.permute(order).reshape(self.shape)
 
     def _theirs(self, group: tuple[int, ...], part: Slices) -> slice:
-        """The range on one axis of theirs: of the axes it consists of, what is faster than a cut one has to be whole."""
+        """The range on one axis of theirs: of those it consists of, what is faster than a cut one has to be whole."""
         if self.around(part) != part:
             raise ValueError(f"{self.tensor}: the part {part} is not one range of it")
         start = 0

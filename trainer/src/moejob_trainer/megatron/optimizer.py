@@ -1,7 +1,7 @@
 """AdamW over this rank's share of the weights: every replica updates a part, then all gather the whole.
 
-A piece is the part of one parameter that fell to this rank. Pieces know the name of their parameter and where in it they lie, so that a checkpoint saved in
-one layout is read in any other.
+A piece is the part of one parameter that fell to this rank. Pieces know the name of their parameter and where in it
+they lie, so that a checkpoint saved in one layout is read in any other.
 """
 
 from __future__ import annotations
@@ -59,9 +59,7 @@ class Moments:
 class ShardedAdamW:
     """AdamW with decoupled decay on this rank's pieces."""
 
-    def __init__(
-        self, replicas: Replicas, groups: Groups, numbers: AdamNumbers, moments: Moments
-    ) -> None:
+    def __init__(self, replicas: Replicas, groups: Groups, numbers: AdamNumbers, moments: Moments) -> None:
         self.replicas, self.groups, self.numbers = replicas, groups, numbers
         self.pieces = _offloaded([_piece(share, moments.dtype) for share in replicas.shares()], moments.offloaded)
         self.steps = 0

@@ -86,7 +86,7 @@ class Buffers:
 
     def gradient(self, parameter: nn.Parameter) -> Tensor:
         """All of it; what is right after the sum is the share of this rank."""
-        gradient: Tensor = parameter.main_grad  # type: ignore[assignment]
+        gradient: Tensor = parameter.main_grad  # type: ignore[attr-defined]
         return gradient
 
     def shares(self) -> Iterator[Share]:
