@@ -56,6 +56,29 @@ def test_a_tiny_mixture_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
+    ("dtype", "gradients"),
+    [("bfloat16", "float32"), ("bfloat16", "bfloat16"), ("float32", "float32")],
+)
+def test_divided_weights_are_float32_and_whole_layers_are_not(dtype: str, gradients: str) -> None:
+    dense = 2 * (TINY_LAYER - 3 * 128 + 8 * 4) + ENDS
+    routed = 2 * TINY_ROUTED
+    precision = {"training": {"precision": {"gradients": gradients}}, "model": {"dtype": dtype}}
+    job = spec(parallelism={"expert": 2, "data": 2}, memory={"sharding": "FSDP"}, **precision)
+    answer = needs(job, TINY_MIXTURE)
+    mine = -(-dense // 4) + routed // 2 // 2
+    assert part(answer, Name.WEIGHTS) == 4 * mine
+    assert part(answer, Name.GRADIENTS) == 4 * mine
+    assert part(answer, Name.OPTIMIZER) == 8 * mine
+    element, summed = (2 if dtype == "bfloat16" else 4), (2 if gradients == "bfloat16" else 4)
+    # Two layers on their way, one's gradients and what they are summed in; embedding and output beside them.
+    layer = TINY_LAYER - 3 * 128 + 8 * 4 + TINY_ROUTED // 2
+    behind_the_first_layer = 2 * 256 * 8 * summed
+    assert part(answer, Name.GATHERED) == 2 * 2 * 256 * 8 * element + max(
+        layer * (3 * element + summed), behind_the_first_layer
+    )
+
+
+@pytest.mark.parametrize(
     ("changes", "bytes_a_parameter"),
     [
         pytest.param({}, 2 + 4 + 12, id="mixed precision"),

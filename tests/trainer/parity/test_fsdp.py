@@ -121,14 +121,14 @@ def test_gradients_that_are_averaged_are_seen(worlds: Worlds, reference: Referen
 def trained_on_averages(cell: Cell, folder: Path) -> Any:
     """What torch does by itself."""
     ours = FSDPModule.set_gradient_divide_factor
-    FSDPModule.set_gradient_divide_factor = _averages  # type: ignore[method-assign]
+    FSDPModule.set_gradient_divide_factor = _averages  # type: ignore[assignment, method-assign]
     try:
         return trained(cell, folder)
     finally:
         FSDPModule.set_gradient_divide_factor = ours  # type: ignore[method-assign]
 
 
-def _averages(module: FSDPModule, factor: float) -> None:  # noqa: ARG001 the trainer's own
+def _averages(module: FSDPModule, factor: float) -> None:
     """The factor that torch takes when it is given none."""
 
 
