@@ -52,12 +52,13 @@ class TinyRun:
         return said
 
 
-def started(folder: Path, name: str) -> TinyRun:
+def started(folder: Path, name: str, **sections: Any) -> TinyRun:
     job = yaml.safe_load((ROOT / "examples" / "tiny-sft.yaml").read_text())
     job["spec"]["data"] |= {"maxLength": 64}
     job["spec"]["training"] |= {"maxSteps": STEPS, "evalEvery": STEPS}
     # In the background a save may take longer than the steps that are left.
     job["spec"]["checkpoint"] |= {"everySteps": 2, "async": False}
+    job["spec"] |= sections
     file = folder / f"{name}.yaml"
     file.write_text(yaml.safe_dump(job))
     process = subprocess.Popen(
@@ -119,3 +120,26 @@ def test_both_exports_are_the_same_model_and_transformers_loads_it(runs: tuple[T
     )["input_ids"]
     calm, killed = (model(asked).logits for model in models)
     torch.testing.assert_close(killed, calm, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_replicas_that_divide_everything_learn_and_export_the_same(
+    runs: tuple[TinyRun, TinyRun], tmp_path: Path
+) -> None:
+    calm, shares = runs[0], started(tmp_path, "shares", parallelism={"data": 2}, memory={"sharding": "FSDP"})
+    try:
+        shares.ended()
+    finally:
+        shares.process.terminate()
+        shares.process.wait()
+    assert shares.losses() == pytest.approx(calm.losses(), rel=1e-4)
+    model, expected = (_exported(run) for run in (shares, calm))
+    assert model.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(model[name], tensor, rtol=1e-3, atol=1e-4)
+
+
+def _exported(run: TinyRun) -> dict[str, torch.Tensor]:
+    model: Any = AutoModelForCausalLM.from_pretrained(run.place / "export", dtype=torch.float32)
+    weights: dict[str, torch.Tensor] = model.state_dict()
+    return weights
