@@ -91,6 +91,20 @@ def test_how_memory_is_saved_changes_nothing(worlds: Worlds, further: Further, h
     _holds(worlds, further(Family.DEEPSEEK_V3), _cell({"tensor": 2, "expert": 2, **FOLDED}, **MEMORY[how]))
 
 
+SHARES: dict[str, dict[str, Any]] = {
+    "DP3": {"data": 3},
+    "TP2.EP2.DP2": {"tensor": 2, "expert": 2, "data": 2, **FOLDED},
+}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("layout", SHARES)
+def test_replicas_that_divide_everything_learn_them_too(
+    worlds: Worlds, further: Further, layout: str, *, tied: bool
+) -> None:
+    _holds(worlds, further(Family.DEEPSEEK_V3, tied=tied), _cell(SHARES[layout], memory={"sharding": "FSDP"}))
+
+
 # --- what else is learned with them ---------------------------------------------------------------------------------
 
 RULES: dict[str, tuple[Rules, dict[str, Any]]] = {

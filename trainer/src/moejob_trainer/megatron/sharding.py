@@ -23,9 +23,10 @@ from torch.nn import functional
 from moejob_api.job.base import Dtype
 from moejob_trainer.boxes import Box, boxes_of_range
 from moejob_trainer.groups import Group, Groups, gathered_alike
+from moejob_trainer.model.layer import Layer
 from moejob_trainer.model.linear import is_expert
 from moejob_trainer.model.mixture import Experts
-from moejob_trainer.model.stage import Layer, Stage
+from moejob_trainer.model.stage import Stage
 
 
 @dataclass(frozen=True, slots=True)
