@@ -38,7 +38,7 @@ ROOT = Path(__file__).parent.parent
 FLAGS: Mapping[Component, Mapping[str, object]] = {
     Component.API_SERVER: {"audit-policy-file": Path(__file__).parent / "contest" / "audit_policy.yaml"},
     # Nobody answers for the pods. On loopback that is known at once; an address elsewhere may keep one waiting.
-    Component.KWOK: {"cidr": "127.64.0.1/10"},
+    Component.KWOK: {"cidr": "239.192.0.1/14"},
 }
 BENCH = "operator"
 GANG = 100

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from pydantic import JsonValue
 
@@ -69,7 +70,9 @@ def _root(job: Field, rules: Sequence[ObjectRule]) -> Schema:
     if stale:
         raise LookupError(f"LIST_KEYS names lists that no longer exist: {', '.join(stale)}")
     spec, status = job.fields["spec"], job.fields["status"]
-    of_spec = [_object_rule(rule, spec) for rule in rules] + immutability_rules(spec)
+    asked = schema_of(spec, "spec")
+    for path, rule in (*((rule.on, _object_rule(rule, job)) for rule in rules), *immutability_rules(spec)):
+        _inside(asked, path).setdefault("x-kubernetes-validations", []).append(rule)
     return {
         "description": job.description,
         "type": "object",
@@ -80,17 +83,25 @@ def _root(job: Field, rules: Sequence[ObjectRule]) -> Schema:
             "apiVersion": {"type": "string"},
             "kind": {"type": "string"},
             "metadata": {"type": "object"},
-            "spec": {**schema_of(spec, "spec"), "x-kubernetes-validations": of_spec},
+            "spec": asked,
             "status": schema_of(status, "status"),
         },
     }
 
 
-def _object_rule(rule: ObjectRule, spec: Field) -> JsonValue:
-    path = rule.path.removeprefix("spec.")
+def _object_rule(rule: ObjectRule, job: Field) -> JsonValue:
+    inside = rule.path.removeprefix(rule.on)
     found: Schema = {"rule": rule.cel, "message": rule.summary}
     # The API server takes only paths that lead through objects.
-    return found if spec.at(path) is None else found | {"fieldPath": f".{path}"}
+    return found | {"fieldPath": inside} if inside and job.at(rule.path) is not None else found
+
+
+def _inside(spec: Schema, path: str) -> Any:
+    """The schema at a path such as spec.training."""
+    found: Any = spec
+    for name in path.split(".")[1:]:
+        found = found["properties"][name]
+    return found
 
 
 def _name_rules(name: Field) -> list[JsonValue]:
