@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 from builders import GRPO, SFT, merged
@@ -21,7 +21,8 @@ from moejob_operator.cluster import Conflict, JobKey
 from moejob_operator.judging import Judge
 from moejob_operator.observed.jobs import status as read_status
 from moejob_operator.planning.situation import Setting
-from moejob_operator.reconcile import Asked, Reconciler, reconcile
+from moejob_operator.reconcile import Reconciler, reconcile
+from moejob_operator.remembered import Remembered
 from moejob_operator.status.whole import SETTLING_SECONDS
 
 KEY = JobKey(NAMESPACE, "job")
@@ -48,7 +49,7 @@ class World:
     small: Mapping[str, Any] = field(default_factory=lambda: SMALL)
     gang_apis: frozenset[GangApi] = frozenset()
     judge: Judge = field(default_factory=Judge)
-    asked: Asked = field(default_factory=Asked)
+    asked: Remembered[datetime] = field(default_factory=Remembered)
     # Kubelets that do not answer delete nothing.
     dead_nodes: set[str] = field(default_factory=set)
     crashes: int = 0
@@ -62,7 +63,7 @@ class World:
             return self.cluster.looked(reconcile(self.key, self.cluster, means))
         except Crash:
             self.crashes += 1
-            self.judge, self.asked = Judge(), Asked()
+            self.judge, self.asked = Judge(), Remembered()
             return 0.0
         except Conflict:
             return 0.0

@@ -16,7 +16,8 @@ from moejob_operator.cluster import Cluster, JobKey
 from moejob_operator.judging import Judge
 from moejob_operator.observed import Specs
 from moejob_operator.planning.situation import Setting
-from moejob_operator.reconcile import Asked, Reconciler
+from moejob_operator.reconcile import Reconciler
+from moejob_operator.remembered import Remembered
 from moejob_operator.settings import Settings, read_settings
 
 # Objects made and not yet freed.
@@ -34,7 +35,7 @@ def main() -> int:
 
 
 def _reconcile(settings: Settings) -> process.Reconcile:
-    judge, specs, asked = Judge(), Specs(), Asked()
+    judge, specs, asked = Judge(), Specs(), Remembered[datetime]()
     images = Images(settings.trainer_image, settings.rollout_image)
 
     async def reconcile(key: JobKey, cluster: Cluster, apis: frozenset[GangApi]) -> float | None:

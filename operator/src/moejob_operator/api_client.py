@@ -117,11 +117,6 @@ class ApiClient:
             cookie_jar=aiohttp.DummyCookieJar(),
             read_bufsize=_READ_AHEAD_BYTES,
         )
-        self._by_way_of = {
-            "proxy": settings.proxy,
-            "proxy_headers": settings.proxy_headers,
-            "server_hostname": settings.tls_server_name,
-        }
         self._metrics = metrics
         self._seconds = seconds
         self._patience = aiohttp.ClientTimeout(total=None)
@@ -219,7 +214,9 @@ class ApiClient:
             headers=headers,
             data=None if request.body is None else orjson.dumps(request.body),
             timeout=patience or self._patience,
-            **self._by_way_of,
+            proxy=self._settings.proxy,
+            proxy_headers=self._settings.proxy_headers,
+            server_hostname=self._settings.tls_server_name,
         )
 
     @asynccontextmanager

@@ -8,7 +8,6 @@ that does nothing else, and only a later look, which reads that, deletes anythin
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -24,49 +23,41 @@ from moejob_operator.planning.decide import Decision, decide
 from moejob_operator.planning.guards import FIRST_POLL_SECONDS, POLL_SECONDS
 from moejob_operator.planning.situation import Setting
 from moejob_operator.planning.times import read, seconds_since
+from moejob_operator.remembered import Remembered
 
 # Pods created at once: a gang of a hundred should not wait for a hundred round trips.
 _AT_ONCE = 16
 
 
-class Asked:
-    """Remembers when the pods of a job were last asked: those that do not answer leave no trace in its status."""
-
-    def __init__(self, remembered: int = 4096) -> None:
-        self._remembered = remembered
-        self._times: OrderedDict[str, datetime] = OrderedDict()
-
-    def at(self, uid: str) -> datetime | None:
-        """When, as far as it is remembered."""
-        return self._times.get(uid)
-
-    def now(self, uid: str, time: datetime) -> None:
-        """They are being asked."""
-        self._times[uid] = time
-        self._times.move_to_end(uid)
-        if len(self._times) > self._remembered:
-            self._times.popitem(last=False)
-
-
 @dataclass(frozen=True, slots=True)
 class Reconciler:
-    """What every look needs. `clock` tells the time in UTC."""
+    """What every look needs. `clock` tells the time in UTC.
+
+    `asked` is when the pods of a job were asked how they are: those that do not answer leave no trace in its status.
+    """
 
     judge: Judge
     setting: Setting
     clock: Callable[[], datetime]
     specs: Specs = field(default_factory=Specs)
-    asked: Asked = field(default_factory=Asked)
+    asked: Remembered[datetime] = field(default_factory=Remembered)
 
     async def __call__(self, key: JobKey, cluster: Cluster) -> float | None:
         """Look at one job. Returns after how many seconds to look again, if nothing happens before."""
         return await reconcile(key, cluster, self)
+
+    def forget(self, key: JobKey) -> None:
+        """The job is gone."""
+        self.judge.forget(key)
+        self.specs.forget(key)
+        self.asked.forget(key)
 
 
 async def reconcile(key: JobKey, cluster: Cluster, means: Reconciler) -> float | None:
     """Look at one job once."""
     raw = await cluster.job(key)
     if raw is None:
+        means.forget(key)
         return None
     now = means.clock()
     seen = await _observed(key, raw, cluster, now, means)
@@ -85,10 +76,10 @@ async def reconcile(key: JobKey, cluster: Cluster, means: Reconciler) -> float |
 async def _observed(key: JobKey, raw: Raw, cluster: Cluster, now: datetime, means: Reconciler) -> Observed:
     children = await cluster.children(key, live=False)
     seen = observed(raw, children, means.specs, is_live=False)
-    running = _to_ask(seen, means.asked.at(seen.job.uid), now)
+    running = _to_ask(seen, means.asked.of(key, seen.job.uid), now)
     if not running:
         return seen
-    means.asked.now(seen.job.uid, now)
+    means.asked.keep(key, seen.job.uid, now)
     bodies = {body["metadata"]["uid"]: body for body in children.pods}
     answers = await asyncio.gather(*(cluster.progress(bodies[pod.uid]) for pod in running))
     heard = {pod.uid: answer for pod, answer in zip(running, answers, strict=True) if answer is not None}

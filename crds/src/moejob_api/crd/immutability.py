@@ -37,6 +37,11 @@ def immutability_rules(spec: Field) -> Iterator[tuple[str, JsonValue]]:
             yield f"spec.{path}", {"rule": "self == oldSelf", **about}
 
 
+def immutable_sections(spec: Field) -> Iterator[str]:
+    """The sections of which nothing can change."""
+    return (name for name in _immutable(spec) if name in spec.fields and spec.fields[name].fields)
+
+
 def _immutable(spec: Field) -> Iterator[str]:
     for name, section in spec.fields.items():
         inner = [f"{name}.{field}" for field in section.fields]
