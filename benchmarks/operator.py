@@ -230,7 +230,7 @@ def _rows(case: str, unit: str, values: Mapping[str, float], target: float | Non
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     sizes = parser.add_mutually_exclusive_group()
-    sizes.add_argument("--quick", action="store_true", help="a minute: no thousand jobs")
+    sizes.add_argument("--quick", action="store_true", help="two minutes: no thousand jobs")
     sizes.add_argument("--all", action="store_true", help="also a thousand jobs of eight pods")
     parser.add_argument("--only", choices=["speed", "soak"], help="one half of it, which is not recorded")
     return parser.parse_args()
