@@ -110,7 +110,7 @@ control-plane: $(operator_built) ## Build the Kubernetes programs that this mach
 bench: $(operator_built) ## Measure planning
 	@$(operator)/python -m benchmarks.planning
 
-# ARGS="--all" measures a thousand jobs of eight pods as well, ARGS="--quick" takes a minute and records nothing.
+# ARGS="--all" measures a thousand jobs of eight pods as well, ARGS="--quick" takes two minutes and records nothing.
 bench-operator: $(operator_built) ## Measure the operator beside its peers; needs Go
 	@PYTHONPATH=tests $(operator)/python -m benchmarks.operator $(ARGS)
 

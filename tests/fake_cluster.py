@@ -52,6 +52,7 @@ class FakeCluster:
     # Raised instead of the next calls.
     faults: list[Exception] = field(default_factory=list)
     lists: int = 0
+    questions: int = 0
     halves: int = 0
     versions: int = 0
 
@@ -126,6 +127,7 @@ class FakeCluster:
         self._after()
 
     async def progress(self, pod: Raw) -> PodProgress | None:
+        self.questions += 1
         return self.answers.get(pod["metadata"]["uid"])
 
     # --- the tests' side --------------------------------------------------------------------------------------------

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 from builders import GRPO, SFT, merged
@@ -21,6 +22,8 @@ from moejob_operator.judging import Judge
 from moejob_operator.observed.jobs import status as read_status
 from moejob_operator.planning.situation import Setting
 from moejob_operator.reconcile import Reconciler, reconcile
+from moejob_operator.remembered import Remembered
+from moejob_operator.status.whole import SETTLING_SECONDS
 
 KEY = JobKey(NAMESPACE, "job")
 IMAGES = Images(trainer="moejob-trainer:test", rollout="moejob-rollout:test")
@@ -46,6 +49,7 @@ class World:
     small: Mapping[str, Any] = field(default_factory=lambda: SMALL)
     gang_apis: frozenset[GangApi] = frozenset()
     judge: Judge = field(default_factory=Judge)
+    asked: Remembered[datetime] = field(default_factory=Remembered)
     # Kubelets that do not answer delete nothing.
     dead_nodes: set[str] = field(default_factory=set)
     crashes: int = 0
@@ -54,12 +58,12 @@ class World:
 
     def look(self) -> float | None:
         """One look of the operator at the job; one that crashed is looked at again by the next process."""
-        means = Reconciler(self.judge, Setting(IMAGES, self.gang_apis), lambda: self.cluster.now)
+        means = Reconciler(self.judge, Setting(IMAGES, self.gang_apis), lambda: self.cluster.now, asked=self.asked)
         try:
             return self.cluster.looked(reconcile(self.key, self.cluster, means))
         except Crash:
             self.crashes += 1
-            self.judge = Judge()
+            self.judge, self.asked = Judge(), Remembered()
             return 0.0
         except Conflict:
             return 0.0
@@ -72,12 +76,25 @@ class World:
             self.kubelets_delete()
             self.cluster.controllers_act()
             after = (self.cluster.fingerprint(), self.crashes)
-            if again is not None and 0 < again <= PATIENCE_SECONDS:
+            patience = PATIENCE_SECONDS if self._pods_are_counted() else SETTLING_SECONDS
+            if again is not None and 0 < again <= patience:
                 self.wait(again)
             elif before == after and again != 0:
                 return
             before = after
         raise AssertionError(f"no fixed point after {MAX_LOOKS} looks:\n" + "\n".join(self.cluster.log[-20:]))
+
+    def _pods_are_counted(self) -> bool:
+        """Whether the status says how many pods run: it may wait with that until they have settled."""
+        if self.is_gone:
+            return True
+        phases = Counter(
+            (role.value, pod["status"].get("phase", "Pending")) for role in Role for pod in self.cluster.pods(role)
+        )
+        return all(
+            (phases[counted.role, "Pending"], phases[counted.role, "Running"]) == (counted.pending, counted.running)
+            for counted in self.status.replica_statuses
+        )
 
     # --- people ------------------------------------------------------------------------------------------------------
 

@@ -56,8 +56,7 @@ class StandIn:
     answering: asyncio.Event = field(default_factory=asyncio.Event)
     url: str = ""
     most_at_once: int = 0
-    # Set once two requests are here at a time.
-    is_crowded: asyncio.Event = field(default_factory=asyncio.Event)
+    _news: asyncio.Condition = field(default_factory=asyncio.Condition)
     _at_once: int = 0
 
     def say(self, asked: str, *answers: Answer) -> None:
@@ -67,6 +66,11 @@ class StandIn:
     def calls(self) -> list[str]:
         return [str(asked) for asked in self.asked]
 
+    async def until_asked(self, call: str, times: int = 1) -> None:
+        """Wait for a request to have come so often."""
+        async with asyncio.timeout(30), self._news:
+            await self._news.wait_for(lambda: self.calls.count(call) >= times)
+
     async def handle(self, request: web.Request) -> web.Response:
         content = await request.text()
         asked = Asked(
@@ -75,8 +79,8 @@ class StandIn:
         self.asked.append(asked)
         self._at_once += 1
         self.most_at_once = max(self.most_at_once, self._at_once)
-        if self._at_once > 1:
-            self.is_crowded.set()
+        async with self._news:
+            self._news.notify_all()
         try:
             await self.answering.wait()
         finally:

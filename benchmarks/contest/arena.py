@@ -22,6 +22,8 @@ _POLL_SECONDS = 0.02
 # So long without a request, an operator has done what there was to do.
 _QUIET_SECONDS = 1.0
 _SECONDS = 400.0
+# Longer than an operator keeps a connection that it does not use.
+_KEPT_OPEN_SECONDS = 20.0
 
 
 class TooSlowError(Exception):
@@ -133,6 +135,18 @@ class Arena:
         while time.time() - story.last_request_at < _QUIET_SECONDS and time.monotonic() < deadline:
             await asyncio.sleep(_POLL_SECONDS)
             self._read()
+
+    async def at_rest(self, contender: Contender) -> Costs:
+        """What it takes once it has given back the connections of its last work: these stay open for a while."""
+        deadline = time.monotonic() + _SECONDS
+        seen, since = contender.costs(), time.monotonic()
+        while time.monotonic() - since < _KEPT_OPEN_SECONDS and time.monotonic() < deadline:
+            await asyncio.sleep(10 * _POLL_SECONDS)
+            now = contender.costs()
+            if now.descriptors != seen.descriptors:
+                since = time.monotonic()
+            seen = now
+        return seen
 
     def _read(self) -> None:
         for entry in self.tail.entries():

@@ -1,13 +1,12 @@
 """Requests to the API server as JSON, and what its refusals mean. Knows paths and verbs, no kinds and no jobs.
 
-Of the client library only two parts are used: how it finds and renews credentials, and its HTTP. Its generated models
-would parse every pod into objects, only to be dumped again.
+Of the client library only two parts are used: how it finds and renews credentials, and what TLS follows from them. Its
+generated models would parse every pod into objects, only to be dumped again.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import random
 import time
@@ -20,6 +19,7 @@ from typing import Any, Protocol
 from urllib.parse import urlencode
 
 import aiohttp
+import orjson
 from kubernetes.aio import client, config
 from kubernetes.aio.client.rest import RESTClientObject
 
@@ -30,11 +30,16 @@ JSON = "application/json"
 _MERGE_PATCH = "application/merge-patch+json"
 # Of what we wrote ourselves all but the metadata is known; parsing it again would cost more than the request.
 METADATA = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
+# Looking for fields that it does not know takes the API server a second decoding; those of ours are held against the
+# published types by tests.
+_AS_GIVEN = "fieldValidation=Ignore"
 _SHOWN_CHARACTERS = 500
 # The API server's own choice, at most this long; not all watches of all replicas at once.
 _WATCH_SECONDS = 600.0
 _SILENCE_SECONDS = 75.0
 _USER_AGENT = "moejob-operator"
+# An event of a watch is a whole object, of up to 1.5 MB.
+_READ_AHEAD_BYTES = 2 * 1024 * 1024
 
 
 class Absent(Exception):
@@ -89,8 +94,7 @@ class Listing:
 
 async def configuration(kubeconfig: Path | None) -> client.Configuration:
     """How to reach the API server: the given file, else as a pod, else as kubectl would."""
-    # The library would look for a proxy in files and variables, in a thread, before every request.
-    found = client.Configuration(client_session_kwargs={"trust_env": False})
+    found = client.Configuration()
     if kubeconfig is None and "KUBERNETES_SERVICE_HOST" in os.environ:
         config.load_incluster_config(client_configuration=found)  # type: ignore[no-untyped-call]
     else:
@@ -106,11 +110,16 @@ class ApiClient:
     def __init__(
         self, settings: client.Configuration, metrics: RequestMetrics, *, concurrency: int, seconds: float
     ) -> None:
-        settings.connection_pool_maxsize = concurrency
         self._settings = settings
-        self._http = RESTClientObject(settings)
+        # Without trust_env, which would look for a proxy in files and variables, in a thread, before every request.
+        self._http = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=concurrency, ssl=RESTClientObject(settings).ssl_context),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            read_bufsize=_READ_AHEAD_BYTES,
+        )
         self._metrics = metrics
         self._seconds = seconds
+        self._patience = aiohttp.ClientTimeout(total=None)
         self._free = asyncio.Semaphore(concurrency)
 
     async def close(self) -> None:
@@ -123,11 +132,11 @@ class ApiClient:
 
     async def create(self, path: str, body: Raw, within: float | None = None) -> Raw:
         """Add to the collection at a path; Exists when there is one of that name. Answers with the metadata."""
-        return await self._call(_Request(Verb.CREATE, path, body, accept=METADATA), within)
+        return await self._call(_Request(Verb.CREATE, f"{path}?{_AS_GIVEN}", body, accept=METADATA), within)
 
     async def replace(self, path: str, body: Raw, within: float | None = None) -> Raw:
         """Put an object in place of the one whose version it carries, else Conflict. Answers with the metadata."""
-        return await self._call(_Request(Verb.UPDATE, path, body, accept=METADATA), within)
+        return await self._call(_Request(Verb.UPDATE, f"{path}?{_AS_GIVEN}", body, accept=METADATA), within)
 
     async def merge(self, path: str, body: Raw, content_type: str = _MERGE_PATCH) -> Raw:
         """Lay a part over the object at a path; Conflict when it carries another resourceVersion."""
@@ -199,11 +208,16 @@ class ApiClient:
         bearer = await self._settings.get_api_key_with_prefix("BearerToken")
         if bearer:
             headers["Authorization"] = bearer
-        wrapped = await self._http.request(  # type: ignore[no-untyped-call]
-            _METHODS[request.verb], self._settings.host + request.path, headers, request.body, _request_timeout=patience
+        return await self._http.request(
+            _METHODS[request.verb],
+            self._settings.host + request.path,
+            headers=headers,
+            data=None if request.body is None else orjson.dumps(request.body),
+            timeout=patience or self._patience,
+            proxy=self._settings.proxy,
+            proxy_headers=self._settings.proxy_headers,
+            server_hostname=self._settings.tls_server_name,
         )
-        response: aiohttp.ClientResponse = wrapped.response
-        return response
 
     @asynccontextmanager
     async def _measured(self, request: _Request) -> AsyncIterator[_Answer]:
@@ -249,7 +263,7 @@ async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
 
 def _event(line: bytes) -> Raw:
     try:
-        event = json.loads(line)
+        event = orjson.loads(line)
         kind, raw = event["type"], event["object"]
     except (ValueError, KeyError, TypeError) as error:
         raise Retryable(f"no event of a watch: {line[:_SHOWN_CHARACTERS]!r}") from error
@@ -262,7 +276,7 @@ def _understood(code: str, content: bytes, asked: str) -> Raw:
     """The object in an answer, or the exception that says what the refusal means."""
     number = int(code)
     try:
-        answer = json.loads(content)
+        answer = orjson.loads(content)
     except ValueError:
         answer = None
     if number < 300 and isinstance(answer, dict):

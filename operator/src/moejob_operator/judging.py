@@ -6,7 +6,6 @@ Owns the memory of answers. What is done about them is for moejob_operator.plann
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,9 +16,10 @@ from moejob_api.plan import Plan, plan
 from moejob_api.pod_environment import LONGEST_VALUE_BYTES, spec_text
 from moejob_api.problems import InvalidSpec, Problem, Rule
 from moejob_api.rules.rollout_rules import RolloutLayout
+from moejob_operator.cluster import JobKey
 from moejob_operator.observed import Job
+from moejob_operator.remembered import Remembered
 
-_REMEMBERED = 4096
 # Each look goes through all pods of a job, and other jobs wait meanwhile.
 MOST_PODS = 10_000
 
@@ -61,23 +61,25 @@ def judgement(spec: Spec) -> Judgement:
 
 
 class Judge:
-    """Remembers answers by job and generation: the same spec gets the same answer for as long as this process lives."""
+    """Remembers answers: a generation of a job gets the same one for as long as it and this process live."""
 
     def __init__(self, ask: Callable[[Spec], Judgement] = judgement) -> None:
         self._ask = ask
-        self._known: OrderedDict[tuple[str, int], Judgement] = OrderedDict()
+        self._known: Remembered[Judgement] = Remembered()
 
     async def of(self, job: Job) -> Judgement:
         """The answer about a job."""
         if job.spec is None:
             return Judgement(job.problems)
-        known = self._known.get(job.identity)
-        if known is None:
-            # Looking for layouts that would do may take seconds, in which the Lease has to be renewed.
-            known = self._known[job.identity] = await asyncio.to_thread(self._ask, job.spec)
-            if len(self._known) > _REMEMBERED:
-                self._known.popitem(last=False)
-        return known
+        known = self._known.of(job.key, job.identity)
+        if known is not None:
+            return known
+        # Looking for layouts that would do may take seconds, in which the Lease has to be renewed.
+        return self._known.keep(job.key, job.identity, await asyncio.to_thread(self._ask, job.spec))
+
+    def forget(self, key: JobKey) -> None:
+        """The job is gone."""
+        self._known.forget(key)
 
 
 def _too_many_pods(found: Plan) -> tuple[Problem, ...]:

@@ -14,6 +14,7 @@ from datetime import datetime
 from typing import assert_never
 
 from moejob_api.contract import Role
+from moejob_api.restarts import LAUNCHER_FIRST_SECONDS
 from moejob_operator.actions import Action, Delete, Ensure, Kind
 from moejob_operator.cluster import Children, Cluster, Forbidden, JobKey, Raw
 from moejob_operator.judging import Judge
@@ -22,6 +23,7 @@ from moejob_operator.planning.decide import Decision, decide
 from moejob_operator.planning.guards import FIRST_POLL_SECONDS, POLL_SECONDS
 from moejob_operator.planning.situation import Setting
 from moejob_operator.planning.times import read, seconds_since
+from moejob_operator.remembered import Remembered
 
 # Pods created at once: a gang of a hundred should not wait for a hundred round trips.
 _AT_ONCE = 16
@@ -29,25 +31,36 @@ _AT_ONCE = 16
 
 @dataclass(frozen=True, slots=True)
 class Reconciler:
-    """What every look needs. `clock` tells the time in UTC."""
+    """What every look needs. `clock` tells the time in UTC.
+
+    `asked` is when the pods of a job were asked how they are: those that do not answer leave no trace in its status.
+    """
 
     judge: Judge
     setting: Setting
     clock: Callable[[], datetime]
     specs: Specs = field(default_factory=Specs)
+    asked: Remembered[datetime] = field(default_factory=Remembered)
 
     async def __call__(self, key: JobKey, cluster: Cluster) -> float | None:
         """Look at one job. Returns after how many seconds to look again, if nothing happens before."""
         return await reconcile(key, cluster, self)
+
+    def forget(self, key: JobKey) -> None:
+        """The job is gone."""
+        self.judge.forget(key)
+        self.specs.forget(key)
+        self.asked.forget(key)
 
 
 async def reconcile(key: JobKey, cluster: Cluster, means: Reconciler) -> float | None:
     """Look at one job once."""
     raw = await cluster.job(key)
     if raw is None:
+        means.forget(key)
         return None
     now = means.clock()
-    seen = await _observed(key, raw, cluster, now, means.specs)
+    seen = await _observed(key, raw, cluster, now, means)
     judged = await means.judge.of(seen.job)
     decision = decide(seen, judged, means.setting, now)
     if decision.needs_live:
@@ -60,20 +73,24 @@ async def reconcile(key: JobKey, cluster: Cluster, means: Reconciler) -> float |
     return decision.look_again_after_seconds
 
 
-async def _observed(key: JobKey, raw: Raw, cluster: Cluster, now: datetime, specs: Specs) -> Observed:
+async def _observed(key: JobKey, raw: Raw, cluster: Cluster, now: datetime, means: Reconciler) -> Observed:
     children = await cluster.children(key, live=False)
-    seen = observed(raw, children, specs, is_live=False)
-    running = _to_ask(seen, now)
+    seen = observed(raw, children, means.specs, is_live=False)
+    running = _to_ask(seen, means.asked.of(key, seen.job.uid), now)
     if not running:
         return seen
+    means.asked.keep(key, seen.job.uid, now)
     bodies = {body["metadata"]["uid"]: body for body in children.pods}
     answers = await asyncio.gather(*(cluster.progress(bodies[pod.uid]) for pod in running))
     heard = {pod.uid: answer for pod, answer in zip(running, answers, strict=True) if answer is not None}
     return with_progress(seen, heard)
 
 
-def _to_ask(seen: Observed, now: datetime) -> tuple[Pod, ...]:
-    """Pods to ask how they are: not at every event, but before anything is concluded from a silence or an end."""
+def _to_ask(seen: Observed, asked: datetime | None, now: datetime) -> tuple[Pod, ...]:
+    """Pods to ask how they are: not at every event, but before anything is concluded from a silence or an end.
+
+    `asked` is when this process asked last; the status tells when another did and was answered.
+    """
     status = seen.job.status
     gang = [pod for pod in seen.pods if pod.role is Role.TRAINER and pod.attempt == status.attempt]
     running = tuple(pod for pod in gang if pod.phase is PodPhase.RUNNING)
@@ -84,9 +101,23 @@ def _to_ask(seen: Observed, now: datetime) -> tuple[Pod, ...]:
     youngest = min(seconds_since(pod.started_at, now) for pod in running)
     if len(running) < len(gang) or (youngest < FIRST_POLL_SECONDS and not all(pod.is_ready for pod in running)):
         return ()
-    asked = None if status.progress is None else read(status.progress.updated_at)
-    is_due = asked is None or seconds_since(asked, now) >= min(POLL_SECONDS, youngest)
-    return running if is_due else ()
+    answered = None if status.progress is None else read(status.progress.updated_at)
+    last = max((time for time in (asked, answered) if time is not None), default=None)
+    is_due = last is None or _is_due(seconds_since(last, now), youngest)
+    return running if is_due or _may_be_mute(seen, running, youngest) else ()
+
+
+def _is_due(since: float, youngest: float) -> bool:
+    """Whether to ask again, so long after the last time: soon while pods are young, and pods that are new at once."""
+    return since > youngest or since >= min(POLL_SECONDS, max(FIRST_POLL_SECONDS, youngest))
+
+
+def _may_be_mute(seen: Observed, running: tuple[Pod, ...], youngest: float) -> bool:
+    """Whether this look would take a silence for a hang."""
+    spec = seen.job.spec
+    if spec is None or all(pod.is_ready for pod in running):
+        return False
+    return youngest >= spec.lifecycle.progress_deadline_seconds + LAUNCHER_FIRST_SECONDS
 
 
 async def _live(key: JobKey, raw: Raw, cluster: Cluster, seen: Observed, specs: Specs) -> Observed:
@@ -137,5 +168,4 @@ async def _told(raw: Raw, seen: Observed, decision: Decision, cluster: Cluster) 
     if decision.status != seen.job.status:
         await cluster.write_status(raw, decision.status.model_dump(mode="json", by_alias=True, exclude_none=True))
     # Only what is written has happened.
-    for notice in decision.notices:
-        await cluster.post(raw, notice)
+    await asyncio.gather(*(cluster.post(raw, notice) for notice in decision.notices))

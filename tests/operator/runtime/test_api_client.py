@@ -6,8 +6,9 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from kubernetes.aio import client
 
-from moejob_operator.api_client import Absent, Exists, configuration, resource_of
+from moejob_operator.api_client import Absent, ApiClient, Exists, configuration, resource_of
 from moejob_operator.cluster import Conflict, Forbidden, Retryable
 from stand_in_api import Answer, listed, refused, stand_in
 
@@ -95,14 +96,17 @@ def test_no_more_requests_are_on_their_way_than_allowed() -> None:
         async with stand_in(concurrency=2) as (server, api):
             server.answering.clear()
             asked = [asyncio.ensure_future(api.get(POD)) for _ in range(6)]
-            async with asyncio.timeout(30):
-                await server.is_crowded.wait()
-            # Time for one more to arrive, if nothing held it back.
-            await asyncio.sleep(0.1)
+            await server.until_asked(f"GET {POD}", times=2)
+            # A request that began after all of them has come, over a connection of its own: so would a third have.
+            late = ApiClient(client.Configuration(host=server.url), server.metrics, concurrency=1, seconds=60)
+            asked.append(asyncio.ensure_future(late.get("/late")))
+            await server.until_asked("GET /late")
+            assert server.calls.count(f"GET {POD}") == 2
             server.answering.set()
             done, _ = await asyncio.wait(asked)
             assert all(isinstance(task.exception(), Absent) for task in done)
-            assert server.most_at_once == 2
+            assert server.calls.count(f"GET {POD}") == 6
+            await late.close()
 
     asyncio.run(story())
 

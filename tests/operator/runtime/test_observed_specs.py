@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from builders import SFT
-from moejob_operator.observed.jobs import Specs, job
+from moejob_operator.cluster import JobKey
+from moejob_operator.observed.jobs import Asked, Specs, job
+from moejob_operator.remembered import Remembered
 
 
 def body(generation: int, **metadata: Any) -> dict[str, Any]:
@@ -33,8 +35,18 @@ def test_jobs_of_one_name_are_told_apart_by_their_uid() -> None:
     assert job(body(1, uid="2") | {"spec": {}}, specs).problems != ()
 
 
+def test_a_job_that_is_gone_is_forgotten() -> None:
+    known: Remembered[Asked] = Remembered()
+    specs = Specs(known)
+    job(body(1), specs)
+    job(body(2), specs)
+    assert len(known) == 1
+    specs.forget(JobKey("default", "job"))
+    assert len(known) == 0
+
+
 def test_no_more_is_remembered_than_fits() -> None:
-    specs = Specs(remembered=1)
+    specs = Specs(Remembered(most=1))
     first = job(body(1), specs).spec
-    job(body(1, uid="2"), specs)
+    job(body(1, name="other"), specs)
     assert job(body(1), specs).spec is not first

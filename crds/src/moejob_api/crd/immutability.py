@@ -1,7 +1,8 @@
-"""What cannot change once a job exists, as rules on `spec` that compare it with what it was.
+"""What cannot change once a job exists, as rules that compare it with what it was.
 
-A rule on an optional field itself is never asked when the field appears or goes: removing it and setting it again
-would get past. So every rule sits on `spec` and compares presence first.
+A rule on an optional field is never asked when the field appears or goes: removing it and setting it again would get
+past. So the rule about one sits on what holds it, and compares presence first. What is required or has a default is
+always there, and compares itself.
 """
 
 from __future__ import annotations
@@ -23,17 +24,22 @@ MUTABLE = frozenset(
 )
 
 
-def immutability_rules(spec: Field) -> list[JsonValue]:
-    """One rule for every section, and for every field of a section of which only a part is immutable."""
-    return [
-        {
-            "rule": _unchanged(path, is_optional=_is_optional(spec, path)),
-            "message": f"spec.{path} is immutable; create a new job",
-            "reason": "FieldValueForbidden",
-            "fieldPath": f".{path}",
-        }
-        for path in _immutable(spec)
-    ]
+def immutability_rules(spec: Field) -> Iterator[tuple[str, JsonValue]]:
+    """A rule and the object that it is on: for every section, and every field of a section that is so only in part."""
+    for path in _immutable(spec):
+        about = {"message": f"spec.{path} is immutable; create a new job", "reason": "FieldValueForbidden"}
+        holder, _, name = f"spec.{path}".rpartition(".")
+        if _is_optional(spec, path):
+            compared = f"!has(self.{name}) || self.{name} == oldSelf.{name}"
+            rule = f"has(self.{name}) == has(oldSelf.{name}) && ({compared})"
+            yield holder, {"rule": rule, **about, "fieldPath": f".{name}"}
+        else:
+            yield f"spec.{path}", {"rule": "self == oldSelf", **about}
+
+
+def immutable_sections(spec: Field) -> Iterator[str]:
+    """The sections of which nothing can change."""
+    return (name for name in _immutable(spec) if name in spec.fields and spec.fields[name].fields)
 
 
 def _immutable(spec: Field) -> Iterator[str]:
@@ -49,10 +55,3 @@ def _is_optional(spec: Field, path: str) -> bool:
     parent, _, name = path.rpartition(".")
     holder = spec.at(parent) if parent else spec
     return holder is not None and name not in holder.required and holder.fields[name].default is None
-
-
-def _unchanged(path: str, *, is_optional: bool) -> str:
-    equal = f"self.{path} == oldSelf.{path}"
-    if not is_optional:
-        return equal
-    return f"has(self.{path}) == has(oldSelf.{path}) && (!has(self.{path}) || {equal})"

@@ -1,7 +1,7 @@
 """What one job can be refused for without knowing its model: every rule once in Python and once in CEL.
 
-The planner says the Python message, which carries the values. The API server evaluates the CEL twin (`self` is the
-spec, after defaulting) and says the summary. A test runs both on the same jobs through the API server's own code.
+The planner says the Python message, which carries the values. The API server evaluates the CEL twin (after
+defaulting) and says the summary. A test runs both on the same jobs through the API server's own code.
 """
 
 from __future__ import annotations
@@ -29,13 +29,18 @@ Complaint = str | None
 
 @dataclass(frozen=True, slots=True)
 class ObjectRule:
-    """One rule: `complaint` is None when it holds, `cel` is true when it holds."""
+    """One rule: `complaint` is None when it holds, `cel` is true when it holds.
+
+    `on` is the object that is `self` in the CEL twin: the smallest that holds all it reads. The API server evaluates
+    every rule at every write of a status too, and each field that is read takes it time for all fields beside that.
+    """
 
     rule: Rule
     path: str
     complaint: Callable[[Spec], Complaint]
     cel: str
     summary: str
+    on: str = "spec"
 
 
 def object_problems(spec: Spec) -> Iterator[Problem]:
@@ -440,22 +445,20 @@ def _one_stage_split(spec: Spec) -> Complaint:
     return None
 
 
-_GPUS = (
-    "self.parallelism.tensor * self.parallelism.pipeline * self.parallelism.context * self.parallelism.data * "
-    "(self.parallelism.expertLayout == 'Product' ? self.parallelism.expert : 1)"
-)
-_EXPERT_TENSOR = "(has(self.parallelism.expertTensor) ? self.parallelism.expertTensor : 1)"
 _IS_GRPO = "self.method == 'GRPO'"
 _ON_GPU = "self.resources.accelerator == 'GPU'"
 
-# Factor by factor, so that no product is formed that int64 cannot hold; the other rules on products hide behind it.
-_PRODUCTS = (
-    "self.parallelism.tensor * self.parallelism.pipeline",
-    "self.parallelism.tensor * self.parallelism.pipeline * self.parallelism.context",
-    "self.parallelism.tensor * self.parallelism.pipeline * self.parallelism.context * self.parallelism.data",
-    _GPUS,
+# Doubles, because int64 cannot hold every product; below MAX_GPUS they are exact.
+_GPUS = (
+    "double(p.tensor) * double(p.pipeline) * double(p.context) * double(p.data) * "
+    "(p.expertLayout == 'Product' ? double(p.expert) : 1.0)"
 )
-_COUNTABLE = " && ".join(f"{product} <= {MAX_GPUS}" for product in _PRODUCTS)
+
+
+def _with_gpus(condition: str) -> str:
+    """A condition on spec about `p`, the parallelism, and `n`, its GPUs; it holds where they are too many to count."""
+    return f"[self.parallelism].all(p, [{_GPUS}].all(g, g > {MAX_GPUS}.0 || [int(g)].all(n, {condition})))"
+
 
 OBJECT_RULES: tuple[ObjectRule, ...] = (
     ObjectRule(
@@ -476,15 +479,15 @@ OBJECT_RULES: tuple[ObjectRule, ...] = (
         Rule.METHOD,
         "spec.data",
         _data_formats,
-        f"self.data.train.all(d, (d.format == 'Prompts') == ({_IS_GRPO})) && self.data.eval.all(d, (d.format == "
-        f"'Prompts') == ({_IS_GRPO}))",
+        f"[{_IS_GRPO}].all(prompts, self.data.train.all(d, (d.format == 'Prompts') == prompts) && "
+        "self.data.eval.all(d, (d.format == 'Prompts') == prompts))",
         "GRPO takes data of format Prompts, SFT of any other",
     ),
     ObjectRule(
         Rule.OFFLOAD,
         "spec.memory",
         _phases_for_offload,
-        f"{_IS_GRPO} || !(self.memory.offloadParameters || self.memory.offloadGradients)",
+        f"[self.memory].all(m, !m.offloadParameters && !m.offloadGradients) || {_IS_GRPO}",
         "offloadParameters and offloadGradients only help between the phases of GRPO; use offloadOptimizer, "
         "FSDP or recompute for SFT",
     ),
@@ -492,38 +495,41 @@ OBJECT_RULES: tuple[ObjectRule, ...] = (
         Rule.OFFLOAD,
         "spec.memory",
         _separate_offload,
-        "!has(self.grpo) || self.grpo.rollout.placement == 'Colocated' || !(self.memory.offloadParameters || "
-        "self.memory.offloadGradients)",
+        "!has(self.grpo) || self.grpo.rollout.placement == 'Colocated' || [self.memory].all(m, !m.offloadParameters "
+        "&& !m.offloadGradients)",
         "offloadParameters and offloadGradients make room for a colocated engine only",
     ),
     ObjectRule(
         Rule.EXACTLY_ONE,
         "spec.training",
         _one_length,
-        "has(self.training.maxSteps) != has(self.training.epochs)",
+        "has(self.maxSteps) != has(self.epochs)",
         "exactly one of maxSteps and epochs is needed",
+        on="spec.training",
     ),
     ObjectRule(
         Rule.CONFLICT,
         "spec.training.dynamicBatchTokens",
         _one_microbatch_rule,
-        "!has(self.training.dynamicBatchTokens) || (self.training.microBatchSize == 1 && "
-        "self.training.dynamicBatchTokens >= self.data.maxLength)",
+        "[self.training].all(t, !has(t.dynamicBatchTokens) || (t.microBatchSize == 1 && t.dynamicBatchTokens >= "
+        "self.data.maxLength))",
         "dynamicBatchTokens replaces microBatchSize and must hold one sequence of data.maxLength",
     ),
     ObjectRule(
         Rule.CONFLICT,
         "spec.training.scheduler",
         _decay_of_wsd,
-        "self.training.scheduler.kind != 'WSD' || has(self.training.scheduler.decaySteps)",
+        "[self.scheduler].all(s, s.kind != 'WSD' || has(s.decaySteps))",
         "kind WSD needs decaySteps",
+        on="spec.training",
     ),
     ObjectRule(
         Rule.CONFLICT,
         "spec.training.scheduler.warmupSteps",
         _warmup_within_run,
-        "!has(self.training.maxSteps) || self.training.scheduler.warmupSteps <= self.training.maxSteps",
+        "!has(self.maxSteps) || self.scheduler.warmupSteps <= self.maxSteps",
         "warmupSteps is longer than the run",
+        on="spec.training",
     ),
     ObjectRule(
         Rule.CONFLICT,
@@ -536,10 +542,10 @@ OBJECT_RULES: tuple[ObjectRule, ...] = (
         Rule.RECOMPUTE,
         "spec.training.recompute",
         _recompute_settings,
-        "(self.training.recompute.granularity == 'Selective' || size(self.training.recompute.modules) == 0) && "
-        "(self.training.recompute.granularity == 'Full' || !(has(self.training.recompute.method) || "
-        "has(self.training.recompute.layers)))",
+        "[self.recompute].all(r, (r.granularity == 'Selective' || size(r.modules) == 0) && (r.granularity == 'Full' "
+        "|| !(has(r.method) || has(r.layers))))",
         "modules are for granularity Selective; method and layers are for Full",
+        on="spec.training",
     ),
     ObjectRule(
         Rule.CONFLICT,
@@ -552,9 +558,9 @@ OBJECT_RULES: tuple[ObjectRule, ...] = (
         Rule.EXACTLY_ONE,
         "spec.grpo.rewards",
         _one_reward_source,
-        "!has(self.grpo) || self.grpo.rewards.all(r, (has(r.name) ? 1 : 0) + (has(r.module) ? 1 : 0) + (has(r.url) ? "
-        "1 : 0) == 1)",
+        "self.rewards.all(r, (has(r.name) ? 1 : 0) + (has(r.module) ? 1 : 0) + (has(r.url) ? 1 : 0) == 1)",
         "every reward has exactly one of name, module and url",
+        on="spec.grpo",
     ),
     ObjectRule(
         Rule.SEQUENCE_LENGTH,
@@ -567,23 +573,24 @@ OBJECT_RULES: tuple[ObjectRule, ...] = (
         Rule.ROLLOUT,
         "spec.grpo.rollout.replicas",
         _rollout_replicas,
-        "!has(self.grpo) || !has(self.grpo.rollout.replicas) || self.grpo.rollout.placement == 'Separate'",
+        "!has(self.replicas) || self.placement == 'Separate'",
         "replicas is for placement Separate",
+        on="spec.grpo.rollout",
     ),
     ObjectRule(
         Rule.ROLLOUT,
         "spec.grpo.rollout.sync",
         _rollout_sync,
-        "!has(self.grpo) || ((self.grpo.rollout.sync != 'IPC' || self.grpo.rollout.placement == 'Colocated') && "
-        "(self.grpo.rollout.sync != 'NCCL' || self.grpo.rollout.placement == 'Separate') && "
-        f"(!(self.grpo.rollout.sync in ['IPC', 'NCCL']) || {_ON_GPU}))",
+        "!has(self.grpo) || [self.grpo.rollout].all(r, (r.sync != 'IPC' || r.placement == 'Colocated') && (r.sync != "
+        "'NCCL' || r.placement == 'Separate') && "
+        f"(!(r.sync in ['IPC', 'NCCL']) || {_ON_GPU}))",
         "sync IPC is for Colocated, NCCL for Separate, and both need GPUs",
     ),
     ObjectRule(
         Rule.ROUTING,
         "spec.moe.balancing",
         _sequence_balancing,
-        "!has(self.moe.balancing) || self.moe.balancing != 'SeqAuxLoss' || !self.data.packing",
+        "[self.moe].all(m, !has(m.balancing) || m.balancing != 'SeqAuxLoss') || !self.data.packing",
         "SeqAuxLoss cannot tell the sequences of a packed row apart",
     ),
     ObjectRule(
@@ -612,8 +619,8 @@ OBJECT_RULES: tuple[ObjectRule, ...] = (
         Rule.OFFLOAD,
         "spec.memory",
         _host_offload_on_cpu,
-        f"{_ON_GPU} || !(self.memory.offloadOptimizer > 0.0 || self.memory.offloadActivations || "
-        "self.memory.offloadParameters || self.memory.offloadGradients)",
+        f"{_ON_GPU} || [self.memory].all(m, m.offloadOptimizer == 0.0 && !m.offloadActivations && "
+        "!m.offloadParameters && !m.offloadGradients)",
         "on CPU there is nothing to offload",
     ),
     ObjectRule(
@@ -627,28 +634,31 @@ OBJECT_RULES: tuple[ObjectRule, ...] = (
         Rule.EXACTLY_ONE,
         "spec.checkpoint",
         _one_checkpoint_rhythm,
-        "!(has(self.checkpoint.everySteps) && has(self.checkpoint.everyMinutes))",
+        "!(has(self.everySteps) && has(self.everyMinutes))",
         "at most one of everySteps and everyMinutes is given",
+        on="spec.checkpoint",
     ),
     ObjectRule(
         Rule.EXACTLY_ONE,
         "spec.storage",
         _one_volume,
-        "has(self.storage.claimName) != has(self.storage.size)",
+        "has(self.claimName) != has(self.size)",
         "exactly one of claimName and size is needed",
+        on="spec.storage",
     ),
     ObjectRule(
         Rule.EXACTLY_ONE,
         "spec.resources",
         _one_gpu_memory,
-        "!(has(self.resources.gpuType) && has(self.resources.gpuMemoryGiB))",
+        "!(has(self.gpuType) && has(self.gpuMemoryGiB))",
         "at most one of gpuType and gpuMemoryGiB is given",
+        on="spec.resources",
     ),
     ObjectRule(
         Rule.CONFLICT,
         "spec.resources.accelerator",
         _cpu_without_gpu_settings,
-        f"{_ON_GPU} || !(has(self.resources.gpuType) || has(self.resources.gpuMemoryGiB) || has(self.resources.rdma))",
+        f"{_ON_GPU} || [self.resources].all(r, !(has(r.gpuType) || has(r.gpuMemoryGiB) || has(r.rdma)))",
         "accelerator CPU has no gpuType, gpuMemoryGiB or rdma",
     ),
     ObjectRule(
@@ -677,62 +687,62 @@ OBJECT_RULES: tuple[ObjectRule, ...] = (
         Rule.CONFLICT,
         "spec.lifecycle.queue",
         _queue_of_gang,
-        "(self.lifecycle.gang != 'Kueue' || has(self.lifecycle.queue)) && (!has(self.lifecycle.queue) || "
-        "self.lifecycle.gang in ['Auto', 'Kueue', 'Volcano'])",
+        "[self.lifecycle].all(l, (has(l.queue) || l.gang != 'Kueue') && (!has(l.queue) || l.gang in ['Auto', "
+        "'Kueue', 'Volcano']))",
         "gang Kueue needs a queue; only Auto, Kueue and Volcano take one",
     ),
     ObjectRule(
         Rule.GPU_COUNT,
         "spec.parallelism",
         _gpu_count,
-        _COUNTABLE,
+        f"[self.parallelism].all(p, {_GPUS} <= {MAX_GPUS}.0)",
         f"parallelism needs more than {MAX_GPUS} GPUs",
     ),
     ObjectRule(
         Rule.NODE_SIZE,
         "spec.parallelism",
         _whole_nodes,
-        f"!({_COUNTABLE}) || {_GPUS} <= self.resources.gpusPerNode || ({_GPUS}) % self.resources.gpusPerNode == 0",
+        _with_gpus("[self.resources.gpusPerNode].all(node, n <= node || n % node == 0)"),
         "the GPUs that parallelism needs must fill whole nodes of gpusPerNode",
     ),
     ObjectRule(
         Rule.TENSOR_IN_NODE,
         "spec.parallelism.tensor",
         _tensor_in_node,
-        f"!({_COUNTABLE}) || "
-        f"({_GPUS} < self.resources.gpusPerNode ? {_GPUS} : self.resources.gpusPerNode) % self.parallelism.tensor == 0",
+        _with_gpus("[self.resources.gpusPerNode].all(node, (n < node ? n : node) % p.tensor == 0)"),
         "a tensor group must not straddle two nodes",
     ),
     ObjectRule(
         Rule.EXPERT_TENSOR,
         "spec.parallelism.expertTensor",
         _product_expert_tensor,
-        "self.parallelism.expertLayout == 'Folded' || !has(self.parallelism.expertTensor) || "
-        "self.parallelism.expertTensor == self.parallelism.tensor",
+        "!has(self.expertTensor) || self.expertLayout == 'Folded' || self.expertTensor == self.tensor",
         "expertLayout Product splits every expert over the tensor group; expertTensor is for Folded",
+        on="spec.parallelism",
     ),
     ObjectRule(
         Rule.EXPERT_GRID,
         "spec.parallelism.expert",
         _folded_grid,
-        "self.parallelism.expertLayout == 'Product' || self.parallelism.tensor * self.parallelism.context * "
-        f"self.parallelism.data % ({_EXPERT_TENSOR} * self.parallelism.expert) == 0",
+        "[self.parallelism].all(p, p.expertLayout == 'Product' || p.tensor * p.context * p.data % "
+        "((has(p.expertTensor) ? p.expertTensor : 1) * p.expert) == 0)",
         "expertTensor x expert must divide tensor x context x data",
     ),
     ObjectRule(
         Rule.VIRTUAL_PIPELINE,
         "spec.parallelism.virtualPipeline",
         _interleaved_stages,
-        "!has(self.parallelism.virtualPipeline) || self.parallelism.virtualPipeline == 1 || "
-        "self.parallelism.pipeline > 1",
+        "!has(self.virtualPipeline) || self.virtualPipeline == 1 || self.pipeline > 1",
         "virtualPipeline needs pipeline above 1",
+        on="spec.parallelism",
     ),
     ObjectRule(
         Rule.CONFLICT,
         "spec.parallelism",
         _one_stage_split,
-        "!(has(self.parallelism.firstStageLayers) || has(self.parallelism.lastStageLayers)) || "
-        "!(self.parallelism.embeddingCountsAsLayer || self.parallelism.lossCountsAsLayer)",
+        "!(has(self.firstStageLayers) || has(self.lastStageLayers)) || !(self.embeddingCountsAsLayer || "
+        "self.lossCountsAsLayer)",
         "firstStageLayers and lastStageLayers exclude embeddingCountsAsLayer and lossCountsAsLayer",
+        on="spec.parallelism",
     ),
 )

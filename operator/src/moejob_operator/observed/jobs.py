@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import OrderedDict
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -13,8 +12,9 @@ from moejob_api.documents import parse_job
 from moejob_api.job import Spec
 from moejob_api.job.status import Status
 from moejob_api.problems import InvalidSpec, Problem, Rule
-from moejob_operator.cluster import Raw
+from moejob_operator.cluster import JobKey, Raw
 from moejob_operator.observed import reading
+from moejob_operator.remembered import Remembered
 
 # What a job asks for, or what is wrong with it.
 Asked = tuple[Spec | None, tuple[Problem, ...]]
@@ -38,28 +38,33 @@ class Job:
     status: Status
 
     @property
+    def key(self) -> JobKey:
+        """What the work queue calls it."""
+        return JobKey(self.namespace, self.name)
+
+    @property
     def identity(self) -> tuple[str, int]:
         """What a judgement of its spec may be remembered by."""
         return self.uid, self.generation
 
 
 class Specs:
-    """Remembers what each generation of a job asks for: a job is looked at again and again."""
+    """Remembers what each job asks for, for as long as its generation lasts: it is looked at again and again."""
 
-    def __init__(self, remembered: int = 4096) -> None:
-        self._remembered = remembered
-        self._known: OrderedDict[tuple[str, int], Asked] = OrderedDict()
+    def __init__(self, known: Remembered[Asked] | None = None) -> None:
+        self._known: Remembered[Asked] = Remembered() if known is None else known
 
     def asked(self, raw: Raw) -> Asked:
         """What a job asks for, or why it cannot be read."""
         about = reading.metadata(raw)
+        key = JobKey(reading.text(about.get("namespace")), reading.text(about.get("name")))
         identity = (reading.text(about.get("uid")), _generation(about))
-        known = self._known.get(identity)
-        if known is None:
-            known = self._known[identity] = _asked(raw)
-            if len(self._known) > self._remembered:
-                self._known.popitem(last=False)
-        return known
+        known = self._known.of(key, identity)
+        return self._known.keep(key, identity, _asked(raw)) if known is None else known
+
+    def forget(self, key: JobKey) -> None:
+        """The job is gone."""
+        self._known.forget(key)
 
 
 def job(raw: Raw, specs: Specs) -> Job:

@@ -13,7 +13,7 @@ from moejob_operator.status.progress import progress
 from moejob_operator.status.replicas import replica_statuses
 
 # A gang of a hundred pods starts within seconds: counting it in a hundred writes helps nobody.
-SETTLING_SECONDS = 2.0
+SETTLING_SECONDS = 8.0
 
 
 def status_of(s: Situation, step: Step) -> Status:

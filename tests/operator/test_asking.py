@@ -1,0 +1,47 @@
+"""When pods are asked how they are: it is a conversation with each of them, and those that are silent take longest."""
+
+from __future__ import annotations
+
+from fake_world import World
+from moejob_operator.planning.guards import POLL_SECONDS
+
+
+def running() -> World:
+    """A job of two pods that run and do not answer, asked for the first time."""
+    world = World()
+    world.apply()
+    world.settle()
+    world.run()
+    world.settle()
+    assert world.cluster.questions == 2
+    return world
+
+
+def test_silent_pods_are_asked_when_it_is_time_and_not_at_every_look() -> None:
+    world = running()
+    for _ in range(5):
+        world.look()
+    assert world.cluster.questions == 2
+    world.wait(POLL_SECONDS)
+    world.look()
+    assert world.cluster.questions == 4
+
+
+def test_pods_of_a_new_gang_are_asked_at_once() -> None:
+    world = running()
+    world.end(0, 1, None)
+    world.settle()
+    world.wait(POLL_SECONDS)
+    world.settle()
+    before = world.cluster.questions
+    world.run()
+    world.settle()
+    assert world.cluster.questions > before
+
+
+def test_what_is_remembered_of_a_job_goes_with_it() -> None:
+    world = running()
+    assert len(world.asked) == 1
+    world.delete_job()
+    world.look()
+    assert len(world.asked) == 0
