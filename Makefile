@@ -7,6 +7,7 @@ MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 
 export PYTHON ?= python3
+export IMAGES PREFIX TAG ENGINE BASE RUNTIME
 # Passed on to pytest: make test-operator ARGS="-k layout -x"
 ARGS ?=
 
@@ -107,6 +108,10 @@ test-cluster: $(operator_built) ## Test on a real control plane
 control-plane: $(operator_built) ## Build the Kubernetes programs that this machine lacks
 	@PYTHONPATH=tests $(operator)/python -m cluster.binaries
 
+# With docker, podman, or buildah where no registry of images can be reached: docs/images.md.
+images: ## Build container images: IMAGES="operator trainer-cpu" PREFIX=registry.example.com/ml TAG=...
+	@PYTHONPATH=scripts $(PYTHON) -m image_builds
+
 bench: $(operator_built) ## Measure planning
 	@$(operator)/python -m benchmarks.planning
 
@@ -143,10 +148,11 @@ lock: ## Pin and hash the closures of requirements/*.in
 	@$(call compile,rollout,rollout,tools)
 	@$(call compile,trainer-gpu,trainer gpu,trainer tools)
 	@$(call compile,peft,trainer peft,trainer tools)
+	@$(call compile,sbom,sbom,tools)
 
 clean: ## Remove the environments and all build output; the cache stays
 	@rm -rf .venv .hypothesis .mypy_cache .pytest_cache .ruff_cache \
 		$(foreach dist,crds operator trainer cli,$(dist)/dist $(dist)/build)
 	@find $(wildcard crds operator trainer cli tests benchmarks scripts) -name __pycache__ -prune -exec rm -rf {} +
 
-.PHONY: help setup fmt lint types generate verify test test-operator test-trainer matrix test-rollout test-cluster gpu-test control-plane bench bench-operator bench-trainer demo lock clean
+.PHONY: help setup fmt lint types generate verify test test-operator test-trainer matrix test-rollout test-cluster gpu-test control-plane bench bench-operator bench-trainer demo images lock clean

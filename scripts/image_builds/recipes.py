@@ -1,0 +1,100 @@
+"""What images there are, how they are called and what they are labelled with. Pure; knows nothing of who builds them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+SOURCE = "https://github.com/moejob/moejob"
+# Every file of every layer is of this second, 1980-01-01: earlier than any, and one that zip files can say.
+TIMESTAMP = 315532800
+
+
+class UnknownImageError(Exception):
+    """An image that no recipe makes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """One image: the folder of its Dockerfile, and the stage that it is."""
+
+    name: str
+    folder: str
+    target: str
+
+    @property
+    def dockerfile(self) -> str:
+        """Seen from the root of the tree, which is the context of every build."""
+        return f"images/{self.folder}/Dockerfile"
+
+
+RECIPES: Mapping[str, Recipe] = {
+    recipe.name: recipe
+    for recipe in (
+        Recipe("operator", "operator", "operator"),
+        Recipe("trainer", "trainer", "gpu"),
+        Recipe("trainer-cpu", "trainer", "cpu"),
+        Recipe("trainer-colocated", "trainer", "colocated"),
+        Recipe("trainer-colocated-cpu", "trainer", "colocated-cpu"),
+        Recipe("rollout", "rollout", "gpu"),
+        Recipe("rollout-cpu", "rollout", "cpu"),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """The sources that images are made of: their version, and the commit they come from."""
+
+    version: str
+    revision: str
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """One image to build. `arguments` are the build's: other bases than the Dockerfile's own."""
+
+    recipe: Recipe
+    reference: str
+    labels: Mapping[str, str]
+    arguments: Mapping[str, str]
+
+
+def chosen(names: str) -> tuple[Recipe, ...]:
+    """The recipes of these names, which blanks separate."""
+    unknown = [name for name in names.split() if name not in RECIPES]
+    if unknown:
+        raise UnknownImageError(f"no image is called {', '.join(unknown)}; there are {', '.join(RECIPES)}")
+    return tuple(RECIPES[name] for name in names.split())
+
+
+def repository(name: str) -> str:
+    """What an image is called before its tag, the registry left out: the names in the chart's values."""
+    return f"moejob-{name}"
+
+
+def reference(recipe: Recipe, prefix: str, tag: str) -> str:
+    """The full name of an image, such as registry.example.com/ml/moejob-operator:0.1.0."""
+    before = f"{prefix.rstrip('/')}/" if prefix else ""
+    return f"{before}{repository(recipe.name)}:{tag}"
+
+
+def labels(tree: Tree) -> dict[str, str]:
+    """The labels that change from build to build; the Dockerfile has the others."""
+    return {
+        "org.opencontainers.image.version": tree.version,
+        "org.opencontainers.image.revision": tree.revision,
+        "org.opencontainers.image.source": SOURCE,
+    }
+
+
+def closure_key(recipe: Recipe, bases: Mapping[str, str]) -> str:
+    """Changes with whatever the dependency layer of this Dockerfile is made of."""
+    parts = (f"requirements/{recipe.folder}.txt", "requirements/sbom.txt", "images/install", "images/compile.py")
+    known = hashlib.sha256(repr(sorted(bases.items())).encode())
+    for part in parts:
+        known.update((ROOT / part).read_bytes())
+    return known.hexdigest()[:12]
