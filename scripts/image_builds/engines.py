@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -79,12 +81,24 @@ class Buildah:
                 self._provide(base, store)
         _run(buildah_build(Order(order.recipe, order.reference, order.labels, wanted), supplies, store))
         layout = self.layout(order.recipe)
-        layout.parent.mkdir(exist_ok=True)
-        # Not compressed: a layer that is there already is known by its digest, and is not written again.
-        push = ("push", "--quiet", "--disable-compression", order.reference, f"oci:{layout}:{order.reference}")
-        _run(buildah(store, *push))
+        if not layouts.holds(layout, self._layers(order.reference, store)[:-1]):
+            self._seed(layout, order.reference, store)
+        _run(buildah(store, "push", "--quiet", order.reference, f"oci:{layout}:{order.reference}"))
         layouts.keep_newest(layout)
         return layout
+
+    def _seed(self, layout: Path, reference: str, store: Store) -> None:
+        """Bring the layers below the code as they are: only such a one is known again, and not compressed each time."""
+        with tempfile.TemporaryDirectory(dir=store.folder) as scratch:
+            _run(buildah(store, "push", "--quiet", "--disable-compression", reference, f"dir:{scratch}"))
+            for digest in self._layers(reference, store)[:-1]:
+                layouts.put(layout, Path(scratch) / digest.removeprefix("sha256:"))
+
+    def _layers(self, reference: str, store: Store) -> list[str]:
+        """The digests of what each layer unpacks to, from the base up."""
+        said = json.loads(_answer(buildah(store, "inspect", "--type=image", reference)))
+        layers: list[str] = said["OCIv1"]["rootfs"]["diff_ids"]
+        return layers
 
     def _store(self, recipe: Recipe, bases: Mapping[str, str]) -> Store:
         """One for each closure; that of the pins before goes, with gigabytes."""

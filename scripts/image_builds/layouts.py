@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+_NAME = "org.opencontainers.image.ref.name"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +50,35 @@ def image(layout: Path) -> Image:
         Layer(layer["digest"], layer["size"], whole)
         for layer, whole in zip(manifest["layers"], unpacked, strict=True)
     )
-    return Image(entry["annotations"]["org.opencontainers.image.ref.name"], entry["digest"], layers, config)
+    return Image(entry["annotations"][_NAME], entry["digest"], layers, config)
+
+
+def full_name(reference: str) -> str:
+    """A name with its registry: moejob-operator:1 is docker.io/library/moejob-operator:1 to whoever pulls."""
+    registry, slash, _ = reference.partition("/")
+    if slash and ("." in registry or ":" in registry or registry == "localhost"):
+        return reference
+    return f"docker.io/{reference}" if slash else f"docker.io/library/{reference}"
+
+
+def holds(layout: Path, digests: Iterable[str]) -> bool:
+    """Whether these blobs are there."""
+    return all(_blob(layout, digest).exists() for digest in digests)
+
+
+def put(layout: Path, blob: Path) -> None:
+    """Take in a file that is named by its SHA-256."""
+    place = _blob(layout, f"sha256:{blob.name}")
+    place.parent.mkdir(parents=True, exist_ok=True)
+    blob.replace(place)
 
 
 def keep_newest(layout: Path) -> None:
     """Leave the image that was put there last, and no blob that it does not need."""
     index = _json(layout / "index.json")
-    index["manifests"] = index["manifests"][-1:]
+    [newest] = index["manifests"] = index["manifests"][-1:]
+    # What `ctr images import` calls it; the kubelet looks for the full name.
+    newest["annotations"]["io.containerd.image.name"] = full_name(newest["annotations"][_NAME])
     # A rename is atomic: whoever reads meanwhile sees the old index or the new one.
     written = layout / "index.json.new"
     written.write_text(json.dumps(index))
