@@ -65,8 +65,8 @@ lint: $(operator_built) ## Check format, style and the import rules
 	@$(call quietly,PYTHONPATH=crds/src:operator/src:trainer/src:cli/src:scripts $(operator)/lint-imports --no-logo --no-cache)
 
 types: $(operator_built) $(trainer_built) ## Check types, strictly, against what each package runs with
-	@$(call quietly,$(operator)/mypy --cache-dir .mypy_cache/operator $(wildcard crds/src operator/src cli/src scripts \
-		benchmarks/*.py benchmarks/contest tests/*.py $(patsubst %,tests/%,api operator cli chart cluster rollout)))
+	@$(call quietly,$(operator)/mypy --cache-dir .mypy_cache/operator $(wildcard crds/src operator/src cli/src scripts images \
+		benchmarks/*.py benchmarks/contest tests/*.py $(patsubst %,tests/%,api operator cli chart cluster rollout builds)))
 	@$(call quietly,$(trainer)/mypy --cache-dir .mypy_cache/trainer trainer/src tests/trainer tests/gpu benchmarks/trainer \
 		examples/ask.py)
 
@@ -82,8 +82,8 @@ verify: lint types ## All of that, and that nothing generated is stale
 
 test: test-operator test-trainer test-rollout test-cluster ## Run every test that needs no GPU
 
-test-operator: $(operator_built) ## Test api, operator, cli and chart
-	@$(operator)/pytest $(wildcard $(patsubst %,tests/%,api cli operator chart)) $(ARGS)
+test-operator: $(operator_built) ## Test api, operator, cli, chart and how images are built
+	@$(operator)/pytest $(wildcard $(patsubst %,tests/%,api cli operator chart builds)) $(ARGS)
 
 # moejob run, which starts the trainer, lives in the operator's environment; what reads its adapters in one of its own.
 test-trainer: $(trainer_built) $(operator_built) $(peft_built) ## Test the trainer
@@ -148,6 +148,7 @@ lock: ## Pin and hash the closures of requirements/*.in
 	@$(call compile,rollout,rollout,tools)
 	@$(call compile,trainer-gpu,trainer gpu,trainer tools)
 	@$(call compile,peft,trainer peft,trainer tools)
+	@$(call compile,rollout-gpu,rollout-gpu,tools)
 	@$(call compile,sbom,sbom,tools)
 
 clean: ## Remove the environments and all build output; the cache stays

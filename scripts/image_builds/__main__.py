@@ -1,4 +1,4 @@
-"""make images: builds the images that IMAGES names. PREFIX, TAG, ENGINE, BASE and RUNTIME are settings: docs/images.md."""
+"""make images: builds what IMAGES names; PREFIX, TAG, ENGINE, BASE and RUNTIME are settings, see docs/images.md."""
 
 from __future__ import annotations
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -42,7 +41,7 @@ class Docker:
 
     def build(self, order: Order, supplies: Supplies) -> str:
         """Build with BuildKit."""
-        _run(docker_build(order, supplies))
+        _run(docker_build(order, supplies), order.context)
         return f"docker image {order.reference}"
 
 
@@ -52,7 +51,7 @@ class Podman:
 
     def build(self, order: Order, supplies: Supplies) -> str:
         """Build as the user that calls."""
-        _run(podman_build(order, supplies))
+        _run(podman_build(order, supplies), order.context)
         return f"podman image {order.reference}"
 
 
@@ -65,7 +64,7 @@ class Buildah:
     def build(self, order: Order, supplies: Supplies) -> str:
         """Build from the bases that the order names, else from ones made here."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        with _alone(self.folder / "lock"):
+        with _alone(self.folder / f"{order.recipe.folder}.lock"):
             return f"OCI layout {self._built(order, supplies)}"
 
     def layout(self, recipe: Recipe) -> Path:
@@ -73,13 +72,12 @@ class Buildah:
         return self.folder / "layouts" / recipe.name
 
     def _built(self, order: Order, supplies: Supplies) -> Path:
-        bases = {"BASE": BASE.reference, "RUNTIME": RUNTIME.reference} | dict(order.arguments)
-        store = self._store(order.recipe, bases)
-        wanted = {name: value for name, value in bases.items() if f"ARG {name}=" in _dockerfile(order.recipe)}
+        order = on_local_bases(order)
+        store = self.store(order)
         for base in (BASE, RUNTIME):
-            if base.reference in wanted.values():
+            if base.reference in order.arguments.values():
                 self._provide(base, store)
-        _run(buildah_build(Order(order.recipe, order.reference, order.labels, wanted), supplies, store))
+        _run(buildah_build(order, supplies, store), order.context)
         layout = self.layout(order.recipe)
         if not layouts.holds(layout, self._layers(order.reference, store)[:-1]):
             self._seed(layout, order.reference, store)
@@ -100,22 +98,30 @@ class Buildah:
         layers: list[str] = said["OCIv1"]["rootfs"]["diff_ids"]
         return layers
 
-    def _store(self, recipe: Recipe, bases: Mapping[str, str]) -> Store:
-        """One for each closure; that of the pins before goes, with gigabytes."""
-        folder = self.folder / "stores" / f"{recipe.folder}-{closure_key(recipe, bases)}"
-        for before in folder.parent.glob(f"{recipe.folder}-*"):
+    def store(self, order: Order) -> Store:
+        """Where the layers of an order on local bases are: one for each closure; that of the pins before goes."""
+        folder = self.folder / "stores" / f"{order.recipe.folder}-{closure_key(order)}"
+        for before in folder.parent.glob(f"{order.recipe.folder}-*"):
             if before != folder:
-                shutil.rmtree(before)
+                _remove(before)
         folder.mkdir(parents=True, exist_ok=True)
         return Store(folder, "overlay" if _overlays(folder) else "vfs")
 
     def _provide(self, base: Base, store: Store) -> None:
-        if subprocess.run(buildah(store, "inspect", "--type=image", base.reference), capture_output=True).returncode == 0:
+        looked_for = buildah(store, "inspect", "--type=image", base.reference)
+        if subprocess.run(looked_for, capture_output=True, check=False).returncode == 0:
             return
-        root = archive(base, self.folder)
+        with _alone(self.folder / "bases.lock"):
+            root = archive(base, self.folder)
         container = _answer(buildah(store, "from", "--isolation=chroot", "scratch"))
         _answer(buildah(store, "add", "--quiet", container, str(root), "/"))
         _answer(buildah(store, "commit", "--quiet", "--rm", f"--timestamp={TIMESTAMP}", container, base.reference))
+
+
+def on_local_bases(order: Order) -> Order:
+    """The same order with a base of this machine wherever the Dockerfile takes one and the order names none."""
+    bases = {"BASE": BASE.reference, "RUNTIME": RUNTIME.reference} | dict(order.arguments)
+    return replace(order, arguments={name: base for name, base in bases.items() if f"ARG {name}=" in order.dockerfile})
 
 
 def engine(wanted: str, cache: Path) -> Engine:
@@ -137,6 +143,14 @@ def engine(wanted: str, cache: Path) -> Engine:
             return Buildah(cache / "images")
         case _:
             raise MissingToolError(f"{wanted or 'nothing that builds images'} does not run here: {_HOW_TO_GET_ONE}")
+
+
+def _remove(store: Path) -> None:
+    """Delete a store. A build that was killed has left mounts in it."""
+    mounted = (line.split()[1] for line in Path("/proc/mounts").read_text().splitlines())
+    for mount in sorted((place for place in mounted if Path(place).is_relative_to(store)), reverse=True):
+        subprocess.run(["umount", "--lazy", mount], check=True)
+    shutil.rmtree(store)
 
 
 def _works(*command: str) -> bool:
@@ -171,14 +185,9 @@ def _alone(lock: Path) -> Iterator[None]:
         yield
 
 
-def _dockerfile(recipe: Recipe) -> str:
-    return (ROOT / recipe.dockerfile).read_text()
-
-
-def _run(command: list[str]) -> None:
-    """What a builder says matters when it fails, or to a terminal that shows it as it comes."""
-    environment = os.environ | {"DOCKER_BUILDKIT": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, text=True, check=False, stdout=-1, stderr=-2)
+def _run(command: list[str], folder: Path = ROOT) -> None:
+    """What a builder says matters when it fails."""
+    done = subprocess.run(command, cwd=folder, text=True, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     if done.returncode:
         raise BuildError(f"{' '.join(command)}\nfailed with {done.returncode}:\n{done.stdout[-6000:]}")
 

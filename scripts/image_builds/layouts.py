@@ -47,8 +47,7 @@ def image(layout: Path) -> Image:
     config = _json(_blob(layout, manifest["config"]["digest"]))
     unpacked = config["rootfs"]["diff_ids"]
     layers = tuple(
-        Layer(layer["digest"], layer["size"], whole)
-        for layer, whole in zip(manifest["layers"], unpacked, strict=True)
+        Layer(layer["digest"], layer["size"], whole) for layer, whole in zip(manifest["layers"], unpacked, strict=True)
     )
     return Image(entry["annotations"][_NAME], entry["digest"], layers, config)
 

@@ -1,4 +1,4 @@
-"""What images there are, how they are called and what they are labelled with. Pure; knows nothing of who builds them."""
+"""What images there are, their names and labels. Pure; knows nothing of who builds them."""
 
 from __future__ import annotations
 
@@ -55,12 +55,18 @@ class Tree:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """One image to build. `arguments` are the build's: other bases than the Dockerfile's own."""
+    """One image to build of a checkout, `context`; `arguments` name bases other than the Dockerfile's own."""
 
     recipe: Recipe
     reference: str
     labels: Mapping[str, str]
     arguments: Mapping[str, str]
+    context: Path = ROOT
+
+    @property
+    def dockerfile(self) -> str:
+        """What its Dockerfile says."""
+        return (self.context / self.recipe.dockerfile).read_text()
 
 
 def chosen(names: str) -> tuple[Recipe, ...]:
@@ -91,10 +97,10 @@ def labels(tree: Tree) -> dict[str, str]:
     }
 
 
-def closure_key(recipe: Recipe, bases: Mapping[str, str]) -> str:
+def closure_key(order: Order) -> str:
     """Changes with whatever the dependency layer of this Dockerfile is made of."""
-    parts = (f"requirements/{recipe.folder}.txt", "requirements/sbom.txt", "images/install", "images/compile.py")
-    known = hashlib.sha256(repr(sorted(bases.items())).encode())
-    for part in parts:
-        known.update((ROOT / part).read_bytes())
+    closure = f"requirements/{order.recipe.folder}.txt"
+    known = hashlib.sha256(repr(sorted(order.arguments.items())).encode())
+    for part in (closure, "requirements/sbom.txt", "requirements/uv.txt", "images/install", "images/compile.py"):
+        known.update((order.context / part).read_bytes())
     return known.hexdigest()[:12]
