@@ -112,6 +112,9 @@ control-plane: $(operator_built) ## Build the Kubernetes programs that this mach
 images: ## Build container images: IMAGES="operator trainer-cpu" PREFIX=registry.example.com/ml TAG=...
 	@PYTHONPATH=scripts $(PYTHON) -m image_builds
 
+kind-demo: ## Train the tiny example on a cluster in Docker; needs docker, kind, kubectl and helm
+	@scripts/kind-demo
+
 bench: $(operator_built) ## Measure planning
 	@$(operator)/python -m benchmarks.planning
 
@@ -156,4 +159,4 @@ clean: ## Remove the environments and all build output; the cache stays
 		$(foreach dist,crds operator trainer cli,$(dist)/dist $(dist)/build)
 	@find $(wildcard crds operator trainer cli tests benchmarks scripts) -name __pycache__ -prune -exec rm -rf {} +
 
-.PHONY: help setup fmt lint types generate verify test test-operator test-trainer matrix test-rollout test-cluster gpu-test control-plane bench bench-operator bench-trainer demo images lock clean
+.PHONY: help setup fmt lint types generate verify test test-operator test-trainer matrix test-rollout test-cluster gpu-test control-plane bench bench-operator bench-trainer demo images kind-demo lock clean
