@@ -57,7 +57,10 @@ def _reproducible(supplies: Supplies) -> list[str]:
 def _common(order: Order, supplies: Supplies) -> list[str]:
     return [
         *("--file", order.recipe.dockerfile, "--target", order.recipe.target, "--tag", order.reference),
-        *_options("--label", _pairs(order.labels)),
+        # Not --label: buildah gives those to the last stage of a Dockerfile, whichever is the target.
+        *_options(
+            "--build-arg", _pairs({name.rpartition(".")[2].upper(): label for name, label in order.labels.items()})
+        ),
         *_options("--build-arg", _pairs(order.arguments)),
         *_options("--secret", (f"id={name},src={file}" for name, file in supplies.secrets.items())),
         ".",

@@ -58,7 +58,7 @@ def test_every_engine_gets_the_same_order(build: Callable[[Order], list[str]]) -
     assert option(command, "--target") == ["cpu"]
     assert option(command, "--tag") == ["registry.example.com/ml/moejob-trainer-cpu:1"]
     assert "BASE=python:3.11" in option(command, "--build-arg")
-    assert f"org.opencontainers.image.version={VERSION}" in option(command, "--label")
+    assert f"VERSION={VERSION}" in option(command, "--build-arg")
     assert option(command, "--secret") == ["id=certificates,src=/ca.crt"]
     assert command[-1] == "."
 

@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from cluster.control_plane.conftest import definition
 from confined import Confined, Container, confined
 from images import built, store, why_not
+
+__all__ = ["definition"]
 
 Builds = Callable[[str], Path]
 Contains = Callable[[str, Container], Confined]

@@ -15,7 +15,7 @@ from cluster.processes import Process
 from cluster.waiting import until
 from confined import Container
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("definition")]
 
 # Everything that the operator imports, and that nothing of what the image leaves out was among it.
 IMPORTS = """
@@ -67,7 +67,7 @@ def test_whoever_has_the_image_can_plan(container: Contains) -> None:
     asks = ("python", "-m", "moejob_cli", "plan", "--auto", "--model", "mistralai/Mixtral-8x7B-v0.1")
     done = container("operator", Container((*asks, "--gpus", "16", "--gpu-type", "H100"))).run(seconds=60)
     assert done.returncode == 0, done.stderr
-    assert "16 GPUs" in done.stdout
+    assert "on 16 H100" in done.stdout
 
 
 def test_there_is_nothing_to_write_to_and_no_shell(container: Contains) -> None:
