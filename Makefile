@@ -7,6 +7,7 @@ MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 
 export PYTHON ?= python3
+export IMAGES PREFIX TAG ENGINE BASE RUNTIME
 # Passed on to pytest: make test-operator ARGS="-k layout -x"
 ARGS ?=
 
@@ -64,8 +65,8 @@ lint: $(operator_built) ## Check format, style and the import rules
 	@$(call quietly,PYTHONPATH=crds/src:operator/src:trainer/src:cli/src:scripts $(operator)/lint-imports --no-logo --no-cache)
 
 types: $(operator_built) $(trainer_built) ## Check types, strictly, against what each package runs with
-	@$(call quietly,$(operator)/mypy --cache-dir .mypy_cache/operator $(wildcard crds/src operator/src cli/src scripts \
-		benchmarks/*.py benchmarks/contest tests/*.py $(patsubst %,tests/%,api operator cli chart cluster rollout)))
+	@$(call quietly,$(operator)/mypy --cache-dir .mypy_cache/operator $(wildcard crds/src operator/src cli/src scripts images \
+		benchmarks/*.py benchmarks/contest tests/*.py $(patsubst %,tests/%,api operator cli chart cluster rollout builds)))
 	@$(call quietly,$(trainer)/mypy --cache-dir .mypy_cache/trainer trainer/src tests/trainer tests/gpu benchmarks/trainer \
 		examples/ask.py)
 
@@ -81,8 +82,8 @@ verify: lint types ## All of that, and that nothing generated is stale
 
 test: test-operator test-trainer test-rollout test-cluster ## Run every test that needs no GPU
 
-test-operator: $(operator_built) ## Test api, operator, cli and chart
-	@$(operator)/pytest $(wildcard $(patsubst %,tests/%,api cli operator chart)) $(ARGS)
+test-operator: $(operator_built) ## Test api, operator, cli, chart and how images are built
+	@$(operator)/pytest $(wildcard $(patsubst %,tests/%,api cli operator chart builds)) $(ARGS)
 
 # moejob run, which starts the trainer, lives in the operator's environment; what reads its adapters in one of its own.
 test-trainer: $(trainer_built) $(operator_built) $(peft_built) ## Test the trainer
@@ -106,6 +107,13 @@ test-cluster: $(operator_built) ## Test on a real control plane
 
 control-plane: $(operator_built) ## Build the Kubernetes programs that this machine lacks
 	@PYTHONPATH=tests $(operator)/python -m cluster.binaries
+
+# With docker, podman, or buildah where no registry of images can be reached: docs/images.md.
+images: ## Build container images: IMAGES="operator trainer-cpu" PREFIX=registry.example.com/ml TAG=...
+	@PYTHONPATH=scripts $(PYTHON) -m image_builds
+
+kind-demo: ## Train the tiny example on a cluster in Docker; needs docker, kind, kubectl and helm
+	@scripts/kind-demo
 
 bench: $(operator_built) ## Measure planning
 	@$(operator)/python -m benchmarks.planning
@@ -143,10 +151,12 @@ lock: ## Pin and hash the closures of requirements/*.in
 	@$(call compile,rollout,rollout,tools)
 	@$(call compile,trainer-gpu,trainer gpu,trainer tools)
 	@$(call compile,peft,trainer peft,trainer tools)
+	@$(call compile,rollout-gpu,rollout-gpu,tools)
+	@$(call compile,sbom,sbom,tools)
 
 clean: ## Remove the environments and all build output; the cache stays
 	@rm -rf .venv .hypothesis .mypy_cache .pytest_cache .ruff_cache \
 		$(foreach dist,crds operator trainer cli,$(dist)/dist $(dist)/build)
 	@find $(wildcard crds operator trainer cli tests benchmarks scripts) -name __pycache__ -prune -exec rm -rf {} +
 
-.PHONY: help setup fmt lint types generate verify test test-operator test-trainer matrix test-rollout test-cluster gpu-test control-plane bench bench-operator bench-trainer demo lock clean
+.PHONY: help setup fmt lint types generate verify test test-operator test-trainer matrix test-rollout test-cluster gpu-test control-plane bench bench-operator bench-trainer demo images kind-demo lock clean

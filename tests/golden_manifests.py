@@ -125,13 +125,18 @@ def _manifests(golden: Golden) -> Iterator[dict[str, Any]]:
         "metadata": {"name": "job", "namespace": "team", "uid": "6f1c", "generation": 1},
         "spec": merged(base, golden.sections),
     }
-    seen = observed(raw, Children((), (), (), ()), Specs(), is_live=True)
+    return (_without_spec(manifest) for manifest in created(raw, golden.apis))
+
+
+def created(raw: Mapping[str, Any], apis: frozenset[GangApi]) -> Iterator[dict[str, Any]]:
+    """All that the operator creates when it first sees a job that the API server holds."""
+    seen = observed(dict(raw), Children((), (), (), ()), Specs(), is_live=True)
     assert seen.job.spec is not None, seen.job.problems
     judged = judgement(seen.job.spec)
     assert judged.is_accepted, judged.problems
-    for action in decide(seen, judged, Setting(IMAGES, golden.apis), NOW).actions:
+    for action in decide(seen, judged, Setting(IMAGES, apis), NOW).actions:
         assert isinstance(action, Ensure)
-        yield _without_spec(dict(action.manifest))
+        yield dict(action.manifest)
 
 
 def _without_spec(manifest: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,49 @@
+"""What the tests of images share: images of this tree, built once, and containers of them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from cluster.control_plane.conftest import definition
+from confined import Confined, Container, confined
+from images import built, store, why_not
+
+__all__ = ["definition"]
+
+Builds = Callable[[str], Path]
+Contains = Callable[[str, Container], Confined]
+
+
+@pytest.fixture(scope="session")
+def image(request: pytest.FixtureRequest) -> Builds:
+    """The layout of an image. The first run builds it, for minutes, and says so."""
+    obstacle = why_not()
+    if obstacle is not None:
+        pytest.skip(f"no images: {obstacle}")
+    capturing = request.config.pluginmanager.getplugin("capturemanager")
+    done: dict[str, Path] = {}
+
+    def once(name: str) -> Path:
+        if name not in done:
+            with capturing.global_and_fixture_disabled():
+                print(f"building the image {name}", file=sys.stderr, flush=True)  # noqa: T201
+                done[name] = built(name)
+        return done[name]
+
+    return once
+
+
+@pytest.fixture
+def container(image: Builds, tmp_path: Path) -> Iterator[Contains]:
+    """A container of an image, which goes with the test."""
+    with ExitStack() as stack:
+
+        def make(name: str, what: Container) -> Confined:
+            return stack.enter_context(confined(image(name), store(name), what, tmp_path))
+
+        yield make

@@ -1,0 +1,184 @@
+"""What images are made of: pins, sizes, and that the same tree gives the same layers."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import tarfile
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import pytest
+
+from closures import pins
+from cluster.images.conftest import Builds
+from image_builds import layouts
+from image_builds.debian_base import BASE, RUNTIME, archive
+from image_builds.engines import Buildah
+from image_builds.layouts import Layer
+from image_builds.recipes import RECIPES, ROOT, TIMESTAMP
+from images import builder, downloads, ordered
+
+pytestmark = pytest.mark.cluster
+
+MEGABYTE = 1_000_000
+IMAGES = {"operator": "operator", "trainer-cpu": "trainer"}
+COMPILERS = {"cc", "gcc", "g++", "clang", "ld", "as", "make"}
+
+by_image = pytest.mark.parametrize("name", IMAGES)
+
+
+def members(layout: Path, layer: Layer) -> Iterator[tarfile.TarInfo]:
+    """What is in a layer."""
+    with tarfile.open(layout / "blobs" / layer.digest.replace(":", "/")) as archive:
+        yield from archive
+
+
+def ours(layout: Path) -> tuple[Layer, ...]:
+    """The layers above the base."""
+    return layouts.image(layout).layers[1:]
+
+
+def parts(layout: Path) -> dict[str, Any]:
+    """The list of parts that lies in an image."""
+    where = layouts.image(layout).labels["dev.moejob.sbom"].lstrip("/")
+    for layer in reversed(ours(layout)):
+        with tarfile.open(layout / "blobs" / layer.digest.replace(":", "/")) as archive:
+            for member in archive:
+                if member.name == where:
+                    found: dict[str, Any] = json.load(archive.extractfile(member))  # type: ignore[arg-type]
+                    return found
+    raise AssertionError(f"no layer has {where}")
+
+
+def normalized(component: dict[str, Any]) -> tuple[str, str]:
+    purl: str = component["purl"]
+    name, _, version = purl.removeprefix("pkg:pypi/").partition("@")
+    return name, version.partition("?")[0]
+
+
+@by_image
+def test_the_list_of_parts_is_the_closure_that_is_pinned(image: Builds, name: str) -> None:
+    listed = parts(image(name))
+    assert listed["bomFormat"] == "CycloneDX"
+    assert dict(map(normalized, listed["components"])) == pins(IMAGES[name])
+
+
+@by_image
+def test_labels_say_where_an_image_comes_from(image: Builds, name: str) -> None:
+    said = layouts.image(image(name)).labels
+    expected = ordered(name).labels
+    assert expected.items() <= said.items()
+    assert expected["org.opencontainers.image.version"] == (ROOT / "VERSION").read_text().strip()
+    assert re.fullmatch("[0-9a-f]{40}(-dirty)?", expected["org.opencontainers.image.revision"])
+
+
+@by_image
+def test_the_user_is_a_number_that_the_kubelet_can_check(image: Builds, name: str) -> None:
+    assert layouts.image(image(name)).config["config"]["User"] == "65532:65532"
+
+
+@by_image
+def test_the_code_is_the_last_layer_and_small(image: Builds, name: str) -> None:
+    layout = image(name)
+    code = layouts.image(layout).layers[-1]
+    assert code.bytes < 2 * MEGABYTE
+    packages = "opt/moejob/lib/python3.11/site-packages"
+    top = {
+        PurePosixPath(member.name).relative_to(packages).parts[0]
+        for member in members(layout, code)
+        if packages + "/" in member.name
+    }
+    assert top
+    assert [found for found in top if not found.startswith("moejob")] == []
+
+
+def test_the_operator_takes_less_than_150_megabytes_unpacked(image: Builds) -> None:
+    layout = image("operator")
+    assert (
+        sum(member.size for layer in layouts.image(layout).layers for member in members(layout, layer)) < 150 * MEGABYTE
+    )
+
+
+@by_image
+def test_every_file_of_ours_has_one_date_and_belongs_to_root(image: Builds, name: str) -> None:
+    layout = image(name)
+    found = [member for layer in ours(layout) for member in members(layout, layer)]
+    assert {member.mtime for member in found} == {TIMESTAMP}
+    written = [member for member in found if not member.name.startswith(("tmp", "root"))]
+    assert {(member.uid, member.gid) for member in written} == {(0, 0)}
+    assert [member.name for member in written if member.isfile() and member.mode & 0o6022] == []
+
+
+@by_image
+def test_what_only_a_build_needs_is_not_there(image: Builds, name: str) -> None:
+    layout = image(name)
+    names = {PurePosixPath(member.name) for layer in layouts.image(layout).layers for member in members(layout, layer)}
+    programs = {path.name for path in names if path.parent.name == "bin"}
+    assert programs & (COMPILERS | {"pip", "uv"}) == set()
+    # The mount of a cache leaves its empty folder.
+    assert [path for path in names if path.parts[0] == "cache" and len(path.parts) > 2] == []
+    assert [path for path in names if path.parts[:2] == ("root", ".cache")] == []
+    assert [path for path in names if path.parts[:2] == ("run", "secrets") and len(path.parts) > 2] == []
+
+
+@by_image
+def test_every_module_is_compiled_against_its_content(image: Builds, name: str) -> None:
+    layout = image(name)
+    for layer in ours(layout):
+        with tarfile.open(layout / "blobs" / layer.digest.replace(":", "/")) as archive:
+            compiled = (member for member in archive if member.name.endswith(".pyc"))
+            flags = {archive.extractfile(member).read(8)[4:] for member in compiled}  # type: ignore[union-attr]
+        # Bit 0: by hash, not by date; bit 1: compared at each import.
+        assert flags <= {(1).to_bytes(4, "little")}
+
+
+@pytest.fixture(scope="module")
+def elsewhere(image: Builds, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Path], Path]]:
+    """Builds the operator of a tree where nothing was built before. Debian moves on: bases are those made already."""
+    folder = tmp_path_factory.mktemp("elsewhere")
+    image("operator")
+    for base in (BASE, RUNTIME):
+        made = archive(base, builder().folder)
+        os.link(made, folder / made.name) if made.stat().st_dev == folder.stat().st_dev else shutil.copy(made, folder)
+
+    def build(tree: Path) -> Path:
+        with downloads() as given:
+            Buildah(folder).build(replace(ordered("operator"), context=tree), given)
+        return Buildah(folder).layout(RECIPES["operator"])
+
+    yield build
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A copy of this checkout."""
+    command = [shutil.which("git") or "git", "ls-files", "-co", "--exclude-standard", "-z"]
+    listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    for name in filter(None, listed.stdout.split("\0")):
+        if (ROOT / name).is_file():
+            (tmp_path / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, tmp_path / "tree" / name)
+    return tmp_path / "tree"
+
+
+def unpacked(layout: Path) -> list[str]:
+    return [layer.unpacked_digest for layer in layouts.image(layout).layers]
+
+
+def test_the_same_tree_gives_the_same_layers_and_other_code_only_another_last_one(
+    image: Builds, elsewhere: Callable[[Path], Path], tree: Path
+) -> None:
+    before = unpacked(image("operator"))
+    assert unpacked(elsewhere(tree)) == before
+    with (tree / "operator/src/moejob_operator/planning/decide.py").open("a") as module:
+        module.write("\n\nCHANGED = True\n")
+    after = unpacked(elsewhere(tree))
+    assert after[:-1] == before[:-1]
+    assert after[-1] != before[-1]
