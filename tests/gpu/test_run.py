@@ -40,7 +40,7 @@ def job(folder: Path, gpus: int) -> Path:
     spec["parallelism"] = {"expert": gpus}
     spec["training"] |= {"maxSteps": STEPS, "evalEvery": STEPS}
     spec["checkpoint"] |= {"everySteps": 2, "async": False}
-    spec["resources"] |= {"accelerator": "GPU", "gpuType": "H200", "gpusPerNode": gpus}
+    spec["resources"] |= {"accelerator": "GPU", "gpuType": "H200", "gpusPerNode": gpus, "memory": "12Gi"}
     file = folder / "job.yaml"
     file.write_text(yaml.safe_dump(made))
     return file
