@@ -1,0 +1,211 @@
+"""A cluster of real nodes on this machine, without Docker: brings its parts up in order, and leaves nothing behind.
+
+Nodes, their network and all that runs on them end with us, whatever ends us: see enclosure. Cgroups alone outlive a
+kill, and the next start removes them.
+"""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import IO
+
+from cluster.binaries import MissingProgramError, Report, cache, found_or_built
+from cluster.control_plane.components import Component
+from cluster.control_plane.kubeconfigs import write_for_certificate
+from cluster.control_plane.plane import PROGRAMS as PLANE_PROGRAMS
+from cluster.control_plane.plane import ControlPlane, control_plane
+from cluster.nodes.cgroups import Cgroup
+from cluster.nodes.dns import Dns
+from cluster.nodes.images import write_small_image
+from cluster.nodes.kubelet import Membership
+from cluster.nodes.network import Addresses, Switch
+from cluster.nodes.node import CNI_PROGRAMS, Node, Programs
+from cluster.nodes.packages import found_or_unpacked
+from cluster.nodes.registry import Registry
+from cluster.nodes.runtime import PAUSE_IMAGE
+from cluster.nodes.storage import Storage
+from cluster.waiting import until
+
+PROGRAMS = (
+    *(*PLANE_PROGRAMS, "kubelet", "kube-proxy", "coredns"),
+    *("containerd", "containerd-shim-runc-v2", "ctr", "pause", *CNI_PROGRAMS),
+)
+# A shell and the common commands.
+BUSYBOX_IMAGE = "moejob.test/busybox:1"
+SHELL_COMMANDS = ("sh", "cat", "echo", "sleep", "head", "tail", "nc", "nslookup", "wget", "httpd", "dd", "hostname", "id")
+READY_SECONDS = 60
+# After so long a silence a node is lost; Kubernetes' own default is 50.
+LOST_SECONDS = 20
+LOCKS = Path("/run/lock")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Two clusters run side by side when they differ in owner and addresses."""
+
+    # Names all that the machine can see of a cluster: the link to it, its cgroups, its lock; and what it keeps.
+    owner: str = "moejob-nodes"
+    nodes: tuple[str, ...] = ("node-1", "node-2")
+    gpus_per_node: int = 8
+    addresses: Addresses = field(default_factory=Addresses)
+
+
+class Cluster:
+    """A control plane and its nodes, with what they need: a registry, DNS, storage, a network that can be cut."""
+
+    def __init__(self, settings: Settings, plane: ControlPlane, nodes: Mapping[str, Node], parts: Parts) -> None:
+        self.plane = plane
+        self.nodes = nodes
+        self.registry = parts.registry
+        self.storage = parts.storage
+        self._switch = parts.switch
+        self._settings = settings
+
+    def load(self, image: str, archive: Path) -> None:
+        """Have the image of an OCI archive or folder on every node, under a name with a tag."""
+        whole = self.registry.add(image, archive)
+        for node in self.nodes.values():
+            node.runtime.pull(whole)
+
+    def cut_off(self, node: str) -> None:
+        """Unplug a node from the others and from the control plane."""
+        self._switch.cut(node)
+
+    def reconnect(self, node: str) -> None:
+        """Plug it in again."""
+        self._switch.mend(node)
+
+    def start_kubelet(self, node: str) -> None:
+        """Start the kubelet of a node that was stopped, and return when pods can go there."""
+        self.nodes[node].start_kubelet()
+        self.await_ready(node)
+
+    def await_ready(self, node: str) -> None:
+        """Return when a node takes pods and has its GPUs, which a kubelet that starts takes for a mistake."""
+        until(partial(self.plane.takes_pods, node), seconds=READY_SECONDS, waiting_for=f"{node} to be ready")
+        gpus = {"nvidia.com/gpu": str(self._settings.gpus_per_node)}
+        self.plane.api.merge(f"/api/v1/nodes/{node}/status", {"status": {"capacity": gpus, "allocatable": gpus}})
+
+    def is_ready(self, node: str) -> bool:
+        """Whether the control plane hears of a node."""
+        seen = self.plane.api.get(f"/api/v1/nodes/{node}")
+        return {said["type"]: said["status"] for said in seen["status"]["conditions"]}["Ready"] == "True"
+
+    def pids(self, namespace: str, pod: str) -> set[int]:
+        """The processes of a pod, as the machine numbers them."""
+        seen = self.plane.api.get(f"/api/v1/namespaces/{namespace}/pods/{pod}")
+        return self.nodes[seen["spec"]["nodeName"]].pids(seen["metadata"]["uid"])
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a cluster has one of."""
+
+    switch: Switch
+    registry: Registry
+    storage: Storage
+
+
+def found_programs(report: Report) -> Programs:
+    """All programs of a cluster, built or unpacked where they are missing."""
+    unpacked = found_or_unpacked(report)
+    return Programs({**found_or_built(PROGRAMS, report), **unpacked.programs}, unpacked.libraries)
+
+
+@contextmanager
+def cluster(folder: Path, programs: Programs, settings: Settings = Settings()) -> Iterator[Cluster]:
+    """A cluster whose files are in an empty folder. One of an owner at a time: a second waits for the first to end."""
+    with ExitStack() as ending:
+        ending.enter_context(_lock(settings.owner))
+        sweep(settings)
+        ending.callback(sweep, settings)
+        yield _started(folder, programs, settings, ending)
+
+
+def sweep(settings: Settings) -> None:
+    """Remove what outlives a kill."""
+    Cgroup(settings.owner).remove()
+
+
+def _started(folder: Path, programs: Programs, settings: Settings, ending: ExitStack) -> Cluster:
+    addresses, count = settings.addresses, len(settings.nodes)
+    switch = Switch(settings.owner, addresses, programs.paths["pause"], folder)
+    ending.callback(switch.stop)
+    switch.start(count)
+    registry = Registry(str(addresses.machine))
+    ending.callback(registry.stop)
+    registry.start()
+    (folder / "plane").mkdir()
+    changed = {Component.CONTROLLER_MANAGER: {"node-monitor-grace-period": f"{LOST_SECONDS}s"}}
+    plane = ending.enter_context(
+        control_plane(folder / "plane", programs.paths, changed=changed, address=str(addresses.machine))
+    )
+    dns = Dns(programs.paths["coredns"], addresses.machine, _user(plane, "coredns", "system:masters"), folder)
+    ending.callback(dns.stop)
+    dns.start()
+    nodes = {
+        name: _node(index, name, plane, programs, settings, registry.url) for index, name in enumerate(settings.nodes)
+    }
+    storage = Storage(plane.api, list(nodes.values()), folder / "volumes")
+    ending.callback(storage.stop)
+    made = Cluster(settings, plane, nodes, Parts(switch, registry, storage))
+    _add_images(made, programs, folder)
+    for index, node in enumerate(nodes.values()):
+        ending.callback(node.stop)
+        node.start_machine()
+        switch.connect(node.name, index, node.enclosure, count)
+    for node in nodes.values():
+        node.start()
+    storage.start()
+    for name in nodes:
+        made.await_ready(name)
+    return made
+
+
+def _node(
+    index: int, name: str, plane: ControlPlane, programs: Programs, settings: Settings, registry: str
+) -> Node:
+    addresses = settings.addresses
+    joins = Membership(
+        name=name,
+        address=addresses.node(index),
+        pods=addresses.pods_of(index),
+        all_pods=addresses.pods,
+        dns=addresses.machine,
+        cgroup=f"{settings.owner}/{name}",
+        ca=plane.ca,
+        kubeconfig=_user(plane, f"system:node:{name}", "system:nodes"),
+        proxy_kubeconfig=_user(plane, "system:kube-proxy"),
+    )
+    folder = plane.folder.parent / name
+    folder.mkdir()
+    return Node(joins, programs, folder, _kept(settings) / name, registry)
+
+
+def _user(plane: ControlPlane, name: str, group: str | None = None) -> Path:
+    path = plane.folder / f"{name.replace(':', '-')}.kubeconfig"
+    return path if path.exists() else write_for_certificate(path, plane.site.server, plane.site.authority.client(name, group))
+
+
+def _add_images(made: Cluster, programs: Programs, folder: Path) -> None:
+    """The two that no cluster of tests is without; pods bring them to the nodes when they need them."""
+    pause = write_small_image(folder / "pause.tar", {"pause": programs.paths["pause"]}, {}, ["/pause"])
+    made.registry.add(PAUSE_IMAGE, pause)
+    files, links = {"bin/busybox": programs.paths["busybox"]}, {f"bin/{name}": "busybox" for name in SHELL_COMMANDS}
+    made.registry.add(BUSYBOX_IMAGE, write_small_image(folder / "busybox.tar", files, links, ["/bin/sh"]))
+
+
+def _kept(settings: Settings) -> Path:
+    return cache() / "nodes" / settings.owner
+
+
+@contextmanager
+def _lock(owner: str) -> Iterator[IO[str]]:
+    with (LOCKS / f"{owner}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield file
