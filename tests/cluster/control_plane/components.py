@@ -129,21 +129,25 @@ def _etcd(site: Site) -> dict[str, object]:
 
 
 def _api_server(site: Site) -> dict[str, object]:
-    return _serving(site, Component.API_SERVER) | _reach(site) | {
-        "etcd-servers": site.etcd_url,
-        "client-ca-file": site.authority.own.certificate,
-        "authorization-mode": "Node,RBAC",
-        "enable-admission-plugins": "NodeRestriction",
-        "service-account-issuer": "https://kubernetes.default.svc",
-        "service-account-key-file": site.token_key,
-        "service-account-signing-key-file": site.token_key,
-        "service-cluster-ip-range": SERVICES,
-        "allow-privileged": "true",
-        "feature-gates": FEATURE_GATES,
-        "runtime-config": RUNTIME_CONFIG,
-        "audit-policy-file": HERE / "audit_policy.yaml",
-        "audit-log-path": site.audit_log,
-    }
+    return (
+        _serving(site, Component.API_SERVER)
+        | _reach(site)
+        | {
+            "etcd-servers": site.etcd_url,
+            "client-ca-file": site.authority.own.certificate,
+            "authorization-mode": "Node,RBAC",
+            "enable-admission-plugins": "NodeRestriction",
+            "service-account-issuer": "https://kubernetes.default.svc",
+            "service-account-key-file": site.token_key,
+            "service-account-signing-key-file": site.token_key,
+            "service-cluster-ip-range": SERVICES,
+            "allow-privileged": "true",
+            "feature-gates": FEATURE_GATES,
+            "runtime-config": RUNTIME_CONFIG,
+            "audit-policy-file": HERE / "audit_policy.yaml",
+            "audit-log-path": site.audit_log,
+        }
+    )
 
 
 def _reach(site: Site) -> dict[str, object]:

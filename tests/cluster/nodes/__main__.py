@@ -1,4 +1,4 @@
-"""A cluster to try things on by hand: `PYTHONPATH=tests python -m cluster.nodes FOLDER [OWNER]`."""
+"""A cluster to try things on by hand: `PYTHONPATH=tests python -m cluster.nodes FOLDER [--spare]`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from cluster.nodes.cluster import Settings, cluster, found_programs
+from cluster.nodes.cluster import SPARE, Settings, cluster, found_programs
 
 
 def main(folder: Path, settings: Settings) -> None:
@@ -26,4 +26,4 @@ def _say(line: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Settings())
+    main(Path(sys.argv[1]), SPARE if "--spare" in sys.argv else Settings())

@@ -11,8 +11,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from ipaddress import IPv4Network
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from cluster.binaries import MissingProgramError, Report, cache, found_or_built
 from cluster.control_plane.components import Component
@@ -37,8 +38,22 @@ PROGRAMS = (
 )
 # A shell and the common commands.
 BUSYBOX_IMAGE = "moejob.test/busybox:1"
-SHELL_COMMANDS = ("sh", "cat", "echo", "sleep", "head", "tail", "nc", "nslookup", "wget", "httpd", "dd", "hostname", "id")
-READY_SECONDS = 60
+SHELL_COMMANDS = (
+    "sh",
+    "cat",
+    "echo",
+    "sleep",
+    "head",
+    "tail",
+    "nc",
+    "nslookup",
+    "wget",
+    "httpd",
+    "dd",
+    "hostname",
+    "id",
+)
+READY_SECONDS = 120
 # After so long a silence a node is lost; Kubernetes' own default is 50.
 LOST_SECONDS = 20
 LOCKS = Path("/run/lock")
@@ -53,6 +68,10 @@ class Settings:
     nodes: tuple[str, ...] = ("node-1", "node-2")
     gpus_per_node: int = 8
     addresses: Addresses = field(default_factory=Addresses)
+
+
+# Beside the first, for tests of what becomes of a cluster.
+SPARE = Settings("moejob-spare", addresses=Addresses(IPv4Network("10.88.0.0/24"), IPv4Network("10.243.0.0/16")))
 
 
 class Cluster:
@@ -81,8 +100,11 @@ class Cluster:
         self._switch.mend(node)
 
     def start_kubelet(self, node: str) -> None:
-        """Start the kubelet of a node that was stopped, and return when pods can go there."""
+        """Start the kubelet of a node that was stopped, and return when it knows its pods and pods can go there."""
+        before = self._heard_at(node)
         self.nodes[node].start_kubelet()
+        # What the API server says of a node outlives the kubelet for a while.
+        until(lambda: self._heard_at(node) != before, seconds=READY_SECONDS, waiting_for=f"word from {node}")
         self.await_ready(node)
 
     def await_ready(self, node: str) -> None:
@@ -93,13 +115,20 @@ class Cluster:
 
     def is_ready(self, node: str) -> bool:
         """Whether the control plane hears of a node."""
-        seen = self.plane.api.get(f"/api/v1/nodes/{node}")
-        return {said["type"]: said["status"] for said in seen["status"]["conditions"]}["Ready"] == "True"
+        return bool(self._readiness(node)["status"] == "True")
 
     def pids(self, namespace: str, pod: str) -> set[int]:
         """The processes of a pod, as the machine numbers them."""
         seen = self.plane.api.get(f"/api/v1/namespaces/{namespace}/pods/{pod}")
         return self.nodes[seen["spec"]["nodeName"]].pids(seen["metadata"]["uid"])
+
+    def _heard_at(self, node: str) -> str:
+        heard: str = self._readiness(node)["lastHeartbeatTime"]
+        return heard
+
+    def _readiness(self, node: str) -> Any:
+        conditions = self.plane.api.get(f"/api/v1/nodes/{node}")["status"]["conditions"]
+        return next(said for said in conditions if said["type"] == "Ready")
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,9 +196,7 @@ def _started(folder: Path, programs: Programs, settings: Settings, ending: ExitS
     return made
 
 
-def _node(
-    index: int, name: str, plane: ControlPlane, programs: Programs, settings: Settings, registry: str
-) -> Node:
+def _node(index: int, name: str, plane: ControlPlane, programs: Programs, settings: Settings, registry: str) -> Node:
     addresses = settings.addresses
     joins = Membership(
         name=name,
@@ -189,7 +216,11 @@ def _node(
 
 def _user(plane: ControlPlane, name: str, group: str | None = None) -> Path:
     path = plane.folder / f"{name.replace(':', '-')}.kubeconfig"
-    return path if path.exists() else write_for_certificate(path, plane.site.server, plane.site.authority.client(name, group))
+    return (
+        path
+        if path.exists()
+        else write_for_certificate(path, plane.site.server, plane.site.authority.client(name, group))
+    )
 
 
 def _add_images(made: Cluster, programs: Programs, folder: Path) -> None:

@@ -56,7 +56,9 @@ class Switch:
         peer = ("peer", "name", UPLINK, "netns", str(self._enclosure.pid))
         printed("ip", "link", "add", self._link, "type", "veth", *peer)
         self._plug(UPLINK)
-        printed("ip", "address", "add", f"{self._addresses.machine}/{self._addresses.nodes.prefixlen}", "dev", self._link)
+        printed(
+            "ip", "address", "add", f"{self._addresses.machine}/{self._addresses.nodes.prefixlen}", "dev", self._link
+        )
         printed("ip", "link", "set", self._link, "up")
         for pods, node in self._addresses.routes(nodes).items():
             printed("ip", "route", "add", str(pods), "via", str(node))

@@ -46,7 +46,8 @@ def found_or_unpacked(report: Report) -> Unpacked:
     wanted = sorted(PACKAGES.keys() - installed)
     folders = {name: _unpacked(name, report) for name in wanted}
     return Unpacked(
-        {name: Path(path) for name, path in installed.items()} | {name: _program(folders[name], name) for name in wanted},
+        {name: Path(path) for name, path in installed.items()}
+        | {name: _program(folders[name], name) for name in wanted},
         tuple(folder / library for folder in folders.values() for library in LIBRARIES),
     )
 
