@@ -92,7 +92,7 @@ gpu-test: $(trainer_gpu_built) $(operator_built) ## Test kernels and training on
 	@MOEJOB_TRAINER_PYTHON=$(CURDIR)/$(trainer_gpu)/python $(trainer_gpu)/pytest tests/gpu -rs $(ARGS)
 
 # Builds the cluster programs that it lacks, and skips by name where it cannot; so it does not wait for control-plane.
-test-cluster: $(operator_built) ## Test on a real control plane
+test-cluster: $(operator_built) $(trainer_built) ## Test on a real control plane and two real nodes
 	@$(operator)/pytest tests/cluster -rs --no-fold-skipped $(ARGS)
 
 control-plane: $(operator_built) ## Build the Kubernetes programs that this machine lacks
@@ -114,6 +114,10 @@ demo: $(operator_built) $(trainer_built) ## Train a small model here, then ask i
 	@$(operator)/moejob run examples/tiny-sft.yaml --run-dir runs/demo
 	@echo
 	@$(trainer)/python examples/ask.py runs/demo/export "count from 2 to 5"
+
+# As root; the nodes take what `make images IMAGES="operator trainer-cpu"` has built.
+cluster-demo: $(operator_built) $(trainer_built) ## Train on two Kubernetes nodes of this machine, without Docker
+	@PYTHONPATH=tests $(operator)/python -m cluster.nodes.demo
 
 
 # Closures. Order matters: what comes later is held to the versions chosen earlier, so that the tools install on top of
@@ -139,4 +143,4 @@ clean: ## Remove the environments and all build output; the cache stays
 		$(foreach dist,crds operator trainer cli,$(dist)/dist $(dist)/build)
 	@find $(wildcard crds operator trainer cli tests benchmarks scripts) -name __pycache__ -prune -exec rm -rf {} +
 
-.PHONY: help setup fmt lint types generate verify test test-operator test-trainer test-rollout test-cluster gpu-test control-plane bench bench-operator bench-trainer demo lock clean
+.PHONY: help setup fmt lint types generate verify test test-operator test-trainer test-rollout test-cluster gpu-test control-plane bench bench-operator bench-trainer demo cluster-demo lock clean

@@ -27,7 +27,9 @@ def held_out_loss(export: Path, corpus: Path) -> float:
     ends = np.cumsum(lengths)[:-1]
     tokens = np.split(np.fromfile(corpus / "tokens.bin", np.int32).astype(np.int64), ends)
     trained = np.split(np.fromfile(corpus / "trained.bin", np.bool_), ends)
-    losses = [_losses(model, torch.from_numpy(document))[mask[1:]] for document, mask in zip(tokens, trained, strict=True)]
+    losses = [
+        _losses(model, torch.from_numpy(document))[mask[1:]] for document, mask in zip(tokens, trained, strict=True)
+    ]
     return float(torch.cat(losses).mean())
 
 

@@ -27,19 +27,19 @@ class Cgroup:
     """One cgroup by its path: a folder for each hierarchy of version 1, or one in version 2."""
 
     path: str
+    root: Path = ROOT
 
     @property
     def folders(self) -> tuple[Path, ...]:
         """Where it is."""
-        return tuple(hierarchy / self.path for hierarchy in _hierarchies())
+        return tuple(hierarchy / self.path for hierarchy in _hierarchies(self.root))
 
     def create(self) -> None:
         """Make it, and let it use what its parents may."""
-        for hierarchy in _hierarchies():
+        for hierarchy in _hierarchies(self.root):
             folder = hierarchy
             for part in Path(self.path).parts:
-                if is_version_2():
-                    _delegate(folder)
+                _delegate(folder)
                 folder /= part
                 folder.mkdir(exist_ok=True)
                 _inherit_processors(folder)
@@ -67,9 +67,9 @@ class Cgroup:
             yield from folder.rglob(file)
 
 
-def is_version_2() -> bool:
-    """Whether the machine has one hierarchy for all controllers."""
-    return (ROOT / "cgroup.controllers").exists()
+def is_version_2(root: Path = ROOT) -> bool:
+    """Whether there is one hierarchy for all controllers."""
+    return (root / "cgroup.controllers").exists()
 
 
 def missing_controllers() -> list[str]:
@@ -80,15 +80,17 @@ def missing_controllers() -> list[str]:
     return [name for name in CONTROLLERS if not (ROOT / name).is_dir()]
 
 
-def _hierarchies() -> tuple[Path, ...]:
-    if is_version_2():
-        return (ROOT,)
+def _hierarchies(root: Path) -> tuple[Path, ...]:
+    if is_version_2(root):
+        return (root,)
     # Links name one hierarchy twice: cpu and cpu,cpuacct.
-    return tuple(sorted({found.resolve() for found in ROOT.iterdir() if (found / "cgroup.procs").exists()}))
+    return tuple(sorted({found.resolve() for found in root.iterdir() if (found / "cgroup.procs").exists()}))
 
 
 def _delegate(folder: Path) -> None:
-    """Let the cgroups below use every controller that this one may."""
+    """In version 2, let the cgroups below use every controller that this one may."""
+    if not is_version_2(folder):
+        return
     for controller in (folder / "cgroup.controllers").read_text().split():
         (folder / "cgroup.subtree_control").write_text(f"+{controller}")
 
@@ -97,7 +99,7 @@ def _inherit_processors(folder: Path) -> None:
     """In version 1 a new cgroup may use no processor and no memory until it is told which."""
     for name in ("cpuset.cpus", "cpuset.mems"):
         file = folder / name
-        if not is_version_2() and file.exists() and not file.read_text().strip():
+        if file.exists() and not is_version_2(folder) and not file.read_text().strip():
             file.write_text((folder.parent / name).read_text())
 
 

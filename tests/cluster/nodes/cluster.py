@@ -9,13 +9,13 @@ from __future__ import annotations
 import fcntl
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from ipaddress import IPv4Network
 from pathlib import Path
 from typing import IO, Any
 
-from cluster.binaries import MissingProgramError, Report, cache, found_or_built
+from cluster.binaries import Report, cache, found_or_built
 from cluster.control_plane.components import Component
 from cluster.control_plane.kubeconfigs import write_for_certificate
 from cluster.control_plane.plane import PROGRAMS as PLANE_PROGRAMS
@@ -56,6 +56,7 @@ SHELL_COMMANDS = (
 READY_SECONDS = 120
 # After so long a silence a node is lost; Kubernetes' own default is 50.
 LOST_SECONDS = 20
+ADDRESSES = Addresses(IPv4Network("10.89.0.0/24"), IPv4Network("10.244.0.0/16"))
 LOCKS = Path("/run/lock")
 
 
@@ -67,7 +68,7 @@ class Settings:
     owner: str = "moejob-nodes"
     nodes: tuple[str, ...] = ("node-1", "node-2")
     gpus_per_node: int = 8
-    addresses: Addresses = field(default_factory=Addresses)
+    addresses: Addresses = ADDRESSES
 
 
 # Beside the first, for tests of what becomes of a cluster.
@@ -85,11 +86,16 @@ class Cluster:
         self._switch = parts.switch
         self._settings = settings
 
-    def load(self, image: str, archive: Path) -> None:
-        """Have the image of an OCI archive or folder on every node, under a name with a tag."""
-        whole = self.registry.add(image, archive)
+    def load(self, archives: Mapping[str, Path]) -> None:
+        """Have the images of OCI archives or folders on every node, each under a name with a tag.
+
+        Nodes keep images for the next cluster. What nobody serves any more goes now: a trainer is 5 GB on each.
+        """
+        names = [self.registry.add(name, archive) for name, archive in archives.items()]
         for node in self.nodes.values():
-            node.runtime.pull(whole)
+            for name in names:
+                node.runtime.pull(name)
+            node.runtime.forget(node.runtime.images() - self.registry.references())
 
     def cut_off(self, node: str) -> None:
         """Unplug a node from the others and from the control plane."""

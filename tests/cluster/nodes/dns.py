@@ -46,7 +46,7 @@ class Dns:
 
     def _is_ready(self) -> bool:
         try:
-            with urllib.request.urlopen(self._ready_url, timeout=1) as answer:
+            with urllib.request.urlopen(self._ready_url, timeout=1) as answer:  # noqa: S310
                 return bool(answer.status == 200)
         except OSError:
             return False

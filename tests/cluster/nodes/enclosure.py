@@ -1,7 +1,7 @@
 """Namespaces that live as long as their first process, which never outlives us; knows nothing of what runs in them.
 
-All that is in them ends with that process, by the kernel's hand: processes, mounts, links, routes, packet filters. There
-is nothing to undo, however we end.
+All that is in them ends with that process, by the kernel's hand: processes, mounts, links, routes, packet filters.
+There is nothing to undo, however we end.
 """
 
 from __future__ import annotations

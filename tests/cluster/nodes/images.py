@@ -38,6 +38,7 @@ class Image:
 
     manifest: str
     media_type: str
+    config: str
     blobs: Mapping[str, Blob]
 
 
@@ -47,7 +48,8 @@ def image_of(path: Path) -> Image:
     index: dict[str, Any] = json.loads(found["index.json"].read())
     [entry] = index["manifests"]
     blobs = {name.replace(BLOBS, "sha256:"): blob for name, blob in found.items() if name.startswith(BLOBS)}
-    return Image(entry["digest"], entry["mediaType"], blobs)
+    manifest: dict[str, Any] = json.loads(blobs[entry["digest"]].read())
+    return Image(entry["digest"], entry["mediaType"], manifest["config"]["digest"], blobs)
 
 
 def _in_folder(folder: Path) -> Iterator[tuple[str, Blob]]:

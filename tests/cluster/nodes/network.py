@@ -19,8 +19,8 @@ CABLE = "eth0"
 class Addresses:
     """The networks of a cluster. They exist on this machine only, and must not be anywhere else for it."""
 
-    nodes: IPv4Network = IPv4Network("10.89.0.0/24")
-    pods: IPv4Network = IPv4Network("10.244.0.0/16")
+    nodes: IPv4Network
+    pods: IPv4Network
 
     @property
     def machine(self) -> IPv4Address:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 from collections.abc import Iterator
 from ipaddress import ip_network
 from pathlib import Path
 
 from cluster.nodes.cgroups import missing_controllers
-from cluster.nodes.enclosure import MACHINE
+from cluster.nodes.enclosure import MACHINE, EnclosureError, printed
 from cluster.nodes.network import Addresses
 
 # Of iproute2, util-linux and e2fsprogs.
@@ -48,7 +47,7 @@ def _of_the_kernel() -> Iterator[str]:
 
 
 def _of_the_network(addresses: Addresses) -> Iterator[str]:
-    for line in subprocess.run(["ip", "-4", "route"], capture_output=True, text=True, check=True).stdout.splitlines():
+    for line in printed("ip", "-4", "route").splitlines():
         taken = line.split()[0]
         if taken[0].isdigit() and any(ip_network(taken).overlaps(ours) for ours in (addresses.nodes, addresses.pods)):
             yield f"this machine has a route to {taken} already, which the nodes need for themselves"
@@ -57,5 +56,8 @@ def _of_the_network(addresses: Addresses) -> Iterator[str]:
 def _refusal(command: str) -> str | None:
     """What a node's namespaces say to a command; None when it does what it should."""
     flags = [*(f"--{kind}" for kind in MACHINE), "--fork", "--kill-child", "--mount-proc"]
-    done = subprocess.run(["unshare", *flags, "sh", "-c", command], capture_output=True, text=True, check=False)
-    return done.stderr.strip() if done.returncode else None
+    try:
+        printed("unshare", *flags, "sh", "-c", command)
+    except EnclosureError as refusal:
+        return str(refusal)
+    return None

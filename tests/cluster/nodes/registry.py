@@ -49,6 +49,14 @@ class Registry:
         self.images[whole] = image_of(archive)
         return whole
 
+    def references(self) -> set[str]:
+        """All that a runtime calls what it has pulled from here: by tag, by manifest, by configuration."""
+        return {
+            reference
+            for name, image in self.images.items()
+            for reference in (name, f"{name.rpartition(':')[0]}@{image.manifest}", image.config)
+        }
+
     def manifest(self, name: str, reference: str) -> Image | None:
         """By tag, or by digest. The name comes without its registry."""
         for whole, image in self.images.items():

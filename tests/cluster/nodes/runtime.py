@@ -1,4 +1,4 @@
-"""containerd on a node: its settings, the images it keeps between runs, its start and end; knows nothing of the kubelet."""
+"""containerd on a node: its settings, the images it keeps between runs, its start and end; knows no kubelet."""
 
 from __future__ import annotations
 
@@ -64,10 +64,12 @@ class Places:
 class Runtime:
     """containerd of one node."""
 
-    def __init__(self, node: Enclosure, places: Places, programs: Mapping[str, Path], words: Iterable[str]) -> None:
+    def __init__(
+        self, node: Enclosure, places: Places, programs: Mapping[str, Path], words: Iterable[str | Path]
+    ) -> None:
         self._node = node
         self._ctr = programs["ctr"]
-        self._containerd = (*words, programs["containerd"], "--config")
+        self._containerd: tuple[str | Path, ...] = (*words, programs["containerd"], "--config")
         self._places = places
         self.process: Process | None = None
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -45,14 +46,18 @@ def test_a_killed_cluster_leaves_cgroups_and_the_next_one_nothing(tmp_path: Path
     def left() -> set[tuple[str, str]]:
         return traces(tmp_path) - before
 
-    for end, leaves in ((signal.SIGKILL, {"cgroup"}), (signal.SIGTERM, set[str]())):
+    def only_left(kinds: set[str]) -> bool:
+        return {kind for kind, _ in left()} == kinds
+
+    leaves: dict[signal.Signals, set[str]] = {signal.SIGKILL: {"cgroup"}, signal.SIGTERM: set()}
+    for end, kinds in leaves.items():
         with owner(tmp_path / end.name) as process:
             run_pod(node_programs, tmp_path / end.name)
             assert {kind for kind, _ in left()} >= {"cgroup", "link", "loop", "namespace", "process", "route"}
             process.send_signal(end)
             process.wait(END_SECONDS)
         until(
-            lambda leaves=leaves: {kind for kind, _ in left()} == leaves,
+            partial(only_left, kinds),
             seconds=END_SECONDS,
             waiting_for=lambda: f"the end of {sorted(left())}",
         )
@@ -82,7 +87,7 @@ def run_pod(programs: Programs, folder: Path) -> None:
     """A pod that runs, on a volume that is mounted."""
     volume = claim("volume", "16Mi", Class.SIZED) | {"apiVersion": "v1", "kind": "PersistentVolumeClaim"}
     pod = Shell("exec sleep 600", claim="volume").body("pod") | {"apiVersion": "v1", "kind": "Pod"}
-    kubectl = [programs.paths["kubectl"], f"--kubeconfig={folder}/plane/admin.kubeconfig"]
+    kubectl: list[str | Path] = [programs.paths["kubectl"], f"--kubeconfig={folder}/plane/admin.kubeconfig"]
     for body in (volume, pod):
         subprocess.run(
             [*kubectl, "create", "-f", "-"], input=json.dumps(body), text=True, check=True, capture_output=True

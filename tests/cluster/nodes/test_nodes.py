@@ -1,4 +1,4 @@
-"""What jobs stand on: pods of two nodes find and reach one another, share files, end as they should; nodes can be lost."""
+"""What jobs stand on: pods of two nodes find one another, share files, end as they should; nodes can be lost."""
 
 from __future__ import annotations
 
@@ -86,8 +86,9 @@ def test_a_pod_that_takes_more_memory_than_it_may_is_killed_for_it(pods: Pods) -
 
 def test_a_pod_that_is_deleted_may_finish_within_its_grace(pods: Pods, nodes: Cluster) -> None:
     pods.create_claim("notes")
-    farewell = f"trap 'sleep 1; echo farewell >{VOLUME}/said; exit 0' TERM; touch {VOLUME}/started; while :; do sleep 0.1; done"
-    pods.run("polite", Shell(farewell, claim="notes", grace_seconds=20))
+    farewell = f"trap 'sleep 1; echo farewell >{VOLUME}/said; exit 0' TERM; touch {VOLUME}/started"
+    wait = "while :; do sleep 0.1; done"
+    pods.run("polite", Shell(f"{farewell}; {wait}", claim="notes", grace_seconds=20))
     written = nodes.storage.path(pods.namespace, "notes")
     until((written / "started").exists, seconds=20, waiting_for="the trap to be set")
     pods.delete("polite")
