@@ -10,20 +10,28 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 from cluster.binaries import MissingProgramError
 from cluster.nodes.cluster import ADDRESSES, Cluster, cluster, found_programs
 from cluster.nodes.obstacles import obstacles
-from cluster.nodes.training import ENDS, ROOT, NoImageError, Submitted, example, installed, over_two_nodes, submitted
-from cluster.nodes.training import TRAINER_PYTHON as PYTHON
+from cluster.nodes.training import (
+    ENDS,
+    ROOT,
+    TRAINER_PYTHON,
+    TRAINING_SECONDS,
+    NoImageError,
+    Submitted,
+    example,
+    installed,
+    over_two_nodes,
+    submitted,
+)
 from cluster.waiting import until
 
 EXPORT = ROOT / "runs" / "cluster-demo"
 QUESTION = "count from 2 to 5"
-LONGEST_SECONDS = 900
 
 
 def main() -> int:
@@ -56,35 +64,24 @@ def _show(folder: Path) -> None:
             shutil.rmtree(EXPORT, ignore_errors=True)
             shutil.copytree(job.run().folder / "export", EXPORT)
     _say(f"the model is in {EXPORT}")
-    subprocess.run([PYTHON, ROOT / "examples" / "ask.py", EXPORT, QUESTION], check=True)
+    subprocess.run([TRAINER_PYTHON, ROOT / "examples" / "ask.py", EXPORT, QUESTION], check=True)
 
 
 def _watch(nodes: Cluster, job: Submitted) -> None:
-    """The table of `kubectl get`, a line for each change."""
-    rows = _rows(nodes, job)
-    _say(next(rows))
+    """The table of `kubectl get`: its head, and its row whenever more has changed than the job's age."""
+    shown: list[str] = []
 
     def has_ended() -> bool:
-        row = next(rows, None)
-        if row is not None:
-            _say(row)
+        head, row = nodes.plane.kubectl("get", "mtj", job.name, f"--namespace={job.namespace}").splitlines()
+        *seen, _ = row.split()
+        if seen != shown:
+            _say(row if shown else f"{head}\n{row}")
+            shown[:] = seen
         return job.phase in ENDS
 
-    until(has_ended, seconds=LONGEST_SECONDS, waiting_for=job.told)
+    until(has_ended, seconds=TRAINING_SECONDS, waiting_for=job.told)
     if job.phase != "Succeeded":
         raise SystemExit(job.told())
-
-
-def _rows(nodes: Cluster, job: Submitted) -> Iterator[str | None]:
-    """The head of the table, then its row whenever more has changed than the job's age."""
-    shown: list[str] | None = None
-    while True:
-        head, row = nodes.plane.kubectl("get", "mtj", job.name, f"--namespace={job.namespace}").splitlines()
-        if shown is None:
-            yield head
-        *seen, _ = row.split()
-        yield row if seen != shown else None
-        shown = seen
 
 
 def _say(line: str) -> None:

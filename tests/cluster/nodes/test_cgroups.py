@@ -1,4 +1,4 @@
-"""Cgroups of a cluster, of either version that the kernel shows, are made with their processors and go with what runs."""
+"""Cgroups of a cluster, of either version that the kernel shows, go with the processes in them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root makes cgrou
 def test_a_cgroup_goes_with_the_processes_below_it(root: Path) -> None:
     above, below = Cgroup("moejob-tried", root), Cgroup("moejob-tried/node/pod", root)
     below.create()
-    sleep = subprocess.Popen(["sleep", "600"])
+    sleep = subprocess.Popen(["sleep", "600"])  # noqa: S607
     try:
         for folder in below.folders:
             (folder / "cgroup.procs").write_text(str(sleep.pid))
