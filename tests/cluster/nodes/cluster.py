@@ -7,7 +7,7 @@ kill, and the next start removes them.
 from __future__ import annotations
 
 import fcntl
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +24,7 @@ from cluster.nodes.cgroups import Cgroup
 from cluster.nodes.dns import Dns
 from cluster.nodes.images import write_small_image
 from cluster.nodes.kubelet import Membership
-from cluster.nodes.network import Addresses, Switch
+from cluster.nodes.network import Addresses, Switch, unplug
 from cluster.nodes.node import CNI_PROGRAMS, Node, Programs
 from cluster.nodes.packages import found_or_unpacked
 from cluster.nodes.registry import Registry
@@ -163,48 +163,66 @@ def cluster(folder: Path, programs: Programs, settings: Settings = Settings()) -
 
 
 def sweep(settings: Settings) -> None:
-    """Remove what outlives a kill."""
+    """Remove what outlives a kill: cgroups for good, the link for a moment."""
+    unplug(settings.owner)
     Cgroup(settings.owner).remove()
 
 
 def _started(folder: Path, programs: Programs, settings: Settings, ending: ExitStack) -> Cluster:
-    addresses, count = settings.addresses, len(settings.nodes)
-    switch = Switch(settings.owner, addresses, programs.paths["pause"], folder)
+    """Each part ends before those that were there when it came."""
+    address = settings.addresses.machine
+    switch = Switch(settings.owner, settings.addresses, programs.paths["pause"], folder)
     ending.callback(switch.stop)
-    switch.start(count)
-    registry = Registry(str(addresses.machine))
+    switch.start(len(settings.nodes))
+    registry = Registry(str(address))
     ending.callback(registry.stop)
     registry.start()
-    (folder / "plane").mkdir()
-    changed = {Component.CONTROLLER_MANAGER: {"node-monitor-grace-period": f"{LOST_SECONDS}s"}}
-    plane = ending.enter_context(
-        control_plane(folder / "plane", programs.paths, changed=changed, address=str(addresses.machine))
-    )
-    dns = Dns(programs.paths["coredns"], addresses.machine, _user(plane, "coredns", "system:masters"), folder)
+    _add_images(registry, programs, folder)
+    plane = ending.enter_context(_plane(folder / "plane", programs, str(address)))
+    dns = Dns(programs.paths["coredns"], address, _user(plane, "coredns", "system:masters"), folder)
     ending.callback(dns.stop)
     dns.start()
+    proxy = _user(plane, "system:kube-proxy")
     nodes = {
-        name: _node(index, name, plane, programs, settings, registry.url) for index, name in enumerate(settings.nodes)
+        name: Node(
+            _membership(index, plane, settings, proxy),
+            programs,
+            folder / name,
+            cache() / "nodes" / settings.owner / name,
+            registry.url,
+        )
+        for index, name in enumerate(settings.nodes)
     }
+    _start(nodes.values(), switch, ending)
     storage = Storage(plane.api, list(nodes.values()), folder / "volumes")
     ending.callback(storage.stop)
-    made = Cluster(settings, plane, nodes, Parts(switch, registry, storage))
-    _add_images(made, programs, folder)
-    for index, node in enumerate(nodes.values()):
-        ending.callback(node.stop)
-        node.start_machine()
-        switch.connect(node.name, index, node.enclosure, count)
-    for node in nodes.values():
-        node.start()
     storage.start()
+    made = Cluster(settings, plane, nodes, Parts(switch, registry, storage))
     for name in nodes:
         made.await_ready(name)
     return made
 
 
-def _node(index: int, name: str, plane: ControlPlane, programs: Programs, settings: Settings, registry: str) -> Node:
-    addresses = settings.addresses
-    joins = Membership(
+@contextmanager
+def _plane(folder: Path, programs: Programs, address: str) -> Iterator[ControlPlane]:
+    folder.mkdir()
+    changed = {Component.CONTROLLER_MANAGER: {"node-monitor-grace-period": f"{LOST_SECONDS}s"}}
+    with control_plane(folder, programs.paths, changed=changed, address=address) as plane:
+        yield plane
+
+
+def _start(nodes: Collection[Node], switch: Switch, ending: ExitStack) -> None:
+    for index, node in enumerate(nodes):
+        ending.callback(node.stop)
+        node.start_machine()
+        switch.connect(node.name, index, node.enclosure, len(nodes))
+    for node in nodes:
+        node.start()
+
+
+def _membership(index: int, plane: ControlPlane, settings: Settings, proxy_kubeconfig: Path) -> Membership:
+    name, addresses = settings.nodes[index], settings.addresses
+    return Membership(
         name=name,
         address=addresses.node(index),
         pods=addresses.pods_of(index),
@@ -213,32 +231,21 @@ def _node(index: int, name: str, plane: ControlPlane, programs: Programs, settin
         cgroup=f"{settings.owner}/{name}",
         ca=plane.ca,
         kubeconfig=_user(plane, f"system:node:{name}", "system:nodes"),
-        proxy_kubeconfig=_user(plane, "system:kube-proxy"),
+        proxy_kubeconfig=proxy_kubeconfig,
     )
-    folder = plane.folder.parent / name
-    folder.mkdir()
-    return Node(joins, programs, folder, _kept(settings) / name, registry)
 
 
 def _user(plane: ControlPlane, name: str, group: str | None = None) -> Path:
     path = plane.folder / f"{name.replace(':', '-')}.kubeconfig"
-    return (
-        path
-        if path.exists()
-        else write_for_certificate(path, plane.site.server, plane.site.authority.client(name, group))
-    )
+    return write_for_certificate(path, plane.site.server, plane.site.authority.client(name, group))
 
 
-def _add_images(made: Cluster, programs: Programs, folder: Path) -> None:
+def _add_images(registry: Registry, programs: Programs, folder: Path) -> None:
     """The two that no cluster of tests is without; pods bring them to the nodes when they need them."""
     pause = write_small_image(folder / "pause.tar", {"pause": programs.paths["pause"]}, {}, ["/pause"])
-    made.registry.add(PAUSE_IMAGE, pause)
+    registry.add(PAUSE_IMAGE, pause)
     files, links = {"bin/busybox": programs.paths["busybox"]}, {f"bin/{name}": "busybox" for name in SHELL_COMMANDS}
-    made.registry.add(BUSYBOX_IMAGE, write_small_image(folder / "busybox.tar", files, links, ["/bin/sh"]))
-
-
-def _kept(settings: Settings) -> Path:
-    return cache() / "nodes" / settings.owner
+    registry.add(BUSYBOX_IMAGE, write_small_image(folder / "busybox.tar", files, links, ["/bin/sh"]))
 
 
 @contextmanager

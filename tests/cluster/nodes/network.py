@@ -66,9 +66,7 @@ class Switch:
     def stop(self) -> None:
         """End it. What was plugged in is gone, and so are all routes through it."""
         self._enclosure.stop()
-        # The kernel takes links of a namespace away a little after its last process.
-        with suppress(EnclosureError):
-            printed("ip", "link", "delete", self._link)
+        unplug(self._link)
 
     def connect(self, name: str, index: int, node: Enclosure, nodes: int) -> None:
         """Plug a node in: its address, and the way to the pods of the others."""
@@ -93,3 +91,9 @@ class Switch:
 
     def _plug(self, port: str) -> None:
         self._enclosure.run("ip", "link", "set", port, "master", BRIDGE, "up")
+
+
+def unplug(link: str) -> None:
+    """Take the machine's link away at once: the kernel takes it a little after the last process of the switch."""
+    with suppress(EnclosureError):
+        printed("ip", "link", "delete", link)

@@ -65,6 +65,7 @@ class Node:
 
     def start_machine(self) -> None:
         """The namespaces alone: a machine that nothing runs on."""
+        self._folder.mkdir()
         self._cgroup.create()
         self.enclosure.start()
         self._mount()
