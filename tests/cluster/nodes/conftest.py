@@ -18,7 +18,7 @@ from cluster.nodes.pods import Pods
 @pytest.fixture(scope="session")
 def node_programs(request: pytest.FixtureRequest) -> Programs:
     """Where the programs of nodes are. The first run builds them, for minutes, and says so."""
-    reasons = obstacles(Settings().addresses)
+    reasons = obstacles(Settings())
     if reasons:
         pytest.skip(f"no real nodes on this machine: {'; '.join(reasons)}")
     capturing = request.config.pluginmanager.getplugin("capturemanager")

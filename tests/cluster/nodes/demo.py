@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from cluster.binaries import MissingProgramError
-from cluster.nodes.cluster import ADDRESSES, Cluster, cluster, found_programs
+from cluster.nodes.cluster import Cluster, Settings, cluster, found_programs
 from cluster.nodes.obstacles import obstacles
 from cluster.nodes.training import (
     ENDS,
@@ -36,7 +36,7 @@ QUESTION = "count from 2 to 5"
 
 def main() -> int:
     """Show it. Says what is missing where it cannot be shown."""
-    reasons = obstacles(ADDRESSES)
+    reasons = obstacles(Settings())
     if reasons:
         _say(f"no real nodes on this machine: {'; '.join(reasons)}")
         return 1

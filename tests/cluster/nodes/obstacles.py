@@ -9,8 +9,8 @@ from ipaddress import ip_network
 from pathlib import Path
 
 from cluster.nodes.cgroups import missing_controllers
+from cluster.nodes.cluster import Settings
 from cluster.nodes.enclosure import MACHINE, EnclosureError, printed
-from cluster.nodes.network import Addresses
 
 # Of iproute2, util-linux and e2fsprogs.
 COMMANDS = ("ip", "losetup", "mkfs.ext4", "mount", "nsenter", "openssl", "setpriv", "unshare")
@@ -22,14 +22,14 @@ FEATURES = {
 }
 
 
-def obstacles(addresses: Addresses) -> list[str]:
+def obstacles(settings: Settings) -> list[str]:
     """Every reason; none where nodes can run."""
     if os.geteuid() != 0:
         return ["not root"]
     missing = [name for name in COMMANDS if shutil.which(name) is None]
     if missing:
         return [f"no {', '.join(missing)} in $PATH"]
-    return [*_of_the_kernel(), *_of_the_network(addresses)]
+    return [*_of_the_kernel(), *_of_the_network(settings)]
 
 
 def _of_the_kernel() -> Iterator[str]:
@@ -46,10 +46,13 @@ def _of_the_kernel() -> Iterator[str]:
             yield f"no {feature} in a namespace: {refusal}"
 
 
-def _of_the_network(addresses: Addresses) -> Iterator[str]:
-    for line in printed("ip", "-4", "route").splitlines():
-        taken = line.split()[0]
-        if taken[0].isdigit() and any(ip_network(taken).overlaps(ours) for ours in (addresses.nodes, addresses.pods)):
+def _of_the_network(settings: Settings) -> Iterator[str]:
+    wanted = (settings.addresses.nodes, settings.addresses.pods)
+    for route in printed("ip", "-4", "route").splitlines():
+        taken = route.split()[0]
+        # Where another run has such a cluster now, this one waits for its end.
+        is_elsewhere = f"dev {settings.owner}" not in route
+        if is_elsewhere and taken[0].isdigit() and any(ip_network(taken).overlaps(network) for network in wanted):
             yield f"this machine has a route to {taken} already, which the nodes need for themselves"
 
 
