@@ -102,7 +102,7 @@ gpu-test: $(trainer_gpu_built) $(operator_built) ## Test kernels and training on
 	@MOEJOB_TRAINER_PYTHON=$(CURDIR)/$(trainer_gpu)/python $(trainer_gpu)/pytest tests/gpu -rs $(ARGS)
 
 # Builds the cluster programs that it lacks, and skips by name where it cannot; so it does not wait for control-plane.
-test-cluster: $(operator_built) ## Test on a real control plane
+test-cluster: $(operator_built) $(trainer_built) ## Test on a real control plane and two real nodes
 	@$(operator)/pytest tests/cluster -rs --no-fold-skipped $(ARGS)
 
 control-plane: $(operator_built) ## Build the Kubernetes programs that this machine lacks
@@ -132,6 +132,10 @@ demo: $(operator_built) $(trainer_built) ## Train a small model here, then ask i
 	@echo
 	@$(trainer)/python examples/ask.py runs/demo/export "count from 2 to 5"
 
+# As root, with buildah and mmdebstrap for the images.
+cluster-demo: $(operator_built) $(trainer_built) ## Train on two Kubernetes nodes of this machine, without Docker
+	@PYTHONPATH=tests:scripts $(operator)/python -m cluster.nodes.demo
+
 
 # Closures. Order matters: what comes later is held to the versions chosen earlier, so that the tools install on top of
 # any of them. A pin stays until it is named: make lock UPGRADE="kopf ruff", or UPGRADE=all.
@@ -159,4 +163,4 @@ clean: ## Remove the environments and all build output; the cache stays
 		$(foreach dist,crds operator trainer cli,$(dist)/dist $(dist)/build)
 	@find $(wildcard crds operator trainer cli tests benchmarks scripts) -name __pycache__ -prune -exec rm -rf {} +
 
-.PHONY: help setup fmt lint types generate verify test test-operator test-trainer matrix test-rollout test-cluster gpu-test control-plane bench bench-operator bench-trainer demo images kind-demo lock clean
+.PHONY: help setup fmt lint types generate verify test test-operator test-trainer matrix test-rollout test-cluster gpu-test control-plane bench bench-operator bench-trainer demo cluster-demo images kind-demo lock clean

@@ -71,7 +71,7 @@ class Tool:
     @property
     def release(self) -> str:
         """What its programs are kept under: its name and version, and the sources where some are ours."""
-        ours = b"".join(file.read_bytes() for file in sorted(self.folder.glob("*.go")))
+        ours = b"".join(file.read_bytes() for file in sorted(self.folder.rglob("*.go")))
         suffix = f"-{hashlib.sha256(ours).hexdigest()[:8]}" if ours else ""
         return f"{self.name}-{self.version}{suffix}"
 
@@ -102,6 +102,13 @@ KUBERNETES = Tool(
 ETCD = Tool("etcd", pins="go.etcd.io/etcd/server/v3")
 HELM = Tool("helm", pins="helm.sh/helm/v4", stamps=("helm.sh/helm/v4/internal/version.version=v{v}",))
 KWOK = Tool("kwok", pins="sigs.k8s.io/kwok")
+CONTAINERD = Tool(
+    "containerd",
+    pins="github.com/containerd/containerd/v2",
+    stamps=("github.com/containerd/containerd/v2/version.Version=v{v}",),
+)
+CNI = Tool("cni", pins="github.com/containernetworking/plugins")
+COREDNS = Tool("coredns", pins="github.com/coredns/coredns")
 PEERS = Tool("peers", pins="github.com/kubeflow/training-operator")
 
 PROGRAMS: Mapping[str, Program] = {
@@ -114,6 +121,16 @@ PROGRAMS: Mapping[str, Program] = {
     "kube-proxy": Program(KUBERNETES, "k8s.io/kubernetes/cmd/kube-proxy"),
     "kwok": Program(KWOK, "sigs.k8s.io/kwok/cmd/kwok"),
     "helm": Program(HELM, "helm.sh/helm/v4/cmd/helm", ("version", "--short")),
+    "containerd": Program(CONTAINERD, "github.com/containerd/containerd/v2/cmd/containerd"),
+    "containerd-shim-runc-v2": Program(
+        CONTAINERD, "github.com/containerd/containerd/v2/cmd/containerd-shim-runc-v2", ("-v",)
+    ),
+    "ctr": Program(CONTAINERD, "github.com/containerd/containerd/v2/cmd/ctr"),
+    "pause": Program(CONTAINERD, "./pause"),
+    "bridge": Program(CNI, "github.com/containernetworking/plugins/plugins/main/bridge"),
+    "host-local": Program(CNI, "github.com/containernetworking/plugins/plugins/ipam/host-local"),
+    "loopback": Program(CNI, "github.com/containernetworking/plugins/plugins/main/loopback"),
+    "coredns": Program(COREDNS, ".", ("-version",)),
     # Of benchmarks only.
     "training-operator": Program(PEERS, "."),
 }
@@ -128,7 +145,7 @@ def found_or_built(names: Iterable[str], report: Report) -> dict[str, Path]:
     if obstacle is not None:
         wanted = ", ".join(f"{name} {PROGRAMS[name].tool.version}" for name in absent)
         raise MissingProgramError(
-            f"{wanted}: not in $KUBEBUILDER_ASSETS, $PATH or {_cache()}, nor to be built: {obstacle}; "
+            f"{wanted}: not in $KUBEBUILDER_ASSETS, $PATH or {cache()}, nor to be built: {obstacle}; "
             "install Go, or set $KUBEBUILDER_ASSETS to where they are"
         )
     return {name: path or _built(name, report) for name, path in found.items()}
@@ -170,14 +187,15 @@ def _version(text: str, where: str) -> Version:
     return Version(*map(int, number.groups()))
 
 
-def _cache() -> Path:
+def cache() -> Path:
+    """Where programs are kept, beside all else that clusters keep."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(os.environ.get("MOEJOB_CACHE") or Path(home) / "moejob") / "cluster"
 
 
 def _build_target(name: str) -> Path:
     tool = PROGRAMS[name].tool
-    return _cache() / tool.release / name
+    return cache() / tool.release / name
 
 
 def _go_obstacle() -> str | None:
@@ -193,14 +211,14 @@ def _go_obstacle() -> str | None:
 def _built(name: str, report: Report) -> Path:
     target = _build_target(name)
     target.parent.mkdir(parents=True, exist_ok=True)
-    with _alone(target.parent, report):
+    with alone(target.parent, report):
         if not target.exists():
             _build(name, target, report)
     return target
 
 
 @contextmanager
-def _alone(folder: Path, report: Report) -> Iterator[None]:
+def alone(folder: Path, report: Report) -> Iterator[None]:
     """Two runs at once: the second waits, and finds the work done."""
     with folder.with_name(f"{folder.name}.lock").open("w") as file:
         try:

@@ -14,6 +14,10 @@ from cluster.control_plane.kubeconfigs import Server, write_for_certificate
 
 HERE = Path(__file__).parent
 LOOPBACK = "127.0.0.1"
+SERVICES = "10.96.0.0/16"
+# The API server, as pods find it: the first of the services.
+SERVICE = "10.96.0.1"
+NAMES = "DNS:localhost,DNS:kubernetes.default.svc"
 # Gang scheduling by Kubernetes itself.
 FEATURE_GATES = "GenericWorkload=true,GangScheduling=true,TopologyAwareWorkloadScheduling=true"
 RUNTIME_CONFIG = "scheduling.k8s.io/v1alpha2=true"
@@ -48,14 +52,17 @@ class Site:
     authority: Authority
     admin: KeyPair
     serving: KeyPair
+    kubelet_client: KeyPair
     token_key: Path
     ports: Mapping[Component, int]
     etcd_peer_port: int
+    # Where the API server is reached: loopback, unless nodes and pods have to reach it.
+    address: str
 
     @property
     def server(self) -> Server:
         """The API server, as its clients know it."""
-        return Server(f"https://{LOOPBACK}:{self.ports[Component.API_SERVER]}", self.authority.own.certificate)
+        return Server(f"https://{self.address}:{self.ports[Component.API_SERVER]}", self.authority.own.certificate)
 
     @property
     def etcd_url(self) -> str:
@@ -72,7 +79,7 @@ class Site:
         return self.folder / f"{component}.kubeconfig"
 
 
-def new_site(folder: Path) -> Site:
+def new_site(folder: Path, address: str = LOOPBACK) -> Site:
     """Free ports, and certificates and kubeconfigs for every component, in the folder."""
     authority = new_authority(folder / "certificates")
     peer_port, *ports = _free_ports(1 + len(Component))
@@ -80,10 +87,12 @@ def new_site(folder: Path) -> Site:
         folder=folder,
         authority=authority,
         admin=authority.client("admin", group="system:masters"),
-        serving=authority.server("serving", f"DNS:localhost,IP:{LOOPBACK}"),
+        serving=authority.server("serving", f"{NAMES},IP:{LOOPBACK},IP:{SERVICE},IP:{address}"),
+        kubelet_client=authority.client("kube-apiserver", group="system:masters"),
         token_key=new_signing_key(authority.folder / "tokens.key"),
         ports=dict(zip(Component, ports, strict=True)),
         etcd_peer_port=peer_port,
+        address=address,
     )
     for component, (user, group) in USERS.items():
         write_for_certificate(site.kubeconfig(component), site.server, authority.client(user, group))
@@ -100,7 +109,8 @@ def health_url(component: Component, site: Site) -> str:
     is_plain = component in (Component.ETCD, Component.KWOK)
     # The controller manager knows no readyz.
     path = "healthz" if component in (Component.CONTROLLER_MANAGER, Component.KWOK) else "readyz"
-    return f"{'http' if is_plain else 'https'}://{LOOPBACK}:{site.ports[component]}/{path}"
+    address = site.address if component is Component.API_SERVER else LOOPBACK
+    return f"{'http' if is_plain else 'https'}://{address}:{site.ports[component]}/{path}"
 
 
 def _etcd(site: Site) -> dict[str, object]:
@@ -119,22 +129,40 @@ def _etcd(site: Site) -> dict[str, object]:
 
 
 def _api_server(site: Site) -> dict[str, object]:
-    return _serving(site, Component.API_SERVER) | {
-        "etcd-servers": site.etcd_url,
-        "client-ca-file": site.authority.own.certificate,
-        "authorization-mode": "Node,RBAC",
-        "enable-admission-plugins": "NodeRestriction",
-        "service-account-issuer": "https://kubernetes.default.svc",
-        "service-account-key-file": site.token_key,
-        "service-account-signing-key-file": site.token_key,
-        "service-cluster-ip-range": "10.96.0.0/16",
-        "allow-privileged": "true",
+    return (
+        _serving(site, Component.API_SERVER)
+        | _reach(site)
+        | {
+            "etcd-servers": site.etcd_url,
+            "client-ca-file": site.authority.own.certificate,
+            "authorization-mode": "Node,RBAC",
+            "enable-admission-plugins": "NodeRestriction",
+            "service-account-issuer": "https://kubernetes.default.svc",
+            "service-account-key-file": site.token_key,
+            "service-account-signing-key-file": site.token_key,
+            "service-cluster-ip-range": SERVICES,
+            "allow-privileged": "true",
+            "feature-gates": FEATURE_GATES,
+            "runtime-config": RUNTIME_CONFIG,
+            "audit-policy-file": HERE / "audit_policy.yaml",
+            "audit-log-path": site.audit_log,
+        }
+    )
+
+
+def _reach(site: Site) -> dict[str, object]:
+    """Where pods find the API server, and how it finds kubelets and pods."""
+    if site.address == LOOPBACK:
         # The service `kubernetes` would need an address that is not loopback.
-        "endpoint-reconciler-type": "none",
-        "feature-gates": FEATURE_GATES,
-        "runtime-config": RUNTIME_CONFIG,
-        "audit-policy-file": HERE / "audit_policy.yaml",
-        "audit-log-path": site.audit_log,
+        return {"endpoint-reconciler-type": "none"}
+    return {
+        "bind-address": site.address,
+        "advertise-address": site.address,
+        "kubelet-client-certificate": site.kubelet_client.certificate,
+        "kubelet-client-key": site.kubelet_client.key,
+        "kubelet-preferred-address-types": "InternalIP",
+        # No kube-proxy runs beside it: it asks the pods of a webhook themselves, not their Service.
+        "enable-aggregator-routing": "true",
     }
 
 

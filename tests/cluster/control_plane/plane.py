@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 from charts import Helm
 from cluster.control_plane.api import Api, RefusedError
-from cluster.control_plane.components import Component, Site, flags, health_url, new_site
+from cluster.control_plane.components import LOOPBACK, Component, Site, flags, health_url, new_site
 from cluster.control_plane.kubeconfigs import write_for_certificate, write_for_token
 from cluster.processes import Process
 from cluster.waiting import until
@@ -52,7 +52,7 @@ class ControlPlane:
             for component in components
         }
         self.nodes: list[str] = []
-        self._site = site
+        self.site = site
         self._kubectl = programs["kubectl"]
         self.helm = Helm(programs["helm"], site.folder / "helm")
 
@@ -87,7 +87,7 @@ class ControlPlane:
     def service_account_kubeconfig(self, namespace: str, name: str, by_way_of: str | None = None) -> Path:
         """With what a pod of the service account would speak to the API server, for an hour; or to another address."""
         token = self.kubectl("create", "token", name, f"--namespace={namespace}").strip()
-        server = self._site.server if by_way_of is None else replace(self._site.server, url=by_way_of)
+        server = self.site.server if by_way_of is None else replace(self.site.server, url=by_way_of)
         path = self.folder / f"{namespace}-{name}{'' if by_way_of is None else '-proxied'}.kubeconfig"
         return write_for_token(path, server, token, namespace)
 
@@ -97,7 +97,7 @@ class ControlPlane:
         for name in self.nodes:
             self.api.create("/api/v1/nodes", _node(name))
         for name in self.nodes:
-            until(partial(self._takes_pods, name), seconds=READY_SECONDS, waiting_for=f"{name} to take pods")
+            until(partial(self.takes_pods, name), seconds=READY_SECONDS, waiting_for=f"{name} to take pods")
 
     def has_service_account(self, namespace: str) -> bool:
         """Whether pods can be created in a namespace."""
@@ -107,27 +107,35 @@ class ControlPlane:
             return False
         return True
 
-    def _takes_pods(self, node: str) -> bool:
-        seen = self.api.get(f"/api/v1/nodes/{node}")
+    def takes_pods(self, node: str) -> bool:
+        """Whether a node is known, ready and not tainted."""
+        try:
+            seen = self.api.get(f"/api/v1/nodes/{node}")
+        except RefusedError:
+            return False
         conditions = {condition["type"]: condition["status"] for condition in seen["status"].get("conditions", ())}
         return conditions.get("Ready") == "True" and not seen["spec"].get("taints")
 
     def _is_ready(self, component: Component) -> bool:
-        if not self.api.is_healthy(health_url(component, self._site)):
+        if not self.api.is_healthy(health_url(component, self.site)):
             return False
         return component is not Component.CONTROLLER_MANAGER or self.has_service_account("default")
 
 
 @contextmanager
 def control_plane(
-    folder: Path, programs: Mapping[str, Path], nodes: int = 0, changed: Flags = MappingProxyType({})
+    folder: Path,
+    programs: Mapping[str, Path],
+    nodes: int = 0,
+    changed: Flags = MappingProxyType({}),
+    address: str = LOOPBACK,
 ) -> Iterator[ControlPlane]:
     """A control plane whose files are in an empty folder; `programs` says where etcd, kubectl and the others are.
 
-    `changed` are flags that take the place of ours, or are added to them.
+    `changed` are flags that take the place of ours, or are added to them; `address` is where the API server is reached.
     """
     components = (*ALWAYS, Component.KWOK) if nodes else ALWAYS
-    plane = ControlPlane(new_site(folder), programs, components, changed)
+    plane = ControlPlane(new_site(folder, address), programs, components, changed)
     try:
         plane.start(Component.ETCD, Component.API_SERVER)
         plane.start(*components[2:])

@@ -1,0 +1,48 @@
+"""One cluster of two real nodes for all tests of this folder; who cannot have it is told why, by name."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from cluster.binaries import MissingProgramError
+from cluster.control_plane.plane import ControlPlane
+from cluster.nodes.cluster import Cluster, Settings, cluster, found_programs
+from cluster.nodes.node import Programs
+from cluster.nodes.obstacles import obstacles
+from cluster.nodes.pods import Pods
+
+
+@pytest.fixture(scope="session")
+def node_programs(request: pytest.FixtureRequest) -> Programs:
+    """Where the programs of nodes are. The first run builds them, for minutes, and says so."""
+    reasons = obstacles(Settings())
+    if reasons:
+        pytest.skip(f"no real nodes on this machine: {'; '.join(reasons)}")
+    capturing = request.config.pluginmanager.getplugin("capturemanager")
+    try:
+        with capturing.global_and_fixture_disabled():
+            return found_programs(lambda line: print(line, file=sys.stderr, flush=True))  # noqa: T201
+    except MissingProgramError as missing:
+        pytest.skip(str(missing))
+
+
+@pytest.fixture(scope="session")
+def nodes(node_programs: Programs, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """The cluster."""
+    with cluster(tmp_path_factory.mktemp("nodes"), node_programs) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def control_plane(nodes: Cluster) -> ControlPlane:
+    """That of the nodes: a namespace is one of theirs."""
+    return nodes.plane
+
+
+@pytest.fixture
+def pods(nodes: Cluster, namespace: str) -> Pods:
+    """The pods of a namespace of its own."""
+    return Pods(nodes.plane, namespace)

@@ -1,0 +1,121 @@
+"""Container images as OCI archives: writes small ones of ours, reads those that others have built."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import tarfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+MANIFEST = "application/vnd.oci.image.manifest.v1+json"
+CONFIG = "application/vnd.oci.image.config.v1+json"
+LAYER = "application/vnd.oci.image.layer.v1.tar"
+BLOBS = "blobs/sha256/"
+
+
+@dataclass(frozen=True, slots=True)
+class Blob:
+    """A piece of an image, where it lies in a file."""
+
+    file: Path
+    offset: int
+    size: int
+
+    def read(self) -> bytes:
+        """All of it: for what is small."""
+        with self.file.open("rb") as source:
+            source.seek(self.offset)
+            return source.read(self.size)
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """An image, and everything it may refer to."""
+
+    manifest: str
+    media_type: str
+    config: str
+    blobs: Mapping[str, Blob]
+
+
+def image_of(path: Path) -> Image:
+    """The only image of an OCI archive or folder. Nothing is unpacked: its blobs stay where they are."""
+    found = dict(_in_folder(path) if path.is_dir() else _in_archive(path))
+    index: dict[str, Any] = json.loads(found["index.json"].read())
+    [entry] = index["manifests"]
+    blobs = {name.replace(BLOBS, "sha256:"): blob for name, blob in found.items() if name.startswith(BLOBS)}
+    manifest: dict[str, Any] = json.loads(blobs[entry["digest"]].read())
+    return Image(entry["digest"], entry["mediaType"], manifest["config"]["digest"], blobs)
+
+
+def _in_folder(folder: Path) -> Iterator[tuple[str, Blob]]:
+    for file in folder.rglob("*"):
+        if file.is_file():
+            yield str(file.relative_to(folder)), Blob(file, 0, file.stat().st_size)
+
+
+def _in_archive(path: Path) -> Iterator[tuple[str, Blob]]:
+    with tarfile.open(path, "r:") as archive:
+        for member in archive:
+            if member.isfile():
+                yield member.name.removeprefix("./"), Blob(path, member.offset_data, member.size)
+
+
+def write_small_image(path: Path, files: Mapping[str, Path], links: Mapping[str, str], command: Sequence[str]) -> Path:
+    """An archive of an image of one layer: programs, links to them, and what runs when nobody says otherwise."""
+    layer = _layer(files, links)
+    config = {
+        "architecture": "amd64",
+        "os": "linux",
+        "config": {"Entrypoint": list(command), "Env": ["PATH=/bin"]},
+        "rootfs": {"type": "layers", "diff_ids": [_digest(layer)]},
+    }
+    blobs = [_json(config), layer]
+    manifest = {
+        "schemaVersion": 2,
+        "mediaType": MANIFEST,
+        "config": _descriptor(CONFIG, blobs[0]),
+        "layers": [_descriptor(LAYER, layer)],
+    }
+    blobs.append(_json(manifest))
+    index = {"schemaVersion": 2, "manifests": [_descriptor(MANIFEST, blobs[-1])]}
+    with tarfile.open(path, "w") as archive:
+        _add(archive, "oci-layout", _json({"imageLayoutVersion": "1.0.0"}))
+        _add(archive, "index.json", _json(index))
+        for blob in blobs:
+            _add(archive, BLOBS + _digest(blob).removeprefix("sha256:"), blob)
+    return path
+
+
+def _layer(files: Mapping[str, Path], links: Mapping[str, str]) -> bytes:
+    written = io.BytesIO()
+    with tarfile.open(fileobj=written, mode="w") as layer:
+        for name, source in files.items():
+            _add(layer, name, source.read_bytes(), mode=0o755)
+        for name, target in links.items():
+            link = tarfile.TarInfo(name)
+            link.type, link.linkname = tarfile.SYMTYPE, target
+            layer.addfile(link)
+    return written.getvalue()
+
+
+def _add(archive: tarfile.TarFile, name: str, content: bytes, mode: int = 0o644) -> None:
+    member = tarfile.TarInfo(name)
+    member.size, member.mode = len(content), mode
+    archive.addfile(member, io.BytesIO(content))
+
+
+def _descriptor(media_type: str, content: bytes) -> dict[str, object]:
+    return {"mediaType": media_type, "digest": _digest(content), "size": len(content)}
+
+
+def _digest(content: bytes) -> str:
+    return f"sha256:{hashlib.sha256(content).hexdigest()}"
+
+
+def _json(content: object) -> bytes:
+    return json.dumps(content, sort_keys=True).encode()

@@ -1,0 +1,75 @@
+"""A job over two real nodes, by chart, webhook, operator image and trainer image, learns what it learns without."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cluster.control_plane.plane import KubectlError
+from cluster.control_plane.releases import Release
+from cluster.nodes.cluster import Cluster
+from cluster.nodes.training import Job, Submitted, example, installed, over_two_nodes, run_here, submitted
+from images import CannotBuildError
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+
+STEPS = 12
+
+
+def short_job() -> Job:
+    """Two ranks that share the experts, on a node each."""
+    job = over_two_nodes(example())
+    job["spec"]["data"] |= {"maxLength": 64}
+    job["spec"]["training"] |= {"maxSteps": STEPS, "evalEvery": STEPS}
+    job["spec"]["checkpoint"] |= {"everySteps": 6}
+    return job
+
+
+@pytest.fixture(scope="module")
+def home(nodes: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Release]:
+    """Where the operator runs."""
+    try:
+        with installed(nodes, tmp_path_factory.mktemp("release")) as made:
+            yield made
+    except CannotBuildError as missing:
+        pytest.skip(str(missing))
+
+
+@pytest.fixture(scope="module")
+def trained(nodes: Cluster, home: Release) -> Submitted:
+    """The job, at its good end."""
+    job = submitted(nodes, home.namespace, short_job())
+    job.await_end()
+    return job
+
+
+def test_the_operator_runs_on_both_nodes_under_the_restricted_standard(home: Release) -> None:
+    pods = [pod for pod in home.get("pods")["items"] if pod["metadata"]["name"].startswith("moejob-operator-")]
+    assert {pod["spec"]["nodeName"] for pod in pods} == {"node-1", "node-2"}
+    assert all(pod["status"]["containerStatuses"][0]["ready"] for pod in pods)
+
+
+def test_the_webhook_refuses_a_job_that_can_not_be_laid_out(nodes: Cluster, home: Release) -> None:
+    job = short_job()
+    job["spec"]["parallelism"] = {"expert": 3}
+    with pytest.raises(KubectlError, match="denied the request"):
+        submitted(nodes, home.namespace, job)
+
+
+def test_a_job_runs_on_both_nodes_to_its_end(trained: Submitted) -> None:
+    assert sorted(trained.pods().values()) == ["node-1", "node-2"]
+    assert trained.read()["status"]["restarts"]["total"] == 0
+
+
+def test_transformers_see_in_the_export_what_was_trained(trained: Submitted) -> None:
+    run = trained.run()
+    assert run.exported_loss() == pytest.approx(run.last_evaluation(), rel=1e-5)
+
+
+def test_a_cluster_changes_no_loss(trained: Submitted, tmp_path: Path) -> None:
+    in_cluster, here = trained.run(), run_here(short_job(), tmp_path)
+    assert list(in_cluster.losses()) == list(range(1, STEPS + 1))
+    assert in_cluster.losses() == pytest.approx(here.losses(), rel=1e-6)
+    assert in_cluster.losses()[STEPS] < in_cluster.losses()[1]
