@@ -18,6 +18,7 @@ from importlib.util import find_spec
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from moejob_api.cost.estimate import model_flops
 from moejob_api.job import Spec
@@ -49,8 +50,8 @@ def main() -> None:
     with torch.no_grad():
         for stage in stages:
             for name, parameter in stage.named_parameters():
-                if "norm" not in name:
-                    parameter.normal_(std=0.02)
+                held = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+                held.fill_(1.0) if "norm" in name else held.normal_(std=0.02)
     engine = MegatronEngine(model, spec, stages, Placement(groups, device), lambda _: 1e-5)
     random = np.random.default_rng(1)
     seconds, result = [], None
@@ -128,6 +129,7 @@ def _spec(chosen: argparse.Namespace) -> Spec:
                     "recompute": {"granularity": chosen.recompute},
                 },
                 "moe": {"balancing": "None"},
+                "memory": {"sharding": chosen.sharding},
                 "storage": {"size": "1Gi"},
                 "resources": {"gpuType": "H200"},
             }
@@ -151,6 +153,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--gradients", default="float32")
     parser.add_argument("--moments", default="float32")
     parser.add_argument("--recompute", default="None")
+    parser.add_argument("--sharding", default="DistributedOptimizer")
     parser.add_argument("--profile", action="store_true")
     for name, default in (
         ("layers", 8),
