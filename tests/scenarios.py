@@ -547,7 +547,13 @@ SCENARIOS: tuple[Scenario, ...] = (
     scenario(
         "a claim without a volume is told",
         STARTED,
-        (claim("Pending"), See("Pending", BOTH, why="ClaimPending")),
+        (
+            both(
+                claim("Pending"),
+                scheduled_not(0, "Unschedulable", "0/2 nodes: pod has unbound immediate PersistentVolumeClaims"),
+            ),
+            See("Pending", BOTH, why="ClaimPending"),
+        ),
         (claim("Bound"), See("Pending", BOTH, why="Starting")),
     ),
     scenario(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from fake_world import World
+from moejob_api.contract import LastWord, Outcome, RunProgress
+from moejob_api.job.status import Phase
 from moejob_operator.planning.guards import POLL_SECONDS
 
 
@@ -37,6 +39,18 @@ def test_pods_of_a_new_gang_are_asked_at_once() -> None:
     world.run()
     world.settle()
     assert world.cluster.questions > before
+
+
+def test_the_last_word_says_where_a_run_ended_that_nobody_had_asked_lately() -> None:
+    world = running()
+    done = RunProgress(step=60, total_steps=60, loss=0.5, last_checkpoint_step=60)
+    world.end(1, 0, LastWord(outcome=Outcome.COMPLETED))
+    world.end(0, 0, LastWord(outcome=Outcome.COMPLETED, run=done))
+    world.settle()
+    assert world.status.phase is Phase.SUCCEEDED
+    assert world.status.progress is not None
+    seen = world.status.progress
+    assert (seen.step, seen.loss, seen.last_checkpoint_step) == (60, 0.5, 60)
 
 
 def test_what_is_remembered_of_a_job_goes_with_it() -> None:

@@ -172,6 +172,7 @@ class LastWord(ApiModel):
     rank: Annotated[int | None, Field(ge=0, description="Global rank to blame.")] = None
     exit_code: Annotated[int | None, Field(description="Exit code of that rank.")] = None
     step: Annotated[int | None, Field(ge=0, description="Steps done.")] = None
+    run: Annotated[RunProgress | None, Field(description="The run as it was left; from pod 0 only.")] = None
 
 
 class RunOwner(ApiModel):

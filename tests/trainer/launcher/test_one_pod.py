@@ -195,6 +195,9 @@ def test_progress_and_metrics_say_what_ranks_said(gang: Make) -> None:
     lines = launcher.get("/metrics")[1].splitlines()
     assert {"moejob_loss 2.5", "moejob_pod_ready 1", 'moejob_rank_step{rank="1"} 12'} <= set(lines)
     assert launcher.get("/nothing")[0] == 404
+    launcher.signal(signal.SIGTERM)
+    launcher.exit_code()
+    assert launcher.word().run == heard.run
 
 
 def test_a_killed_launcher_leaves_no_rank_behind(gang: Make) -> None:

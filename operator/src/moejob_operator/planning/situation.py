@@ -80,10 +80,13 @@ class Situation:
 
     @property
     def run(self) -> RunProgress | None:
-        """What pod 0 just said of the run."""
+        """What pod 0 says of the run: just now, or as its last word."""
         first = self.trainers.get(0)
-        heard = None if first is None else self.seen.progress.get(first.uid)
-        return None if heard is None else heard.run
+        if first is None:
+            return None
+        heard = self.seen.progress.get(first.uid)
+        last = None if first.ended is None else first.ended.word
+        return heard.run if heard is not None else None if last is None else last.run
 
 
 def situation(

@@ -12,6 +12,8 @@ from moejob_operator.planning.times import seconds_until
 
 # What a kubelet says while all is well.
 _USUAL = frozenset({"ContainerCreating", "PodInitializing"})
+# What the scheduler says of a pod whose volume is not there yet.
+_UNBOUND = "unbound immediate PersistentVolumeClaims"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +88,11 @@ def _image(pods: tuple[Pod, ...]) -> Hold | None:
 
 
 def _node(pods: tuple[Pod, ...]) -> Hold | None:
-    return next(
-        (Hold(Reason.UNSCHEDULABLE, f"{pod.name}: {pod.unschedulable}") for pod in pods if pod.unschedulable), None
-    )
+    for pod in pods:
+        # Until its claim is bound a pod fits nowhere, whatever room there is: the claim is what it waits for.
+        if pod.unschedulable and _UNBOUND not in pod.unschedulable:
+            return Hold(Reason.UNSCHEDULABLE, f"{pod.name}: {pod.unschedulable}")
+    return None
 
 
 def _claim(s: Situation) -> Hold | None:

@@ -87,7 +87,9 @@ def _of_hold(before: Status, after: Status) -> Iterator[Notice]:
     was, found = condition(before, ConditionType.RUNNING), condition(after, ConditionType.RUNNING)
     if found is None or found.reason in _USUAL or (was is not None and was.reason == found.reason):
         return
-    yield Notice(Severity.WARNING, found.reason, found.message)
+    # Volumes are made while the job starts.
+    severity = Severity.NORMAL if found.reason == Reason.CLAIM_PENDING else Severity.WARNING
+    yield Notice(severity, found.reason, found.message)
 
 
 def _message(status: Status, kind: ConditionType) -> str:

@@ -16,7 +16,7 @@ def progress(s: Situation, step: Step) -> Progress | None:
     before = s.status.progress
     heard = s.run
     if heard is None:
-        return _ended(s, before) if step.phase is Phase.SUCCEEDED else before
+        return before
     now = _progress(heard, written(s.now))
     if before is None or now.last_checkpoint_step != before.last_checkpoint_step:
         return now
@@ -39,12 +39,3 @@ def _progress(heard: RunProgress, updated_at: str) -> Progress:
         save_seconds=heard.save_seconds,
         updated_at=updated_at,
     )
-
-
-def _ended(s: Situation, before: Progress | None) -> Progress | None:
-    """The last step, from pod 0's last word: a pod that has ended answers no more."""
-    first = s.trainers.get(0)
-    word = None if first is None or first.ended is None else first.ended.word
-    if before is None or word is None or word.step is None or word.step == before.step:
-        return before
-    return before.model_copy(update={"step": word.step, "updated_at": written(s.now)})

@@ -10,10 +10,10 @@ from __future__ import annotations
 import errno
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from moejob_api.contract import ExitCode, LastWord, Outcome, PodProgress, RankBeat, RunOwner
+from moejob_api.contract import ExitCode, LastWord, Outcome, PodProgress, RankBeat, RunOwner, RunProgress
 from moejob_api.restarts import Cause
 from moejob_trainer.beats import BOARD, Board
 from moejob_trainer.checkpoints import take
@@ -91,6 +91,11 @@ class Agent:
 
     def run(self) -> Departure:
         """Live through rounds until the job is done or this pod cannot go on."""
+        departure = self._lived()
+        # Whoever asked for /progress last heard of an earlier step.
+        return replace(departure, word=departure.word.model_copy(update={"run": self._run_so_far()}))
+
+    def _lived(self) -> Departure:
         try:
             self._meeting.open()
             return self._rounds()
@@ -121,7 +126,7 @@ class Agent:
             restarts=self._restarts,
             ready=bool(heard) and all(row.has_beaten for row in heard),
             ranks=beats,
-            run=board.run() if board is not None and self._pod.is_first else None,
+            run=self._run_so_far(),
         )
 
     # --- rounds -------------------------------------------------------------------------------------------------------
@@ -341,7 +346,7 @@ class Agent:
         return Author(self._pod.index, self._meeting.token, known, is_stopping=self._stop.times > 0)
 
     def _tell_checkpoint(self) -> None:
-        run = self._board.run() if self._board is not None and self._pod.is_first else None
+        run = self._run_so_far()
         self._meeting.tell_checkpoint(None if run is None else run.last_checkpoint_step)
 
     def _expect_saved(self) -> None:
@@ -354,6 +359,9 @@ class Agent:
 
     def _anything_to_save(self) -> bool:
         return self._board is not None and any(row.has_beaten for row in self._board.heard())
+
+    def _run_so_far(self) -> RunProgress | None:
+        return self._board.run() if self._board is not None and self._pod.is_first else None
 
     def _step(self) -> int | None:
         return None if self._board is None else max(row.step for row in self._board.heard())
