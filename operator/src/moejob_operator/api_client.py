@@ -132,11 +132,11 @@ class ApiClient:
 
     async def create(self, path: str, body: Raw, within: float | None = None) -> Raw:
         """Add to the collection at a path; Exists when there is one of that name. Answers with the metadata."""
-        return await self._call(_Request(Verb.CREATE, f"{path}?{_AS_GIVEN}", body, accept=METADATA), within)
+        return await self._call(_Request(Verb.CREATE, _as_given(path), body, accept=METADATA), within)
 
     async def replace(self, path: str, body: Raw, within: float | None = None) -> Raw:
         """Put an object in place of the one whose version it carries, else Conflict. Answers with the metadata."""
-        return await self._call(_Request(Verb.UPDATE, f"{path}?{_AS_GIVEN}", body, accept=METADATA), within)
+        return await self._call(_Request(Verb.UPDATE, _as_given(path), body, accept=METADATA), within)
 
     async def merge(self, path: str, body: Raw, content_type: str = _MERGE_PATCH) -> Raw:
         """Lay a part over the object at a path; Conflict when it carries another resourceVersion."""
@@ -259,6 +259,11 @@ async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
         *lines, held = (held + chunk).split(b"\n")
         for line in lines:
             yield line
+
+
+def _as_given(path: str) -> str:
+    """Who asks for a validation of his own has said so in the path."""
+    return path if "?" in path else f"{path}?{_AS_GIVEN}"
 
 
 def _event(line: bytes) -> Raw:
