@@ -15,7 +15,8 @@ def main(folder: Path, nodes: int) -> None:
     """Start it in an empty folder, say how to reach it, and end it with ctrl-C or SIGTERM."""
     programs = found_or_built(PROGRAMS, _say)
     folder.mkdir(parents=True, exist_ok=True)
-    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))
+    # Not what SIGINT does now: a shell that starts us in the background has it ignored.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with suppress(KeyboardInterrupt), control_plane(folder.resolve(), programs, nodes) as plane:
         _say(f"export KUBECONFIG={plane.kubeconfig}")
         signal.pause()

@@ -123,12 +123,15 @@ def test_nothing_outlives_its_owner(tmp_path: Path, end: signal.Signals) -> None
         text=True,
     )
     with owner:
-        assert owner.stdout is not None
-        assert owner.stdout.readline().startswith("export KUBECONFIG=")
-        # The owner and every component name the folder.
-        assert len(processes_of(tmp_path)) == 1 + len(Component)
-        owner.send_signal(end)
-        owner.wait(30)
+        try:
+            assert owner.stdout is not None
+            assert owner.stdout.readline().startswith("export KUBECONFIG=")
+            # The owner and every component name the folder.
+            assert len(processes_of(tmp_path)) == 1 + len(Component)
+            owner.send_signal(end)
+            owner.wait(30)
+        finally:
+            owner.kill()
     until(lambda: not processes_of(tmp_path), seconds=10, waiting_for="the end of all processes")
 
 
