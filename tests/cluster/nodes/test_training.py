@@ -60,7 +60,9 @@ def test_the_webhook_refuses_a_job_that_can_not_be_laid_out(nodes: Cluster, home
 
 def test_a_job_runs_on_both_nodes_to_its_end(trained: Submitted) -> None:
     assert sorted(trained.pods().values()) == ["node-1", "node-2"]
-    assert trained.read()["status"]["restarts"]["total"] == 0
+    status = trained.read()["status"]
+    assert status["restarts"]["total"] == 0
+    assert status["progress"]["step"] == STEPS
 
 
 def test_transformers_see_in_the_export_what_was_trained(trained: Submitted) -> None:
