@@ -56,11 +56,10 @@ def _reproducible(supplies: Supplies) -> list[str]:
 
 def _common(order: Order, supplies: Supplies) -> list[str]:
     return [
-        *("--file", order.recipe.dockerfile, "--target", order.recipe.target, "--tag", order.reference),
-        # Not --label: buildah gives those to the last stage of a Dockerfile, whichever is the target.
-        *_options(
-            "--build-arg", _pairs({name.rpartition(".")[2].upper(): label for name, label in order.labels.items()})
-        ),
+        # What the order says of its Dockerfile comes on the standard input.
+        *("--file", "-", "--target", order.recipe.target, "--tag", order.reference),
+        # Not LABEL with arguments of the build: buildah takes such a step for the one it did with other arguments.
+        *_options("--label", _pairs(order.labels)),
         *_options("--build-arg", _pairs(order.arguments)),
         *_options("--secret", (f"id={name},src={file}" for name, file in supplies.secrets.items())),
         ".",

@@ -41,7 +41,7 @@ class Docker:
 
     def build(self, order: Order, supplies: Supplies) -> str:
         """Build with BuildKit."""
-        _run(docker_build(order, supplies), order.context)
+        _build(docker_build(order, supplies), order)
         return f"docker image {order.reference}"
 
 
@@ -51,7 +51,7 @@ class Podman:
 
     def build(self, order: Order, supplies: Supplies) -> str:
         """Build as the user that calls."""
-        _run(podman_build(order, supplies), order.context)
+        _build(podman_build(order, supplies), order)
         return f"podman image {order.reference}"
 
 
@@ -77,7 +77,7 @@ class Buildah:
         for base in (BASE, RUNTIME):
             if base.reference in order.arguments.values():
                 self._provide(base, store)
-        _run(buildah_build(order, supplies, store), order.context)
+        _build(buildah_build(order, supplies, store), order)
         layout = self.layout(order.recipe)
         if not layouts.holds(layout, self._layers(order.reference, store)[:-1]):
             self._seed(layout, order.reference, store)
@@ -185,9 +185,15 @@ def _alone(lock: Path) -> Iterator[None]:
         yield
 
 
-def _run(command: list[str], folder: Path = ROOT) -> None:
+def _build(command: list[str], order: Order) -> None:
+    _run(command, order.context, order.dockerfile)
+
+
+def _run(command: list[str], folder: Path = ROOT, given: str = "") -> None:
     """What a builder says matters when it fails."""
-    done = subprocess.run(command, cwd=folder, text=True, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    done = subprocess.run(
+        command, cwd=folder, input=given, text=True, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
     if done.returncode:
         raise BuildError(f"{' '.join(command)}\nfailed with {done.returncode}:\n{done.stdout[-6000:]}")
 

@@ -65,8 +65,10 @@ class Order:
 
     @property
     def dockerfile(self) -> str:
-        """What its Dockerfile says."""
-        return (self.context / self.recipe.dockerfile).read_text()
+        """What its Dockerfile says, to the end of this image: buildah gives labels to the last stage there is."""
+        whole = (self.context / self.recipe.dockerfile).read_text()
+        before, named, after = whole.partition(f" AS {self.recipe.target}\n")
+        return before + named + after.partition("\nFROM ")[0]
 
 
 def chosen(names: str) -> tuple[Recipe, ...]:
