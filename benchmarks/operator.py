@@ -1,6 +1,6 @@
-"""How fast and at what cost the operator makes jobs run, beside Kubeflow's training-operator; and whether it leaks.
+"""How fast and at what cost the operator makes jobs run, beside its peers; and whether it leaks.
 
-    PYTHONPATH=tests python -m benchmarks.operator [--quick | --all] [--only speed|soak]
+    [JOBSET_BIN=MANAGER] PYTHONPATH=tests python -m benchmarks.operator [--quick | --all] [--only speed|soak]
 
 All contenders stand on one control plane and are measured in turn, so that a busy machine is busy for all of them.
 """
@@ -23,11 +23,12 @@ from benchmarks.contest.contenders import (
     RELEASED,
     UNLIMITED,
     Contender,
-    define_our_jobs,
     define_pytorch_jobs,
     kubeflow,
     ours,
+    served,
 )
+from benchmarks.contest.job_sets import define_job_sets, job_sets
 from benchmarks.record import Better, Result, record
 from cluster.binaries import KUBERNETES, found_or_built
 from cluster.control_plane.components import Component
@@ -87,14 +88,16 @@ async def speed(folder: Path, programs: Mapping[str, Path], pods: int, size: Siz
     """Jobs of so many pods: one alone, a hundred, a thousand; with pairs also looks at rest and a large gang."""
     with control_plane(folder, programs, 1, FLAGS) as plane:
         async with arena(plane) as place:
-            mine, free, *released = contenders(plane, programs, with_released=pods == 2)
-            results = await alone(place, (mine, free, *released), pods, size.singles)
-            results += await hundreds(place, (mine, free, *released), pods, size.hundreds)
+            everybody = contenders(plane, programs, with_released=pods == 2)
+            results = await alone(place, everybody, pods, size.singles)
+            results += await hundreds(place, everybody, pods, size.hundreds)
+            # A thousand jobs take the one with its own limit a quarter of an hour.
+            unlimited = tuple(who for who in everybody if who.name != RELEASED)
             if pods in size.thousands:
-                results += await thousand(place, (mine, free), pods)
+                results += await thousand(place, unlimited, pods)
             if pods == 2:
-                results += await at_rest(place, (mine, free))
-                results += await large_gang(place, (mine, free))
+                results += await at_rest(place, unlimited)
+                results += await large_gang(place, unlimited)
             return results
 
 
@@ -104,15 +107,18 @@ async def alone(place: Arena, those: Sequence[Contender], pods: int, times: int)
     for _ in range(times):
         for who in those:
             bursts[who.name].append(await place.burst(who, 1, pods))
-    created = {name: [b.story.seconds_until_created()[0] for b in each] for name, each in bursts.items()}
-    running = {name: [b.story.seconds_until_running()[0] for b in each] for name, each in bursts.items()}
+    created = {name: [s for b in each for s in b.story.seconds_until_created()] for name, each in bursts.items()}
+    running = {name: [s for b in each for s in b.story.seconds_until_running()] for name, each in bursts.items()}
     one = f"1 job of {pods} pods"
     return [
         *_rows(f"{one}, until all run, p50", "ms", {name: 1000 * median(v) for name, v in running.items()}),
         *_rows(f"{one}, until all run, p99", "ms", {name: 1000 * quantile(v, 0.99) for name, v in running.items()}),
         # From apply to pods; when they run is for kubelets, whose part kwok plays.
         *_rows(
-            f"{one}, until all are created, p50", "ms", {name: 1000 * median(v) for name, v in created.items()}, 20.0
+            f"{one}, until all are created, p50",
+            "ms",
+            {name: 1000 * median(v) for name, v in created.items() if v},
+            20.0,
         ),
     ]
 
@@ -167,7 +173,9 @@ def _of_bursts(what: str, bursts: Mapping[str, Sequence[Burst]], target_seconds:
         *_rows(f"{what}, until all run, p50", "s", of(lambda burst: median(burst.story.seconds_until_running()))),
         *_rows(f"{what}, until all run, p99", "s", of(lambda b: quantile(b.story.seconds_until_running(), 0.99))),
         *_rows(
-            f"{what}, until all are created, p99", "s", of(lambda b: quantile(b.story.seconds_until_created(), 0.99))
+            f"{what}, until all are created, p99",
+            "s",
+            {name: median([quantile(c, 0.99) for c in each]) for name, each in _created(bursts).items()},
         ),
         *_rows(f"{what}, CPU of the operator a job", "ms", of(lambda burst: burst.cpu_ms_per_job), 2.0),
         *_rows(f"{what}, API requests a job", "", of(lambda burst: burst.requests_per_job)),
@@ -175,16 +183,37 @@ def _of_bursts(what: str, bursts: Mapping[str, Sequence[Burst]], target_seconds:
     ]
 
 
+def _created(bursts: Mapping[str, Sequence[Burst]]) -> dict[str, list[list[float]]]:
+    """Of each burst, how long each job took to have its pods; of those contenders whose pods say whose they are."""
+    each = {name: [b.story.seconds_until_created() for b in those] for name, those in bursts.items()}
+    return {name: those for name, those in each.items() if all(those)}
+
+
 def contenders(plane: ControlPlane, programs: Mapping[str, Path], *, with_released: bool) -> tuple[Contender, ...]:
     """All that are measured, ours first. Their processes end with the control plane's."""
-    define_our_jobs(plane, ROOT / "crds" / "moetrainingjobs.yaml")
+    mine = alone_on(plane)
     define_pytorch_jobs(plane)
-    names = {"free": UNLIMITED} | ({"released": RELEASED} if with_released else {})
-    for namespace in ("ours", *names):
-        plane.kubectl("create", "namespace", namespace)
-        until(partial(plane.has_service_account, namespace), seconds=60, waiting_for=f"an account in {namespace}")
     program = programs["training-operator"]
-    return (ours(plane, "ours"), *(kubeflow(plane, program, name, at) for at, name in names.items()))
+    peers = [kubeflow(plane, program, UNLIMITED, new_namespace(plane, "free"))]
+    if manager := os.environ.get("JOBSET_BIN"):
+        define_job_sets(plane, Path(manager))
+        peers.append(job_sets(plane, Path(manager), new_namespace(plane, "sets")))
+    if with_released:
+        peers.append(kubeflow(plane, program, RELEASED, new_namespace(plane, "released")))
+    return (mine, *peers)
+
+
+def alone_on(plane: ControlPlane) -> Contender:
+    """Ours."""
+    served(plane, ROOT / "crds" / "moetrainingjobs.yaml", "moetrainingjobs")
+    return ours(plane, new_namespace(plane, "ours"))
+
+
+def new_namespace(plane: ControlPlane, name: str) -> str:
+    """One in which pods can be created."""
+    plane.kubectl("create", "namespace", name)
+    until(partial(plane.has_service_account, name), seconds=60, waiting_for=f"an account in {name}")
+    return name
 
 
 # --- leaks ------------------------------------------------------------------------------------------------------------
@@ -194,7 +223,7 @@ async def soak(folder: Path, programs: Mapping[str, Path], cycles: int) -> list[
     """Half of the jobs come and go, the other half stays and is never touched."""
     with control_plane(folder, programs, 1, FLAGS) as plane:
         async with arena(plane) as place:
-            [mine, *_] = contenders(plane, programs, with_released=False)
+            mine = alone_on(plane)
             await place.burst(mine, SOAK_JOBS, 2)
             stay = await place.pods(mine)
             seen = []

@@ -60,7 +60,7 @@ class Story:
         job = name.partition("-")[0]
         if by == PERSON and verb == "create" and resource != "pods":
             self.asked_at[job] = _seconds(entry["requestReceivedTimestamp"])
-        elif verb == "create" and resource == "pods" and part is None:
+        elif verb == "create" and resource == "pods" and part is None and name:
             self.created_at.setdefault(job, []).append(_seconds(entry["stageTimestamp"]))
         elif by == KUBELETS and resource == "pods" and part == "status":
             self.running_at.setdefault(job, []).append(_seconds(entry["stageTimestamp"]))
@@ -78,7 +78,7 @@ class Story:
         return sum(map(len, self.running_at.values()))
 
     def seconds_until_created(self) -> list[float]:
-        """Of each job, from asking for it to its last pod."""
+        """Of each job, from asking for it to its last pod; none whose pods get their names from the API server."""
         return [max(times) - self.asked_at[job] for job, times in self.created_at.items()]
 
     def seconds_until_running(self) -> list[float]:

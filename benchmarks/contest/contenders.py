@@ -5,15 +5,16 @@ Each has a namespace of its own and is the only one that looks there.
 
 from __future__ import annotations
 
+import ssl
 import subprocess
 import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from benchmarks.contest.costs import Costs, costs
 from benchmarks.contest.histograms import Histogram, histogram
+from benchmarks.contest.pods import Body, pod_template
 from cluster.binaries import PEERS
 from cluster.control_plane import jobs
 from cluster.control_plane.operators import ACCOUNT, Home, free_port, grant
@@ -21,8 +22,6 @@ from cluster.control_plane.plane import ControlPlane
 from cluster.processes import Process
 from cluster.waiting import until
 from moejob_api.contract import Label
-
-Body = dict[str, Any]
 
 GPUS_PER_POD = 8
 START_SECONDS = 120
@@ -34,7 +33,11 @@ _KUBEFLOW_ACCOUNT = "training-operator"
 
 @dataclass(frozen=True)
 class Contender:
-    """One operator that runs. `timed` names the histogram of its looks, and the label of those that count."""
+    """One operator that runs.
+
+    It says of itself at `url`, to whoever shows `token`; `timed` names the histogram of its looks, and the label of
+    those that count.
+    """
 
     name: str
     namespace: str
@@ -43,8 +46,9 @@ class Contender:
     label: str
     body: Callable[[str, int], Body]
     process: Process
-    port: int
+    url: str
     timed: tuple[str, str]
+    token: str = ""
 
     def costs(self) -> Costs:
         """What its process has taken until now."""
@@ -54,8 +58,10 @@ class Contender:
 
     def said(self) -> str:
         """Its metrics; nothing while it does not answer."""
+        shown = {"Authorization": f"Bearer {self.token}"} if self.token else {}
+        asked = urllib.request.Request(f"{self.url}/metrics", headers=shown)  # noqa: S310 - a server of ours
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=30) as answer:
+            with urllib.request.urlopen(asked, timeout=30, context=_anybody()) as answer:  # noqa: S310
                 text: str = answer.read().decode()
                 return text
         except OSError:
@@ -81,9 +87,9 @@ def ours(plane: ControlPlane, namespace: str) -> Contender:
         user=f"system:serviceaccount:{home.namespace}:{ACCOUNT}",
         collection=jobs.path(home.namespace).partition("?")[0],
         label=Label.JOB.value,
-        body=_our_job,
+        body=our_job,
         process=operator.process,
-        port=operator.port,
+        url=f"http://127.0.0.1:{operator.port}",
         timed=("moejob_reconcile_seconds", 'outcome="done"'),
     )
     operator.start()
@@ -93,11 +99,7 @@ def ours(plane: ControlPlane, namespace: str) -> Contender:
 
 def kubeflow(plane: ControlPlane, program: Path, name: str, namespace: str) -> Contender:
     """Kubeflow's training-operator for PyTorchJobs of one namespace."""
-    plane.kubectl("create", "serviceaccount", _KUBEFLOW_ACCOUNT, f"--namespace={namespace}")
-    account = f"{namespace}:{_KUBEFLOW_ACCOUNT}"
-    plane.kubectl(
-        "create", "clusterrolebinding", namespace, "--clusterrole=cluster-admin", f"--serviceaccount={account}"
-    )
+    user = user_of(plane, namespace, _KUBEFLOW_ACCOUNT)
     port = free_port()
     flags = [
         f"--kubeconfig={plane.service_account_kubeconfig(namespace, _KUBEFLOW_ACCOUNT)}",
@@ -108,12 +110,12 @@ def kubeflow(plane: ControlPlane, program: Path, name: str, namespace: str) -> C
     contender = Contender(
         name=name,
         namespace=namespace,
-        user=f"system:serviceaccount:{account}",
+        user=user,
         collection=f"/apis/kubeflow.org/v1/namespaces/{namespace}/pytorchjobs",
         label="training.kubeflow.org/job-name",
-        body=_pytorch_job,
+        body=pytorch_job,
         process=Process(f"training-operator-{namespace}", [program, *flags], plane.folder),
-        port=port,
+        url=f"http://127.0.0.1:{port}",
         timed=("controller_runtime_reconcile_time_seconds", 'controller="pytorchjob-controller"'),
     )
     contender.process.start()
@@ -128,22 +130,29 @@ def define_pytorch_jobs(plane: ControlPlane) -> None:
     asked = ["go", "list", "-m", "-f", "{{.Dir}}", PEERS.pins]
     folder = subprocess.run(asked, cwd=PEERS.folder, capture_output=True, text=True, check=True).stdout.strip()
     definition = Path(folder) / "manifests/base/crds/kubeflow.org_pytorchjobs.yaml"
+    served(plane, definition, "pytorchjobs")
+
+
+def served(plane: ControlPlane, definition: Path, plural: str) -> None:
+    """Define a resource, and return when it is there."""
     # Too large for the annotation that a client-side apply leaves.
     plane.kubectl("apply", "--server-side", "-f", definition)
-    until(lambda: _is_served(plane, "pytorchjobs"), seconds=START_SECONDS, waiting_for="PyTorchJobs to be served")
+
+    def is_there() -> bool:
+        return plural in plane.kubectl("api-resources", "--output=name", "--cached=false")
+
+    until(is_there, seconds=START_SECONDS, waiting_for=f"{plural} to be served")
 
 
-def define_our_jobs(plane: ControlPlane, definition: Path) -> None:
-    """The definition of this tree."""
-    plane.kubectl("apply", "--server-side", "-f", definition)
-    until(lambda: _is_served(plane, "moetrainingjobs"), seconds=START_SECONDS, waiting_for="our jobs to be served")
+def user_of(plane: ControlPlane, namespace: str, account: str) -> str:
+    """An account that may do everything: who has how many rights is no part of the contest."""
+    plane.kubectl("create", "serviceaccount", account, f"--namespace={namespace}")
+    bound = f"--serviceaccount={namespace}:{account}"
+    plane.kubectl("create", "clusterrolebinding", namespace, "--clusterrole=cluster-admin", bound)
+    return f"system:serviceaccount:{namespace}:{account}"
 
 
-def _is_served(plane: ControlPlane, plural: str) -> bool:
-    return plural in plane.kubectl("api-resources", "--output=name", "--cached=false")
-
-
-def _our_job(name: str, pods: int) -> Body:
+def our_job(name: str, pods: int) -> Body:
     """As much as a PyTorchJob has: no volume of its own, no gang object."""
     data = pods * GPUS_PER_POD // 16
     return jobs.body(
@@ -156,14 +165,9 @@ def _our_job(name: str, pods: int) -> Body:
     )
 
 
-def _pytorch_job(name: str, pods: int) -> Body:
-    container = {
-        "name": "pytorch",
-        "image": "trainer",
-        "command": ["python3", "train.py"],
-        "resources": {"limits": {"nvidia.com/gpu": str(GPUS_PER_POD)}},
-    }
-    replica = {"restartPolicy": "OnFailure", "template": {"spec": {"containers": [container]}}}
+def pytorch_job(name: str, pods: int) -> Body:
+    """One whose pods are those of ours."""
+    replica = {"restartPolicy": "OnFailure", "template": pod_template(our_job(name, pods), "pytorch")}
     return {
         "apiVersion": "kubeflow.org/v1",
         "kind": "PyTorchJob",
@@ -173,3 +177,11 @@ def _pytorch_job(name: str, pods: int) -> Body:
             "runPolicy": {"cleanPodPolicy": "None"},
         },
     }
+
+
+def _anybody() -> ssl.SSLContext:
+    """For a server on loopback that signs for itself."""
+    context = ssl.create_default_context()
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return context

@@ -86,10 +86,14 @@ class ControlPlane:
 
     def service_account_kubeconfig(self, namespace: str, name: str, by_way_of: str | None = None) -> Path:
         """With what a pod of the service account would speak to the API server, for an hour; or to another address."""
-        token = self.kubectl("create", "token", name, f"--namespace={namespace}").strip()
+        token = self.token(namespace, name)
         server = self.site.server if by_way_of is None else replace(self.site.server, url=by_way_of)
         path = self.folder / f"{namespace}-{name}{'' if by_way_of is None else '-proxied'}.kubeconfig"
         return write_for_token(path, server, token, namespace)
+
+    def token(self, namespace: str, name: str) -> str:
+        """What a service account shows to be believed, for an hour."""
+        return self.kubectl("create", "token", name, f"--namespace={namespace}").strip()
 
     def add_nodes(self, count: int) -> None:
         """Fake nodes, each with GPUs of its own, and return when pods can go there."""

@@ -1,0 +1,99 @@
+"""JobSet beside us, where somebody has built it: $JOBSET_BIN names its manager, in the checkout it was built from.
+
+Its webhooks only fill in what is left out here: its jobs are written in full, and nobody calls them.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from benchmarks.contest.contenders import START_SECONDS, Contender, our_job, served, user_of
+from benchmarks.contest.pods import Body, pod_template
+from cluster.control_plane.certificates import new_authority
+from cluster.control_plane.operators import free_port
+from cluster.control_plane.plane import ControlPlane
+from cluster.processes import Process
+
+NAME = "JobSet"
+_DEFINITION = "config/components/crd/bases/jobset.x-k8s.io_jobsets.yaml"
+_ACCOUNT = "jobset"
+
+
+class NoDefinitionError(Exception):
+    """A manager without the definition of what it manages."""
+
+
+def define_job_sets(plane: ControlPlane, manager: Path) -> None:
+    """The definition that lies in the folder of the manager, or in one above it."""
+    found = next((file for folder in manager.resolve().parents if (file := folder / _DEFINITION).exists()), None)
+    if found is None:
+        raise NoDefinitionError(f"no folder above JOBSET_BIN={manager} has {_DEFINITION}: build it in its checkout")
+    served(plane, found, "jobsets")
+
+
+def job_sets(plane: ControlPlane, manager: Path, namespace: str) -> Contender:
+    """Its manager, as it is released but for the leader that it need not elect."""
+    user = user_of(plane, namespace, _ACCOUNT)
+    folder = plane.folder / f"jobset-{namespace}"
+    certificates = new_authority(folder).server("tls", "DNS:localhost,IP:127.0.0.1")
+    health, metrics, webhooks = (free_port() for _ in range(3))
+    settings = {
+        "apiVersion": "config.jobset.x-k8s.io/v1alpha1",
+        "kind": "Configuration",
+        "leaderElection": {"leaderElect": False},
+        "internalCertManagement": {"enable": False},
+        "health": {"healthProbeBindAddress": f"127.0.0.1:{health}"},
+        "metrics": {"bindAddress": f"127.0.0.1:{metrics}", "certDir": str(certificates.certificate.parent)},
+        "webhook": {"host": "127.0.0.1", "port": webhooks, "certDir": str(certificates.certificate.parent)},
+    }
+    file = folder / "settings.yaml"
+    file.write_text(json.dumps(settings))
+    kubeconfig = plane.service_account_kubeconfig(namespace, _ACCOUNT)
+    contender = Contender(
+        name=NAME,
+        namespace=namespace,
+        user=user,
+        collection=f"/apis/jobset.x-k8s.io/v1alpha2/namespaces/{namespace}/jobsets",
+        label="jobset.sigs.k8s.io/jobset-name",
+        body=job_set,
+        process=Process(f"jobset-{namespace}", [manager, f"--config={file}", f"--kubeconfig={kubeconfig}"], folder),
+        url=f"https://127.0.0.1:{metrics}",
+        token=plane.token(namespace, _ACCOUNT),
+        timed=("controller_runtime_reconcile_time_seconds", 'controller="jobset"'),
+    )
+    contender.process.start()
+    contender.process.wait_until(
+        lambda: "controller_runtime_max_concurrent_reconciles" in contender.said(), START_SECONDS
+    )
+    return contender
+
+
+def job_set(name: str, pods: int) -> Body:
+    """One group whose pods are those of our job, started anew together when one fails, as ours are."""
+    template = pod_template(our_job(name, pods), "trainer")
+    group = {
+        "name": "trainer",
+        "replicas": 1,
+        "template": {
+            "spec": {
+                "parallelism": pods,
+                "completions": pods,
+                "completionMode": "Indexed",
+                "backoffLimit": 0,
+                "template": template | {"spec": template["spec"] | {"restartPolicy": "Never"}},
+            }
+        },
+    }
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": {"name": name},
+        "spec": {
+            "replicatedJobs": [group],
+            "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+            "successPolicy": {"operator": "All"},
+            "startupPolicy": {"startupPolicyOrder": "AnyOrder"},
+            "failurePolicy": {"maxRestarts": 3},
+        },
+    }
