@@ -6,12 +6,14 @@ On a CPU norms and activations keep more than their kernels do; what a choice of
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from builders import spec
@@ -21,7 +23,7 @@ from moejob_api.layout.sizes import layout
 from moejob_api.memory.kept import kept
 from moejob_api.memory.share import keeping, share
 from moejob_api.models.shape import Family
-from moejob_trainer.groups import Groups
+from moejob_trainer.groups import Group, Groups
 from moejob_trainer.layers.documents import Documents
 from moejob_trainer.layers.routing import router_logits
 from moejob_trainer.model.architecture import architecture
@@ -40,7 +42,9 @@ FAMILIES: dict[str, tuple[Family, int]] = {
     "experts": (Family.QWEN3_MOE, 0),
     "experts beside a shared one": (Family.DEEPSEEK_V3, -1),
     "a dense layer": (Family.LLAMA, 0),
+    "a dense layer with compressed keys": (Family.DEEPSEEK_V3, 0),
 }
+ALONE = Groups()
 # Exactly what planning says: nothing that only a CPU keeps goes with it.
 EXACT = ("Norms", "ExpertActivation", "Norms ExpertActivation")
 AT_LEAST = (
@@ -57,16 +61,17 @@ AT_LEAST = (
 
 
 class Made(TorchDispatchMode):
-    """Remembers all memory that is taken, without holding it."""
+    """Remembers all memory that is taken, without holding it; not that of `before`."""
 
-    def __init__(self) -> None:
+    def __init__(self, before: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._taken: dict[int, Any] = {}
+        self._before = {_address(tensor) for tensor in before}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(tensor, Tensor):
+            if isinstance(tensor, Tensor) and _address(tensor) not in self._before:
                 storage: Any = tensor.untyped_storage()
                 # One weak reference each: its address is not given to another storage before.
                 self._taken.setdefault(storage._cdata, storage._weak_ref())  # noqa: SLF001 torch has no other word
@@ -80,30 +85,43 @@ class Made(TorchDispatchMode):
         return sum(int(storage.nbytes()) for storage in alive if storage is not None)
 
 
-def kept_bytes(compute: Callable[[], Tensor]) -> int:
-    """What the backward pass of a result holds, without the result."""
-    made = Made()
+def _address(tensor: Tensor) -> int:
+    storage: Any = tensor.untyped_storage()
+    address: int = storage._cdata  # noqa: SLF001 torch has no other word
+    return address
+
+
+def kept_bytes(compute: Callable[[], Tensor], before: Iterable[Tensor] = ()) -> int:
+    """What the backward pass of a result holds, without the result and what was there `before`."""
+    made = Made(before)
     with made:
         result = compute()
     return made.bytes() - result.untyped_storage().nbytes()
 
 
-def _job(modules: str) -> Spec:
+def _job(modules: str, **parallelism: int) -> Spec:
     recompute = {"granularity": "Selective", "modules": modules.split()} if modules else {"granularity": "None"}
     # In any other type the CPU keeps wide copies of what its kernels keep as it is.
-    return spec(model={"dtype": "float32"}, training={"recompute": recompute}, moe={"balancing": "None"})
+    training = {"recompute": recompute}
+    return spec(
+        model={"dtype": "float32"},
+        training=training,
+        moe={"balancing": "None"},
+        parallelism={"expert": 1} | parallelism,
+    )
 
 
-def _layer(name: str, job: Spec) -> tuple[Layer, Row, Any]:
+def _layer(name: str, job: Spec, groups: Groups = ALONE) -> tuple[Layer, Row, int]:
     family, number = FAMILIES[name]
     model = architecture(config(family, **SIZES))
     shape = model.shape.layers[number]
     torch.manual_seed(3)
-    layer = Layer(shape, model, job, Groups())
+    layer = Layer(shape, model, job, groups)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     documents = Documents.of([TOKENS])
-    row = row_of(documents, model.rotary, None, OwnTokens(torch.ones(TOKENS, dtype=torch.bool), documents.segments()))
+    own = documents.segments()[: TOKENS // groups.tensor.size]
+    row = row_of(documents, model.rotary, None, OwnTokens(torch.ones(len(own), dtype=torch.bool), own))
     of_gpu = share(job, model.shape, layout(job.parallelism, 8), TOKENS)
     return layer, row, kept(shape, of_gpu, keeping(job)).total
 
@@ -136,6 +154,29 @@ def test_what_is_made_again_is_what_was_forgotten_to_the_bit(name: str, modules:
         if found is not None and expected is not None:
             assert torch.equal(found, expected)
             assert expected.any()
+
+
+@pytest.fixture
+def two_ranks() -> Iterator[Groups]:
+    """The groups of the first of two tensor ranks; what the other one sends is not there."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield Groups(tensor=Group(0, 2, dist.group.WORLD), expert_tensor=Group(0, 2, dist.group.WORLD))
+    dist.destroy_process_group()
+
+
+def _measured_and_planned_on(groups: Groups, name: str, modules: str) -> tuple[int, int]:
+    layer, row, planned = _layer(name, _job(modules, tensor=groups.tensor.size), groups)
+    x = torch.randn(TOKENS // groups.tensor.size, 32).requires_grad_()
+    return kept_bytes(lambda: layer(x, row), [*layer.parameters(), row.cosine, row.sine]), planned
+
+
+@pytest.mark.parametrize("modules", ["", "Norms", "MLP", "LatentUpProjection", "CoreAttention"])
+@pytest.mark.parametrize("name", ["a dense layer", "a dense layer with compressed keys"])
+def test_tensor_ranks_keep_their_share_of_the_row_alone(two_ranks: Groups, name: str, modules: str) -> None:
+    alone, alone_planned = _measured_and_planned_on(ALONE, name, modules)
+    shared, shared_planned = _measured_and_planned_on(two_ranks, name, modules)
+    assert 2 * shared == alone
+    assert 2 * shared_planned == alone_planned
 
 
 def test_a_router_keeps_no_wide_copy_of_the_tokens() -> None:
