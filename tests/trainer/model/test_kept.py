@@ -13,6 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -28,6 +30,7 @@ from moejob_trainer.layers.documents import Documents
 from moejob_trainer.layers.routing import router_logits
 from moejob_trainer.model.architecture import architecture
 from moejob_trainer.model.layer import Layer
+from moejob_trainer.model.offload import Offloading
 from moejob_trainer.model.row import OwnTokens, Row, row_of
 
 TOKENS = 64
@@ -177,6 +180,39 @@ def test_tensor_ranks_keep_their_share_of_the_row_alone(two_ranks: Groups, name:
     shared, shared_planned = _measured_and_planned_on(two_ranks, name, modules)
     assert 2 * shared == alone
     assert 2 * shared_planned == alone_planned
+
+
+def _offloaded_bytes(layer: Layer, row: Row, x: Tensor) -> int:
+    """Copies in host memory, and whatever is left where it was computed."""
+
+    def offloaded() -> Tensor:
+        with Offloading(layer, [row.cosine, row.sine]):
+            result: Tensor = layer(x, row)
+            return result
+
+    return kept_bytes(offloaded, [x, *layer.parameters(), row.cosine, row.sine])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_is_kept_is_offloaded_once_and_weights_stay(name: str) -> None:
+    layer, row, _ = _layer(name, _job(""))
+    x = torch.randn(TOKENS, 32).requires_grad_()
+    whole = kept_bytes(lambda: layer(x, row), [*layer.parameters(), row.cosine, row.sine])
+    offloaded = _offloaded_bytes(layer, row, x)
+    # Where only a part of what was computed is needed, only that is copied; where two are of different shape, both.
+    assert offloaded == pytest.approx(whole + x.nbytes, rel=0.06)
+    if name == "a dense layer":
+        assert offloaded == whole + x.nbytes
+
+
+@pytest.mark.parametrize("name", ["a dense layer", "a dense layer with compressed keys"])
+@pytest.mark.usefixtures("two_ranks")
+def test_weights_that_are_gathered_for_a_layer_are_not_offloaded(name: str) -> None:
+    layer, row, _ = _layer(name, _job(""))
+    x = torch.randn(TOKENS, 32).requires_grad_()
+    offloaded = _offloaded_bytes(layer, row, x)
+    fully_shard(layer, mesh=init_device_mesh("cpu", (2,)), reshard_after_forward=True)
+    assert _offloaded_bytes(layer, row, x) == offloaded
 
 
 def test_a_router_keeps_no_wide_copy_of_the_tokens() -> None:
