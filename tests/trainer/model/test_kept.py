@@ -22,13 +22,15 @@ from builders import spec
 from model_configs import config
 from moejob_api.job import Spec
 from moejob_api.layout.sizes import layout
-from moejob_api.memory.kept import kept
+from moejob_api.memory.activations import beside_further_layer
+from moejob_api.memory.kept import FLOAT32_BYTES, kept
 from moejob_api.memory.share import keeping, share
 from moejob_api.models.shape import Family
 from moejob_trainer.groups import Group, Groups
 from moejob_trainer.layers.documents import Documents
 from moejob_trainer.layers.routing import router_logits
 from moejob_trainer.model.architecture import architecture
+from moejob_trainer.model.further import FurtherToken
 from moejob_trainer.model.layer import Layer
 from moejob_trainer.model.offload import Offloading
 from moejob_trainer.model.row import OwnTokens, Row, row_of
@@ -213,6 +215,24 @@ def test_weights_that_are_gathered_for_a_layer_are_not_offloaded(name: str) -> N
     offloaded = _offloaded_bytes(layer, row, x)
     fully_shard(layer, mesh=init_device_mesh("cpu", (2,)), reshard_after_forward=True)
     assert _offloaded_bytes(layer, row, x) == offloaded
+
+
+@pytest.mark.parametrize("family", [Family.DEEPSEEK_V3, Family.GLM4_MOE])
+def test_a_module_for_a_further_token_keeps_beside_its_layer_what_planning_says(family: Family) -> None:
+    job, model = _job(""), architecture(config(family, **SIZES))
+    module = FurtherToken(model.shape.mtp_layers[0], model, job, ALONE)
+    _, row, _ = _layer("a dense layer", job)
+    row = row_of(row.documents, model.rotary, None, OwnTokens(row.is_real, row.segments))
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    before, x = [*module.parameters(), row.cosine, row.sine], torch.randn(TOKENS, 32).requires_grad_()
+    # The embedded token, and the layer's input, come from somewhere.
+    whole = kept_bytes(lambda: module(x, x * 2, row), before)
+    layer = kept_bytes(lambda: module.layer(x * 2, row), before)
+    # Where a kernel keeps a number of each token beside its input, torch's operations keep the quotient too.
+    wide = kept_bytes(lambda: module.final_norm(x), before) - TOKENS * FLOAT32_BYTES
+    of_gpu = share(job, model.shape, layout(job.parallelism, 8), TOKENS)
+    assert whole + x.nbytes - layer - 3 * wide == beside_further_layer(of_gpu)
 
 
 def test_a_router_keeps_no_wide_copy_of_the_tokens() -> None:
