@@ -71,6 +71,7 @@ class Started:
 
     folder: Path
     log: Path
+    board: Board
     processes: Sequence[ForkServerProcess]
 
     def is_running(self) -> bool:
@@ -142,7 +143,7 @@ class Runs:
         }
         log = outside / f"log-{number}"
         environments = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
-        started = Started(folder, log, [_rank(environment, log, before) for environment in environments])
+        started = Started(folder, log, board, [_rank(environment, log, before) for environment in environments])
         self._started.append(started)
         return started
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -30,6 +32,16 @@ def exported(runs: Runs, job: str) -> dict[str, Tensor]:
     return load_file(runs.volume / job / "export" / "adapter_model.safetensors")
 
 
+def saved(runs: Runs, job: str) -> set[str]:
+    """What the newest checkpoint of a job holds."""
+    newest = max((runs.volume / job / "checkpoints").iterdir())
+    names = set()
+    for path in newest.glob("state-*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            names |= {box["name"] for box in json.loads(file.metadata()["boxes"])}
+    return names
+
+
 def test_the_adapters_of_another_job_go_on_in_another_layout_and_again_from_there(runs: Runs) -> None:
     training = {"lora": LORA, "maxSteps": 2, "optimizer": RATE}
     saving: dict[str, Any] = {"exportHuggingFace": True, "async": False}
@@ -45,8 +57,21 @@ def test_the_adapters_of_another_job_go_on_in_another_layout_and_again_from_ther
         found = exported(runs, job)
         assert found.keys() == learned.keys()
         assert all((found[name] - tensor).abs().max() < 1e-20 for name, tensor in learned.items())
+        # Beside adapters that stand beside published weights, nobody has anything to save but adapters.
+        assert {name for name in saved(runs, job) if not name.endswith(("lora_a", "lora_b"))} == set()
     # The same job again takes its own checkpoint, whatever it began with.
     runs.finished("second", attempt=2, **two, checkpoint=saving | {"resumeFrom": "first"})
+
+
+def test_adapters_on_weights_that_another_job_trained_are_saved_with_them(runs: Runs) -> None:
+    training = {"maxSteps": 2, "optimizer": RATE}
+    runs.finished("whole", training=training)
+    runs.finished("adapters", training=training | {"lora": LORA}, checkpoint={"resumeFrom": "whole"})
+    assert "embedding.weight" in saved(runs, "adapters")
+    # Also where adapters of adapters begin there, and the same job goes on.
+    more = training | {"lora": LORA}
+    runs.finished("more", training=more, checkpoint={"resumeFrom": "adapters"})
+    assert "embedding.weight" in saved(runs, "more")
 
 
 def of(lora: dict[str, Any] | None = None, *, has_weights: bool = True, **sections: Any) -> Adapted:

@@ -104,6 +104,17 @@ def test_a_run_goes_on_with_the_next_documents_on_another_number_of_data_ranks(r
     )
 
 
+@pytest.mark.slow
+def test_a_run_ends_with_the_word_that_its_last_step_is_saved(runs: Runs) -> None:
+    # Nothing is saved before the end, and that in the background.
+    run = runs.finished(**TWO_RANKS, checkpoint={"everySteps": 1000, "async": True})
+    again = runs.finished(attempt=2, **TWO_RANKS)
+    for told in (run.board.run(), again.board.run()):
+        assert told is not None
+        assert (told.step, told.total_steps, told.last_checkpoint_step) == (3, 3, 3)
+    assert len(steps(run.folder)) == 3
+
+
 # --- what is looked at ----------------------------------------------------------------------------------------------
 
 

@@ -248,6 +248,14 @@ def test_a_checkpoint_holds_weights_and_optimizer_state() -> None:
     assert export_bytes(shape, spec()) == whole * 2
 
 
+def test_a_checkpoint_of_adapters_holds_weights_that_another_job_may_have_trained() -> None:
+    shape, lora = moe_model(layers=2), {"lora": {}}
+    apart = checkpoint_bytes(shape, spec(training=lora))
+    beside = checkpoint_bytes(shape, spec(training=lora, checkpoint={"resumeFrom": "another"}))
+    assert beside - apart == export_bytes(shape, spec())
+    assert 0 < apart < beside / 10
+
+
 def test_an_engine_without_room_for_a_sequence_does_not_fit() -> None:
     job = spec(
         method="GRPO",

@@ -63,6 +63,7 @@ def test_a_job_runs_on_both_nodes_to_its_end(trained: Submitted) -> None:
     status = trained.read()["status"]
     assert status["restarts"]["total"] == 0
     assert status["progress"]["step"] == STEPS
+    assert status["progress"]["lastCheckpointStep"] == STEPS
 
 
 def test_transformers_see_in_the_export_what_was_trained(trained: Submitted) -> None:

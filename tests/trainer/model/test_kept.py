@@ -6,26 +6,33 @@ On a CPU norms and activations keep more than their kernels do; what a choice of
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from builders import spec
 from model_configs import config
 from moejob_api.job import Spec
 from moejob_api.layout.sizes import layout
-from moejob_api.memory.kept import kept
+from moejob_api.memory.activations import beside_further_layer
+from moejob_api.memory.kept import FLOAT32_BYTES, kept
 from moejob_api.memory.share import keeping, share
 from moejob_api.models.shape import Family
-from moejob_trainer.groups import Groups
+from moejob_trainer.groups import Group, Groups
 from moejob_trainer.layers.documents import Documents
 from moejob_trainer.layers.routing import router_logits
 from moejob_trainer.model.architecture import architecture
+from moejob_trainer.model.further import FurtherToken
 from moejob_trainer.model.layer import Layer
+from moejob_trainer.model.offload import Offloading
 from moejob_trainer.model.row import OwnTokens, Row, row_of
 
 TOKENS = 64
@@ -40,7 +47,9 @@ FAMILIES: dict[str, tuple[Family, int]] = {
     "experts": (Family.QWEN3_MOE, 0),
     "experts beside a shared one": (Family.DEEPSEEK_V3, -1),
     "a dense layer": (Family.LLAMA, 0),
+    "a dense layer with compressed keys": (Family.DEEPSEEK_V3, 0),
 }
+ALONE = Groups()
 # Exactly what planning says: nothing that only a CPU keeps goes with it.
 EXACT = ("Norms", "ExpertActivation", "Norms ExpertActivation")
 AT_LEAST = (
@@ -57,16 +66,17 @@ AT_LEAST = (
 
 
 class Made(TorchDispatchMode):
-    """Remembers all memory that is taken, without holding it."""
+    """Remembers all memory that is taken, without holding it; not that of `before`."""
 
-    def __init__(self) -> None:
+    def __init__(self, before: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._taken: dict[int, Any] = {}
+        self._before = {_address(tensor) for tensor in before}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(tensor, Tensor):
+            if isinstance(tensor, Tensor) and _address(tensor) not in self._before:
                 storage: Any = tensor.untyped_storage()
                 # One weak reference each: its address is not given to another storage before.
                 self._taken.setdefault(storage._cdata, storage._weak_ref())  # noqa: SLF001 torch has no other word
@@ -80,30 +90,43 @@ class Made(TorchDispatchMode):
         return sum(int(storage.nbytes()) for storage in alive if storage is not None)
 
 
-def kept_bytes(compute: Callable[[], Tensor]) -> int:
-    """What the backward pass of a result holds, without the result."""
-    made = Made()
+def _address(tensor: Tensor) -> int:
+    storage: Any = tensor.untyped_storage()
+    address: int = storage._cdata  # noqa: SLF001 torch has no other word
+    return address
+
+
+def kept_bytes(compute: Callable[[], Tensor], before: Iterable[Tensor] = ()) -> int:
+    """What the backward pass of a result holds, without the result and what was there `before`."""
+    made = Made(before)
     with made:
         result = compute()
     return made.bytes() - result.untyped_storage().nbytes()
 
 
-def _job(modules: str) -> Spec:
+def _job(modules: str, **parallelism: int) -> Spec:
     recompute = {"granularity": "Selective", "modules": modules.split()} if modules else {"granularity": "None"}
     # In any other type the CPU keeps wide copies of what its kernels keep as it is.
-    return spec(model={"dtype": "float32"}, training={"recompute": recompute}, moe={"balancing": "None"})
+    training = {"recompute": recompute}
+    return spec(
+        model={"dtype": "float32"},
+        training=training,
+        moe={"balancing": "None"},
+        parallelism={"expert": 1} | parallelism,
+    )
 
 
-def _layer(name: str, job: Spec) -> tuple[Layer, Row, Any]:
+def _layer(name: str, job: Spec, groups: Groups = ALONE) -> tuple[Layer, Row, int]:
     family, number = FAMILIES[name]
     model = architecture(config(family, **SIZES))
     shape = model.shape.layers[number]
     torch.manual_seed(3)
-    layer = Layer(shape, model, job, Groups())
+    layer = Layer(shape, model, job, groups)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     documents = Documents.of([TOKENS])
-    row = row_of(documents, model.rotary, None, OwnTokens(torch.ones(TOKENS, dtype=torch.bool), documents.segments()))
+    own = documents.segments()[: TOKENS // groups.tensor.size]
+    row = row_of(documents, model.rotary, None, OwnTokens(torch.ones(len(own), dtype=torch.bool), own))
     of_gpu = share(job, model.shape, layout(job.parallelism, 8), TOKENS)
     return layer, row, kept(shape, of_gpu, keeping(job)).total
 
@@ -136,6 +159,80 @@ def test_what_is_made_again_is_what_was_forgotten_to_the_bit(name: str, modules:
         if found is not None and expected is not None:
             assert torch.equal(found, expected)
             assert expected.any()
+
+
+@pytest.fixture
+def two_ranks() -> Iterator[Groups]:
+    """The groups of the first of two tensor ranks; what the other one sends is not there."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield Groups(tensor=Group(0, 2, dist.group.WORLD), expert_tensor=Group(0, 2, dist.group.WORLD))
+    dist.destroy_process_group()
+
+
+def _measured_and_planned_on(groups: Groups, name: str, modules: str) -> tuple[int, int]:
+    layer, row, planned = _layer(name, _job(modules, tensor=groups.tensor.size), groups)
+    x = torch.randn(TOKENS // groups.tensor.size, 32).requires_grad_()
+    return kept_bytes(lambda: layer(x, row), [*layer.parameters(), row.cosine, row.sine]), planned
+
+
+@pytest.mark.parametrize("modules", ["", "Norms", "MLP", "LatentUpProjection", "CoreAttention"])
+@pytest.mark.parametrize("name", ["a dense layer", "a dense layer with compressed keys"])
+def test_tensor_ranks_keep_their_share_of_the_row_alone(two_ranks: Groups, name: str, modules: str) -> None:
+    alone, alone_planned = _measured_and_planned_on(ALONE, name, modules)
+    shared, shared_planned = _measured_and_planned_on(two_ranks, name, modules)
+    assert 2 * shared == alone
+    assert 2 * shared_planned == alone_planned
+
+
+def _offloaded_bytes(layer: Layer, row: Row, x: Tensor) -> int:
+    """Copies in host memory, and whatever is left where it was computed."""
+
+    def offloaded() -> Tensor:
+        with Offloading(layer, [row.cosine, row.sine]):
+            result: Tensor = layer(x, row)
+            return result
+
+    return kept_bytes(offloaded, [x, *layer.parameters(), row.cosine, row.sine])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_is_kept_is_offloaded_once_and_weights_stay(name: str) -> None:
+    layer, row, _ = _layer(name, _job(""))
+    x = torch.randn(TOKENS, 32).requires_grad_()
+    whole = kept_bytes(lambda: layer(x, row), [*layer.parameters(), row.cosine, row.sine])
+    offloaded = _offloaded_bytes(layer, row, x)
+    # Where only a part of what was computed is needed, only that is copied; where two are of different shape, both.
+    assert offloaded == pytest.approx(whole + x.nbytes, rel=0.06)
+    if name == "a dense layer":
+        assert offloaded == whole + x.nbytes
+
+
+@pytest.mark.parametrize("name", ["a dense layer", "a dense layer with compressed keys"])
+@pytest.mark.usefixtures("two_ranks")
+def test_weights_that_are_gathered_for_a_layer_are_not_offloaded(name: str) -> None:
+    layer, row, _ = _layer(name, _job(""))
+    x = torch.randn(TOKENS, 32).requires_grad_()
+    offloaded = _offloaded_bytes(layer, row, x)
+    fully_shard(layer, mesh=init_device_mesh("cpu", (2,)), reshard_after_forward=True)
+    assert _offloaded_bytes(layer, row, x) == offloaded
+
+
+@pytest.mark.parametrize("family", [Family.DEEPSEEK_V3, Family.GLM4_MOE])
+def test_a_module_for_a_further_token_keeps_beside_its_layer_what_planning_says(family: Family) -> None:
+    job, model = _job(""), architecture(config(family, **SIZES))
+    module = FurtherToken(model.shape.mtp_layers[0], model, job, ALONE)
+    _, row, _ = _layer("a dense layer", job)
+    row = row_of(row.documents, model.rotary, None, OwnTokens(row.is_real, row.segments))
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    before, x = [*module.parameters(), row.cosine, row.sine], torch.randn(TOKENS, 32).requires_grad_()
+    # The embedded token, and the layer's input, come from somewhere.
+    whole = kept_bytes(lambda: module(x, x * 2, row), before)
+    layer = kept_bytes(lambda: module.layer(x * 2, row), before)
+    # Where a kernel keeps a number of each token beside its input, torch's operations keep the quotient too.
+    wide = kept_bytes(lambda: module.final_norm(x), before) - TOKENS * FLOAT32_BYTES
+    of_gpu = share(job, model.shape, layout(job.parallelism, 8), TOKENS)
+    assert whole + x.nbytes - layer - 3 * wide == beside_further_layer(of_gpu)
 
 
 def test_a_router_keeps_no_wide_copy_of_the_tokens() -> None:

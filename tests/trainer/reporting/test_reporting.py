@@ -35,13 +35,14 @@ class Told:
 
     def __init__(self, folder: Path, ranks: Ranks = GPUS, *, is_first: bool = True) -> None:
         self.folder, self.board, self.kept = folder, Board(folder / "board", 1), Kept()
+        self.saved: tuple[int | None, float | None, float] = (4, 1.5, 0.25)
         self.tracker = Tracker([Background("kept", lambda: self.kept)], DEADLINE_SECONDS)
         beats = Beats.for_rank({BOARD: str(self.board.folder), "LOCAL_RANK": "0"})
         self.reporter = Reporter(
             Teller(folder, beats, Claim(3, 1), self.tracker, is_first=is_first),
             total_steps=10,
             ranks=ranks,
-            saved=lambda: (4, 1.5, 0.25),
+            saved=lambda: self.saved,
             epoch=lambda: 0.5,
             waited=lambda: 0.125,
             evaluate=lambda step: {"evalLoss": 2.0} if step == 2 else {},
@@ -144,6 +145,23 @@ def test_the_launcher_shows_the_run(tmp_path: Path) -> None:
     } <= set(shown)
 
 
+def test_the_last_word_of_a_run_names_its_last_checkpoint(tmp_path: Path) -> None:
+    told = Told(tmp_path)
+    told.report(10, updated())
+    assert told.run().last_checkpoint_step == 4
+    told.saved = (10, 2.5, 0.25)
+    told.reporter.finish()
+    assert (told.run().step, told.run().last_checkpoint_step, told.run().save_seconds) == (10, 10, 2.5)
+    assert told.run().loss == 2.5
+
+
+def test_a_run_that_has_only_its_export_left_says_where_it_is(tmp_path: Path) -> None:
+    told = Told(tmp_path)
+    told.saved = (10, None, 0.0)
+    told.reporter.finish()
+    assert told.run() == RunProgress(step=10, total_steps=10, last_checkpoint_step=10)
+
+
 def test_sinks_are_sent_every_step(tmp_path: Path) -> None:
     told = Told(tmp_path)
     with told.tracker:
@@ -156,6 +174,7 @@ def test_only_the_first_rank_tells(tmp_path: Path) -> None:
     told = Told(tmp_path, is_first=False)
     with told.tracker:
         told.reporter.report(1, [updated()])
+    told.reporter.finish()
     assert not (tmp_path / STEP_LOG).exists()
     assert (told.kept.steps, told.board.run()) == ([], None)
     # But it lives.

@@ -67,6 +67,34 @@ def row_counts(count: Tensor, group: Group) -> Tensor:
     return everyones.view(group.size, *count.shape)
 
 
+@dataclass(frozen=True, slots=True)
+class Moving:
+    """Rows that ranks exchange while this one computes something else."""
+
+    rows: Tensor
+    # What is sent must live until it has been.
+    sent: Tensor
+    work: dist.Work | None
+
+    def arrived(self) -> Tensor:
+        """The rows, once they are here."""
+        if self.work is not None:
+            self.work.wait()
+        return self.rows
+
+
+def gathering(x: Tensor, group: Group) -> Moving:
+    """The rows of all ranks, in the order of ranks, on their way."""
+    everyones, sent = x.new_empty((group.size * x.shape[0], *x.shape[1:])), x.contiguous()
+    return Moving(everyones, sent, _all_gather_single(everyones, sent, group=group.handle, async_op=True))
+
+
+def scattering(x: Tensor, group: Group) -> Moving:
+    """This rank's share of the rows, summed over the group, on its way."""
+    share, sent = x.new_empty((x.shape[0] // group.size, *x.shape[1:])), x.contiguous()
+    return Moving(share, sent, _reduce_scatter_single(share, sent, group=group.handle, async_op=True))
+
+
 # --- what gradients flow back through -------------------------------------------------------------------------------
 
 
@@ -157,15 +185,11 @@ def _all_reduce(x: Tensor, group: Group) -> Tensor:
 
 
 def _all_gather(x: Tensor, group: Group) -> Tensor:
-    everyones = x.new_empty((group.size * x.shape[0], *x.shape[1:]))
-    _all_gather_single(everyones, x.contiguous(), group=group.handle)
-    return everyones
+    return gathering(x, group).arrived()
 
 
 def _reduce_scatter(x: Tensor, group: Group) -> Tensor:
-    share = x.new_empty((x.shape[0] // group.size, *x.shape[1:]))
-    _reduce_scatter_single(share, x.contiguous(), group=group.handle)
-    return share
+    return scattering(x, group).arrived()
 
 
 def _share(x: Tensor, group: Group) -> Tensor:

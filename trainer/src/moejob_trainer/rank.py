@@ -200,6 +200,7 @@ def _trained(here: Here, model: Model, beats: Beats, pulse: Pulse) -> Outcome:
         outcome = train(Run(engine, objective, checkpoints, stop, total_steps, report, reporter.begin))
         with Pulse(beats, total_steps):
             checkpoints.finish()
+            reporter.finish()
             if outcome is Outcome.COMPLETED and spec.checkpoint.export_hugging_face:
                 with explained("exporting", here.order.folder / EXPORT):
                     _export(here, model, engine)

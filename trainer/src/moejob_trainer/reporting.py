@@ -75,6 +75,7 @@ class Reporter:
     evaluate: Callable[[int], Mapping[str, float]]
     clock: Callable[[], float] = time.monotonic
     _since: float = field(init=False, default=0.0)
+    _told: RunProgress | None = field(init=False, default=None)
 
     def begin(self) -> None:
         """The first step begins now: what it took to get there is no part of it."""
@@ -90,9 +91,24 @@ class Reporter:
         line = {**self._progress(step, seconds), **_learned(results), **speed, **results[-1].metrics, **evaluated}
         self.teller.wrote(step, line)
         if self.teller.is_first:
-            self.teller.beats.say(self._run_progress(step, results[-1], speed))
+            self._say(self._run_progress(step, results[-1], speed))
         # What evaluating took is no part of the next step.
         self._since = self.clock()
+
+    def finish(self) -> None:
+        """The last checkpoint is complete: what the launcher says last of the run names it."""
+        step, save_seconds, _ = self.saved()
+        if not self.teller.is_first or step is None:
+            return
+        # A run that has nothing left to do but its export has told of no step.
+        told = self._told or RunProgress(step=step, total_steps=self.total_steps)
+        # It may have saved nothing itself either, and then does not know how long that took.
+        took = told.save_seconds if save_seconds is None else save_seconds
+        self._say(told.model_copy(update={"last_checkpoint_step": step, "save_seconds": took}))
+
+    def _say(self, run: RunProgress) -> None:
+        self._told = run
+        self.teller.beats.say(run)
 
     def _progress(self, step: int, seconds: float) -> dict[str, Any]:
         _, _, stalled = self.saved()

@@ -37,6 +37,9 @@ class State(Protocol):
     def read(self, folder: Path, *, weights_only: bool) -> None:
         """Sets this rank's state from what any layout wrote."""
 
+    def leave_published(self) -> None:
+        """From now on neither writes nor reads frozen weights that the published model has."""
+
     def counters(self) -> Mapping[str, int]:
         """How many updates were made."""
 
@@ -83,6 +86,12 @@ class RunWriter:
     adapted: Adapted
     is_first: bool
     step: int = 0
+
+    def go_on_from(self, theirs: Adapted) -> None:
+        """Holds weights beside adapters only where what the run goes on from does: else they are published."""
+        self.adapted = self.adapted.model_copy(update={"holds_weights": theirs.holds_weights})
+        if not theirs.holds_weights:
+            self.state.leave_published()
 
     def begin(self, folder: Path) -> Pending:
         """Begins to write this rank's part."""
@@ -135,9 +144,10 @@ class RunCheckpoints:
         self._refuse_other_format(found)
         is_own = found.manifest.facts.job_uid == self.store.place.run.uid
         told = json.loads((found.path / _COUNTERS).read_text(encoding="utf-8"))
+        theirs = Adapted.model_validate_json(json.dumps(told["adapted"]))
         if not is_own:
-            theirs = Adapted.model_validate_json(json.dumps(told["adapted"]))
             refuse_other_adapters(theirs, self.writer.adapted, found.path)
+        self.writer.go_on_from(theirs)
         self.writer.state.read(found.path, weights_only=not is_own)
         if not is_own:
             return 0

@@ -11,7 +11,7 @@ from moejob_api.memory.constants import LOSS_CHUNK_TOKENS
 from moejob_api.memory.in_flight import in_flight
 from moejob_api.memory.kept import FLOAT32_BYTES, Kept, kept, layer_input
 from moejob_api.memory.kinds import Stage
-from moejob_api.memory.share import NO_MODULES
+from moejob_api.memory.share import NO_MODULES, Share
 from moejob_api.memory.working import working
 
 # Token ids, labels, positions and loss mask, eight bytes each.
@@ -105,13 +105,20 @@ def _layers(case: Case, start: int, stop: int, layers: LayerBytes) -> Kept:
 
 
 def _output(case: Case) -> Kept:
-    """Input and output of the last norm; for every further token its layer, and the normed states it starts from."""
+    """Input and output of the last norm; for every further token its layer, and what is kept beside it."""
     one = layer_input(case.share)
     total = Kept(stream=2 * one)
     for layer in case.shape.mtp_layers:
         inside = Kept(stream=one) if _is_full(case) else kept(layer, case.share, case.keeping)
-        total += inside + Kept(stream=6 * one)
+        total += inside + Kept(stream=beside_further_layer(case.share))
     return total
+
+
+def beside_further_layer(share: Share) -> int:
+    """What a module for a further token keeps beside its layer: the embedded token, what is projected of it and of the
+    hidden state, and input and output of its last norm. Its three norms keep a number of each token.
+    """
+    return 5 * layer_input(share) + 3 * share.sequence_tokens * FLOAT32_BYTES
 
 
 def _working(case: Case, layers: LayerBytes) -> int:

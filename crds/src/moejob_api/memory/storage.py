@@ -14,7 +14,10 @@ from moejob_api.models.shape import ModelShape
 
 
 def checkpoint_bytes(shape: ModelShape, spec: Spec) -> int:
-    """One checkpoint: the weights, and for each trained parameter its float32 copy and two moments."""
+    """One checkpoint: the weights, and for each trained parameter its float32 copy and two moments.
+
+    Under adapters, weights are held only where another job may have trained them.
+    """
     lora = spec.training.lora
     shape = trained_shape(shape, spec)
     whole = parameters(shape) + mtp_parameters(shape)
@@ -22,7 +25,8 @@ def checkpoint_bytes(shape: ModelShape, spec: Spec) -> int:
     trained = whole - _frozen(shape, spec) if lora is None else adapters
     master = 0 if spec.model.dtype is Dtype.FLOAT32 else FLOAT32_BYTES
     state = master + 2 * spec.training.precision.moments.size_bytes
-    return (whole + adapters) * spec.model.dtype.size_bytes + trained * state
+    held = adapters if lora is not None and spec.checkpoint.resume_from is None else whole + adapters
+    return held * spec.model.dtype.size_bytes + trained * state
 
 
 def export_bytes(shape: ModelShape, spec: Spec) -> int:

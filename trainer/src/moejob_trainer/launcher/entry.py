@@ -35,7 +35,14 @@ def enter(rank: Rank, output: Connection, errors: Connection) -> None:
     os.environ.update(rank.environment)
     if _cuda_is_lost():
         _start_anew(rank)
-    sys.exit(_main(rank.target)())
+    sys.exit(main_of(rank.target)())
+
+
+def main_of(target: str) -> Callable[[], int]:
+    """The function that a rank is told to run."""
+    module, _, function = target.partition(":")
+    main: Callable[[], int] = getattr(importlib.import_module(module), function)
+    return main
 
 
 def _cuda_is_lost() -> bool:
@@ -49,15 +56,8 @@ def _start_anew(rank: Rank) -> None:
     log.warning("CUDA was used before the fork; the rank does its own imports, which takes longer", rank=rank.number)
     os.environ.pop(WARM, None)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    module, _, function = rank.target.partition(":")
-    program = f"import sys, {module}; sys.exit({module}.{function}())"
+    program = f"import sys; from {__name__} import main_of; sys.exit(main_of({rank.target!r})())"
     os.execv(sys.executable, [sys.executable, "-X", "faulthandler", "-c", program])  # noqa: S606
-
-
-def _main(target: str) -> Callable[[], int]:
-    module, _, function = target.partition(":")
-    main: Callable[[], int] = getattr(importlib.import_module(module), function)
-    return main
 
 
 def _speak_into(output: Connection, errors: Connection) -> None:

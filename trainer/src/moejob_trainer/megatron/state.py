@@ -85,7 +85,7 @@ def saved_parameters(declared: Sequence[Parameter], spec: Spec) -> tuple[Paramet
     lora = spec.training.lora
     if lora is None:
         return tuple(declared)
-    # Weights of another job's checkpoint are published nowhere; the bias on the choice of experts moves.
+    # Weights that another job trained are published nowhere; the bias on the choice of experts moves.
     is_published = spec.checkpoint.resume_from is None
     kept = (parameter for parameter in declared if parameter.is_buffer or not is_published)
     return (*kept, *adapters(declared, lora))
@@ -120,6 +120,12 @@ class StateFiles:
                 _require_shape(held.name, self.parameters[held.name].shape, of_tensor, folder)
                 _fill(held, of_tensor, folder, opened)
         self.engine.optimizer.gather_weights()
+
+    def leave_published(self) -> None:
+        """From now on neither writes nor reads frozen weights that the published model has."""
+        self.parameters = {
+            name: parameter for name, parameter in self.parameters.items() if parameter.is_buffer or is_adapter(name)
+        }
 
     def counters(self) -> Mapping[str, int]:
         """How many updates were made, and how many of them changed the weights."""

@@ -7,8 +7,9 @@ the outputs of W and A like its inputs: what is whole sees only a part of its gr
 
 from __future__ import annotations
 
+import math
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ from moejob_api.job.training import Lora, LoraTarget
 from moejob_trainer.layers.experts import grouped_linear
 from moejob_trainer.model.parameters import Parameter
 
+Between = Callable[[Tensor], Tensor]
 A, B = "lora_a", "lora_b"
 # The update and the micro batch that masks are drawn for: what is computed again draws the same ones.
 drawn_for: ContextVar[tuple[int, int]] = ContextVar("drawn_for", default=(0, 0))
@@ -103,11 +105,11 @@ class Drawing:
     seed: int
     rate: float
 
-    def dropped(self, x: Tensor) -> Tensor:
+    def dropped(self, x: Tensor, part: int = 0) -> Tensor:
         """A part of the inputs left out, the others larger, while gradients are computed."""
         if not self.rate or not torch.is_grad_enabled():
             return x
-        generator = torch.Generator(x.device).manual_seed(seed_of(self.seed, self.name, *drawn_for.get()))
+        generator = torch.Generator(x.device).manual_seed(seed_of(self.seed, self.name, part, *drawn_for.get()))
         kept = torch.rand(x.shape, generator=generator, device=x.device) >= self.rate
         return x * kept / (1.0 - self.rate)
 
@@ -117,15 +119,22 @@ class Adapter:
 
     def __init__(self, a: nn.Parameter, b: nn.Parameter, matrix: Matrix, scale: float, drawing: Drawing) -> None:
         self.a, self.b, self.matrix, self.scale, self.drawing = a, b, matrix, scale, drawing
+        self.rank = a.shape[len(matrix.stack)]
 
-    def added(self, x: Tensor) -> Tensor:
-        """What it adds to the product of a matrix with x. [t, *inputs] -> [t, *outputs]"""
-        x = self.drawing.dropped(x.flatten(1))
+    def added(self, x: Tensor, between: Between | None = None, *, part: int = 0) -> Tensor:
+        """What it adds to the product of a matrix with x. [t, *inputs] -> [t, *outputs]
+
+        `between` takes the narrow rows between the two matrices elsewhere; `part` tells parts of a row apart.
+        """
+        x = self.drawing.dropped(x.flatten(1), part)
+        count = math.prod(self.a.shape[: len(self.matrix.stack)])
+        narrow = functional.linear(x, self.a.view(count * self.rank, -1))
+        narrow = narrow if between is None else between(narrow)
         if not self.matrix.stack:
-            return self.scale * _thin(x, self.a, self.b)
+            return self.scale * _widened(narrow, self.b)
         (axis,) = self.matrix.stack
-        parts = [_thin(x, a, b) for a, b in zip(self.a.unbind(0), self.b.unbind(axis), strict=True)]
-        return self.scale * torch.stack(parts, dim=axis + 1)
+        pairs = zip(narrow.split(self.rank, dim=1), self.b.unbind(axis), strict=True)
+        return self.scale * torch.stack([_widened(rows, b) for rows, b in pairs], dim=axis + 1)
 
     def added_by_experts(self, rows: Tensor, counts: Tensor) -> Tensor:
         """The same for rows sorted by expert. [r, inputs] -> [r, *outputs]"""
@@ -148,9 +157,8 @@ class Adapter:
         return self.scale * together.movedim(tuple(range(len(self.matrix.stack))), self.matrix.stack)
 
 
-def _thin(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    y = functional.linear(functional.linear(x, a.flatten(1)), b.flatten(0, -2))
-    return y.view(len(x), *b.shape[:-1])
+def _widened(narrow: Tensor, b: Tensor) -> Tensor:
+    return functional.linear(narrow, b.flatten(0, -2)).view(len(narrow), *b.shape[:-1])
 
 
 def seed_of(*parts: int | str) -> int:

@@ -53,9 +53,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, row: Row) -> Tensor:
         """[t, h] -> [t, h]"""
-        x = self.share.entered(x)
-        query = self.query(x)
-        key, value = self._own_groups(self.key_value(x)).unbind(2)
+        query, key_value = self.share.into(x, self.query, self.key_value)
+        key, value = self._own_groups(key_value).unbind(2)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
         query, key = (rotated(x, row.cosine, row.sine, interleaved=row.interleaved) for x in (query, key))

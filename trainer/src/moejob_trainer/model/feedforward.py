@@ -26,4 +26,5 @@ class GatedMLP(nn.Module):
         return recomputed(self.is_recomputed, self._computed, x)
 
     def _computed(self, x: Tensor) -> Tensor:
-        return self.down(swiglu(self.gate_up(self.share.entered(x)), None))
+        (gate_up,) = self.share.into(x, self.gate_up)
+        return self.down(swiglu(gate_up, None))

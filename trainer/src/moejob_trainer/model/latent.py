@@ -43,9 +43,7 @@ class LatentAttention(nn.Module):
         """[t, h] -> [t, h]"""
         query = self._query(x)
         latent, key_rope = self.key_value_down(x).split([self.shape.key_value_rank, self.shape.rope_dim], dim=-1)
-        latent = self.share.entered(self.key_value_down_norm(latent))
-        # The part of the keys that all heads share, for all rows: each rank's heads add to its gradient.
-        key_rope = self.share.entered(key_rope)
+        latent = self.key_value_down_norm(latent)
         again = RecomputeModule.LATENT_UP_PROJECTION in self.settings.recompute
         return self.output(recomputed(again, self._up_and_attended, query, latent, key_rope, row))
 
@@ -54,9 +52,12 @@ class LatentAttention(nn.Module):
         computing them again means computing attention again.
         """
         nope = self.shape.nope_dim
-        query = query if self.shape.query_rank is None else self.query_up(query)
-        key_nope, value = self.key_value_up(latent).split([nope, self.shape.value_dim], dim=-1)
-        key_rope = self._rotated(key_rope.unsqueeze(1), row).expand(-1, self.heads, -1)
+        if self.shape.query_rank is not None:
+            (query,) = self.share.into(query, self.query_up)
+        (key_value,) = self.share.into(latent, self.key_value_up)
+        key_nope, value = key_value.split([nope, self.shape.value_dim], dim=-1)
+        # The part of the keys that all heads share, for all rows: each rank's heads add to its gradient.
+        key_rope = self._rotated(self.share.entered(key_rope).unsqueeze(1), row).expand(-1, self.heads, -1)
         query = torch.cat([query[..., :nope], self._rotated(query[..., nope:], row)], dim=-1)
         key = torch.cat([key_nope, key_rope], dim=-1)
         again = RecomputeModule.CORE_ATTENTION in self.settings.recompute
@@ -69,8 +70,9 @@ class LatentAttention(nn.Module):
     def _query(self, x: Tensor) -> Tensor:
         """What queries are made of: the compressed vector of each token where there is one."""
         if self.shape.query_rank is None:
-            return self.query(self.share.entered(x))
-        return self.share.entered(self.query_down_norm(self.query_down(x)))
+            (query,) = self.share.into(x, self.query)
+            return query
+        return self.query_down_norm(self.query_down(x))
 
     @staticmethod
     def _rotated(x: Tensor, row: Row) -> Tensor:

@@ -1,6 +1,6 @@
 """Matrices that a group of tensor ranks shares, and the two places where its ranks meet: before and behind a pair.
 
-Between `entered` and `left` every rank holds all rows of its own heads or features; outside, under sequence
+Between `entered` (or `into`) and `left` every rank holds all rows of its own heads or features; outside, under sequence
 parallelism, it holds its own rows of all of them.
 """
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from moejob_trainer.groups import Group, copied, gathered, scattered, summed
+from moejob_trainer.layers.gathered import gathered_products
 from moejob_trainer.model.adapters import Adapter
 
 
@@ -24,9 +25,22 @@ class TensorShare:
     group: Group
     sequence_parallel: bool
 
+    @property
+    def gathers(self) -> bool:
+        """Whether ranks have to gather the rows that they divide outside."""
+        return self.sequence_parallel and self.group.size > 1
+
     def entered(self, x: Tensor) -> Tensor:
         """What goes into matrices divided by their outputs: all rows. [t, h] -> [rows, h]"""
         return gathered(x, self.group) if self.sequence_parallel else copied(x, self.group)
+
+    def into(self, x: Tensor, *matrices: Linear) -> tuple[Tensor, ...]:
+        """What matrices divided by their outputs make of all rows. Rows of other ranks are not kept. [t, *inputs]"""
+        if not self.gathers:
+            x = self.entered(x)
+            return tuple(matrix(x) for matrix in matrices)
+        products = gathered_products(x.flatten(1), self.group, [matrix.flat() for matrix in matrices])
+        return tuple(matrix.whole(y, x, self) for matrix, y in zip(matrices, products, strict=True))
 
     def left(self, x: Tensor) -> Tensor:
         """What comes out of matrices divided by their inputs: partial sums become whole. [rows, h] -> [t, h]"""
@@ -53,10 +67,21 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[t, *inputs] -> [t, *outputs]"""
-        bias = None if self.bias is None else self.bias.flatten()
-        y = functional.linear(x.reshape(len(x), self._in_features), self.weight.view(-1, self._in_features), bias)
-        y = y.view(len(x), *self.outputs)
-        return y if self.adapter is None else y + self.adapter.added(x)
+        return self.whole(functional.linear(x.flatten(1), *self.flat()), x, None)
+
+    def flat(self) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias as one product wants them."""
+        return self.weight.view(-1, self._in_features), None if self.bias is None else self.bias.flatten()
+
+    def whole(self, product: Tensor, x: Tensor, gathered_by: TensorShare | None) -> Tensor:
+        """A product of x, or of what ranks gathered of it, with its axes and with what an adapter adds."""
+        y = product.view(len(product), *self.outputs)
+        if self.adapter is None:
+            return y
+        if gathered_by is None:
+            return y + self.adapter.added(x)
+        # Narrow rows travel instead of wide ones.
+        return y + self.adapter.added(x, gathered_by.entered, part=gathered_by.group.rank)
 
 
 class OutputLinear(nn.Module):

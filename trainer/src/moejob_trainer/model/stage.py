@@ -24,6 +24,7 @@ from moejob_trainer.model.architecture import Architecture
 from moejob_trainer.model.further import FurtherToken
 from moejob_trainer.model.layer import Layer, norm
 from moejob_trainer.model.linear import TensorShare, mark_tied
+from moejob_trainer.model.offload import Offloading
 from moejob_trainer.model.parameters import padded_vocabulary, parameters
 from moejob_trainer.model.recompute import recomputed, recomputed_groups
 from moejob_trainer.model.row import Row
@@ -155,8 +156,7 @@ class Stage(nn.Module):
         """Hidden states [t, 1, h], or what the last stage says."""
         drawn_for.set((batch.row.update, batch.row.number))
         x = self._entrance(batch)
-        with self._offloading(x):
-            x = self._through_layers(x, batch.row)
+        x = self._through_layers(x, batch.row)
         if not self.place.is_last:
             return x.unsqueeze(1)
         hidden = self.final_norm(x)
@@ -167,14 +167,16 @@ class Stage(nn.Module):
         """Of each further token; nothing where nothing is learned."""
         said = []
         for module, further in zip(self.mtp, batch.further, strict=True) if torch.is_grad_enabled() else ():
-            with self._offloading(hidden):
-                row = replace(batch.row, is_real=further.is_real)
-                hidden = module(hidden, self.embedding(further.tokens), row)
+            row = replace(batch.row, is_real=further.is_real)
+            embedded = self.embedding(further.tokens)
+            with self._offloading(module, row):
+                hidden = module(hidden, embedded, row)
             said.append(self.output(hidden, further.labels)[0])
         return tuple(said)
 
-    def _offloading(self, x: Tensor) -> AbstractContextManager[object]:
-        return torch.autograd.graph.save_on_cpu(pin_memory=x.is_cuda) if self.offloads else nullcontext()
+    def _offloading(self, module: nn.Module, row: Row) -> AbstractContextManager[object]:
+        # All layers turn their queries and keys by the same angles.
+        return Offloading(module, [row.cosine, row.sine]) if self.offloads else nullcontext()
 
     def _entrance(self, batch: RowInput) -> Tensor:
         if self.place.is_first:
@@ -188,11 +190,11 @@ class Stage(nn.Module):
     def _through_layers(self, x: Tensor, row: Row) -> Tensor:
         layers = [*self.layers.values()]
         for group, again in self.recompute:
-            x = recomputed(again, partial(_through, [layers[index] for index in group]), x, row)
+            x = recomputed(again, partial(self._through, [layers[index] for index in group]), x, row)
         return x
 
-
-def _through(layers: Sequence[nn.Module], x: Tensor, row: Row) -> Tensor:
-    for layer in layers:
-        x = layer(x, row)
-    return x
+    def _through(self, layers: Sequence[nn.Module], x: Tensor, row: Row) -> Tensor:
+        for layer in layers:
+            with self._offloading(layer, row):
+                x = layer(x, row)
+        return x
