@@ -8,6 +8,9 @@ MAKEFLAGS += --no-print-directory
 
 export PYTHON ?= python3
 export IMAGES PREFIX TAG ENGINE BASE RUNTIME
+# Programs of tests start by the dozen. Without compiled files beside their sources, torch and Megatron take each of them
+# 12 s of a core instead of 5.
+unexport PYTHONDONTWRITEBYTECODE
 # Passed on to pytest: make test-operator ARGS="-k layout -x"
 ARGS ?=
 

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
 
 from trainer.worlds import Worlds
+
+
+def pytest_collection_finish() -> None:
+    # What was imported is never garbage. Tests that count bytes look for garbage often, and forked processes would copy
+    # every page in which they look.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,18 @@ from typing import Any
 import pytest
 
 from moejob_api.models.shape import Family
-from trainer.parity.cells import FOLDED, LAYOUTS, MODELS, Cell, Steps, assert_like, measured, relative_errors, trained
+from trainer.parity.cells import (
+    ALIKE,
+    FOLDED,
+    LAYOUTS,
+    MODELS,
+    Cell,
+    Steps,
+    assert_like,
+    measured,
+    relative_errors,
+    trained,
+)
 from trainer.parity.matrix import MATRIX, Entry
 from trainer.worlds import Worlds
 
@@ -19,16 +30,8 @@ Recorded = Callable[[str, object], None]
 # Relative, of losses and gradient norms in float32.
 WITHIN = 1e-5
 PARITY = "against Transformers: relative error of losses, gradient norms, gradients, weights"
-TRAINED: dict[str, dict[str, Any]] = {
-    "everything recomputed": {"training": {"recompute": {"granularity": "Full"}}},
-    "groups of layers recomputed": {
-        "training": {"recompute": {"granularity": "Full", "method": "Uniform", "layers": 3}}
-    },
-    "the first layers recomputed": {"training": {"recompute": {"granularity": "Full", "method": "Block", "layers": 2}}},
-    "norms and activations recomputed": {"training": {"recompute": {"granularity": "Selective"}}},
-    "activations offloaded": {"memory": {"offloadActivations": True}},
+TRAINED: dict[str, dict[str, Any]] = ALIKE | {
     "documents apart": {"data": {"packing": False}, "training": {"microBatchSize": 2}},
-    "one document at a time": {"data": {"packing": False}, "training": {"microBatchSize": 1}},
     "batches by tokens": {"training": {"dynamicBatchTokens": 48}},
 }
 # A module, and a family that has it.
