@@ -8,6 +8,9 @@ MAKEFLAGS += --no-print-directory
 
 export PYTHON ?= python3
 export IMAGES PREFIX TAG ENGINE BASE RUNTIME
+# Programs of tests start by the dozen. Without compiled files beside their sources, torch and Megatron take each of them
+# 12 s of a core instead of 5.
+unexport PYTHONDONTWRITEBYTECODE
 # Passed on to pytest: make test-operator ARGS="-k layout -x"
 ARGS ?=
 
@@ -83,11 +86,11 @@ verify: lint types ## All of that, and that nothing generated is stale
 test: test-operator test-trainer test-rollout test-cluster ## Run every test that needs no GPU
 
 test-operator: $(operator_built) ## Test api, operator, cli, chart and how images are built
-	@$(operator)/pytest $(wildcard $(patsubst %,tests/%,api cli operator chart builds)) $(ARGS)
+	@$(operator)/pytest $(wildcard $(patsubst %,tests/%,api cli operator chart builds)) -n 2 --dist worksteal $(ARGS)
 
 # moejob run, which starts the trainer, lives in the operator's environment; what reads its adapters in one of its own.
 test-trainer: $(trainer_built) $(operator_built) $(peft_built) ## Test the trainer
-	@$(trainer)/pytest tests/trainer $(ARGS)
+	@$(trainer)/pytest tests/trainer -n 2 --dist loadfile $(ARGS)
 
 # Weights and moments that are resumed are compared to the bit; what is shown is what losses make of the layouts' sums.
 matrix: $(trainer_built) ## Train and resume in every layout, and print how near each cell is

@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+import gc
+import os
 from collections.abc import Iterator
 
 import pytest
 
+# Libraries read these when they are imported, here and in all that tests start. What tests compute is too small for
+# several threads, which on busy cores spend ten times the work on waiting for each other.
+os.environ["OMP_NUM_THREADS"] = "1"
+# Nothing may wait for a hub that is out of reach.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
 from trainer.worlds import Worlds
+
+
+def pytest_collection_finish() -> None:
+    # What was imported is never garbage. Tests that count bytes look for garbage often, and forked processes would copy
+    # every page in which they look.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -26,8 +26,6 @@ from moejob_trainer.beats import BOARD, Board
 from moejob_trainer.fencing import RESTART, claim
 from trainer.worlds import PRELOADED
 
-# No run here may wait for a hub that is out of reach; the fork server hands this on.
-os.environ["HF_HUB_OFFLINE"] = "1"
 LONGEST_SECONDS = 200.0
 Found = TypeVar("Found")
 

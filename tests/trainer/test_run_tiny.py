@@ -66,7 +66,6 @@ def started(folder: Path, name: str, **sections: Any) -> TinyRun:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
     )
     return TinyRun(folder / name, process)
 

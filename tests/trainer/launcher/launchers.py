@@ -209,7 +209,7 @@ def _launch(environment: Mapping[str, str], options: Options, log: Path) -> None
     os.dup2(written, 2)
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
     os.environ.update(environment)
-    os.environ["PYTHONPATH"], os.environ["OMP_NUM_THREADS"] = str(TESTS), "1"
+    os.environ["PYTHONPATH"] = str(TESTS)
     stop = Stop()
     stop.listen()
     sys.exit(launch(environment, options, stop))

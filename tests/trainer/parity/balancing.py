@@ -16,15 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from moejob_api.models.shape import Family
-from trainer.parity.cells import (
-    LEARNING_RATE,
-    STEPS,
-    Steps,
-    documents,
-    parameter_groups,
-    reference_model,
-    save_gradients,
-)
+from trainer.parity.cells import Steps, descended, documents, parameter_groups, reference_model, save_gradients
 
 # In steps of more than any padding, so that every layout makes the same micro batches of them: two documents each.
 LENGTHS = (9, 17, 5, 25, 13, 29, 21, 2)
@@ -93,22 +85,19 @@ def write_balanced_reference(rules: Rules, folder: Path) -> Expected:
     model.save_pretrained(folder / "first")
     model.double()
     watched = Watched(model)
-    adam = torch.optim.AdamW(parameter_groups(model), lr=LEARNING_RATE, betas=(0.9, 0.95), eps=1e-3)
-    losses, norms, balancing = [], [], []
-    for step in range(STEPS):
-        adam.zero_grad()
+    losses, balancing = [], []
+
+    def backward(step: int) -> None:
         loss, balance, choices = _losses(watched, rules, step)
         (loss + balance).backward()
-        if step == 0:
-            save_gradients(model, folder / "gradients")
         losses.append(loss.item())
         balancing.append(balance.item())
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
-        adam.step()
         move_biases(watched, choices, rules.bias_rate)
+
+    norms = descended(parameter_groups(model), backward, lambda: save_gradients(model, folder / "gradients"))
     model.save_pretrained(folder / "last")
     biases = [getattr(router, "e_score_correction_bias", torch.zeros(0)).tolist() for router in watched.routers]
-    return Expected(Steps(tuple(losses), tuple(norms), tuple(balancing)), biases)
+    return Expected(Steps(tuple(losses), norms, tuple(balancing)), biases)
 
 
 def _losses(watched: Watched, rules: Rules, step: int) -> tuple[Tensor, Tensor, list[list[Choices]]]:

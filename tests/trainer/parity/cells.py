@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +22,17 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from builders import merged, spec
 from model_configs import config as small_config
 from moejob_api.job import Spec
+from moejob_api.job.training import Lora
 from moejob_api.layout.sizes import layout as layout_of
 from moejob_api.memory.share import trained_shape
 from moejob_api.models.families import shape_of
-from moejob_api.models.shape import Family
+from moejob_api.models.shape import Family, ModelShape
 from moejob_trainer.batches import Document, MicroBatch, batch_plan, global_batch, loss_weight
 from moejob_trainer.conversion.adapters import adapter_table
 from moejob_trainer.conversion.families import table
-from moejob_trainer.conversion.imports import Source, import_weights, opened
+from moejob_trainer.conversion.imports import import_weights, opened
 from moejob_trainer.engine import LossTerms, TokenOutputs, UpdateResult
+from moejob_trainer.groups import Groups
 from moejob_trainer.losses import cross_entropy
 from moejob_trainer.megatron.cpu import use_cpu
 from moejob_trainer.megatron.engine import MegatronEngine, Placement
@@ -37,8 +40,9 @@ from moejob_trainer.megatron.optimizer import Piece
 from moejob_trainer.megatron.stages import built
 from moejob_trainer.megatron.topology import start_groups, stop_groups
 from moejob_trainer.megatron.weights import adapter_weights, coordinates, load_published, named_weights
-from moejob_trainer.model.architecture import architecture, as_trained
-from moejob_trainer.model.parameters import local_slices
+from moejob_trainer.model.architecture import Architecture, architecture, as_trained
+from moejob_trainer.model.parameters import Parameter, local_slices
+from moejob_trainer.model.stage import Stage
 
 STEPS = 3
 LEARNING_RATE = 1e-2
@@ -78,6 +82,17 @@ MODELS: dict[Family, dict[str, Any]] = {
 }
 
 FOLDED: dict[str, Any] = {"expertLayout": "Folded"}
+# Ways to train that change nothing, in any layout.
+ALIKE: dict[str, dict[str, Any]] = {
+    "everything recomputed": {"training": {"recompute": {"granularity": "Full"}}},
+    "groups of layers recomputed": {
+        "training": {"recompute": {"granularity": "Full", "method": "Uniform", "layers": 3}}
+    },
+    "the first layers recomputed": {"training": {"recompute": {"granularity": "Full", "method": "Block", "layers": 2}}},
+    "norms and activations recomputed": {"training": {"recompute": {"granularity": "Selective"}}},
+    "activations offloaded": {"memory": {"offloadActivations": True}},
+    "one document at a time": {"data": {"packing": False}, "training": {"microBatchSize": 1}},
+}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "TP2": {"tensor": 2},
     "PP2": {"pipeline": 2},
@@ -173,17 +188,31 @@ def write_reference(family: Family, folder: Path, **changes: Any) -> Steps:
     """Trains with Transformers. Leaves behind the first weights, their first gradients and the last weights."""
     model = reference_model(family, **changes)
     model.save_pretrained(folder / "first")
-    adam = torch.optim.AdamW(parameter_groups(model), lr=LEARNING_RATE, betas=(0.9, 0.95), eps=1e-3)
-    losses, norms = [], []
+    losses: list[float] = []
+    norms = descended(
+        parameter_groups(model),
+        lambda step: losses.append(_backward(model, documents(step))),
+        lambda: save_gradients(model, folder / "gradients"),
+    )
+    model.save_pretrained(folder / "last")
+    return Steps(tuple(losses), norms)
+
+
+def descended(
+    groups: Sequence[dict[str, Any]], backward: Callable[[int], None], save: Callable[[], None]
+) -> tuple[float, ...]:
+    """The norms of the gradients that `backward` leaves behind at each step; the first ones are saved."""
+    adam = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=(0.9, 0.95), eps=1e-3)
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    norms = []
     for step in range(STEPS):
         adam.zero_grad()
-        losses.append(_backward(model, documents(step)))
+        backward(step)
         if step == 0:
-            save_gradients(model, folder / "gradients")
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+            save()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, 1.0)))
         adam.step()
-    model.save_pretrained(folder / "last")
-    return Steps(tuple(losses), tuple(norms))
+    return tuple(norms)
 
 
 def reference_model(family: Family, **changes: Any) -> PreTrainedModel:
@@ -243,8 +272,8 @@ def trained(cell: Cell, folder: Path) -> Trained:
         for step in range(STEPS):
             results.append(engine.update(micro_batches(cell, engine, step), loss_of(cell, engine)))
             if step == 0:
-                gradients = _deviation(engine, _source(folder / "gradients", engine.spec), lambda piece: piece.gradient)
-        weights = _deviation(engine, _source(folder / "last", engine.spec), lambda piece: piece.main)
+                gradients = _deviation(engine, folder / "gradients", lambda piece: piece.gradient)
+        weights = _deviation(engine, folder / "last", lambda piece: piece.main)
     finally:
         stop_groups()
     steps = Steps(
@@ -264,26 +293,46 @@ def _selection_biases(engine: MegatronEngine) -> Iterator[tuple[str, list[float]
 
 def started(cell: Cell, folder: Path) -> MegatronEngine:
     """The engine of the cell on this rank, with the reference's first weights."""
-    spec_of_cell = cell.spec()
-    config = json.loads((folder / "first" / "config.json").read_text())
-    if cell.mutant == "theta 10000":
-        config["rope_parameters"]["rope_theta"] = 10000.0
-    model = as_trained(architecture(config), spec_of_cell)
-    layout = layout_of(spec_of_cell.parallelism, 8)
-    groups = start_groups(layout)
-    device = torch.device("cpu")
-    stages = built(model, spec_of_cell, layout, groups, device)
+    spec_of_cell, model = cell.spec(), _model(cell, folder)
+    groups = start_groups(layout_of(spec_of_cell.parallelism, 8))
+    stages = _stages(cell, model, groups)
     load_published(stages, opened(folder / "first", table(model.shape)), groups)
     lora = spec_of_cell.training.lora
     if lora is not None:
-        import_weights(adapter_weights(stages), _source(folder / "adapters", spec_of_cell), coordinates(groups))
+        adapted = opened(folder / "adapters", adapter_table(_shape(folder / "adapters", spec_of_cell), lora))
+        import_weights(adapter_weights(stages), adapted, coordinates(groups))
     if cell.mutant == "two experts swapped":
         _swap_experts(stages)
     if cell.mutant == "a layer skipped":
         _skip_layer(stages)
-    return MegatronEngine(
-        model, spec_of_cell, stages, Placement(groups, device, groups.world.handle), lambda _: LEARNING_RATE
-    )
+    return _engine(cell, model, stages, groups)
+
+
+def blank(cell: Cell, folder: Path, groups: Groups) -> MegatronEngine:
+    """The same without any weights: what nobody sets is no number."""
+    model = _model(cell, folder)
+    stages = _stages(cell, model, groups)
+    with torch.no_grad():
+        for tensor in named_weights(stages).values():
+            tensor.fill_(torch.nan)
+    return _engine(cell, model, stages, groups)
+
+
+def _model(cell: Cell, folder: Path) -> Architecture:
+    config = json.loads((folder / "first" / "config.json").read_text())
+    if cell.mutant == "theta 10000":
+        config["rope_parameters"]["rope_theta"] = 10000.0
+    return as_trained(architecture(config), cell.spec())
+
+
+def _stages(cell: Cell, model: Architecture, groups: Groups) -> list[Stage]:
+    spec_of_cell = cell.spec()
+    return built(model, spec_of_cell, layout_of(spec_of_cell.parallelism, 8), groups, torch.device("cpu"))
+
+
+def _engine(cell: Cell, model: Architecture, stages: list[Stage], groups: Groups) -> MegatronEngine:
+    placement = Placement(groups, torch.device("cpu"), groups.world.handle)
+    return MegatronEngine(model, cell.spec(), stages, placement, lambda _: LEARNING_RATE)
 
 
 def micro_batches(cell: Cell, engine: MegatronEngine, step: int) -> list[MicroBatch]:
@@ -345,22 +394,29 @@ def _outputs(layer: Any) -> Iterator[torch.nn.Parameter]:
         yield layer.mlp.down.weight
 
 
-def _source(folder: Path, spec_of_cell: Spec) -> Source:
-    lora = spec_of_cell.training.lora
-    shape = trained_shape(shape_of(json.loads((folder / "config.json").read_text())), spec_of_cell)
-    return opened(folder, table(shape) if lora is None else adapter_table(shape, lora))
+def _shape(folder: Path, spec_of_cell: Spec) -> ModelShape:
+    return trained_shape(shape_of(json.loads((folder / "config.json").read_text())), spec_of_cell)
 
 
-def _deviation(engine: MegatronEngine, source: Source, taken: Callable[[Piece], Tensor]) -> Deviation:
+@cache
+def _expected(folder: Path, shape: ModelShape, lora: Lora | None) -> Mapping[str, tuple[Parameter, Tensor]]:
+    """All of a reference under our names. A rank keeps it: it is held against the same few in cell after cell."""
+    source = opened(folder, table(shape) if lora is None else adapter_table(shape, lora))
+    return {
+        parameter.name: (parameter, source.read(parameter, tuple(slice(0, size) for size in parameter.shape)))
+        for parameter in source.table.parameters
+    }
+
+
+def _deviation(engine: MegatronEngine, folder: Path, taken: Callable[[Piece], Tensor]) -> Deviation:
     """How far this rank's pieces are from the reference."""
     worst = Deviation()
     place = coordinates(engine.groups)
+    reference = _expected(folder, _shape(folder, engine.spec), engine.spec.training.lora)
     for piece in engine.optimizer.pieces:
-        name = "embedding.weight" if piece.name not in source.table.by_name else piece.name
-        parameter = source.table.by_name[name]
-        expected = source.read(parameter, local_slices(parameter, place)).flatten()[piece.start : piece.stop]
-        whole = source.read(parameter, tuple(slice(0, size) for size in parameter.shape)).abs().max().item()
-        error = (taken(piece) - expected).abs().max().item() / max(whole, 1e-30)
+        parameter, whole = reference["embedding.weight" if piece.name not in reference else piece.name]
+        expected = whole[local_slices(parameter, place)].flatten()[piece.start : piece.stop]
+        error = (taken(piece) - expected).abs().max().item() / max(whole.abs().max().item(), 1e-30)
         worst = worst.or_worse(Deviation(piece.name, error))
     return worst
 

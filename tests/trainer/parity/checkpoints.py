@@ -18,12 +18,13 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 
+from moejob_api.layout.sizes import layout as layout_of
 from moejob_trainer.conversion.families import table
 from moejob_trainer.megatron.cpu import use_cpu
 from moejob_trainer.megatron.engine import MegatronEngine
 from moejob_trainer.megatron.state import StateFiles
-from moejob_trainer.megatron.topology import stop_groups
-from trainer.parity.cells import Cell, loss_of, micro_batches, started
+from moejob_trainer.megatron.topology import start_groups, stop_groups
+from trainer.parity.cells import Cell, blank, loss_of, micro_batches, started
 
 SAVED_AFTER = 2
 STEPS = 4
@@ -67,15 +68,16 @@ def saved(cell: Cell, first: Path, folder: Path) -> Saved:
 def resumed(cell: Cell, first: Path, resumptions: Sequence[Resumption]) -> list[tuple[float, ...]]:
     """The losses after each checkpoint, by an engine of its own, which saves at once what it has read."""
     use_cpu()
+    groups = start_groups(layout_of(cell.spec().parallelism, 8))
     losses = []
-    for resumption in resumptions:
-        engine = started(cell, first)
-        try:
+    try:
+        for resumption in resumptions:
+            engine = blank(cell, first, groups)
             _read(engine, resumption)
             _save(engine, resumption.again)
             losses.append(_losses(cell, engine, range(SAVED_AFTER, STEPS)))
-        finally:
-            stop_groups()
+    finally:
+        stop_groups()
     return losses
 
 

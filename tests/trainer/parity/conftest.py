@@ -7,7 +7,6 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
 
 from moejob_api.models.shape import Family
 from trainer.parity.balancing import Expected, Rules
@@ -21,7 +20,6 @@ Further = Callable[..., tuple[Path, Expected]]
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     """The folder of a family's reference, and what it measured; written when first asked for."""
-    torch.set_num_threads(1)
 
     @cache
     def written(family: Family) -> tuple[Path, Steps]:
@@ -34,7 +32,6 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 @pytest.fixture(scope="session")
 def further(tmp_path_factory: pytest.TempPathFactory) -> Further:
     """The same of a model with modules that predict further tokens."""
-    torch.set_num_threads(1)
 
     @cache
     def written(family: Family, rules: Rules | None = None, *, tied: bool = False) -> tuple[Path, Expected]:

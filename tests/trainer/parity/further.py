@@ -24,16 +24,7 @@ from moejob_api.models.shape import Family
 from moejob_trainer.batches import Document
 from trainer.parity.balancing import LENGTHS as BALANCED_LENGTHS
 from trainer.parity.balancing import UNGROUPED, Choices, Expected, Rules, Watched, balancing_loss, move_biases
-from trainer.parity.cells import (
-    LEARNING_RATE,
-    LENGTHS,
-    STEPS,
-    Steps,
-    documents,
-    parameter_groups,
-    reference_model,
-    save_gradients,
-)
+from trainer.parity.cells import LENGTHS, Steps, descended, documents, parameter_groups, reference_model, save_gradients
 
 LAYERS, MODULES = 4, 2
 COEFFICIENT = 0.3
@@ -121,24 +112,21 @@ def write_further_reference(family: Family, folder: Path, rules: Rules | None = 
     reference.save(folder / "first")
     model = reference.model.double()
     watched = Watched(model)
-    adam = torch.optim.AdamW(parameter_groups(model), lr=LEARNING_RATE, betas=(0.9, 0.95), eps=1e-3)
-    losses, norms, balancing, further = [], [], [], []
-    for step in range(STEPS):
-        adam.zero_grad()
+    losses, balancing, further = [], [], []
+
+    def backward(step: int) -> None:
         loss, predicted, choices = _losses(reference, watched, step, BALANCED_LENGTHS if rules else LENGTHS)
         balance = balancing_loss(rules, choices) if rules else torch.zeros(())
         (loss + COEFFICIENT * predicted[0] + balance).backward()
-        if step == 0:
-            reference.save_gradients(folder / "gradients")
         losses.append(loss.item())
         balancing.append(balance.item())
         further.append(predicted[1].item())
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
-        adam.step()
         move_biases(watched, choices, rules.bias_rate if rules else 0.0)
+
+    norms = descended(parameter_groups(model), backward, lambda: reference.save_gradients(folder / "gradients"))
     reference.save(folder / "last")
     biases = [getattr(router, "e_score_correction_bias", torch.zeros(0)).tolist() for router in watched.routers]
-    return Expected(Steps(tuple(losses), tuple(norms), tuple(balancing), tuple(further)), biases)
+    return Expected(Steps(tuple(losses), norms, tuple(balancing), tuple(further)), biases)
 
 
 def _losses(

@@ -15,7 +15,7 @@ from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from moejob_api.models.shape import Family
-from trainer.parity.cells import LEARNING_RATE, STEPS, Steps, documents, reference_model
+from trainer.parity.cells import Steps, descended, documents, reference_model
 
 RANK, ALPHA = 4, 6.0
 LORA: dict[str, Any] = {
@@ -42,21 +42,20 @@ def write_lora_reference(family: Family, folder: Path) -> Steps:
     model.double().requires_grad_(requires_grad=False)
     adapters = _random_adapters(model)
     _save(adapters, folder, "adapters")
-    adam = torch.optim.AdamW(adapters.values(), lr=LEARNING_RATE, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.1)
-    losses, norms = [], []
-    for step in range(STEPS):
-        adam.zero_grad()
+    losses: list[float] = []
+
+    def backward(step: int) -> None:
         loss = _loss(model, merged_by_hand(model, adapters), step)
         loss.backward()
-        if step == 0:
-            _save(
-                {name: tensor.grad for name, tensor in adapters.items() if tensor.grad is not None}, folder, "gradients"
-            )
         losses.append(loss.item())
-        norms.append(float(torch.nn.utils.clip_grad_norm_(adapters.values(), 1.0)))
-        adam.step()
+
+    def save_gradients() -> None:
+        gradients = {name: tensor.grad for name, tensor in adapters.items() if tensor.grad is not None}
+        _save(gradients, folder, "gradients")
+
+    norms = descended([{"params": [*adapters.values()], "weight_decay": 0.1}], backward, save_gradients)
     _save(adapters, folder, "last")
-    return Steps(tuple(losses), tuple(norms))
+    return Steps(tuple(losses), norms)
 
 
 def merged_by_hand(model: PreTrainedModel, adapters: Mapping[str, Tensor]) -> Adapters:

@@ -1,12 +1,13 @@
 """Prints what the cells of the matrices measured, as tables: `make matrix`. A pytest plugin.
 
-A test says where its numbers belong by `record_property(MATRIX, Entry)`; a cell without numbers has failed.
+A test says where its numbers belong by `record_property(MATRIX, Entry.told)`; a cell without numbers has failed.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import pytest
 
@@ -23,6 +24,11 @@ class Entry:
     errors: tuple[float, ...]
 
     @property
+    def told(self) -> str:
+        """As words: they come from another process where several share the tests."""
+        return json.dumps(astuple(self))
+
+    @property
     def shown(self) -> str:
         """The errors, to one digit."""
         return " ".join(f"{error:.0e}" if error else "0" for error in self.errors)
@@ -31,7 +37,9 @@ class Entry:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """The tables, behind everything else."""
     reports = [report for kind in ("passed", "failed") for report in terminalreporter.stats.get(kind, ())]
-    entries = [value for report in reports for name, value in report.user_properties if name == MATRIX]
+    entries = [
+        Entry(*json.loads(told)) for report in reports for name, told in report.user_properties if name == MATRIX
+    ]
     for table in dict.fromkeys(entry.table for entry in entries):
         terminalreporter.write_sep("-", table)
         for line in tabulated([entry for entry in entries if entry.table == table]):

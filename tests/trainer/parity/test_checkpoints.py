@@ -144,7 +144,7 @@ def test_what_any_layout_saved_is_resumed(
         np.testing.assert_allclose(losses, resumption.saved.losses, rtol=within, err_msg=f"saved in {written}")
         worst = np.abs(np.divide(losses, resumption.saved.losses) - 1).max().item()
         title = f"{name}, saved in a row's layout and resumed in a column's: relative error of the losses that follow"
-        record_property(MATRIX, Entry(title, written, layout, (worst,)))
+        record_property(MATRIX, Entry(title, written, layout, (worst,)).told)
 
 
 def test_another_job_begins_with_the_weights_alone(matrix: Matrix) -> None:

@@ -21,7 +21,7 @@ from moejob_api.models.shape import Family
 from moejob_trainer.conversion.families import table
 from moejob_trainer.megatron.cpu import use_cpu
 from moejob_trainer.megatron.topology import stop_groups
-from trainer.parity.cells import FOLDED, Cell, Steps, assert_like, loss_of, micro_batches, started, trained
+from trainer.parity.cells import ALIKE, FOLDED, Cell, Steps, assert_like, loss_of, micro_batches, started, trained
 from trainer.parity.checkpoints import Resumption, resumed, saved, state_in, unequal
 from trainer.worlds import Worlds
 
@@ -44,16 +44,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "TP2.CP2.EP4 folded over TP2.CP2.DP2": {"tensor": 2, "context": 2, "data": 2, "expert": 4, **FOLDED},
 }
 MIXED = {"tensor": 2, "data": 2, "expert": 2, **FOLDED}
-TRAINED: dict[str, dict[str, Any]] = {
-    "everything recomputed": {"training": {"recompute": {"granularity": "Full"}}},
-    "groups of layers recomputed": {
-        "training": {"recompute": {"granularity": "Full", "method": "Uniform", "layers": 3}}
-    },
-    "the first layers recomputed": {"training": {"recompute": {"granularity": "Full", "method": "Block", "layers": 2}}},
-    "norms and activations recomputed": {"training": {"recompute": {"granularity": "Selective"}}},
+TRAINED: dict[str, dict[str, Any]] = ALIKE | {
     "experts recomputed": {"training": {"recompute": {"granularity": "Selective", "modules": ["Experts"]}}},
-    "activations offloaded": {"memory": {"offloadActivations": True}},
-    "one document at a time": {"data": {"packing": False}, "training": {"microBatchSize": 1}},
     "tokens gathered": {"moe": {"dispatcher": "AllGather"}},
 }
 
