@@ -171,6 +171,7 @@ BROKEN_SPECS: tuple[Broken, ...] = (
     Broken(
         "two checkpoint rhythms", Rule.EXACTLY_ONE, "keep one", {"checkpoint": {"everySteps": 10, "everyMinutes": 10}}
     ),
+    Broken("a run to go on with that nobody names", Rule.CONFLICT, "names none", {"checkpoint": {"resume": "Run"}}),
     Broken("no volume", Rule.EXACTLY_ONE, "neither is given", {"storage": {"size": None}}),
     Broken("two volumes", Rule.EXACTLY_ONE, "both is given", {"storage": {"claimName": "mine"}}),
     Broken("two gpu memories", Rule.EXACTLY_ONE, "keep one", {"resources": {"gpuType": "H100", "gpuMemoryGiB": 80}}),

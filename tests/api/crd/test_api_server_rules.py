@@ -113,7 +113,14 @@ def test_a_change_is_refused_by_the_section_it_is_in(
     [answer] = api_server.updated((job_body(old), job_body(merged(old, change))))
     refused = f"{named}: Forbidden: {named} is immutable; create a new job"
     # An empty list of data is refused before any rule is asked.
-    assert refused in answer.errors or any(error.startswith(f"{named}.") for error in answer.errors)
+    assert any(error.startswith((refused, f"{named}.")) for error in answer.errors)
+
+
+def test_whoever_wants_another_layout_is_told_how_to_go_on_in_it(api_server: ApiServer) -> None:
+    [answer] = api_server.updated((job_body(SFT), job_body(merged(SFT, {"parallelism": {"tensor": 2}}))))
+    assert any(
+        "checkpoint.resumeFrom names this one, with resume: Run, to go on in it" in said for said in answer.errors
+    )
 
 
 @pytest.mark.parametrize("section", sorted(FULL))

@@ -30,8 +30,16 @@ def adapted(spec: Spec, *, has_weights: bool) -> Adapted:
     return Adapted(lora=spec.training.lora, beside=named, holds_weights=not is_apart)
 
 
-def refuse_other_adapters(theirs: Adapted, ours: Adapted, where: Path) -> None:
-    """Raises where this job would lose the adapters of another, or take them for something else."""
+def refuse_other_adapters(theirs: Adapted, ours: Adapted, where: Path, *, goes_on: bool = False) -> None:
+    """Raises where this job would lose the adapters of another, or take them for something else.
+
+    One that goes on with the run of another, and does not only begin with its weights, cannot have adapters of its own.
+    """
+    if theirs.lora is None and ours.lora is not None and goes_on:
+        raise BadConfiguration(
+            f"{where} is of a run without adapters, and a run with training.lora cannot go on with it; leave out "
+            "checkpoint.resume to begin with new adapters on its weights, or leave out training.lora"
+        )
     if theirs.lora is None:
         return
     if ours.lora is None:

@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 
+from moejob_api.job.storage import Resume
 from moejob_api.layout.sizes import Layout
 from moejob_trainer.checkpoints import Checkpoints, Found, Moment, Pending
 from moejob_trainer.errors import BadConfiguration
@@ -137,7 +138,10 @@ class RunCheckpoints:
         self.store, self.writer, self.state = store, writer, state
 
     def restore(self) -> int:
-        """Goes on from the newest good checkpoint of this run, or begins with the weights of another one's."""
+        """Goes on from the newest good checkpoint of this run or another, or begins with the weights of another one's.
+
+        Returns the steps that are done.
+        """
         found = self.store.start()
         if found is None:
             return 0
@@ -145,11 +149,12 @@ class RunCheckpoints:
         is_own = found.manifest.facts.job_uid == self.store.place.run.uid
         told = json.loads((found.path / _COUNTERS).read_text(encoding="utf-8"))
         theirs = Adapted.model_validate_json(json.dumps(told["adapted"]))
+        goes_on = is_own or self.store.policy.resume is Resume.RUN
         if not is_own:
-            refuse_other_adapters(theirs, self.writer.adapted, found.path)
+            refuse_other_adapters(theirs, self.writer.adapted, found.path, goes_on=goes_on)
         self.writer.go_on_from(theirs)
-        self.writer.state.read(found.path, weights_only=not is_own)
-        if not is_own:
+        self.writer.state.read(found.path, weights_only=not goes_on)
+        if not goes_on:
             return 0
         self.writer.objective.load_state_dict(told["objective"])
         self.writer.state.set_counters(told["counters"])

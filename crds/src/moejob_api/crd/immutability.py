@@ -22,12 +22,14 @@ MUTABLE = frozenset(
         "lifecycle.progressDeadlineSeconds",
     }
 )
+_NEW_JOB = "create a new job"
+_ADVICE = {"parallelism": f"{_NEW_JOB} whose checkpoint.resumeFrom names this one, with resume: Run, to go on in it"}
 
 
 def immutability_rules(spec: Field) -> Iterator[tuple[str, JsonValue]]:
     """A rule and the object that it is on: for every section, and every field of a section that is so only in part."""
     for path in _immutable(spec):
-        about = {"message": f"spec.{path} is immutable; create a new job", "reason": "FieldValueForbidden"}
+        about = {"message": f"spec.{path} is immutable; {_ADVICE.get(path, _NEW_JOB)}", "reason": "FieldValueForbidden"}
         holder, _, name = f"spec.{path}".rpartition(".")
         if _is_optional(spec, path):
             compared = f"!has(self.{name}) || self.{name} == oldSelf.{name}"

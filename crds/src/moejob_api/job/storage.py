@@ -10,6 +10,13 @@ from pydantic import Field
 from moejob_api.job.base import AbsolutePath, ApiModel, Count, LongText, ObjectName, Positive, Quantity
 
 
+class Resume(StrEnum):
+    """What is taken of another job's checkpoint."""
+
+    WEIGHTS = "Weights"
+    RUN = "Run"
+
+
 class Checkpoint(ApiModel):
     """When the run is saved and what is kept."""
 
@@ -36,6 +43,13 @@ class Checkpoint(ApiModel):
             "or pvc://claim/path. The job's own checkpoints win once there are any."
         ),
     ] = None
+    resume: Annotated[
+        Resume,
+        Field(
+            description="What resumeFrom takes. Weights: a new run begins with them. Run: the other job's run goes on, "
+            "with its optimizer, its step and its place in the data, in this job's layout."
+        ),
+    ] = Resume.WEIGHTS
 
 
 class AccessMode(StrEnum):

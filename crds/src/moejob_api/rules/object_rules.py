@@ -17,6 +17,7 @@ from moejob_api.job.model import DataFormat
 from moejob_api.job.moe import Balancing, Dispatcher, Sharding
 from moejob_api.job.parallelism import ExpertLayout
 from moejob_api.job.resources import Accelerator, TolerationOperator
+from moejob_api.job.storage import Resume
 from moejob_api.job.training import RecomputeGranularity, SchedulerKind
 from moejob_api.layout.sizes import gpus
 from moejob_api.problems import Problem, Rule
@@ -290,6 +291,12 @@ def _one_checkpoint_rhythm(spec: Spec) -> Complaint:
     if spec.checkpoint.every_steps is None or spec.checkpoint.every_minutes is None:
         return None
     return "everySteps and everyMinutes are both given; keep one"
+
+
+def _run_to_go_on_with(spec: Spec) -> Complaint:
+    if spec.checkpoint.resume is Resume.WEIGHTS or spec.checkpoint.resume_from is not None:
+        return None
+    return "resume Run goes on with another job's run, and resumeFrom names none; name it, or leave out resume"
 
 
 def _one_volume(spec: Spec) -> Complaint:
@@ -636,6 +643,15 @@ OBJECT_RULES: tuple[ObjectRule, ...] = (
         _one_checkpoint_rhythm,
         "!(has(self.everySteps) && has(self.everyMinutes))",
         "at most one of everySteps and everyMinutes is given",
+        on="spec.checkpoint",
+    ),
+    ObjectRule(
+        Rule.CONFLICT,
+        "spec.checkpoint.resume",
+        _run_to_go_on_with,
+        # The section's own default is judged before its fields have theirs.
+        "!has(self.resume) || self.resume == 'Weights' || has(self.resumeFrom)",
+        "resume Run needs resumeFrom",
         on="spec.checkpoint",
     ),
     ObjectRule(

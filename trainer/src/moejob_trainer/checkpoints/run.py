@@ -57,8 +57,8 @@ def take(folder: Path, run: Run, disk: Disk | None = None) -> None:
     if owner.uid != run.uid:
         raise BadConfiguration(
             f"{folder} belongs to job {owner.job} (uid {owner.uid}), not to job {run.job} (uid {run.uid}), and two "
-            "runs in one folder would destroy each other's checkpoints; give this job another name (checkpoint."
-            f"resumeFrom {folder.name} then goes on from there), or move the folder away"
+            "runs in one folder would destroy each other's checkpoints; give this job another name (with "
+            f"checkpoint.resumeFrom {folder.name} and resume Run it goes on from there), or move the folder away"
         )
 
 

@@ -94,7 +94,8 @@ class Mixture:
         if cursor.mixture != self.fingerprint or len(cursor.taken) != len(self.sizes):
             raise BadData(
                 "the data, its weights, its seed or the tokenizer changed since the checkpoint, so the run cannot go "
-                "on with the samples it has not seen; put them back, or start a new job with checkpoint.resumeFrom"
+                "on with the samples it has not seen; put them back, or start a new job with checkpoint.resumeFrom, "
+                "which takes the weights alone"
             )
         return cursor
 
