@@ -373,6 +373,20 @@ def test_an_event_is_about_the_job() -> None:
     played(story)
 
 
+def test_events_are_listed_in_the_order_in_which_things_happened() -> None:
+    async def story(here: World) -> None:
+        here.server.say(f"POST {EVENTS}", (201, {}))
+        started = datetime(2030, 1, 1, tzinfo=UTC)
+        for seconds in (0.0, 0.000001, 9.9, 3600.0):
+            cluster = replace(here.cluster, clock=lambda: started + timedelta(seconds=seconds))  # noqa: B023
+            await cluster.post(job(), Notice(Severity.NORMAL, "Started", ""))
+        names = [asked.body["metadata"]["name"] for asked in here.server.asked]
+        # The API server lists by name, and kubectl keeps that order.
+        assert names == sorted(names)
+
+    played(story)
+
+
 @pytest.mark.parametrize("answer", [refused(403, "Forbidden"), refused(500, "InternalError"), refused(404, "NotFound")])
 def test_an_event_that_is_lost_is_no_error(answer: Answer) -> None:
     async def story(here: World) -> None:
