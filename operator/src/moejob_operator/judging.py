@@ -6,8 +6,11 @@ Owns the memory of answers. What is done about them is for moejob_operator.plann
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+
+import yaml
 
 from moejob_api.job import Spec
 from moejob_api.layout.sizes import Layout
@@ -110,6 +113,7 @@ def _suggestions(found: Plan) -> tuple[str, ...]:
     texts = []
     for suggestion in found.suggestions:
         fields = suggestion.parallelism.model_dump(mode="json", by_alias=True, exclude_defaults=True)
-        layout = ", ".join(f"{name}: {value}" for name, value in fields.items()) or "the defaults"
-        texts.append(f"parallelism {{{layout}}} on {suggestion.fit.gpus} GPUs")
+        # One line, that can be pasted into a job as it is.
+        layout = yaml.safe_dump(fields, default_flow_style=True, sort_keys=False, width=math.inf).strip()
+        texts.append(f"parallelism: {layout} on {suggestion.fit.gpus} GPUs")
     return tuple(texts)

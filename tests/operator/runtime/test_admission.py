@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -12,12 +13,13 @@ from typing import Any
 
 import aiohttp
 import pytest
+import yaml
 from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
 from builders import SFT, merged
-from moejob_operator.admission import BODY_BYTES, PATH, NotAReview, answer, application
+from moejob_operator.admission import BODY_BYTES, PATH, NotAReview, answer, application, verdict
 
 
 def body(name: str = "job", **sections: Any) -> dict[str, Any]:
@@ -81,6 +83,29 @@ def test_a_denial_says_where_and_why(job: object, says: list[str]) -> None:
     said = response(job)
     assert said["allowed"] is False
     assert [piece for piece in says if piece not in said["status"]["message"]] == []
+
+
+UNEVEN_STAGES = merged(SFT, {"parallelism": {"pipeline": 7}, "resources": {"gpusPerNode": 1, "gpuType": None}})
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [
+        pytest.param(merged(SFT, TOO_LARGE), id="too large"),
+        pytest.param(merged(SFT, NO_LAYOUT), id="no layout"),
+        pytest.param(UNEVEN_STAGES, id="stages that are even only with the ends counted"),
+    ],
+)
+def test_what_is_suggested_is_accepted_as_it_is_printed(refused: dict[str, Any]) -> None:
+    message = response(body() | {"spec": refused})["status"]["message"]
+    printed = re.findall(r"(parallelism: \{.*?\}) on (\d+) GPUs", message)
+    assert len(printed) >= 3
+    for layout, gpus in printed:
+        found = verdict(body() | {"spec": refused | yaml.safe_load(layout)})
+        assert found.problems == ()
+        assert found.layout is not None
+        assert found.layout.gpus == int(gpus)
+        assert not re.search("True|False", layout), "as people write YAML"
 
 
 def test_a_denial_tells_programs_the_fields() -> None:
