@@ -135,7 +135,7 @@ demo: $(operator_built) $(trainer_built) ## Train a small model here, then ask i
 	@echo
 	@$(trainer)/python examples/ask.py runs/demo/export "count from 2 to 5"
 
-# As root, with buildah and mmdebstrap for the images.
+# As root, with Go for the cluster's programs, buildah and mmdebstrap for the images.
 cluster-demo: $(operator_built) $(trainer_built) ## Train on two Kubernetes nodes of this machine, without Docker
 	@PYTHONPATH=tests:scripts $(operator)/python -m cluster.nodes.demo
 

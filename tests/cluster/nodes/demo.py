@@ -1,4 +1,4 @@
-"""moejob on two real nodes of this machine: `make cluster-demo`, which needs root and Go, and no Docker.
+"""moejob on two real nodes of this machine: `make cluster-demo`, without Docker.
 
 A cluster, the chart, a job, a table that moves, and the finished model, which answers a question.
 """
@@ -6,7 +6,6 @@ A cluster, the chart, a job, a table that moves, and the finished model, which a
 from __future__ import annotations
 
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -14,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from cluster.binaries import MissingProgramError
+from cluster.by_hand import end_when_asked, say
 from cluster.nodes.cluster import Cluster, Settings, cluster, found_programs
 from cluster.nodes.obstacles import obstacles
 from cluster.nodes.training import (
@@ -38,32 +38,31 @@ def main() -> int:
     """Show it. Says what is missing where it cannot be shown."""
     reasons = obstacles(Settings())
     if reasons:
-        _say(f"no real nodes on this machine: {'; '.join(reasons)}")
+        say(f"no real nodes on this machine: {'; '.join(reasons)}")
         return 1
-    # An end that is asked for is an orderly one.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    end_when_asked()
     try:
         with tempfile.TemporaryDirectory(prefix="moejob-") as folder, suppress(KeyboardInterrupt):
             _show(Path(folder))
     except (MissingProgramError, CannotBuildError) as missing:
-        _say(str(missing))
+        say(str(missing))
         return 1
     return 0
 
 
 def _show(folder: Path) -> None:
-    programs = found_programs(_say)
-    _say("starting two nodes")
+    programs = found_programs(say)
+    say("starting two nodes")
     with cluster(folder, programs) as nodes:
-        _say(f"export KUBECONFIG={nodes.plane.kubeconfig}\n{nodes.plane.kubectl('get', 'nodes')}")
-        _say("installing the chart; the first time the nodes pull the trainer, which takes minutes")
+        say(f"export KUBECONFIG={nodes.plane.kubeconfig}\n{nodes.plane.kubectl('get', 'nodes')}")
+        say("installing the chart; the first time the nodes pull the trainer, which takes minutes")
         with installed(nodes, folder) as home:
             job = submitted(nodes, home.namespace, over_two_nodes(example()))
             _watch(nodes, job)
-            _say(nodes.plane.kubectl("get", "pods", "--output=wide", f"--namespace={home.namespace}"))
+            say(nodes.plane.kubectl("get", "pods", "--output=wide", f"--namespace={home.namespace}"))
             shutil.rmtree(EXPORT, ignore_errors=True)
             shutil.copytree(job.run().folder / "export", EXPORT)
-    _say(f"the model is in {EXPORT}")
+    say(f"the model is in {EXPORT}")
     subprocess.run([TRAINER_PYTHON, ROOT / "examples" / "ask.py", EXPORT, QUESTION], check=True)
 
 
@@ -75,18 +74,13 @@ def _watch(nodes: Cluster, job: Submitted) -> None:
         head, row = nodes.plane.kubectl("get", "mtj", job.name, f"--namespace={job.namespace}").splitlines()
         *seen, _ = row.split()
         if seen != shown:
-            _say(row if shown else f"{head}\n{row}")
+            say(row if shown else f"{head}\n{row}")
             shown[:] = seen
         return job.phase in ENDS
 
     until(has_ended, seconds=TRAINING_SECONDS, waiting_for=job.told)
     if job.phase != "Succeeded":
         raise SystemExit(job.told())
-
-
-def _say(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":
