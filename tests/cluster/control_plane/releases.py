@@ -26,7 +26,8 @@ DEFINITIONS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
 DEFINITION = f"{DEFINITIONS}/moetrainingjobs.moejob.dev"
 HOOKS = "/apis/admissionregistration.k8s.io/v1/validatingwebhookconfigurations"
 TEST = "moejob-operator-test"
-SECONDS = 60
+# Ten times what a quiet machine needs.
+SECONDS = 180
 
 
 @dataclass

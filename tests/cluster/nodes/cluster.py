@@ -244,8 +244,13 @@ def _add_images(registry: Registry, programs: Programs, folder: Path) -> None:
     """The two that no cluster of tests is without; pods bring them to the nodes when they need them."""
     pause = write_small_image(folder / "pause.tar", {"pause": programs.paths["pause"]}, {}, ["/pause"])
     registry.add(PAUSE_IMAGE, pause)
+    registry.add(BUSYBOX_IMAGE, shell_image(folder / "busybox.tar", programs))
+
+
+def shell_image(path: Path, programs: Programs, *script: str, user: str = "") -> Path:
+    """An image of a shell and the common commands; with a script that runs, or one that a pod brings along."""
     files, links = {"bin/busybox": programs.paths["busybox"]}, {f"bin/{name}": "busybox" for name in SHELL_COMMANDS}
-    registry.add(BUSYBOX_IMAGE, write_small_image(folder / "busybox.tar", files, links, ["/bin/sh"]))
+    return write_small_image(path, files, links, ["/bin/sh", *(("-c", *script) if script else ())], user)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""One cluster of two real nodes for all tests of this folder; who cannot have it is told why, by name."""
+"""One cluster of two real nodes and one release of the chart for all tests here; who cannot have it is told why."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ import pytest
 
 from cluster.binaries import MissingProgramError
 from cluster.control_plane.plane import ControlPlane
+from cluster.control_plane.releases import Release
 from cluster.nodes.cluster import Cluster, Settings, cluster, found_programs
 from cluster.nodes.node import Programs
 from cluster.nodes.obstacles import obstacles
 from cluster.nodes.pods import Pods
+from cluster.nodes.training import installed
+from images import CannotBuildError
 
 
 @pytest.fixture(scope="session")
@@ -34,6 +37,16 @@ def nodes(node_programs: Programs, tmp_path_factory: pytest.TempPathFactory) -> 
     """The cluster."""
     with cluster(tmp_path_factory.mktemp("nodes"), node_programs) as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def home(nodes: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Release]:
+    """Where the operator runs: the chart, with the images of this tree."""
+    try:
+        with installed(nodes, tmp_path_factory.mktemp("release")) as made:
+            yield made
+    except CannotBuildError as missing:
+        pytest.skip(str(missing))
 
 
 @pytest.fixture(scope="session")

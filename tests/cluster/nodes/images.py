@@ -65,13 +65,15 @@ def _in_archive(path: Path) -> Iterator[tuple[str, Blob]]:
                 yield member.name.removeprefix("./"), Blob(path, member.offset_data, member.size)
 
 
-def write_small_image(path: Path, files: Mapping[str, Path], links: Mapping[str, str], command: Sequence[str]) -> Path:
-    """An archive of an image of one layer: programs, links to them, and what runs when nobody says otherwise."""
+def write_small_image(
+    path: Path, files: Mapping[str, Path], links: Mapping[str, str], command: Sequence[str], user: str = ""
+) -> Path:
+    """An archive of an image of one layer: programs, links to them, and what runs as whom if nobody says else."""
     layer = _layer(files, links)
     config = {
         "architecture": "amd64",
         "os": "linux",
-        "config": {"Entrypoint": list(command), "Env": ["PATH=/bin"]},
+        "config": {"Entrypoint": list(command), "Env": ["PATH=/bin"], "User": user},
         "rootfs": {"type": "layers", "diff_ids": [_digest(layer)]},
     }
     blobs = [_json(config), layer]

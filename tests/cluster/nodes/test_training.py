@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,8 +9,7 @@ import pytest
 from cluster.control_plane.plane import KubectlError
 from cluster.control_plane.releases import Release
 from cluster.nodes.cluster import Cluster
-from cluster.nodes.training import Job, Submitted, example, installed, over_two_nodes, run_here, submitted
-from images import CannotBuildError
+from cluster.nodes.training import Job, Submitted, example, over_two_nodes, run_here, submitted
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -25,16 +23,6 @@ def short_job() -> Job:
     job["spec"]["training"] |= {"maxSteps": STEPS, "evalEvery": STEPS}
     job["spec"]["checkpoint"] |= {"everySteps": 6}
     return job
-
-
-@pytest.fixture(scope="module")
-def home(nodes: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Release]:
-    """Where the operator runs."""
-    try:
-        with installed(nodes, tmp_path_factory.mktemp("release")) as made:
-            yield made
-    except CannotBuildError as missing:
-        pytest.skip(str(missing))
 
 
 @pytest.fixture(scope="module")

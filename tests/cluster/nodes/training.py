@@ -13,10 +13,12 @@ from typing import Any
 
 import yaml
 
+from cluster.control_plane.plane import KubectlError
 from cluster.control_plane.releases import Release, release
 from cluster.nodes.cluster import Cluster
 from cluster.waiting import until
 from images import built
+from moejob_api.contract import Label, Role
 
 ROOT = Path(__file__).parents[3]
 VERSION = (ROOT / "VERSION").read_text().strip()
@@ -25,6 +27,7 @@ TRAINER_PYTHON = ROOT / ".venv/trainer/bin/python"
 HELD_OUT_LOSS = ROOT / "tests/trainer/held_out_loss.py"
 JOBS = "/apis/moejob.dev/v1alpha1/namespaces/{}/moetrainingjobs"
 IMAGES = ("operator", "trainer-cpu")
+VALUES = {"images": {"trainer": "moejob-trainer-cpu"}}
 # Imports alone take a minute where two nodes read torch from one disk for the first time.
 TRAINING_SECONDS = 900
 ENDS = {"Succeeded", "Failed"}
@@ -41,6 +44,20 @@ class Run:
         """Of every step."""
         return {line["step"]: line["loss"] for line in self._lines()}
 
+    def steps(self) -> list[tuple[int, int, int]]:
+        """Attempt, restart and step of every line, in the order in which they were done."""
+        return [(line["attempt"], line["restart"], line["step"]) for line in self._lines()]
+
+    def done(self) -> int:
+        """The last step, 0 before the first one."""
+        return max((step for _, _, step in self.steps()), default=0)
+
+    def saved(self) -> set[int]:
+        """The steps whose checkpoints are complete."""
+        return {
+            int(found.parent.name[5:].split(".")[0]) for found in self.folder.glob("checkpoints/step-*/complete.json")
+        }
+
     def last_evaluation(self) -> float:
         """The loss on what was held out, after the last step."""
         loss: float = self._lines()[-1]["evalLoss"]
@@ -52,7 +69,8 @@ class Run:
         return float(_said(TRAINER_PYTHON, HELD_OUT_LOSS, self.folder / "export", corpus))
 
     def _lines(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.folder / "steps.jsonl").read_text().splitlines()]
+        log = self.folder / "steps.jsonl"
+        return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,22 +96,48 @@ class Submitted:
         assert self.phase == "Succeeded", self.told()
 
     def pods(self) -> dict[str, str]:
-        """The pods of the job, and the node of each."""
-        found = self.nodes.plane.api.get(f"/api/v1/namespaces/{self.namespace}/pods")["items"]
-        names = {pod["metadata"]["name"]: pod["spec"]["nodeName"] for pod in found}
-        return {name: node for name, node in names.items() if name.startswith(f"{self.name}-")}
+        """The trainer pods of the job, and the node of each, which is empty before it has one."""
+        return {pod["metadata"]["name"]: pod["spec"].get("nodeName", "") for pod in self.pods_read()}
+
+    def uids(self) -> dict[str, str]:
+        """The trainer pods of the job, and the UID of each: another pod has another."""
+        return {pod["metadata"]["name"]: pod["metadata"]["uid"] for pod in self.pods_read()}
+
+    def pods_read(self) -> list[dict[str, Any]]:
+        """The trainer pods as they are now."""
+        query = f"labelSelector={Label.JOB}={self.name},{Label.ROLE}={Role.TRAINER}"
+        listed = self.nodes.plane.api.get(f"/api/v1/namespaces/{self.namespace}/pods?{query}")["items"]
+        return sorted(listed, key=lambda pod: str(pod["metadata"]["name"]))
 
     def run(self) -> Run:
         """What it left on its volume."""
-        [claim] = self.nodes.plane.api.get(f"/api/v1/namespaces/{self.namespace}/persistentvolumeclaims")["items"]
-        return Run(self.nodes.storage.path(self.namespace, claim["metadata"]["name"]) / self.name)
+        claim = self.read()["spec"]["storage"].get("claimName", f"{self.name}-storage")
+        return Run(self.nodes.storage.path(self.namespace, claim) / self.name)
+
+    def why(self) -> str:
+        """What it says of why it runs, or does not: the reason and message of condition Running."""
+        said = {found["type"]: found for found in self.read().get("status", {}).get("conditions", ())}
+        found = said.get("Running", {"reason": "", "message": ""})
+        return f"{found['reason']}: {found['message']}"
+
+    def suspend(self, *, suspended: bool = True) -> None:
+        """Ask it to stop, or to go on."""
+        spec = {"lifecycle": {"suspend": suspended}}
+        self.nodes.plane.api.merge(f"{JOBS.format(self.namespace)}/{self.name}", {"spec": spec})
 
     def told(self) -> str:
         """Everything there is to say."""
         at = f"--namespace={self.namespace}"
         kubectl = self.nodes.plane.kubectl
-        logs = [kubectl("logs", pod, at, "--tail=20") for pod in self.pods()]
-        return "\n".join([kubectl("get", "moetrainingjobs,pods,events", at), json.dumps(self.read()["status"]), *logs])
+        logs = [self._log(pod) for pod in self.pods()]
+        status = json.dumps(self.read().get("status"))
+        return "\n".join([kubectl("get", "moetrainingjobs,pods,events", at), status, *logs])
+
+    def _log(self, pod: str) -> str:
+        try:
+            return self.nodes.plane.kubectl("logs", pod, f"--namespace={self.namespace}", "--tail=20")
+        except KubectlError as nothing:
+            return str(nothing)
 
 
 @contextmanager
@@ -101,7 +145,7 @@ def installed(nodes: Cluster, folder: Path) -> Iterator[Release]:
     """The chart, with the operator and the trainer of this tree on every node; CannotBuildError without them."""
     nodes.load({f"moejob-{name}:{VERSION}": built(name) for name in IMAGES})
     with release(nodes.plane, folder) as made:
-        made.install({"images": {"trainer": "moejob-trainer-cpu"}})
+        made.install(VALUES)
         yield made
 
 

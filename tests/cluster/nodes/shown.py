@@ -1,0 +1,98 @@
+"""What kubectl shows of jobs, as files to be reviewed; all that differs from run to run is replaced by its name.
+
+`MOEJOB_GOLDEN=write` writes the files anew instead of comparing.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+FOLDER = Path(__file__).parent / "golden"
+WRITES = os.environ.get("MOEJOB_GOLDEN") == "write"
+
+_COLUMN = re.compile(r"\S+(?: \S+)*")
+_FIELD = re.compile(r"(?P<key> *(?P<name>[A-Z][\w ]*): +)(?P<value>\S.*)")
+_UID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+_STEPS = re.compile(r"(?P<step>\d+)(?P<rest>/(?P<total>\d+))?")
+_MOVING = {"AGE", "Age", "SCORE", "SPEED", "ETA"}
+_MOVING_FIELDS = {
+    *("Creation Timestamp", "Start Time", "Completion Time", "Last Transition Time", "Updated At", "Time"),
+    *("UID", "Resource Version", "Epoch", "Loss", "Score", "Speed", "Eta", "Save Seconds", "Tokens Per Second Per Gpu"),
+    *("Productive Seconds", "Lost Seconds", "Starting Seconds", "Suspended Seconds", "Lost Gpu Hours"),
+    *("Last Checkpoint Step", "Checkpoint Step"),
+}
+_SAVED = re.compile(r"step \d+ is saved")
+# Whether a claim is bound before its job's pods are looked at is a race that nobody has to win.
+_SOMETIMES = re.compile(r"\bClaimPending\b")
+
+
+def table(text: str) -> str:
+    """A table of kubectl: its columns as wide as what is left in them."""
+    head, *lines = text.splitlines()
+    begins = [found.start() for found in _COLUMN.finditer(head)]
+    names = _cells(head, begins)
+    rows = [[_cell(name, cell) for name, cell in zip(names, _cells(line, begins), strict=True)] for line in lines]
+    widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
+    return "\n".join(_aligned(row, widths) for row in (names, *rows))
+
+
+def description(text: str) -> str:
+    """What `kubectl describe` says, its events included."""
+    fields, _, events = text.partition("Events:\n")
+    total = re.search(r"Total Steps: +(\d+)", fields)
+    told = [_field(line, total[1] if total else "") for line in fields.splitlines()]
+    if not events:
+        return "\n".join(told)
+    # Indented, with a rule of dashes under the head.
+    head, _, *rows = (line[2:] for line in events.splitlines() if not _SOMETIMES.search(line))
+    return "\n".join([*told, "Events:", table("\n".join([head, *rows]))])
+
+
+def compared(name: str, sections: Sequence[tuple[str, str]], namespace: str = "") -> tuple[str, str]:
+    """What is shown and what the file says, which is the same when files are written."""
+    shown = "\n\n".join(f"$ kubectl {asked}\n{said.rstrip()}" for asked, said in sections) + "\n"
+    shown = re.sub(r"[ \t]+$", "", _UID.sub("<uid>", shown), flags=re.MULTILINE)
+    shown = shown.replace(namespace, "<namespace>") if namespace else shown
+    file = FOLDER / f"{name}.txt"
+    if WRITES:
+        FOLDER.mkdir(exist_ok=True)
+        file.write_text(shown)
+    return shown, file.read_text()
+
+
+def _cells(line: str, begins: Sequence[int]) -> list[str]:
+    ends = [*begins[1:], len(line)]
+    return [line[begin : max(begin, end)].strip() for begin, end in zip(begins, ends, strict=True)]
+
+
+def _cell(column: str, value: str) -> str:
+    if column == "STEP":
+        return _steps(value)
+    return f"<{column.lower()}>" if value and column in _MOVING else value
+
+
+def _steps(value: str) -> str:
+    """Of a run that has ended by itself, the step is the same each time."""
+    found = _STEPS.fullmatch(value)
+    if found is None or found["step"] == found["total"]:
+        return value
+    return f"<n>{found['rest'] or ''}"
+
+
+def _aligned(row: Sequence[str], widths: Sequence[int]) -> str:
+    return "   ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+def _field(line: str, total: str) -> str:
+    found = _FIELD.fullmatch(line)
+    if found is None:
+        return line
+    name, value = found["name"], found["value"]
+    if name == "Step" and value != total:
+        return f"{found['key']}{_steps(value)}"
+    if name in _MOVING_FIELDS and value != "0":
+        return f"{found['key']}<{name.lower()}>"
+    return f"{found['key']}{_SAVED.sub('step <n> is saved', value)}"

@@ -1,0 +1,423 @@
+"""What becomes of jobs on two real nodes: watched, left alone, stopped, moved to another layout, made to wait, refused.
+
+Two lives tell most of it. `steady` runs from its first step to its last while the operator is upgraded, taken away and
+put back; its losses are those of a run that nothing happened to. `wide` is stopped halfway; `narrow`, which had to wait
+for its processors, goes on with its run in another layout, and `wide` goes on in its own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import yaml
+
+from builders import merged
+from charts import CHART
+from cluster.control_plane.api import RefusedError
+from cluster.control_plane.plane import ControlPlane, KubectlError
+from cluster.control_plane.releases import DEFINITION, Release
+from cluster.nodes.cluster import Cluster, shell_image
+from cluster.nodes.node import Programs
+from cluster.nodes.pods import claim
+from cluster.nodes.shown import compared, description, table
+from cluster.nodes.training import ROOT, VALUES, Job, Submitted, example, over_two_nodes, submitted
+from cluster.waiting import until
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+
+SECONDS = 300
+# Steps take a third of a second each where two nodes share two processors.
+STEADY_STEPS = 100
+STEPS = 40
+SAVED_EVERY = 5
+# Two stages instead of shared experts, on a volume that is there already.
+STAGES: dict[str, Any] = {"parallelism": {"expert": 1, "pipeline": 2}, "storage": {"size": None, "claimName": "runs"}}
+RESUMING: dict[str, Any] = {"checkpoint": {"resumeFrom": "pvc://wide-storage/wide", "resume": "Run"}}
+OPERATORS = "labelSelector=app.kubernetes.io/component=operator"
+WRONG = ROOT / "examples" / "wrong"
+# Ends when it is told to, or when a file says so, as a trainer does that has finished.
+HOLDER = "moejob.test/holder:1"
+HOLDS = "trap 'exit 143' TERM; until [ -e /moejob/done ]; do sleep 0.1; done"
+
+
+def job(name: str, steps: int, **sections: Any) -> Job:
+    """The example over two nodes. Its rate knows no end of the run: runs of other lengths take the same steps."""
+    made = over_two_nodes(example())
+    spec = made["spec"]
+    spec["data"] |= {"maxLength": 64}
+    spec["training"] |= {"maxSteps": steps, "evalEvery": None, "scheduler": {"kind": "Constant"}}
+    spec["checkpoint"] = {"everySteps": SAVED_EVERY, "exportHuggingFace": False}
+    spec["storage"] = {"size": "2Gi"}
+    return made | {"metadata": {"name": name}, "spec": merged(spec, sections)}
+
+
+def screens(submitted_job: Submitted) -> list[tuple[str, str]]:
+    """What people see of a job."""
+    kubectl, at = submitted_job.nodes.plane.kubectl, f"--namespace={submitted_job.namespace}"
+    one = ("mtj", submitted_job.name)
+    return [
+        (f"get mtj {submitted_job.name}", table(kubectl("get", *one, at))),
+        (f"get mtj {submitted_job.name} --output=wide", table(kubectl("get", *one, at, "--output=wide"))),
+        (f"describe mtj {submitted_job.name}", description(kubectl("describe", *one, at))),
+    ]
+
+
+def assert_golden(name: str, submitted_job: Submitted, sections: list[tuple[str, str]]) -> None:
+    """The same as in the file, but for what moves."""
+    shown, expected = compared(name, sections, submitted_job.namespace)
+    assert shown == expected
+
+
+@pytest.fixture(scope="module")
+def namespace(nodes: Cluster) -> Iterator[str]:
+    """One for all jobs that train here, which share a volume."""
+    with namespace_of(nodes.plane) as made:
+        yield made
+
+
+@contextmanager
+def namespace_of(plane: ControlPlane) -> Iterator[str]:
+    """A namespace that is gone afterwards, and says what is stuck when it is not."""
+    created = plane.api.create("/api/v1/namespaces", {"metadata": {"generateName": "lives-"}})
+    name: str = created["metadata"]["name"]
+    until(lambda: plane.has_service_account(name), seconds=SECONDS, waiting_for=f"a service account in {name}")
+    try:
+        yield name
+    finally:
+        if exists(plane, f"/api/v1/namespaces/{name}"):
+            plane.api.delete(f"/api/v1/namespaces/{name}")
+        await_end_of_namespace(plane, name)
+
+
+def await_end_of_namespace(plane: ControlPlane, name: str) -> None:
+    """Return when it is gone."""
+    path = f"/api/v1/namespaces/{name}"
+    until(
+        lambda: not exists(plane, path),
+        seconds=SECONDS,
+        waiting_for=lambda: f"the end of {name}: {plane.api.get(path)['status']}",
+    )
+
+
+def exists(plane: ControlPlane, path: str) -> bool:
+    try:
+        plane.api.get(path)
+    except RefusedError as refused:
+        if refused.reason == "NotFound":
+            return False
+        raise
+    return True
+
+
+# --- jobs that compete for GPUs ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def holder(nodes: Cluster, node_programs: Programs, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """An image that stands in for a trainer where a job asks for GPUs, of which these nodes have none to compute on."""
+    archive = shell_image(tmp_path_factory.mktemp("holder") / "holder.tar", node_programs, HOLDS, user="65532")
+    nodes.load({HOLDER: archive})
+    return HOLDER
+
+
+def of_gpus(name: str, image: str) -> Job:
+    """Two pods of five GPUs: two such jobs want more than the sixteen of both nodes, and a node holds one pod."""
+    gpus = {"accelerator": "GPU", "gpusPerNode": 5, "cpu": None, "memory": None, "image": image}
+    batch = {"globalBatchSize": 10}
+    return job(name, STEPS, parallelism={"expert": 1, "data": 10}, training=batch, resources=gpus)
+
+
+def test_of_two_jobs_that_each_want_more_than_half_the_gpus_one_waits_whole_until_the_other_has_ended(
+    nodes: Cluster, home: Release, holder: str
+) -> None:
+    del home
+    with namespace_of(nodes.plane) as namespace:
+        jobs = [submitted(nodes, namespace, of_gpus(name, holder)) for name in ("one", "two")]
+        [first] = until(
+            lambda: [each for each in jobs if each.phase == "Running"], seconds=SECONDS, waiting_for=jobs[0].told
+        )
+        [second] = (each for each in jobs if each is not first)
+        why = until(lambda: unschedulable(second), seconds=SECONDS, waiting_for=second.told)
+        assert "Insufficient nvidia.com/gpu" in why
+        assert sorted(first.pods().values()) == ["node-1", "node-2"]
+        assert list(second.pods().values()) == ["", ""]
+        ended = finish(first)
+        until(lambda: second.phase == "Running", seconds=SECONDS, waiting_for=second.told)
+        assert sorted(second.pods().values()) == ["node-1", "node-2"]
+        assert all(started >= max(ended) for started in scheduled(second))
+        finish(second)
+
+
+def finish(held: Submitted) -> list[str]:
+    """End its pods as trainers end that are done; when they did."""
+    (held.run().folder.parent / "done").touch()
+    until(lambda: held.phase == "Succeeded", seconds=SECONDS, waiting_for=held.told)
+    states = [pod["status"]["containerStatuses"][0]["state"] for pod in held.pods_read()]
+    return [state["terminated"]["finishedAt"] for state in states]
+
+
+def scheduled(of: Submitted) -> list[str]:
+    """When its pods got their nodes."""
+    said = [condition for pod in of.pods_read() for condition in pod["status"]["conditions"]]
+    return [condition["lastTransitionTime"] for condition in said if condition["type"] == "PodScheduled"]
+
+
+# --- jobs that fit nowhere --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        pytest.param("llama-70b-grpo-16gpu", "GiB", id="its GPUs are too small"),
+        pytest.param("qwen3-235b-sft-last-stage", "94 layers", id="its layers do not divide"),
+    ],
+)
+def test_a_job_that_cannot_fit_is_refused_and_what_is_suggested_is_accepted_as_it_is_printed(
+    nodes: Cluster, home: Release, namespace: str, wrong: str, says: str
+) -> None:
+    del home
+    refused = yaml.safe_load((WRONG / f"{wrong}.yaml").read_text())
+    with pytest.raises(KubectlError, match=r'admission webhook "validate\.moejob\.dev" denied the request') as refusal:
+        submitted(nodes, namespace, refused)
+    message = str(refusal.value)
+    assert says in message
+    printed = re.findall(r"(parallelism: \{.*?\}) on (\d+) GPUs", message)
+    assert len(printed) >= 3
+    for number, (layout, gpus) in enumerate(printed):
+        # No cluster of ours has these GPUs: it is accepted, and waits to be started.
+        spec = merged(refused["spec"], {"lifecycle": {"suspend": True}}) | yaml.safe_load(layout)
+        fits = submitted(nodes, namespace, refused | {"metadata": {"name": f"fits-{number}"}, "spec": spec})
+        until(lambda: fits.phase == "Suspended", seconds=SECONDS, waiting_for="the operator")  # noqa: B023
+        status = fits.read()["status"]
+        assert {said["type"]: said["status"] for said in status["conditions"]}["Accepted"] == "True"
+        assert status["layout"]["gpus"] == int(gpus)
+        nodes.plane.kubectl("delete", "mtj", fits.name, f"--namespace={namespace}")
+
+
+# --- a job that is left alone ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Steady:
+    """A job, and what was seen on its way."""
+
+    job: Submitted
+    running: list[tuple[str, str]]
+    finished: list[tuple[str, str]]
+    # UIDs of its pods: before anything was done, after the upgrade, without an operator, with the next one, at the end.
+    pods: list[dict[str, str]]
+    # UIDs of the operator's pods: before and after the upgrade, and after the next install.
+    operators: list[dict[str, str]]
+    # Steps done when the operator was gone, and some time later.
+    unwatched_steps: tuple[int, int]
+    # What Kubernetes keeps from being deleted until somebody says that it may go, while nobody could.
+    finalizers: dict[str, list[str]]
+    is_defined: bool
+
+
+@pytest.fixture(scope="module")
+def held(nodes: Cluster, home: Release, holder: str) -> Iterator[Submitted]:
+    """A job in a namespace of its own, which runs and does not end."""
+    del home
+    with namespace_of(nodes.plane) as namespace:
+        running = submitted(nodes, namespace, of_gpus("held", holder))
+        until(lambda: running.phase == "Running", seconds=SECONDS, waiting_for=running.told)
+        yield running
+
+
+@pytest.fixture(scope="module")
+def steady(nodes: Cluster, home: Release, namespace: str, held: Submitted) -> Steady:
+    """It trains while the operator is upgraded, uninstalled and installed again."""
+    steady = submitted(nodes, namespace, job("steady", STEADY_STEPS, checkpoint={"everySteps": STEADY_STEPS - 10}))
+    until(lambda: steady.phase == "Running", seconds=SECONDS, waiting_for=steady.told)
+    pods, operators = [steady.uids()], [operator_pods(nodes, home)]
+
+    home.upgrade(CHART, VALUES | {"settings": {"logLevel": "DEBUG"}})
+    until(
+        lambda: not set(operators[0]) & set(operator_pods(nodes, home)),
+        seconds=SECONDS,
+        waiting_for=lambda: f"the end of {sorted(operators[0])}",
+    )
+    pods.append(steady.uids())
+    operators.append(operator_pods(nodes, home))
+    until(lambda: steady.read()["status"].get("progress"), seconds=SECONDS, waiting_for=steady.told)
+    running = screens(steady)
+
+    home.helm("uninstall")
+    until(lambda: not operator_pods(nodes, home), seconds=SECONDS, waiting_for="the end of the operator")
+    alone = steady.run().done()
+    finalizers = {**finalizers_of(nodes, namespace), **finalizers_of(nodes, held.namespace)}
+    nodes.plane.api.delete(f"/api/v1/namespaces/{held.namespace}")
+    await_end_of_namespace(nodes.plane, held.namespace)
+    until(lambda: steady.run().done() >= alone + 5, seconds=SECONDS, waiting_for=steady.told)
+    unwatched, is_defined = (alone, steady.run().done()), exists(nodes.plane, DEFINITION)
+    pods.append(steady.uids())
+
+    home.install(VALUES)
+    pods.append(steady.uids())
+    operators.append(operator_pods(nodes, home))
+    steady.await_end()
+    pods.append(steady.uids())
+    return Steady(steady, running, screens(steady), pods, operators, unwatched, finalizers, is_defined)
+
+
+def operator_pods(nodes: Cluster, home: Release) -> dict[str, str]:
+    """Their UIDs."""
+    listed = nodes.plane.api.get(f"/api/v1/namespaces/{home.namespace}/pods?{OPERATORS}")["items"]
+    return {pod["metadata"]["name"]: pod["metadata"]["uid"] for pod in listed}
+
+
+def finalizers_of(nodes: Cluster, namespace: str) -> dict[str, list[str]]:
+    """Of every object that moejob has made, or was given, in a namespace."""
+    kinds = "mtj,pod,service,podgroups.scheduling.k8s.io"
+    listed = yaml.safe_load(nodes.plane.kubectl("get", kinds, f"--namespace={namespace}", "--output=json"))["items"]
+    return {f"{found['kind']}/{found['metadata']['name']}": found["metadata"].get("finalizers", []) for found in listed}
+
+
+def test_an_upgrade_of_the_chart_changes_every_operator_pod_and_no_pod_of_a_job(steady: Steady) -> None:
+    before, after, _ = steady.operators
+    assert len(before) == len(after) == 2
+    assert not set(before.values()) & set(after.values())
+    assert len(steady.pods[0]) == 2
+    assert steady.pods[1] == steady.pods[0]
+
+
+def test_without_an_operator_a_job_trains_on_and_its_definition_stays(steady: Steady) -> None:
+    alone, later = steady.unwatched_steps
+    assert alone + 5 <= later < STEADY_STEPS
+    assert steady.is_defined
+    assert steady.pods[2] == steady.pods[0]
+
+
+def test_nothing_waits_for_an_operator_to_be_deleted(steady: Steady) -> None:
+    """And a namespace with a job that ran was deleted while there was none."""
+    assert {name.partition("/")[0] for name in steady.finalizers} == {"MoETrainingJob", "Pod", "Service", "PodGroup"}
+    assert {name: found for name, found in steady.finalizers.items() if found} == {}
+
+
+def test_the_next_operator_takes_a_job_over_to_its_good_end(steady: Steady) -> None:
+    status = steady.job.read()["status"]
+    assert status["phase"] == "Succeeded"
+    assert (status["progress"]["step"], status["restarts"]["total"], status["restarts"]["pods"]) == (STEADY_STEPS, 0, 0)
+    assert steady.pods[3] == steady.pods[4] == steady.pods[0]
+
+
+def test_every_step_was_done_once_whatever_became_of_the_operator(steady: Steady) -> None:
+    assert steady.job.run().steps() == [(0, 0, step) for step in range(1, STEADY_STEPS + 1)]
+
+
+@pytest.mark.parametrize("state", ["running", "finished"])
+def test_kubectl_shows_a_job(steady: Steady, state: str) -> None:
+    assert_golden(state, steady.job, getattr(steady, state))
+
+
+def test_kubectl_explains_a_job(nodes: Cluster, steady: Steady) -> None:
+    asked = ("mtj", "mtj.spec.parallelism", "mtj.status.restarts")
+    assert_golden("explain", steady.job, [(f"explain {path}", nodes.plane.kubectl("explain", path)) for path in asked])
+
+
+# --- a job that is stopped, and one that takes its place --------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Moved:
+    """A job that was stopped, the one that went on with its run, and what was seen on the way."""
+
+    wide: Submitted
+    narrow: Submitted
+    # Why the second one waited and where its pods were meanwhile; then what the first one left when it had stopped.
+    waited: str
+    waited_on: list[str]
+    saved: set[int]
+    stopped_at: int
+    stopped_pods: dict[str, str]
+    claim: Mapping[str, Any]
+    suspended: list[tuple[str, str]]
+
+
+@pytest.fixture(scope="module")
+def moved(nodes: Cluster, steady: Steady, namespace: str) -> Moved:
+    """The processors are enough for one of them at a time."""
+    del steady  # They would be three.
+    nodes.plane.api.create(f"/api/v1/namespaces/{namespace}/persistentvolumeclaims", claim("runs", "2Gi", None))
+    wide = submitted(nodes, namespace, job("wide", STEPS))
+    until(lambda: wide.phase == "Running", seconds=SECONDS, waiting_for=wide.told)
+    narrow = submitted(nodes, namespace, job("narrow", STEPS, **STAGES, **RESUMING))
+    waited = until(lambda: unschedulable(narrow), seconds=SECONDS, waiting_for=narrow.told)
+    waited_on = list(narrow.pods().values())
+
+    until(lambda: wide.run().done() > SAVED_EVERY, seconds=SECONDS, waiting_for=wide.told)
+    wide.suspend()
+    until(lambda: wide.phase == "Suspended" and not wide.uids(), seconds=SECONDS, waiting_for=wide.told)
+    kept = nodes.plane.api.get(f"/api/v1/namespaces/{namespace}/persistentvolumeclaims/wide-storage")
+    saved, stopped_at, suspended = wide.run().saved(), wide.run().done(), screens(wide)
+    stopped = wide.uids()
+    narrow.await_end()
+    wide.suspend(suspended=False)
+    wide.await_end()
+    return Moved(wide, narrow, waited, waited_on, saved, stopped_at, stopped, kept, suspended)
+
+
+def unschedulable(of: Submitted) -> str:
+    """What it says when there is no room for it."""
+    why = of.why()
+    return why if why.startswith("Unschedulable") else ""
+
+
+def test_a_job_for_which_there_is_no_room_says_so_and_takes_none(moved: Moved) -> None:
+    assert "Insufficient cpu" in moved.waited
+    assert moved.waited_on == ["", ""]
+
+
+def test_a_suspended_job_has_saved_its_last_step_and_keeps_its_volume_alone(moved: Moved) -> None:
+    assert SAVED_EVERY < moved.stopped_at < STEPS
+    assert max(moved.saved) == moved.stopped_at
+    assert moved.stopped_pods == {}
+    assert moved.claim["status"]["phase"] == "Bound"
+
+
+def test_it_goes_on_from_there_with_the_losses_of_a_run_that_was_never_stopped(moved: Moved, steady: Steady) -> None:
+    run = moved.wide.run()
+    assert [step for _, _, step in run.steps()] == list(range(1, STEPS + 1))
+    assert [attempt for attempt, _, step in run.steps() if step > moved.stopped_at] == [1] * (STEPS - moved.stopped_at)
+    assert run.losses() == pytest.approx(undisturbed(steady, run.losses()), rel=1e-6)
+
+
+def test_another_job_goes_on_with_it_in_another_layout_with_the_same_losses(moved: Moved, steady: Steady) -> None:
+    """Two stages instead of shared experts: sums are rounded in another order, and forty steps carry that on."""
+    assert [moved.wide.read()["status"]["layout"][size] for size in ("expert", "pipeline")] == [2, 1]
+    assert [moved.narrow.read()["status"]["layout"][size] for size in ("expert", "pipeline")] == [1, 2]
+    run = moved.narrow.run()
+    assert list(run.losses()) == list(range(moved.stopped_at + 1, STEPS + 1))
+    assert run.losses() == pytest.approx(undisturbed(steady, run.losses()), rel=1e-4)
+
+
+def undisturbed(steady: Steady, steps: Mapping[int, float]) -> dict[int, float]:
+    losses = steady.job.run().losses()
+    return {step: losses[step] for step in steps}
+
+
+def test_kubectl_shows_a_suspended_job(moved: Moved) -> None:
+    assert_golden("suspended", moved.wide, moved.suspended)
+
+
+def test_a_job_of_a_name_that_was_taken_is_told_how_to_go_on_with_what_lies_there(
+    nodes: Cluster, moved: Moved, namespace: str
+) -> None:
+    """As by those who delete a job to change its layout, on a volume that outlives it. No rank is ever started."""
+    first = moved.narrow.read()["metadata"]["uid"]
+    nodes.plane.kubectl("delete", "mtj", "narrow", f"--namespace={namespace}")
+    until(lambda: not moved.narrow.pods(), seconds=SECONDS, waiting_for="the end of its pods")
+    again = submitted(nodes, namespace, job("narrow", STEPS, storage=STAGES["storage"]))
+    until(lambda: again.phase == "Failed", seconds=SECONDS, waiting_for=again.told)
+    failure = again.read()["status"]["lastFailure"]
+    assert (failure["exitCode"], failure["reason"]) == (78, "BadConfiguration")
+    assert f"belongs to job narrow (uid {first})" in failure["message"]
+    assert "checkpoint.resumeFrom narrow and resume Run" in failure["message"]
+    assert again.run().done() == STEPS, "what lies there is as it was"
+    assert_golden("failed", again, screens(again))
