@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from fake_world import World
+from moejob_api.contract import ExitCode, LastWord, Outcome, RunProgress
+from moejob_api.job.status import ConditionType, Phase
 from moejob_operator.children.gangs import GangApi
 from scenarios import SCENARIOS, Scenario, live
 
@@ -40,3 +44,22 @@ def test_a_crash_after_any_change_leads_to_the_same_end(scenario: Scenario) -> N
         world = lived(scenario, crash_at)
         assert world.crashes == 1
         assert world.fixed_point() == whole.fixed_point(), f"crashed at {crash_at}"
+
+
+def test_what_pods_saved_while_they_were_stopped_is_told() -> None:
+    """No story of the table: an operator that crashes just then does not hear it."""
+    world = World()
+    world.apply()
+    for happens in (world.run, partial(world.say, 6), partial(world.set_lifecycle, suspend=True)):
+        world.settle()
+        happens()
+    # One look writes the next attempt, another asks the pods to end; they save before they do.
+    world.look()
+    world.look()
+    run = RunProgress(step=7, last_checkpoint_step=7)
+    world.end_all(ExitCode.SAVED_AND_STOPPED, LastWord(outcome=Outcome.PREEMPTED, run=run))
+    world.settle()
+    assert (world.status.phase, world.names()) == (Phase.SUSPENDED, [])
+    assert world.message(ConditionType.CHECKPOINTED) == "step 7 is saved"
+    assert world.status.progress is not None
+    assert world.status.progress.step == 7

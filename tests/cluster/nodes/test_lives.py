@@ -8,7 +8,7 @@ for its processors, goes on with its run in another layout, and `wide` goes on i
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -33,11 +33,14 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 SECONDS = 300
 # Steps take a third of a second each where two nodes share two processors.
 STEADY_STEPS = 100
-STEPS = 40
+STEPS = 24
 SAVED_EVERY = 5
 # Two stages instead of shared experts, on a volume that is there already.
 STAGES: dict[str, Any] = {"parallelism": {"expert": 1, "pipeline": 2}, "storage": {"size": None, "claimName": "runs"}}
 RESUMING: dict[str, Any] = {"checkpoint": {"resumeFrom": "pvc://wide-storage/wide", "resume": "Run"}}
+# What kubectl was asked, and what it said.
+Screens = list[tuple[str, str]]
+GROUP_PROTECTION = "scheduling.k8s.io/podgroup-protection"
 OPERATORS = "labelSelector=app.kubernetes.io/component=operator"
 WRONG = ROOT / "examples" / "wrong"
 # Ends when it is told to, or when a file says so, as a trainer does that has finished.
@@ -56,7 +59,7 @@ def job(name: str, steps: int, **sections: Any) -> Job:
     return made | {"metadata": {"name": name}, "spec": merged(spec, sections)}
 
 
-def screens(submitted_job: Submitted) -> list[tuple[str, str]]:
+def screens(submitted_job: Submitted) -> Screens:
     """What people see of a job."""
     kubectl, at = submitted_job.nodes.plane.kubectl, f"--namespace={submitted_job.namespace}"
     one = ("mtj", submitted_job.name)
@@ -67,7 +70,7 @@ def screens(submitted_job: Submitted) -> list[tuple[str, str]]:
     ]
 
 
-def assert_golden(name: str, submitted_job: Submitted, sections: list[tuple[str, str]]) -> None:
+def assert_golden(name: str, submitted_job: Submitted, sections: Screens) -> None:
     """The same as in the file, but for what moves."""
     shown, expected = compared(name, sections, submitted_job.namespace)
     assert shown == expected
@@ -203,21 +206,29 @@ def test_a_job_that_cannot_fit_is_refused_and_what_is_suggested_is_accepted_as_i
 
 
 @dataclass(frozen=True)
+class Unwatched:
+    """What was seen while there was no operator."""
+
+    # Steps done when it was gone, and some time later.
+    alone: int
+    later: int
+    # What Kubernetes keeps from being deleted until somebody says that it may go.
+    finalizers: dict[str, list[str]]
+    is_defined: bool
+
+
+@dataclass(frozen=True)
 class Steady:
     """A job, and what was seen on its way."""
 
     job: Submitted
-    running: list[tuple[str, str]]
-    finished: list[tuple[str, str]]
-    # UIDs of its pods: before anything was done, after the upgrade, without an operator, with the next one, at the end.
+    running: Screens
+    finished: Screens
+    # UIDs of its pods: before anything was done, after the upgrade, with the next operator, at the end.
     pods: list[dict[str, str]]
-    # UIDs of the operator's pods: before and after the upgrade, and after the next install.
+    # UIDs of the operator's pods: before and after the upgrade.
     operators: list[dict[str, str]]
-    # Steps done when the operator was gone, and some time later.
-    unwatched_steps: tuple[int, int]
-    # What Kubernetes keeps from being deleted until somebody says that it may go, while nobody could.
-    finalizers: dict[str, list[str]]
-    is_defined: bool
+    unwatched: Unwatched
 
 
 @pytest.fixture(scope="module")
@@ -236,34 +247,48 @@ def steady(nodes: Cluster, home: Release, namespace: str, held: Submitted) -> St
     steady = submitted(nodes, namespace, job("steady", STEADY_STEPS, checkpoint={"everySteps": STEADY_STEPS - 10}))
     until(lambda: steady.phase == "Running", seconds=SECONDS, waiting_for=steady.told)
     pods, operators = [steady.uids()], [operator_pods(nodes, home)]
-
     home.upgrade(CHART, VALUES | {"settings": {"logLevel": "DEBUG"}})
-    until(
-        lambda: not set(operators[0]) & set(operator_pods(nodes, home)),
-        seconds=SECONDS,
-        waiting_for=lambda: f"the end of {sorted(operators[0])}",
-    )
+    await_end_of_operators(nodes, home, operators[0])
     pods.append(steady.uids())
     operators.append(operator_pods(nodes, home))
     until(lambda: steady.read()["status"].get("progress"), seconds=SECONDS, waiting_for=steady.told)
     running = screens(steady)
+    with uninstalled(nodes, home):
+        unwatched = left_alone(steady, held)
+    pods.append(steady.uids())
+    steady.await_end()
+    pods.append(steady.uids())
+    return Steady(steady, running, screens(steady), pods, operators, unwatched)
 
+
+@contextmanager
+def uninstalled(nodes: Cluster, home: Release) -> Iterator[None]:
+    """There is no operator meanwhile."""
     home.helm("uninstall")
-    until(lambda: not operator_pods(nodes, home), seconds=SECONDS, waiting_for="the end of the operator")
-    alone = steady.run().done()
-    finalizers = {**finalizers_of(nodes, namespace), **finalizers_of(nodes, held.namespace)}
+    try:
+        await_end_of_operators(nodes, home, operator_pods(nodes, home))
+        yield
+    finally:
+        home.install(VALUES)
+
+
+def left_alone(steady: Submitted, held: Submitted) -> Unwatched:
+    """Some steps of one job, and the end of the other with its namespace."""
+    nodes, alone = steady.nodes, steady.run().done()
+    finalizers = {**finalizers_of(nodes, steady.namespace), **finalizers_of(nodes, held.namespace)}
     nodes.plane.api.delete(f"/api/v1/namespaces/{held.namespace}")
     await_end_of_namespace(nodes.plane, held.namespace)
     until(lambda: steady.run().done() >= alone + 5, seconds=SECONDS, waiting_for=steady.told)
-    unwatched, is_defined = (alone, steady.run().done()), exists(nodes.plane, DEFINITION)
-    pods.append(steady.uids())
+    return Unwatched(alone, steady.run().done(), finalizers, exists(nodes.plane, DEFINITION))
 
-    home.install(VALUES)
-    pods.append(steady.uids())
-    operators.append(operator_pods(nodes, home))
-    steady.await_end()
-    pods.append(steady.uids())
-    return Steady(steady, running, screens(steady), pods, operators, unwatched, finalizers, is_defined)
+
+def await_end_of_operators(nodes: Cluster, home: Release, named: Collection[str]) -> None:
+    """Return when none of these pods is left."""
+    until(
+        lambda: not set(named) & set(operator_pods(nodes, home)),
+        seconds=SECONDS,
+        waiting_for=lambda: f"the end of {sorted(named)}",
+    )
 
 
 def operator_pods(nodes: Cluster, home: Release) -> dict[str, str]:
@@ -280,7 +305,7 @@ def finalizers_of(nodes: Cluster, namespace: str) -> dict[str, list[str]]:
 
 
 def test_an_upgrade_of_the_chart_changes_every_operator_pod_and_no_pod_of_a_job(steady: Steady) -> None:
-    before, after, _ = steady.operators
+    before, after = steady.operators
     assert len(before) == len(after) == 2
     assert not set(before.values()) & set(after.values())
     assert len(steady.pods[0]) == 2
@@ -288,23 +313,24 @@ def test_an_upgrade_of_the_chart_changes_every_operator_pod_and_no_pod_of_a_job(
 
 
 def test_without_an_operator_a_job_trains_on_and_its_definition_stays(steady: Steady) -> None:
-    alone, later = steady.unwatched_steps
-    assert alone + 5 <= later < STEADY_STEPS
-    assert steady.is_defined
-    assert steady.pods[2] == steady.pods[0]
+    assert steady.unwatched.alone + 5 <= steady.unwatched.later < STEADY_STEPS
+    assert steady.unwatched.is_defined
 
 
 def test_nothing_waits_for_an_operator_to_be_deleted(steady: Steady) -> None:
     """And a namespace with a job that ran was deleted while there was none."""
-    assert {name.partition("/")[0] for name in steady.finalizers} == {"MoETrainingJob", "Pod", "Service", "PodGroup"}
-    assert {name: found for name, found in steady.finalizers.items() if found} == {}
+    found = steady.unwatched.finalizers
+    assert {name.partition("/")[0] for name in found} == {"MoETrainingJob", "Pod", "Service", "PodGroup"}
+    # Kubernetes keeps the group of a gang as long as there are pods of it, and lets it go by itself.
+    own = {"PodGroup/held", "PodGroup/steady"}
+    assert {name: kept for name, kept in found.items() if kept} == {name: [GROUP_PROTECTION] for name in own}
 
 
 def test_the_next_operator_takes_a_job_over_to_its_good_end(steady: Steady) -> None:
     status = steady.job.read()["status"]
     assert status["phase"] == "Succeeded"
     assert (status["progress"]["step"], status["restarts"]["total"], status["restarts"]["pods"]) == (STEADY_STEPS, 0, 0)
-    assert steady.pods[3] == steady.pods[4] == steady.pods[0]
+    assert steady.pods[2] == steady.pods[3] == steady.pods[0]
 
 
 def test_every_step_was_done_once_whatever_became_of_the_operator(steady: Steady) -> None:
@@ -337,7 +363,7 @@ class Moved:
     stopped_at: int
     stopped_pods: dict[str, str]
     claim: Mapping[str, Any]
-    suspended: list[tuple[str, str]]
+    suspended: Screens
 
 
 @pytest.fixture(scope="module")
@@ -389,7 +415,7 @@ def test_it_goes_on_from_there_with_the_losses_of_a_run_that_was_never_stopped(m
 
 
 def test_another_job_goes_on_with_it_in_another_layout_with_the_same_losses(moved: Moved, steady: Steady) -> None:
-    """Two stages instead of shared experts: sums are rounded in another order, and forty steps carry that on."""
+    """Two stages instead of shared experts: sums are rounded in another order, and every step carries that on."""
     assert [moved.wide.read()["status"]["layout"][size] for size in ("expert", "pipeline")] == [2, 1]
     assert [moved.narrow.read()["status"]["layout"][size] for size in ("expert", "pipeline")] == [1, 2]
     run = moved.narrow.run()
@@ -413,11 +439,20 @@ def test_a_job_of_a_name_that_was_taken_is_told_how_to_go_on_with_what_lies_ther
     first = moved.narrow.read()["metadata"]["uid"]
     nodes.plane.kubectl("delete", "mtj", "narrow", f"--namespace={namespace}")
     until(lambda: not moved.narrow.pods(), seconds=SECONDS, waiting_for="the end of its pods")
-    again = submitted(nodes, namespace, job("narrow", STEPS, storage=STAGES["storage"]))
+    one_pod = {"gpusPerNode": 2}
+    again = submitted(nodes, namespace, job("narrow", STEPS, resources=one_pod, storage=STAGES["storage"]))
     until(lambda: again.phase == "Failed", seconds=SECONDS, waiting_for=again.told)
+    until(lambda: failed_pods(again) == 1, seconds=SECONDS, waiting_for=again.told)
     failure = again.read()["status"]["lastFailure"]
     assert (failure["exitCode"], failure["reason"]) == (78, "BadConfiguration")
     assert f"belongs to job narrow (uid {first})" in failure["message"]
     assert "checkpoint.resumeFrom narrow and resume Run" in failure["message"]
     assert again.run().done() == STEPS, "what lies there is as it was"
     assert_golden("failed", again, screens(again))
+
+
+def failed_pods(of: Submitted) -> int:
+    """As its status counts them, a moment after it has failed."""
+    [trainers] = of.read()["status"]["replicaStatuses"]
+    failed: int = trainers["failed"]
+    return failed

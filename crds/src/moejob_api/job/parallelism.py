@@ -26,7 +26,9 @@ class Parallelism(ApiModel):
     pipeline: Annotated[GroupSize, Field(description="Stages the layers are cut into (PP).")] = 1
     expert: Annotated[GroupSize, Field(description="GPUs that share the experts of a layer (EP).")] = 1
     context: Annotated[GroupSize, Field(description="GPUs that share every sequence (CP).")] = 1
-    data: Annotated[GroupSize, Field(description="Replicas of all of the above (DP).")] = 1
+    data: Annotated[
+        GroupSize, Field(description="Replicas of the model so divided, each with a share of every batch (DP).")
+    ] = 1
     expert_layout: Annotated[
         ExpertLayout,
         Field(

@@ -114,7 +114,7 @@ class Resources(ApiModel):
 
     accelerator: Annotated[
         Accelerator,
-        Field(description="CPU is for laptops and tests and never chosen by itself. On CPU, read GPU as rank below."),
+        Field(description="CPU is for laptops and tests and never chosen by itself; ranks then count as GPUs."),
     ] = Accelerator.GPU
     gpus_per_node: Annotated[GroupSize, Field(description="GPUs of one node; one pod takes a whole node.")] = 8
     gpu_resource: Annotated[QualifiedName, Field(description="Extended resource of the GPUs.")] = "nvidia.com/gpu"

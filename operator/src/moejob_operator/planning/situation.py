@@ -80,13 +80,19 @@ class Situation:
 
     @property
     def run(self) -> RunProgress | None:
-        """What pod 0 says of the run: just now, or as its last word."""
-        first = self.trainers.get(0)
+        """What pod 0 says of the run: just now, or as its last word; of a gang that was stopped, its last word too."""
+        first = self.trainers.get(0) or self._last_first
         if first is None:
             return None
         heard = self.seen.progress.get(first.uid)
         last = None if first.ended is None else first.ended.word
         return heard.run if heard is not None else None if last is None else last.run
+
+    @property
+    def _last_first(self) -> Pod | None:
+        """Pod 0 of the gang before the next one: what it saved while it was stopped nobody else can tell."""
+        before = (pod for pod in self.old if pod.index == 0 and pod.attempt == self.attempt - 1)
+        return next(before, None)
 
 
 def situation(
