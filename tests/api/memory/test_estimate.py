@@ -249,7 +249,8 @@ def test_a_checkpoint_holds_weights_and_optimizer_state() -> None:
 
 
 def test_a_checkpoint_of_adapters_holds_weights_that_another_job_may_have_trained() -> None:
-    shape, lora = moe_model(layers=2), {"lora": {}}
+    shape = moe_model(layers=2)
+    lora: dict[str, Any] = {"lora": {}}
     apart = checkpoint_bytes(shape, spec(training=lora))
     beside = checkpoint_bytes(shape, spec(training=lora, checkpoint={"resumeFrom": "another"}))
     assert beside - apart == export_bytes(shape, spec())
