@@ -16,7 +16,8 @@ CHART = Path(__file__).parent.parent / "charts" / "moejob"
 NAMESPACE = "moejob-system"
 # What keeps the name in Helm's own words.
 RELEASE = "moejob"
-SECONDS = 120
+# Longer than Helm is told to wait.
+SECONDS = 300
 
 Values = Mapping[str, Any]
 Object = dict[str, Any]
