@@ -125,7 +125,7 @@ def test_a_run_that_is_asked_to_stop_saves(run: MakeRun, number: signal.Signals,
     ended = one.ended()
     assert ended.code == code, ended
     assert "asked to stop: saving" in ended.said
-    assert "saved" in ended.complained
+    assert ended.complained == "stopped, and saved; the same command goes on from there\n"
 
 
 def test_a_second_request_ends_a_run_that_saves_for_ever(run: MakeRun) -> None:

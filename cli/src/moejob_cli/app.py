@@ -184,7 +184,7 @@ def run(
     if lines:
         show(display.ending(lines, folder))
     if result.exit_code:
-        typer.echo(f"error: {result.message}", err=True)
+        typer.echo(result.message if result.is_as_asked else f"error: {result.message}", err=True)
     raise typer.Exit(result.exit_code)
 
 

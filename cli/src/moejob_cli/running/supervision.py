@@ -36,6 +36,8 @@ class Result:
 
     exit_code: int
     message: str
+    # Ended and saved because somebody asked: nothing is wrong.
+    is_as_asked: bool = False
 
 
 class Requests:
@@ -195,12 +197,16 @@ class Supervision:
             return Result(FAILED, f"{stopping.why}, but launchers had not ended {GRACE_SECONDS} s later")
         if pods and all(pod.exit_code == ExitCode.DONE for pod in pods):
             return Result(0, "done")
-        failed = [pod for pod in pods if pod.exit_code not in (ExitCode.DONE, ExitCode.SAVED_AND_STOPPED)]
+        # A launcher that the signal itself ends has not begun to listen, much less to train.
+        stopped_well = (ExitCode.DONE, ExitCode.SAVED_AND_STOPPED, -signal.SIGTERM)
+        failed = [pod for pod in pods if pod.exit_code not in stopped_well]
         if failed:
             word = failed[0].word
             said = word.message if word is not None else f"exit code {failed[0].exit_code}"
             return Result(FAILED, f"{stopping.why}, and pod {failed[0].index} failed while saving: {said}")
-        return Result(stopping.exit_code, f"{stopping.why}; saved")
+        if stopping.exit_code == FAILED:
+            return Result(FAILED, f"{stopping.why}; saved")
+        return Result(stopping.exit_code, "stopped, and saved; the same command goes on from there", is_as_asked=True)
 
     # --- showing ------------------------------------------------------------------------------------------------------
 

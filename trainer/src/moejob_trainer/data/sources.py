@@ -137,9 +137,14 @@ def _lines(path: Path) -> Iterator[Record]:
 
 def _line(line: bytes, place: str) -> Record:
     try:
-        fields = json.loads(line.decode("utf-8-sig"))
+        fields = json.loads(line.decode("utf-8-sig").rstrip())
     except UnicodeDecodeError as error:
         raise BadData(f"{place} is not UTF-8: {error.reason} at byte {error.start}") from error
+    except json.JSONDecodeError as error:
+        # The line that the library counts is one in the line.
+        raise BadData(
+            f"{place} is not JSON: {error.msg} at character {error.pos + 1}; every line must hold one whole JSON object"
+        ) from error
     except (ValueError, RecursionError) as error:
         raise BadData(f"{place} is not JSON: {error}; every line must hold one whole JSON object") from error
     if not isinstance(fields, dict):
