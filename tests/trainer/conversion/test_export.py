@@ -19,9 +19,10 @@ from transformers import AutoModelForCausalLM
 from moejob_api.job.parallelism import ExpertLayout, Parallelism
 from moejob_api.models.shape import Family
 from moejob_trainer.conversion.export import ExportReport, Target, export
-from moejob_trainer.conversion.gathering import hugging_face_tensors
+from moejob_trainer.conversion.gathering import Gathering, hugging_face_tensors
 from moejob_trainer.conversion.groups import ModelGroups
 from moejob_trainer.conversion.imports import import_weights, opened
+from moejob_trainer.conversion.pieces import Piece
 from moejob_trainer.conversion.shards import CorruptExport, Entry, planned, shard, verify
 from moejob_trainer.model.parameters import Coordinates
 from trainer.conversion.published import FAMILIES, blank, saved, saved_with_mtp, table_of, values_of
@@ -139,6 +140,24 @@ def test_files_stay_below_their_size_and_the_index_finds_every_tensor(
     assert set(index["weight_map"]) == set(contents(source))
     assert index["metadata"]["total_size"] == report.bytes == sum(t.nbytes for t in contents(source).values())
     assert_same_bits(held(values, report.folder), held(values, source))
+
+
+def test_parts_that_were_put_together_wrongly_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files that hold what was written, each with its checksum, of two experts that have changed places."""
+    values, source = one_of(Family.QWEN3_MOE, tmp_path / "published")
+    right = Gathering.tensors
+
+    def swapped(gathering: Gathering) -> Iterator[tuple[Piece, Tensor]]:
+        whole = {piece.tensor: (piece, tensor) for piece, tensor in right(gathering)}
+        first, second = (f"model.layers.1.mlp.experts.{index}.down_proj.weight" for index in (2, 3))
+        of_first = whole[first][1]
+        whole[first], whole[second] = (whole[first][0], whole[second][1]), (whole[second][0], of_first)
+        yield from whole.values()
+
+    monkeypatch.setattr(Gathering, "tensors", swapped)
+    with pytest.raises(CorruptExport, match=r"importing layers\.1\..* would give other values than rank 0 holds"):
+        exported(values, source, tmp_path / "export")
+    assert not (tmp_path / "export").exists()
 
 
 @pytest.mark.parametrize("family", FAMILIES)

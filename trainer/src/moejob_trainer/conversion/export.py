@@ -25,8 +25,9 @@ from moejob_trainer.conversion.gathering import Gathering, agreed, names
 from moejob_trainer.conversion.groups import ModelGroups, collected, shared, told
 from moejob_trainer.conversion.imports import opened
 from moejob_trainer.conversion.pieces import Piece
-from moejob_trainer.conversion.shards import Entry, planned, shard, verify
+from moejob_trainer.conversion.shards import CorruptExport, Entry, planned, shard, verify
 from moejob_trainer.conversion.templates import copy_beside
+from moejob_trainer.model.parameters import local_slices
 
 MOST_SHARD_BYTES = 5 * 10**9
 
@@ -97,7 +98,11 @@ def export(state: Mapping[str, Tensor], table: Table, groups: ModelGroups, targe
     for one in written:
         verify(target.unfinished / one.file, one.entries, one.checksums)
     everything = collected(written, groups.world)
-    report = None if everything is None else _finish(table, target, list(chain.from_iterable(everything)))
+    report = None if everything is None else _complete(table, target, list(chain.from_iterable(everything)))
+    report = told(report, groups.world)
+    _import_again(gathering, target)
+    if collected("equal", groups.world) is not None:
+        _replace(target)
     return told(report, groups.world)
 
 
@@ -158,7 +163,7 @@ def _tensors(gathering: Gathering, target: Target) -> Iterator[tuple[str, Tensor
             yield name, cast
 
 
-def _finish(table: Table, target: Target, written: Sequence[_Written]) -> ExportReport:
+def _complete(table: Table, target: Target, written: Sequence[_Written]) -> ExportReport:
     folder = target.unfinished
     _all_once(table, written)
     entries = {entry.name: (one.file, entry) for one in written for entry in one.entries}
@@ -166,13 +171,26 @@ def _finish(table: Table, target: Target, written: Sequence[_Written]) -> Export
         (folder / INDEX_FILE).write_text(_index(entries), encoding="utf-8")
     # The same judgement as on every import: number, names, shapes and types of all tensors.
     opened(folder, table)
-    _replace(target)
     return ExportReport(
         folder=target.folder,
         files=tuple(sorted(one.file for one in written)),
         bytes=sum(entry.bytes for _, entry in entries.values()),
         checksums={name: checksum for one in written for name, checksum in one.checksums.items()},
     )
+
+
+def _import_again(gathering: Gathering, target: Target) -> None:
+    """Whoever put tensors together reads its own part of them as an import would: it is what it holds, to the bit."""
+    source, place = opened(target.unfinished, gathering.table), gathering.groups.coordinates
+    mine = {piece.parameter for piece, _ in gathering.pieces()}
+    for parameter in gathering.held():
+        # Asking for a weight may put it together, which takes all ranks.
+        weight = gathering.state[parameter.name].detach()
+        if parameter.name in mine and not source.holds(weight, parameter, local_slices(parameter, place)):
+            raise CorruptExport(
+                f"{target.unfinished}: importing {parameter.name} would give other values than rank "
+                f"{gathering.groups.rank} holds, so its parts were put together wrongly; the export before this one stays"
+            )
 
 
 def _all_once(table: Table, written: Sequence[_Written]) -> None:

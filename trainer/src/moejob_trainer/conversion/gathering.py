@@ -53,7 +53,7 @@ class Gathering:
     def pieces(self) -> Iterator[tuple[Piece, Assembly]]:
         """The pieces this rank has to do with, in an order that all ranks share: gathering in another one deadlocks."""
         owners = _owners(self.holdings)
-        for parameter in self._held():
+        for parameter in self.held():
             yield from self._pieces_of(parameter, owners)
 
     def owned(self) -> tuple[Piece, ...]:
@@ -63,7 +63,7 @@ class Gathering:
     def tensors(self) -> Iterator[tuple[Piece, Tensor]]:
         """Each piece this rank owns, as Hugging Face has it. All ranks must run it to its end together."""
         owners = _owners(self.holdings)
-        for parameter in self._held():
+        for parameter in self.held():
             # Replicas may have to put it together: they ask too, though others own its pieces.
             weight = self.state[parameter.name].detach()
             _require_shape(parameter, weight, self.groups.coordinates)
@@ -72,7 +72,8 @@ class Gathering:
                 if whole is not None:
                     yield piece, whole
 
-    def _held(self) -> Iterator[Parameter]:
+    def held(self) -> Iterator[Parameter]:
+        """The parameters of which this rank holds a part."""
         return (parameter for parameter in self.table.parameters if parameter.name in self.state)
 
     def _pieces_of(

@@ -50,6 +50,11 @@ class Source:
             for place, part in self._parts(parameter, held):
                 target[place].copy_(part)
 
+    def holds(self, weight: Tensor, parameter: Parameter, held: Slices) -> bool:
+        """Whether reading a part of a parameter gives what a tensor holds, as far as the files' type can say it."""
+        parts = self._parts(parameter, held)
+        return all(torch.equal(part, weight[place].to(part.dtype).cpu()) for place, part in parts)
+
     def _parts(self, parameter: Parameter, held: Slices) -> Iterator[tuple[Slices, Tensor]]:
         for piece in self.table.by_parameter[parameter.name]:
             part = piece.overlap(held)

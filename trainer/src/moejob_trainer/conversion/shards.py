@@ -37,7 +37,7 @@ class Entry:
 
 
 class CorruptExport(OSError):
-    """What was read back is not what was written: the storage, or the memory on the way to it, is not to be trusted."""
+    """What was read back is not what was written or held: the storage, or what put tensors together, is at fault."""
 
 
 @dataclass(frozen=True, slots=True)
