@@ -189,7 +189,7 @@ def _import_again(gathering: Gathering, target: Target) -> None:
         if parameter.name in mine and not source.holds(weight, parameter, local_slices(parameter, place)):
             raise CorruptExport(
                 f"{target.unfinished}: importing {parameter.name} would give other values than rank "
-                f"{gathering.groups.rank} holds, so its parts were put together wrongly; the export before this one stays"
+                f"{gathering.groups.rank} holds: its parts were put together wrongly; an older export stays as it was"
             )
 
 
