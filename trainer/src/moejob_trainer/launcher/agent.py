@@ -26,6 +26,7 @@ from moejob_trainer.launcher.ending import (
     Fault,
     blamed,
     ending_by,
+    ending_by_stop,
     exit_code,
     is_failure,
     last_word,
@@ -38,6 +39,7 @@ from moejob_trainer.launcher.ranks import Ranks
 from moejob_trainer.launcher.says import Log
 from moejob_trainer.launcher.stop import Stop, Stopped
 from moejob_trainer.launcher.store import LostPeers
+from moejob_trainer.starting import START, Way
 
 log = Log()
 
@@ -86,6 +88,8 @@ class Agent:
         self._board: Board | None = None
         self._restarts = 0
         self._is_gathering = True
+        # Since when the way to the next round is under way: since the process began, then since a round ended.
+        self._since, self._is_new = options.began_at, True
         # When the ranks that were asked to save are killed.
         self._save_until: float | None = None
 
@@ -135,23 +139,32 @@ class Agent:
         patience: float | None = None
         while True:
             self._ranks.warm(self._stop)
+            warm_at = time.monotonic()
             met = self._meeting.gather(patience, self._claim)
             if isinstance(met, Ending):
                 return Departure(exit_code(met), last_word(met))
             patience = float(self._pod.spec.lifecycle.progress_deadline_seconds)
-            departure = self._lived_through(met)
+            departure = self._lived_through(met, self._way(warm_at))
             if departure is not None:
                 return departure
             self._rest(self._meeting.before(met.number + 1))
 
-    def _lived_through(self, met: Round) -> Departure | None:
-        self._start(met)
+    def _way(self, warm_at: float) -> Way:
+        """How this launcher came to the round that begins now."""
+        took, met_at = warm_at - self._since, time.monotonic()
+        ending, imports = (0.0, took) if self._is_new else (took, 0.0)
+        self._is_new = False
+        return Way(ending, imports, met_at - warm_at, met_at)
+
+    def _lived_through(self, met: Round, way: Way) -> Departure | None:
+        self._start(met, way)
         seen = self._watch(met)
         if isinstance(seen, AllEnded):
             other = self._others_ended(met, seen)
             if other is None:
                 return self._departure(seen)
             seen = other
+        self._since = time.monotonic()
         self._is_gathering = True
         self._ranks.kill()
         departure = self._answer(met, seen)
@@ -171,13 +184,14 @@ class Agent:
             reason = f"the run folder {folder} cannot be written to: {error.strerror or error}"
             raise (BadFolder if error.errno in _LASTING else LostFolder)(reason) from None
 
-    def _start(self, met: Round) -> None:
+    def _start(self, met: Round, way: Way) -> None:
+        self._save_until = None
         said = None if self._board is None else self._board.run()
         self._board = Board(self._folder / f"round-{met.number}", self._pod.ranks_per_node, said)
         self._is_gathering = False
         self._ranks.start(
             [
-                Rank(self._pod.first_rank + local, self._target, self._environment(met, local))
+                Rank(self._pod.first_rank + local, self._target, self._environment(met, local) | {START: way.as_text()})
                 for local in range(self._pod.ranks_per_node)
             ]
         )
@@ -314,11 +328,10 @@ class Agent:
 
     def _others_ended(self, met: Round, ended: AllEnded) -> Ending | None:
         """Stay until the ranks of all pods have ended: one that fails now needs all of them to start again."""
-        if ended.exit_code == ExitCode.SAVED_AND_STOPPED and not self._pod.is_first:
-            # Nothing is started again after a stop, and pod 0 may be gone already.
+        if ended.exit_code == ExitCode.SAVED_AND_STOPPED:
+            # Without pod 0 there is nobody to meet, and what was to be saved is saved.
             with suppress(LostPeers):
-                self._meeting.done(met.number)
-            self._meeting.leave(met.number, _LAST_TO_LEAVE_SECONDS)
+                return self._stopped_together(met)
             return None
         self._meeting.done(met.number)
         while not self._meeting.all_done(met.number):
@@ -330,6 +343,28 @@ class Agent:
                 return other
             if self._save_until is not None and time.monotonic() >= self._save_until:
                 return None
+        self._meeting.leave(met.number, _LAST_TO_LEAVE_SECONDS)
+        return None
+
+    def _stopped_together(self, met: Round) -> Ending | None:
+        """What follows when ranks have saved and stopped because some pod was asked to: that one goes, the others stay.
+
+        Its replacement then finds launchers that need no imports. None when this pod goes, too.
+        """
+        self._meeting.done(met.number)
+        ending: Ending | None = None
+        while ending is None:
+            if self._stop.times and not self._pod.is_first:
+                break
+            if self._pod.is_first and self._meeting.all_done(met.number):
+                ending = self._meeting.end(met.number, ending_by_stop(self._author(), self._meeting.before(met.number)))
+                continue
+            if self._save_until is not None and time.monotonic() >= self._save_until:
+                break
+            self._stop.wait(_LOOK_SECONDS)
+            ending = self._meeting.ending(met.number)
+        if ending is not None and not ending.ends_gang:
+            return ending
         self._meeting.leave(met.number, _LAST_TO_LEAVE_SECONDS)
         return None
 

@@ -53,6 +53,11 @@ class Ending(BaseModel):
         return self.cause is Cause.BAD_CONFIGURATION
 
     @property
+    def ends_gang(self) -> bool:
+        """Whether pod 0, where the others meet, has been asked to stop."""
+        return self.cause is Cause.PREEMPTED and self.pod_leaves
+
+    @property
     def delay_seconds(self) -> float:
         """How long to wait before ranks are restarted."""
         return delay_seconds(self.in_place)
@@ -96,6 +101,19 @@ def ending_without(pod: int, author: Author, message: str, before: Ending | None
         in_place=_spent(before, author.checkpoint),
         checkpoint=_newest(before, author.checkpoint),
         pod_leaves=True,
+    )
+
+
+def ending_by_stop(author: Author, before: Ending | None) -> Ending:
+    """The ending that pod 0 writes when all ranks have saved and stopped because a pod was asked to."""
+    return Ending(
+        pod=author.pod,
+        token=author.token,
+        cause=Cause.PREEMPTED,
+        message="all ranks have saved and stopped, for a pod was asked to",
+        in_place=_spent(before, author.checkpoint),
+        checkpoint=_newest(before, author.checkpoint),
+        pod_leaves=author.is_stopping,
     )
 
 
