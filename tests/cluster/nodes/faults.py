@@ -47,3 +47,8 @@ def kill_operator(nodes: Cluster, namespace: str) -> None:
         "delete", "pods", "--selector=app.kubernetes.io/name=moejob", f"--namespace={namespace}", "--grace-period=0",
         "--force",
     )  # fmt: skip
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process still runs, or would if it were let."""
+    return Path(f"/proc/{pid}/exe").exists()

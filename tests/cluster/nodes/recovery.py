@@ -174,7 +174,7 @@ def _index(pod: Any) -> int:
 
 
 def _leaders(pids: set[int]) -> dict[int, int]:
-    """Those of a pod's processes that lead a session, by their number inside: the launcher is 1, each rank leads one."""
+    """The processes of a pod that lead a session, by their number inside: the launcher is 1, each rank leads one."""
     leaders = {}
     for pid in pids:
         status = _status(pid)
@@ -237,6 +237,11 @@ class Recovery:
         return self.last_before.step - (self.first_after.step - 1)
 
     @property
+    def steps_at_risk(self) -> int:
+        """Steps since the checkpoint that was the newest when it happened."""
+        return self.last_before.step - self.newest_checkpoint
+
+    @property
     def seconds(self) -> float:
         """From the fault to the end of the first step after it."""
         return self.first_after.time - self.fault_at
@@ -290,7 +295,7 @@ def split_of(fault_at: float, first: Line, new_uids: set[str], witness: Witness)
         known = met - part["meetingSeconds"] - part["endingSeconds"]
         return Split(known - fault_at, met - known, 0.0, 0.0, 0.0, load, first.seconds)
     launched = met - part["meetingSeconds"] - part["importSeconds"]
-    created = max(_first(witness, uid, lambda word: True) for uid in new_uids)
+    created = max(_first(witness, uid, lambda _: True) for uid in new_uids)
     scheduled = max(_first(witness, uid, lambda word: word.body["spec"].get("nodeName")) for uid in new_uids)
     known = _known(fault_at, created, witness)
     return Split(
@@ -312,7 +317,7 @@ def _first(witness: Witness, uid: str, holds: Any) -> float:
 
 
 def _known(fault_at: float, created: float, witness: Witness) -> float:
-    """When the cluster first said that something was wrong: a pod that ended or is asked to end, a node that is lost."""
+    """When the cluster first said that something was wrong: a pod that ends, a node that is lost."""
     signs: Sequence[float | None] = (
         witness.first(Kind.POD, _is_ending, fault_at),
         witness.first(Kind.NODE, _is_lost, fault_at),

@@ -55,9 +55,18 @@ class Ward:
     def recovered(self, patient: Patient, fault: Callable[[Mapping[int, Member]], object]) -> Recovery:
         """What came of a fault, once the job has ended well and has learned what it learns without."""
         found = recovery(patient, fault)
-        assert found.lost_steps <= found.last_before.step - found.newest_checkpoint
+        assert found.lost_steps <= found.steps_at_risk
         self.assert_unharmed(patient)
         return found
+
+    @contextmanager
+    def without_network(self, node: str) -> Iterator[None]:
+        """While a node may be cut off; afterwards it is not."""
+        try:
+            yield
+        finally:
+            self.nodes.reconnect(node)
+            self.nodes.await_ready(node)
 
     def assert_unharmed(self, patient: Patient) -> None:
         """The job ends well, and every step has the loss of the undisturbed run, however often it was done."""
@@ -68,7 +77,7 @@ class Ward:
 
 
 def job_of(model: str) -> Job:
-    """Two ranks that share the experts of a model. Its checkpoints come often, for what is lost between them is done again."""
+    """Two ranks that share the experts of a model, with a checkpoint every few seconds."""
     job = example()
     spec = {
         "model": {"source": model},

@@ -11,9 +11,8 @@ import errno
 import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-from moejob_api.contract import ExitCode, LastWord, Outcome, PodProgress, RankBeat, RunOwner, RunProgress
+from moejob_api.contract import ExitCode, LastWord, Outcome, PodProgress, RankBeat, RankFault, RunOwner, RunProgress
 from moejob_api.restarts import Cause
 from moejob_trainer.beats import BOARD, Board
 from moejob_trainer.checkpoints import take
@@ -22,6 +21,7 @@ from moejob_trainer.fencing import RESTART, claim
 from moejob_trainer.launcher.ending import (
     FAILED,
     Author,
+    Departure,
     Ending,
     Fault,
     blamed,
@@ -30,6 +30,7 @@ from moejob_trainer.launcher.ending import (
     exit_code,
     is_failure,
     last_word,
+    rank_fault,
 )
 from moejob_trainer.launcher.entry import Rank
 from moejob_trainer.launcher.meeting import Meeting, Round
@@ -49,14 +50,6 @@ _MARGIN_SECONDS, _MARGIN_SHARE = 5.0, 0.2
 _LAST_TO_LEAVE_SECONDS = 5.0
 _RANKS_NAMED = 8
 _LASTING = (errno.EEXIST, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOSPC, errno.EDQUOT)
-
-
-@dataclass(frozen=True, slots=True)
-class Departure:
-    """How the launcher ends."""
-
-    exit_code: int
-    word: LastWord
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +74,12 @@ class LostFolder(Exception):
 class Agent:
     """One launcher. `run` may be called once."""
 
-    def __init__(self, pod: Pod, options: Options, stop: Stop, folder: Path) -> None:
-        self._pod, self._target, self._stop, self._folder = pod, options.target, stop, folder
-        self._ranks = Ranks(folder, options.preload, options.logs)
+    def __init__(self, pod: Pod, options: Options, stop: Stop, ranks: Ranks) -> None:
+        self._pod, self._target, self._stop, self._ranks = pod, options.target, stop, ranks
         self._meeting = Meeting(pod, stop, options.lost_seconds)
         self._board: Board | None = None
         self._restarts = 0
+        self._fault: RankFault | None = None
         self._is_gathering = True
         # Since when the way to the next round is under way: since the process began, then since a round ended.
         self._since, self._is_new = options.began_at, True
@@ -97,7 +90,8 @@ class Agent:
         """Live through rounds until the job is done or this pod cannot go on."""
         departure = self._lived()
         # Whoever asked for /progress last heard of an earlier step.
-        return replace(departure, word=departure.word.model_copy(update={"run": self._run_so_far()}))
+        known = {"run": self._run_so_far(), "restarts": self._restarts, "fault": self._fault}
+        return replace(departure, word=departure.word.model_copy(update=known))
 
     def _lived(self) -> Departure:
         try:
@@ -128,6 +122,7 @@ class Agent:
             attempt=self._pod.attempt,
             index=self._pod.index,
             restarts=self._restarts,
+            fault=self._fault,
             ready=bool(heard) and all(row.has_beaten for row in heard),
             ranks=beats,
             run=self._run_so_far(),
@@ -187,7 +182,7 @@ class Agent:
     def _start(self, met: Round, way: Way) -> None:
         self._save_until = None
         said = None if self._board is None else self._board.run()
-        self._board = Board(self._folder / f"round-{met.number}", self._pod.ranks_per_node, said)
+        self._board = Board(self._ranks.folder / f"round-{met.number}", self._pod.ranks_per_node, said)
         self._is_gathering = False
         self._ranks.start(
             [
@@ -300,7 +295,7 @@ class Agent:
         log.warning("ranks have failed", cause=mine.cause.value, message=mine.message, in_place=mine.in_place)
         if mine.pod_leaves:
             return Departure(exit_code(mine), last_word(mine))
-        self._restarts += 1
+        self._restarts, self._fault = self._restarts + 1, rank_fault(mine)
         return None
 
     def _told(self, met: Round, fault: Fault) -> tuple[Ending, Ending]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from pydantic import BaseModel, ConfigDict
 
-from moejob_api.contract import ExitCode, LastWord, Outcome
+from moejob_api.contract import ExitCode, LastWord, Outcome, RankFault
 from moejob_api.restarts import RESTARTS_IN_PLACE, Cause, delay_seconds
 
 FAILED = 1
@@ -26,6 +26,14 @@ class Fault:
     rank: int | None = None
     exit_code: int | None = None
     step: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Departure:
+    """How a launcher ends."""
+
+    exit_code: int
+    word: LastWord
 
 
 class Ending(BaseModel):
@@ -115,6 +123,12 @@ def ending_by_stop(author: Author, before: Ending | None) -> Ending:
         checkpoint=_newest(before, author.checkpoint),
         pod_leaves=author.is_stopping,
     )
+
+
+def rank_fault(ending: Ending) -> RankFault:
+    """What is told of ranks that were restarted in place because of it."""
+    said = last_word(ending)
+    return RankFault(outcome=said.outcome, message=said.message[:512], rank=said.rank, exit_code=said.exit_code)
 
 
 def last_word(ending: Ending | Fault) -> LastWord:
