@@ -204,6 +204,18 @@ class World:
         if is_known:
             self.cluster.lose(node)
 
+    def lose_sight(self, index: int) -> None:
+        """The node controller has not heard of a pod's node for too long, and says so of its pods."""
+        pod = self.pod(index)
+        node = pod["spec"]["nodeName"]
+        self.dead_nodes.add(node)
+        self._set(pod, ready=False, more={"type": "ContainersReady", "status": "True"})
+        self.cluster.lose(node)
+
+    def fall_silent(self, index: int) -> None:
+        """A pod that has answered so far does not."""
+        self.cluster.answers.pop(self.pod(index)["metadata"]["uid"], None)
+
     def hold(
         self, index: int, *, condition: Mapping[str, Any] | None = None, waiting: Mapping[str, Any] | None = None
     ) -> None:

@@ -396,6 +396,24 @@ SCENARIOS: tuple[Scenario, ...] = (
         (waits(131), See("Restarting", BOTH, attempt=0, spent=0, uncounted=1, failure="NodeLost")),
     ),
     scenario(
+        "a pod that nobody hears of is replaced before its node is given up",
+        STARTED,
+        RUNNING,
+        (says(5), See("Running")),
+        (
+            both(lambda world: world.fall_silent(1), lambda world: world.lose_sight(1)),
+            See("Restarting", BOTH, attempt=0, spent=0, uncounted=1, failure="NodeLost", says="node-trainer-1"),
+        ),
+    ),
+    scenario(
+        "a pod that answers outlives the word of its node",
+        STARTED,
+        RUNNING,
+        (says(5), See("Running")),
+        (lambda world: world.lose_sight(1), See("Running", BOTH, attempt=0, spent=0)),
+        (says(8), See("Running", BOTH, attempt=0, spent=0)),
+    ),
+    scenario(
         "an old gang on a dead node holds the next one back",
         STARTED,
         RUNNING,

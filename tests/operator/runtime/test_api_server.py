@@ -128,24 +128,35 @@ def test_pod_groups_are_listed_of_every_gang_scheduler_there_is() -> None:
 
 
 READY = {"status": {"conditions": [{"type": "Ready", "status": "True"}]}}
+TAKEN = {"DisruptionTarget": "True"}
+UNHEARD = {"Ready": "False", "ContainersReady": "True"}
 SILENT = {"status": {"conditions": [{"type": "Ready", "status": "Unknown"}]}}
 
 
 @pytest.mark.parametrize(
-    ("until", "node", "lost"),
+    ("until", "said", "node", "lost"),
     [
-        pytest.param(PAST, (200, SILENT), {"node-1"}, id="not heard of"),
-        pytest.param(PAST, refused(404, "NotFound"), {"node-1"}, id="gone"),
-        pytest.param(PAST, (200, READY), set(), id="alive: its kubelet is only slow"),
-        pytest.param(PAST, refused(403, "Forbidden"), set(), id="not ours to see"),
-        pytest.param(FUTURE, (200, SILENT), set(), id="the pod still has time"),
-        pytest.param(None, (200, SILENT), set(), id="the pod is not asked to end"),
+        pytest.param(PAST, {}, (200, SILENT), {"node-1"}, id="not heard of"),
+        pytest.param(PAST, {}, refused(404, "NotFound"), {"node-1"}, id="gone"),
+        pytest.param(PAST, {}, (200, READY), set(), id="alive: its kubelet is only slow"),
+        pytest.param(PAST, {}, refused(403, "Forbidden"), set(), id="not ours to see"),
+        pytest.param(FUTURE, {}, (200, SILENT), set(), id="the pod still has time"),
+        pytest.param(FUTURE, TAKEN, (200, SILENT), {"node-1"}, id="the pod is taken away for its node"),
+        pytest.param(FUTURE, TAKEN, (200, READY), set(), id="the pod is taken away for a node that is heard of"),
+        pytest.param(None, {}, (200, SILENT), set(), id="the pod is not asked to end"),
+        pytest.param(None, UNHEARD, (200, SILENT), {"node-1"}, id="the pod is marked for the silence of its node"),
     ],
 )
-def test_a_node_counts_as_lost_only_when_the_cluster_says_so(until: str | None, node: Answer, lost: set[str]) -> None:
+def test_a_node_counts_as_lost_only_when_the_cluster_says_so(
+    until: str | None, said: dict[str, str], node: Answer, lost: set[str]
+) -> None:
     async def story(here: World) -> None:
         metadata = {} if until is None else {"deletionTimestamp": until}
-        here.cache.seen(Kind.POD, pod(spec={"nodeName": "node-1"}, metadata=metadata))
+        reason = "DeletionByTaintManager"
+        conditions = [{"type": kind, "status": status, "reason": reason} for kind, status in said.items()]
+        here.cache.seen(
+            Kind.POD, pod(spec={"nodeName": "node-1"}, metadata=metadata, status={"conditions": conditions})
+        )
         here.server.say("GET /api/v1/nodes/node-1", node)
         assert (await here.cluster.children(KEY, live=False)).lost_nodes == lost
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from moejob_api.contract import ExitCode, Outcome, PodProgress, RankFault, Role, pod_name
 from moejob_api.restarts import LAUNCHER_FIRST_SECONDS, Cause, Failure, cause_of_exit
-from moejob_operator.observed import Pod, PodPhase
+from moejob_operator.observed import TAKEN_BY_TAINT, Pod, PodPhase
 from moejob_operator.planning.situation import Situation, spec_and_layout
 from moejob_operator.planning.times import seconds_since
 
@@ -18,7 +18,7 @@ KUBELET_SECONDS = 30.0
 _CLUSTER_REASONS = frozenset(
     {"Evicted", "NodeShutdown", "Terminated", "NodeLost", "NodeAffinity", "UnexpectedAdmissionError", "Preempting"}
 )
-_NODE_REASONS = frozenset({"DeletionByTaintManager", "DeletionByPodGC"})
+_NODE_REASONS = frozenset({TAKEN_BY_TAINT, "DeletionByPodGC"})
 _RANKS_NAMED = 8
 
 
@@ -77,12 +77,20 @@ def _cause(pod: Pod, s: Situation) -> Cause | None:
         return Cause.BAD_CONFIGURATION
     if pod.phase is PodPhase.SUCCEEDED:
         return None
-    if pod.is_terminating and is_on_lost_node(pod, s):
+    if is_on_lost_node(pod, s) and (pod.is_terminating or _is_out_of_reach(pod, s)):
         return Cause.NODE_LOST
     # One that is asked to end may still be saving: how it ends is the cause, and its name is taken until then.
     if pod.phase is not PodPhase.FAILED:
         return None
     return _cause_of_failed(pod)
+
+
+def _is_out_of_reach(pod: Pod, s: Situation) -> bool:
+    """Whether nobody hears of it: neither the cluster of its node, nor we of itself.
+
+    A run outlives a kubelet, and a node that is cut off from the API server alone: such a pod still answers us.
+    """
+    return pod.is_unheard and s.seen.was_polled and pod.uid not in s.seen.progress
 
 
 def _cause_of_failed(pod: Pod) -> Cause:
@@ -103,6 +111,8 @@ def _why(pod: Pod) -> str:
     said = "" if pod.ended is None else pod.ended.message
     if said:
         return said
+    if pod.ended is None and pod.is_unheard:
+        return f"nothing is heard of node {pod.node}"
     if pod.message or pod.reason:
         return pod.message or pod.reason
     if pod.disruption is not None:
