@@ -129,12 +129,12 @@ class ApiServer:
         kind, name = manifest["kind"], manifest["metadata"]["name"]
         raise Forbidden(f"a {kind} {name} that belongs to something else is in the way; delete or rename it")
 
-    async def delete(self, ref: Ref, *, force: bool) -> None:
-        """Delete what has this name and UID; `force` does not wait for a kubelet."""
+    async def delete(self, ref: Ref, *, grace_seconds: int | None) -> None:
+        """Delete what has this name and UID; a grace of 0 does not wait for a kubelet."""
         options = {
             "preconditions": {"uid": ref.uid},
             "propagationPolicy": "Background",
-        } | ({"gracePeriodSeconds": 0} if force else {})
+        } | ({} if grace_seconds is None else {"gracePeriodSeconds": grace_seconds})
         for api in self._apis_of(ref):
             try:
                 left = await self.api.delete(

@@ -153,8 +153,8 @@ async def _perform(action: Action, cluster: Cluster) -> None:
     match action:
         case Ensure(manifest):
             await cluster.ensure(manifest)
-        case Delete(ref, force):
-            await cluster.delete(ref, force=force)
+        case Delete(ref, grace_seconds):
+            await cluster.delete(ref, grace_seconds=grace_seconds)
         case _:
             assert_never(action)
 

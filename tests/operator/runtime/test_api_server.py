@@ -230,9 +230,14 @@ REF = Ref(Kind.POD, "default", "job-trainer-0-00000", "uid-job-trainer-0-00000")
 
 
 @pytest.mark.parametrize(
-    ("force", "grace"), [pytest.param(False, None, id="gently"), pytest.param(True, 0, id="without its kubelet")]
+    "grace",
+    [
+        pytest.param(None, id="gently"),
+        pytest.param(5, id="soon"),
+        pytest.param(0, id="without its kubelet"),
+    ],
 )
-def test_a_deletion_names_the_uid(force: bool, grace: int | None) -> None:
+def test_a_deletion_names_the_uid(grace: int | None) -> None:
     async def story(here: World) -> None:
         here.cache.seen(Kind.POD, pod(status={"phase": "Running"}, metadata={"deletionTimestamp": None}))
         ending = {
@@ -240,7 +245,7 @@ def test_a_deletion_names_the_uid(force: bool, grace: int | None) -> None:
             "metadata": pod(version=9, metadata={"deletionTimestamp": FUTURE})["metadata"],
         }
         here.server.say(f"DELETE {PODS}/{REF.name}", (200, ending))
-        await here.cluster.delete(REF, force=force)
+        await here.cluster.delete(REF, grace_seconds=grace)
         [asked] = here.server.asked
         assert asked.body["preconditions"] == {"uid": REF.uid}
         assert asked.body.get("gracePeriodSeconds") == grace
@@ -262,7 +267,7 @@ def test_a_deletion_names_the_uid(force: bool, grace: int | None) -> None:
 def test_deleting_what_is_not_there_is_fine(answer: Answer) -> None:
     async def story(here: World) -> None:
         here.server.say(f"DELETE {PODS}/{REF.name}", answer)
-        await here.cluster.delete(REF, force=False)
+        await here.cluster.delete(REF, grace_seconds=None)
         assert (await here.cluster.children(KEY, live=False)).pods == ()
 
     played(story)
@@ -275,7 +280,7 @@ def test_a_pod_that_somebody_else_took_away_at_the_same_moment_is_left_to_the_wa
         answer = pod(metadata={"deletionTimestamp": FUTURE})["metadata"]
         del answer["resourceVersion"]
         here.server.say(f"DELETE {PODS}/{REF.name}", (200, {"kind": "PartialObjectMetadata", "metadata": answer}))
-        await here.cluster.delete(REF, force=False)
+        await here.cluster.delete(REF, grace_seconds=None)
         [left] = (await here.cluster.children(KEY, live=False)).pods
         assert left["status"] == {"phase": "Failed"}
 
@@ -286,10 +291,10 @@ def test_a_pod_group_is_deleted_where_it_is() -> None:
     async def story(here: World) -> None:
         ref = Ref(Kind.POD_GROUP, "default", "job", "uid-job")
         here.server.say(f"DELETE {GROUPS}/job", (200, {"kind": "Status"}))
-        await here.cluster.delete(ref, force=False)
+        await here.cluster.delete(ref, grace_seconds=None)
         assert len(here.server.asked) == 2, "not known where: every gang scheduler is asked"
         here.cache.seen(Kind.POD_GROUP, stored("PodGroup", "job", labels=LABELS) | {"apiVersion": GangApi.NATIVE.value})
-        await here.cluster.delete(ref, force=False)
+        await here.cluster.delete(ref, grace_seconds=None)
         assert here.server.calls[2:] == [f"DELETE {GROUPS}/job"]
 
     played(story, GangApi.NATIVE, GangApi.VOLCANO)
@@ -341,7 +346,7 @@ def test_who_does_not_lead_any_more_writes_nothing() -> None:
         here.remaining = 0.0
         for write in (
             here.cluster.ensure(pod()),
-            here.cluster.delete(REF, force=True),
+            here.cluster.delete(REF, grace_seconds=0),
             here.cluster.write_status(job(), {}),
         ):
             with pytest.raises(Retryable, match="does not lead"):

@@ -139,7 +139,7 @@ def old_gang(s: Situation) -> Step | None:
     """Pods of another attempt are deleted and waited for: two gangs would write to one volume."""
     if not s.old:
         return None
-    actions = objects.deletions(s.old, s)
+    actions = objects.deletions(s.old, s, objects.BROKEN_GANG_SECONDS)
     return Step(
         restarting_or_pending(s),
         Reason.OLD_PODS_LEFT if s.refusal is None else Reason.DELETION_REFUSED,
@@ -274,7 +274,7 @@ def _told(deletes: tuple[Delete, ...], s: Situation) -> tuple[Notice, ...]:
     forced = [
         Notice(Severity.WARNING, "PodForceDeleted", f"{found.ref.name} was deleted without its node, which is lost")
         for found in deletes
-        if found.force
+        if found.is_forced
     ]
     replaced = [
         Notice(Severity.WARNING, "RolloutReplaced", f"engine {found.ref.name} has lost its place and is replaced")

@@ -257,14 +257,8 @@ class Agent:
 
     def _others(self, met: Round) -> Ending | None:
         """An ending that came from another pod."""
-        try:
-            self._tell_checkpoint()
-            return self._meeting.ending(met.number)
-        except LostPeers:
-            # Pod 0 may be gone once it has saved; the ranks here still are at it.
-            if self._save_until is not None:
-                return None
-            raise
+        self._tell_checkpoint()
+        return self._meeting.ending(met.number)
 
     def _hung(self) -> Fault | None:
         limit = self._pod.spec.lifecycle.progress_deadline_seconds
