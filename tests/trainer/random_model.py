@@ -11,11 +11,12 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from moejob_trainer.data import tiny
 
-CONFIG = Qwen3MoeConfig(
+CONFIG = AutoConfig.for_model(
+    "qwen3_moe",
     vocab_size=512,
     hidden_size=256,
     num_hidden_layers=6,

@@ -9,7 +9,7 @@ import http.client
 import json
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -106,6 +106,20 @@ class Patient:
 
         return self.awaited(committed, f"a checkpoint of step {step}")
 
+    def await_start(self, restart: int) -> None:
+        """Ranks of that start have done a step. Asks nobody but the volume."""
+
+        def has_stepped() -> bool:
+            return any(line.claim[1] >= restart for line in self.lines())
+
+        until(has_stepped, seconds=PATIENCE_SECONDS, waiting_for=f"restart {restart}")
+
+    def unfinished(self) -> Iterator[Path]:
+        """Checkpoints that are being written: something is there, and nobody has committed it."""
+        for path in (self.folder / "checkpoints").glob("step-*"):
+            if COMMIT.fullmatch(path.name) and not (path / MARKER).exists() and any(path.iterdir()):
+                yield path
+
     def members(self) -> dict[int, Member]:
         """The pods that run, by index."""
         listed = self.job.nodes.plane.api.get(f"/api/v1/namespaces/{self.job.namespace}/pods")["items"]
@@ -115,7 +129,11 @@ class Patient:
         """The same, once so many pods have their rank."""
 
         def whole() -> dict[int, Member] | None:
-            found = self.members()
+            try:
+                found = self.members()
+            except (OSError, http.client.HTTPException):
+                # Tests take the API server away.
+                return None
             return found if len(found) == count and all(member.rank for member in found.values()) else None
 
         return self.awaited(whole, f"{count} pods with their ranks")

@@ -68,6 +68,31 @@ class Ward:
             self.nodes.reconnect(node)
             self.nodes.await_ready(node)
 
+    def provide(self, file: Path) -> Path:
+        """Put a file where pods find it; where the machine sees it there."""
+        place = self.nodes.storage.path(self.home.namespace, MODELS) / file.name
+        shutil.copy(file, place)
+        place.chmod(0o755)
+        return place
+
+    def spread_operator(self) -> None:
+        """One replica on each node: earlier faults may have left both on one."""
+        while len({pod["spec"]["nodeName"] for pod in self._replicas()}) < len(self.nodes.nodes):
+            name = self._replicas()[0]["metadata"]["name"]
+            self.nodes.plane.kubectl("delete", "pod", name, f"--namespace={self.home.namespace}")
+            self.await_operator()
+
+    def await_operator(self) -> None:
+        """Return when every replica is ready."""
+        self.nodes.plane.kubectl(
+            "rollout", "status", "deployment/moejob-operator", "--timeout=120s", f"--namespace={self.home.namespace}"
+        )
+
+    def _replicas(self) -> list[Any]:
+        pods = self.home.get("pods")["items"]
+        named = [pod for pod in pods if pod["metadata"]["name"].startswith("moejob-operator-")]
+        return [pod for pod in named if "deletionTimestamp" not in pod["metadata"]]
+
     def assert_unharmed(self, patient: Patient) -> None:
         """The job ends well, and every step has the loss of the undisturbed run, however often it was done."""
         patient.job.await_end()

@@ -8,6 +8,7 @@ a dead rank sit in a collective, and every second of that is lost.
 from __future__ import annotations
 
 import errno
+import signal
 import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -34,6 +35,7 @@ from moejob_trainer.launcher.ending import (
 )
 from moejob_trainer.launcher.entry import Rank
 from moejob_trainer.launcher.meeting import Meeting, Round
+from moejob_trainer.launcher.memory import kills_for_memory
 from moejob_trainer.launcher.options import Options
 from moejob_trainer.launcher.pod import Pod
 from moejob_trainer.launcher.ranks import Ranks
@@ -49,6 +51,7 @@ _LOOK_SECONDS = 0.2
 _MARGIN_SECONDS, _MARGIN_SHARE = 5.0, 0.2
 _LAST_TO_LEAVE_SECONDS = 5.0
 _RANKS_NAMED = 8
+_STARVED = ", out of memory; raise resources.memory"
 _LASTING = (errno.EEXIST, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOSPC, errno.EDQUOT)
 
 
@@ -80,6 +83,8 @@ class Agent:
         self._board: Board | None = None
         self._restarts = 0
         self._fault: RankFault | None = None
+        # Kills for memory in this container before the present round.
+        self._starved = 0
         self._is_gathering = True
         # Since when the way to the next round is under way: since the process began, then since a round ended.
         self._since, self._is_new = options.began_at, True
@@ -180,7 +185,7 @@ class Agent:
             raise (BadFolder if error.errno in _LASTING else LostFolder)(reason) from None
 
     def _start(self, met: Round, way: Way) -> None:
-        self._save_until = None
+        self._save_until, self._starved = None, kills_for_memory()
         said = None if self._board is None else self._board.run()
         self._board = Board(self._ranks.folder / f"round-{met.number}", self._pod.ranks_per_node, said)
         self._is_gathering = False
@@ -238,9 +243,16 @@ class Agent:
         if self._stop.times and not self._anything_to_save():
             return AllEnded(ExitCode.SAVED_AND_STOPPED)
         cause = Cause.BAD_CONFIGURATION if code == ExitCode.BAD_CONFIGURATION else Cause.RANK_FAILED
+        return Fault(cause, self._told_death(rank, code), rank, code, self._step())
+
+    def _told_death(self, rank: int, code: int) -> str:
+        """How a rank died, and what it said of it; one that was killed at once knew nothing of it."""
+        if code == -signal.SIGKILL:
+            is_starved = kills_for_memory() > self._starved
+            return f"rank {rank} was killed by signal {-code}{_STARVED if is_starved else ''}"
         how = f"rank {rank} was killed by signal {-code}" if code < 0 else f"rank {rank} ended with exit code {code}"
         said = self._ranks.last_line(rank)
-        return Fault(cause, f"{how}: {said}" if said else how, rank, code, self._step())
+        return f"{how}: {said}" if said else how
 
     def _unheeded(self) -> Fault | None:
         """Pass a request to stop on to the ranks, once; a fault when they have not saved in time."""
