@@ -108,6 +108,11 @@ gpu-test: $(trainer_gpu_built) $(operator_built) ## Test kernels and training on
 test-cluster: $(operator_built) $(trainer_built) ## Test on a real control plane and two real nodes
 	@$(operator)/pytest tests/cluster -rs --no-fold-skipped $(ARGS)
 
+# Needs what the nodes need, and half an hour; test-cluster does the five of these that happen most.
+test-faults: $(operator_built) $(trainer_built) ## Test every fault: of ranks, pods, nodes, volumes, clocks, the cluster and the operator
+	@MOEJOB_FAULTS=full $(operator)/pytest tests/cluster/control_plane/test_faults.py tests/cluster/nodes/test_faults.py \
+		-rs --no-fold-skipped $(ARGS)
+
 control-plane: $(operator_built) ## Build the Kubernetes programs that this machine lacks
 	@PYTHONPATH=tests $(operator)/python -m cluster.binaries
 
@@ -166,4 +171,4 @@ clean: ## Remove the environments and all build output; the cache stays
 		$(foreach dist,crds operator trainer cli,$(dist)/dist $(dist)/build)
 	@find $(wildcard crds operator trainer cli tests benchmarks scripts) -name __pycache__ -prune -exec rm -rf {} +
 
-.PHONY: help setup fmt lint types generate verify test test-operator test-trainer matrix test-rollout test-cluster gpu-test control-plane bench bench-operator bench-trainer demo cluster-demo images kind-demo lock clean
+.PHONY: help setup fmt lint types generate verify test test-operator test-trainer matrix test-rollout test-cluster test-faults gpu-test control-plane bench bench-operator bench-trainer demo cluster-demo images kind-demo lock clean

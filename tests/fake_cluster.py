@@ -99,12 +99,12 @@ class FakeCluster:
             raise Forbidden(f"a {kind} {about['name']} that belongs to something else is in the way")
         self._after()
 
-    async def delete(self, ref: Ref, *, force: bool) -> None:
-        self._before(f"{'force-' * force}delete {ref.kind} {ref.name}")
+    async def delete(self, ref: Ref, *, grace_seconds: int | None) -> None:
+        self._before(f"{'force-' * (grace_seconds == 0)}delete {ref.kind} {ref.name}")
         with_id = (ref.kind, ref.namespace, ref.name)
         there = self.objects.get(with_id)
         if there is not None and there["metadata"]["uid"] == ref.uid:
-            self.end(with_id, force=force)
+            self.end(with_id, force=grace_seconds == 0)
             self._answered(with_id)
         self._after()
 

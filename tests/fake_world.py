@@ -12,7 +12,7 @@ from typing import Any
 
 from builders import GRPO, SFT, merged
 from fake_cluster import NAMESPACE, Body, Crash, FakeCluster, at
-from moejob_api.contract import Label, LastWord, PodProgress, RankBeat, Role, RunProgress
+from moejob_api.contract import Label, LastWord, PodProgress, RankBeat, RankFault, Role, RunProgress
 from moejob_api.job.status import ConditionType, Status
 from moejob_operator.actions import Kind
 from moejob_operator.children.blueprint import Images
@@ -204,6 +204,18 @@ class World:
         if is_known:
             self.cluster.lose(node)
 
+    def lose_sight(self, index: int) -> None:
+        """The node controller has not heard of a pod's node for too long, and says so of its pods."""
+        pod = self.pod(index)
+        node = pod["spec"]["nodeName"]
+        self.dead_nodes.add(node)
+        self._set(pod, ready=False, more={"type": "ContainersReady", "status": "True"})
+        self.cluster.lose(node)
+
+    def fall_silent(self, index: int) -> None:
+        """A pod that has answered so far does not."""
+        self.cluster.answers.pop(self.pod(index)["metadata"]["uid"], None)
+
     def hold(
         self, index: int, *, condition: Mapping[str, Any] | None = None, waiting: Mapping[str, Any] | None = None
     ) -> None:
@@ -217,7 +229,16 @@ class World:
         claim = self.cluster.objects[(Kind.CLAIM, self.key.namespace, "job-storage")]
         self.cluster.change(claim | {"status": {"phase": phase}})
 
-    def say(self, step: int, *, saved: int | None = None, age: float = 1.0, restarts: int = 0, **run: Any) -> None:
+    def say(
+        self,
+        step: int,
+        *,
+        saved: int | None = None,
+        age: float = 1.0,
+        restarts: int = 0,
+        fault: RankFault | None = None,
+        **run: Any,
+    ) -> None:
         """Every running trainer pod answers: the run is at `step`, ranks were heard `age` seconds ago."""
         for pod in self.cluster.pods(Role.TRAINER):
             labels = pod["metadata"]["labels"]
@@ -228,6 +249,7 @@ class World:
                 index=index,
                 ready=True,
                 restarts=restarts,
+                fault=fault,
                 ranks=(RankBeat(rank=index, pid=7, step=step, age_seconds=age),),
                 run=about if index == 0 else None,
             )

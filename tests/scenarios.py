@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fake_world import World
-from moejob_api.contract import ExitCode, LastWord, Outcome, Role
+from moejob_api.contract import ExitCode, LastWord, Outcome, RankFault, Role
 from moejob_api.job.status import ConditionType
 
 Verb = Callable[[World], None]
@@ -105,9 +105,9 @@ def ends(index: int, code: int, outcome: Outcome | None = None, **more: Any) -> 
     return lambda world: world.end(index, code, word, **more)
 
 
-def all_end(code: int, outcome: Outcome | None = None) -> Verb:
+def all_end(code: int, outcome: Outcome | None = None, **said: Any) -> Verb:
     """The whole gang ends alike."""
-    return lambda world: world.end_all(code, None if outcome is None else LastWord(outcome=outcome))
+    return lambda world: world.end_all(code, None if outcome is None else LastWord(outcome=outcome, **said))
 
 
 def both(*verbs: Verb) -> Verb:
@@ -201,6 +201,7 @@ BOTH = "0-0 0-1"
 KUEUE = frozenset({"kueue.x-k8s.io"})
 STARTED = (nothing, See("Pending", BOTH, attempt=0, spent=0, why="Starting"))
 RUNNING = (runs, See("Running", BOTH, attempt=0, spent=0, why="AllPodsRun"))
+KILLED = RankFault(outcome=Outcome.RANK_FAILED, message="rank 1 was killed by signal 9", rank=1, exit_code=-9)
 GRPO: Mapping[str, Any] = {
     "method": "GRPO",
     "data": {"maxLength": 512},
@@ -395,6 +396,24 @@ SCENARIOS: tuple[Scenario, ...] = (
         (waits(131), See("Restarting", BOTH, attempt=0, spent=0, uncounted=1, failure="NodeLost")),
     ),
     scenario(
+        "a pod that nobody hears of is replaced before its node is given up",
+        STARTED,
+        RUNNING,
+        (says(5), See("Running")),
+        (
+            both(lambda world: world.fall_silent(1), lambda world: world.lose_sight(1)),
+            See("Restarting", BOTH, attempt=0, spent=0, uncounted=1, failure="NodeLost", says="node-trainer-1"),
+        ),
+    ),
+    scenario(
+        "a pod that answers outlives the word of its node",
+        STARTED,
+        RUNNING,
+        (says(5), See("Running")),
+        (lambda world: world.lose_sight(1), See("Running", BOTH, attempt=0, spent=0)),
+        (says(8), See("Running", BOTH, attempt=0, spent=0)),
+    ),
+    scenario(
         "an old gang on a dead node holds the next one back",
         STARTED,
         RUNNING,
@@ -447,6 +466,37 @@ SCENARIOS: tuple[Scenario, ...] = (
         (runs, See("Running", attempt=1, spent=3)),
         (says(11), See("Running", attempt=1, spent=3)),
         (says(12), See("Running", attempt=1, spent=3)),
+    ),
+    scenario(
+        "what a rank died of is told though its pod lives on",
+        STARTED,
+        RUNNING,
+        (says(5), See("Running", spent=0)),
+        (
+            says(8, restarts=1, fault=KILLED),
+            See("Running", BOTH, spent=1, failure="RankFailed", says="rank 1 was killed"),
+        ),
+        (all_end(0), See("Succeeded", spent=1, failure="RankFailed")),
+    ),
+    scenario(
+        "ranks that the launcher restarted for their silence were hung",
+        STARTED,
+        RUNNING,
+        (says(5), See("Running", spent=0)),
+        (
+            says(8, restarts=1, fault=RankFault(outcome=Outcome.HUNG, message="rank 1 silent", rank=1)),
+            See("Running", BOTH, spent=1, failure="Hung", says="rank 1 silent"),
+        ),
+    ),
+    scenario(
+        "a restart of ranks shortly before the end is told by the last words",
+        STARTED,
+        RUNNING,
+        (says(5), See("Running", spent=0)),
+        (
+            all_end(0, Outcome.COMPLETED, restarts=1, fault=KILLED),
+            See("Succeeded", failure="RankFailed", says="rank 1 was killed"),
+        ),
     ),
     scenario(
         "suspending stops the pods and keeps the volume",

@@ -38,12 +38,12 @@ class WatchedCluster(FakeCluster):
     interloper: bool = False
     failed_for: list[str] = field(default_factory=list)
 
-    async def delete(self, ref: Ref, *, force: bool) -> None:
+    async def delete(self, ref: Ref, *, grace_seconds: int | None) -> None:
         there = self.objects.get((ref.kind, ref.namespace, ref.name))
         if ref.kind is Kind.POD and there is not None and there["metadata"]["uid"] == ref.uid:
             assert self._may_go(there), f"{ref.name} did nothing wrong and was deleted"
-            assert not force or there["spec"]["nodeName"] in self.lost_nodes, f"{ref.name} may still run"
-        await super().delete(ref, force=force)
+            assert grace_seconds != 0 or there["spec"]["nodeName"] in self.lost_nodes, f"{ref.name} may still run"
+        await super().delete(ref, grace_seconds=grace_seconds)
 
     async def write_status(self, job: Raw, status: Raw) -> None:
         if self.interloper:

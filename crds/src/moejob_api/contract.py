@@ -142,17 +142,6 @@ class RunProgress(ApiModel):
     save_seconds: Annotated[float | None, Field(ge=0.0, description="How long the last save took.")] = None
 
 
-class PodProgress(ApiModel):
-    """The body of GET /progress."""
-
-    attempt: Annotated[int, Field(ge=0, description="Attempt the pod belongs to.")]
-    index: Annotated[int, Field(ge=0, description="Index of the pod.")]
-    restarts: Annotated[int, Field(ge=0, description="Restarts of ranks inside this pod.")] = 0
-    ready: Annotated[bool, Field(description="Every rank of the pod has sent a heartbeat.")] = False
-    ranks: Annotated[tuple[RankBeat, ...], Field(description="One entry for each living rank.")] = ()
-    run: Annotated[RunProgress | None, Field(description="The run; from pod 0 only.")] = None
-
-
 class Outcome(StrEnum):
     """How a pod ended, in its own words."""
 
@@ -164,6 +153,27 @@ class Outcome(StrEnum):
     LOST_PEERS = "LostPeers"
 
 
+class RankFault(ApiModel):
+    """Why a launcher has restarted its ranks in place."""
+
+    outcome: Annotated[Outcome, Field(description="RankFailed or Hung.")]
+    message: Annotated[str, Field(max_length=512, description="One sentence, with the last log line.")] = ""
+    rank: Annotated[int | None, Field(ge=0, description="Global rank to blame.")] = None
+    exit_code: Annotated[int | None, Field(description="Exit code of that rank; a negative one is a signal.")] = None
+
+
+class PodProgress(ApiModel):
+    """The body of GET /progress."""
+
+    attempt: Annotated[int, Field(ge=0, description="Attempt the pod belongs to.")]
+    index: Annotated[int, Field(ge=0, description="Index of the pod.")]
+    restarts: Annotated[int, Field(ge=0, description="Restarts of ranks inside this pod.")] = 0
+    fault: Annotated[RankFault | None, Field(description="What the last of these restarts was for.")] = None
+    ready: Annotated[bool, Field(description="Every rank of the pod has sent a heartbeat.")] = False
+    ranks: Annotated[tuple[RankBeat, ...], Field(description="One entry for each living rank.")] = ()
+    run: Annotated[RunProgress | None, Field(description="The run; from pod 0 only.")] = None
+
+
 class LastWord(ApiModel):
     """The JSON a launcher leaves in the termination message."""
 
@@ -173,6 +183,8 @@ class LastWord(ApiModel):
     exit_code: Annotated[int | None, Field(description="Exit code of that rank.")] = None
     step: Annotated[int | None, Field(ge=0, description="Steps done.")] = None
     run: Annotated[RunProgress | None, Field(description="The run as it was left; from pod 0 only.")] = None
+    restarts: Annotated[int, Field(ge=0, description="Restarts of ranks inside this pod.")] = 0
+    fault: Annotated[RankFault | None, Field(description="What the last of these restarts was for.")] = None
 
 
 class RunOwner(ApiModel):

@@ -39,10 +39,15 @@ class Ensure:
 
 @dataclass(frozen=True, slots=True)
 class Delete:
-    """Delete exactly this object. `force` is for pods of a node that is gone: their kubelet will never confirm."""
+    """Delete exactly this object. A pod gets its own grace unless told otherwise; with 0 no kubelet is asked."""
 
     ref: Ref
-    force: bool = False
+    grace_seconds: int | None = None
+
+    @property
+    def is_forced(self) -> bool:
+        """Whether its kubelet, with the node that is gone, will never confirm it."""
+        return self.grace_seconds == 0
 
 
 Action = Ensure | Delete

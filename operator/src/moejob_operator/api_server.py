@@ -20,6 +20,7 @@ from moejob_operator.cache import CHILD_KINDS, Cache
 from moejob_operator.cluster import Children, Conflict, Forbidden, JobKey, Raw, Retryable
 from moejob_operator.lists import JOBS, Lists, collection
 from moejob_operator.logs import Log
+from moejob_operator.observed import is_unheard, taken_by_taint
 
 log = Log(__name__)
 
@@ -66,8 +67,8 @@ class ApiServer:
             found = Children(pods, services, claims, groups)
         else:
             found = self.cache.children(key)
-        overdue = {node for pod in found.pods if (node := _overdue_on(pod, self.clock())) is not None}
-        lost = [node for node in sorted(overdue) if await self._is_lost(node)]
+        doubted = {node for pod in found.pods if (node := _doubted_node(pod, self.clock())) is not None}
+        lost = [node for node in sorted(doubted) if await self._is_lost(node)]
         return replace(found, lost_nodes=frozenset(lost))
 
     async def _is_lost(self, node: str) -> bool:
@@ -128,12 +129,12 @@ class ApiServer:
         kind, name = manifest["kind"], manifest["metadata"]["name"]
         raise Forbidden(f"a {kind} {name} that belongs to something else is in the way; delete or rename it")
 
-    async def delete(self, ref: Ref, *, force: bool) -> None:
-        """Delete what has this name and UID; `force` does not wait for a kubelet."""
+    async def delete(self, ref: Ref, *, grace_seconds: int | None) -> None:
+        """Delete what has this name and UID; a grace of 0 does not wait for a kubelet."""
         options = {
             "preconditions": {"uid": ref.uid},
             "propagationPolicy": "Background",
-        } | ({"gracePeriodSeconds": 0} if force else {})
+        } | ({} if grace_seconds is None else {"gracePeriodSeconds": grace_seconds})
         for api in self._apis_of(ref):
             try:
                 left = await self.api.delete(
@@ -227,10 +228,12 @@ async def _bounded(answer: aiohttp.ClientResponse) -> bytes | None:
     return content
 
 
-def _overdue_on(pod: Raw, now: datetime) -> str | None:
-    """The node of a pod whose kubelet should have ended it by now."""
-    until, node = pod["metadata"].get("deletionTimestamp"), (pod.get("spec") or {}).get("nodeName")
-    return node if until is not None and node and datetime.fromisoformat(until) < now else None
+def _doubted_node(pod: Raw, now: datetime) -> str | None:
+    """The node of a pod whose kubelet may be gone: the cluster says so, or it should have ended the pod by now."""
+    node: str | None = (pod.get("spec") or {}).get("nodeName")
+    until = pod["metadata"].get("deletionTimestamp")
+    is_overdue = until is not None and datetime.fromisoformat(until) < now
+    return node if node and (is_overdue or is_unheard(pod) or taken_by_taint(pod)) else None
 
 
 def _owners(metadata: Mapping[str, Any]) -> set[str]:

@@ -62,7 +62,7 @@ class Cluster(Protocol):
     async def ensure(self, manifest: Manifest) -> None:
         """Create an object. One that exists and belongs to the same owner UID is fine; another one is Forbidden."""
 
-    async def delete(self, ref: Ref, *, force: bool) -> None:
+    async def delete(self, ref: Ref, *, grace_seconds: int | None) -> None:
         """Delete the object with exactly this UID; one that is gone or was replaced is fine."""
 
     async def write_status(self, job: Raw, status: Raw) -> None:

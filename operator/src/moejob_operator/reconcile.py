@@ -96,7 +96,7 @@ def _to_ask(seen: Observed, asked: datetime | None, now: datetime) -> tuple[Pod,
     running = tuple(pod for pod in gang if pod.phase is PodPhase.RUNNING)
     if status.phase is None or status.phase.is_finished or not running:
         return ()
-    if any(pod.phase is PodPhase.FAILED for pod in gang):
+    if any(pod.phase is PodPhase.FAILED or pod.is_unheard for pod in gang):
         return running
     youngest = min(seconds_since(pod.started_at, now) for pod in running)
     if len(running) < len(gang) or (youngest < FIRST_POLL_SECONDS and not all(pod.is_ready for pod in running)):
@@ -153,8 +153,8 @@ async def _perform(action: Action, cluster: Cluster) -> None:
     match action:
         case Ensure(manifest):
             await cluster.ensure(manifest)
-        case Delete(ref, force):
-            await cluster.delete(ref, force=force)
+        case Delete(ref, grace_seconds):
+            await cluster.delete(ref, grace_seconds=grace_seconds)
         case _:
             assert_never(action)
 

@@ -73,9 +73,13 @@ class ControlPlane:
         self.stop(*components)
         self.start(*components)
 
+    def kubectl_command(self, *arguments: str | Path) -> list[str | Path]:
+        """What runs kubectl as an administrator."""
+        return [self._kubectl, f"--kubeconfig={self.kubeconfig}", f"--cache-dir={self.folder}/kubectl", *arguments]
+
     def kubectl(self, *arguments: str | Path, stdin: str | None = None) -> str:
         """What kubectl prints, as an administrator."""
-        command = [self._kubectl, f"--kubeconfig={self.kubeconfig}", f"--cache-dir={self.folder}/kubectl", *arguments]
+        command = self.kubectl_command(*arguments)
         # The settings of whoever runs the tests are not for kubectl.
         done = subprocess.run(
             command, input=stdin, capture_output=True, text=True, check=False, env=os.environ | {"KUBERC": "off"}

@@ -120,10 +120,10 @@ class RealCluster(FakeCluster):
         await self._server.ensure(manifest)
         self._after()
 
-    async def delete(self, ref: Ref, *, force: bool) -> None:
-        self._before(f"{'force-' * force}delete {ref.kind} {ref.name}")
+    async def delete(self, ref: Ref, *, grace_seconds: int | None) -> None:
+        self._before(f"{'force-' * (grace_seconds == 0)}delete {ref.kind} {ref.name}")
         self.has_garbage |= ref.kind is Kind.JOB
-        await self._server.delete(ref, force=force)
+        await self._server.delete(ref, grace_seconds=grace_seconds)
         self._after()
 
     async def write_status(self, job: Raw, status: Raw) -> None:

@@ -43,6 +43,7 @@ class Cgroup:
                 folder /= part
                 folder.mkdir(exist_ok=True)
                 _inherit_processors(folder)
+            _weigh(folder)
 
     def pids(self, name: str = "") -> set[int]:
         """All processes in it and below; of those below, in such as have a name in their path."""
@@ -101,6 +102,13 @@ def _inherit_processors(folder: Path) -> None:
         file = folder / name
         if file.exists() and not is_version_2(folder) and not file.read_text().strip():
             file.write_text((folder.parent / name).read_text())
+
+
+def _weigh(folder: Path) -> None:
+    """Beside busy neighbours a cgroup gets no more time than one process of theirs; what is in here are many."""
+    for name, weight in (("cpu.shares", "16384"), ("cpu.weight", "1600")):
+        if (folder / name).exists():
+            (folder / name).write_text(weight)
 
 
 def _lines(file: Path) -> list[str]:

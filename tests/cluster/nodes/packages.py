@@ -26,6 +26,8 @@ PACKAGES: Mapping[str, tuple[str, ...]] = {
     # Not for nodes: what the images of tests are made of.
     "busybox": ("busybox-static",),
 }
+# What shifts the clock of a process that loads it.
+FAKETIME = "libfaketime"
 # Linked with nothing, or it would not run in an image of its own.
 NOT_FROM_PATH = frozenset({"busybox"})
 FOLDERS = ("usr/sbin", "usr/bin", "sbin", "bin")
@@ -44,7 +46,7 @@ def found_or_unpacked(report: Report) -> Unpacked:
     """Where each program is."""
     installed = {name: path for name in PACKAGES.keys() - NOT_FROM_PATH if (path := shutil.which(name))}
     wanted = sorted(PACKAGES.keys() - installed)
-    folders = {name: _unpacked(name, report) for name in wanted}
+    folders = {name: _unpacked(name, PACKAGES[name], report) for name in wanted}
     return Unpacked(
         {name: Path(path) for name, path in installed.items()}
         | {name: _program(folders[name], name) for name in wanted},
@@ -52,12 +54,18 @@ def found_or_unpacked(report: Report) -> Unpacked:
     )
 
 
-def _unpacked(name: str, report: Report) -> Path:
+def faketime(report: Report) -> Path:
+    """The library of that name."""
+    folder = _unpacked(FAKETIME, (FAKETIME,), report)
+    return folder / LIBRARIES[0] / "faketime" / "libfaketime.so.1"
+
+
+def _unpacked(name: str, packages: Iterable[str], report: Report) -> Path:
     folder = cache() / "debian" / name
     folder.parent.mkdir(parents=True, exist_ok=True)
     with alone(folder, report):
         if not folder.exists():
-            _unpack(PACKAGES[name], folder)
+            _unpack(packages, folder)
             report(f"unpacked Debian's {name}")
     return folder
 

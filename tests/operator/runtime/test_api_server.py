@@ -128,24 +128,35 @@ def test_pod_groups_are_listed_of_every_gang_scheduler_there_is() -> None:
 
 
 READY = {"status": {"conditions": [{"type": "Ready", "status": "True"}]}}
+TAKEN = {"DisruptionTarget": "True"}
+UNHEARD = {"Ready": "False", "ContainersReady": "True"}
 SILENT = {"status": {"conditions": [{"type": "Ready", "status": "Unknown"}]}}
 
 
 @pytest.mark.parametrize(
-    ("until", "node", "lost"),
+    ("until", "said", "node", "lost"),
     [
-        pytest.param(PAST, (200, SILENT), {"node-1"}, id="not heard of"),
-        pytest.param(PAST, refused(404, "NotFound"), {"node-1"}, id="gone"),
-        pytest.param(PAST, (200, READY), set(), id="alive: its kubelet is only slow"),
-        pytest.param(PAST, refused(403, "Forbidden"), set(), id="not ours to see"),
-        pytest.param(FUTURE, (200, SILENT), set(), id="the pod still has time"),
-        pytest.param(None, (200, SILENT), set(), id="the pod is not asked to end"),
+        pytest.param(PAST, {}, (200, SILENT), {"node-1"}, id="not heard of"),
+        pytest.param(PAST, {}, refused(404, "NotFound"), {"node-1"}, id="gone"),
+        pytest.param(PAST, {}, (200, READY), set(), id="alive: its kubelet is only slow"),
+        pytest.param(PAST, {}, refused(403, "Forbidden"), set(), id="not ours to see"),
+        pytest.param(FUTURE, {}, (200, SILENT), set(), id="the pod still has time"),
+        pytest.param(FUTURE, TAKEN, (200, SILENT), {"node-1"}, id="the pod is taken away for its node"),
+        pytest.param(FUTURE, TAKEN, (200, READY), set(), id="the pod is taken away for a node that is heard of"),
+        pytest.param(None, {}, (200, SILENT), set(), id="the pod is not asked to end"),
+        pytest.param(None, UNHEARD, (200, SILENT), {"node-1"}, id="the pod is marked for the silence of its node"),
     ],
 )
-def test_a_node_counts_as_lost_only_when_the_cluster_says_so(until: str | None, node: Answer, lost: set[str]) -> None:
+def test_a_node_counts_as_lost_only_when_the_cluster_says_so(
+    until: str | None, said: dict[str, str], node: Answer, lost: set[str]
+) -> None:
     async def story(here: World) -> None:
         metadata = {} if until is None else {"deletionTimestamp": until}
-        here.cache.seen(Kind.POD, pod(spec={"nodeName": "node-1"}, metadata=metadata))
+        reason = "DeletionByTaintManager"
+        conditions = [{"type": kind, "status": status, "reason": reason} for kind, status in said.items()]
+        here.cache.seen(
+            Kind.POD, pod(spec={"nodeName": "node-1"}, metadata=metadata, status={"conditions": conditions})
+        )
         here.server.say("GET /api/v1/nodes/node-1", node)
         assert (await here.cluster.children(KEY, live=False)).lost_nodes == lost
 
@@ -219,9 +230,14 @@ REF = Ref(Kind.POD, "default", "job-trainer-0-00000", "uid-job-trainer-0-00000")
 
 
 @pytest.mark.parametrize(
-    ("force", "grace"), [pytest.param(False, None, id="gently"), pytest.param(True, 0, id="without its kubelet")]
+    "grace",
+    [
+        pytest.param(None, id="gently"),
+        pytest.param(5, id="soon"),
+        pytest.param(0, id="without its kubelet"),
+    ],
 )
-def test_a_deletion_names_the_uid(force: bool, grace: int | None) -> None:
+def test_a_deletion_names_the_uid(grace: int | None) -> None:
     async def story(here: World) -> None:
         here.cache.seen(Kind.POD, pod(status={"phase": "Running"}, metadata={"deletionTimestamp": None}))
         ending = {
@@ -229,7 +245,7 @@ def test_a_deletion_names_the_uid(force: bool, grace: int | None) -> None:
             "metadata": pod(version=9, metadata={"deletionTimestamp": FUTURE})["metadata"],
         }
         here.server.say(f"DELETE {PODS}/{REF.name}", (200, ending))
-        await here.cluster.delete(REF, force=force)
+        await here.cluster.delete(REF, grace_seconds=grace)
         [asked] = here.server.asked
         assert asked.body["preconditions"] == {"uid": REF.uid}
         assert asked.body.get("gracePeriodSeconds") == grace
@@ -251,7 +267,7 @@ def test_a_deletion_names_the_uid(force: bool, grace: int | None) -> None:
 def test_deleting_what_is_not_there_is_fine(answer: Answer) -> None:
     async def story(here: World) -> None:
         here.server.say(f"DELETE {PODS}/{REF.name}", answer)
-        await here.cluster.delete(REF, force=False)
+        await here.cluster.delete(REF, grace_seconds=None)
         assert (await here.cluster.children(KEY, live=False)).pods == ()
 
     played(story)
@@ -264,7 +280,7 @@ def test_a_pod_that_somebody_else_took_away_at_the_same_moment_is_left_to_the_wa
         answer = pod(metadata={"deletionTimestamp": FUTURE})["metadata"]
         del answer["resourceVersion"]
         here.server.say(f"DELETE {PODS}/{REF.name}", (200, {"kind": "PartialObjectMetadata", "metadata": answer}))
-        await here.cluster.delete(REF, force=False)
+        await here.cluster.delete(REF, grace_seconds=None)
         [left] = (await here.cluster.children(KEY, live=False)).pods
         assert left["status"] == {"phase": "Failed"}
 
@@ -275,10 +291,10 @@ def test_a_pod_group_is_deleted_where_it_is() -> None:
     async def story(here: World) -> None:
         ref = Ref(Kind.POD_GROUP, "default", "job", "uid-job")
         here.server.say(f"DELETE {GROUPS}/job", (200, {"kind": "Status"}))
-        await here.cluster.delete(ref, force=False)
+        await here.cluster.delete(ref, grace_seconds=None)
         assert len(here.server.asked) == 2, "not known where: every gang scheduler is asked"
         here.cache.seen(Kind.POD_GROUP, stored("PodGroup", "job", labels=LABELS) | {"apiVersion": GangApi.NATIVE.value})
-        await here.cluster.delete(ref, force=False)
+        await here.cluster.delete(ref, grace_seconds=None)
         assert here.server.calls[2:] == [f"DELETE {GROUPS}/job"]
 
     played(story, GangApi.NATIVE, GangApi.VOLCANO)
@@ -330,7 +346,7 @@ def test_who_does_not_lead_any_more_writes_nothing() -> None:
         here.remaining = 0.0
         for write in (
             here.cluster.ensure(pod()),
-            here.cluster.delete(REF, force=True),
+            here.cluster.delete(REF, grace_seconds=0),
             here.cluster.write_status(job(), {}),
         ):
             with pytest.raises(Retryable, match="does not lead"):

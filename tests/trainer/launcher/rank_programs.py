@@ -140,10 +140,13 @@ def save_slowly() -> int:
     (folder() / f"listening-{rank()}").touch()
     while not asked and not (folder() / "stop-all").exists():
         time.sleep(0.02)
-    if rank() == 0:
-        (folder() / "stop-all").touch()
+    (folder() / "stop-all").touch()
     wait_for(folder() / "saved")
     return 143
+
+
+def save_slowly_once() -> int:
+    return save_slowly() if restart() == 0 else work()
 
 
 def say_progress() -> int:

@@ -74,7 +74,7 @@ def test_bad_configuration_on_one_pod_ends_all_with_the_same_word(gang: Make) ->
     assert launchers[0].word().rank == 3
 
 
-def test_a_stop_of_one_pod_stops_all_after_saving(gang: Make) -> None:
+def test_a_stop_of_pod_0_stops_all_after_saving(gang: Make) -> None:
     job = gang(nodes=2, ranks=1)
     first, second = job.start_all("save_slowly")
     eventually(lambda: all((job.run_folder / f"listening-{rank}").exists() for rank in (0, 1)), "handlers")
@@ -82,6 +82,33 @@ def test_a_stop_of_one_pod_stops_all_after_saving(gang: Make) -> None:
     eventually((job.run_folder / "stop-all").exists, "the stop")
     job.allow("saved")
     assert [launcher.exit_code() for launcher in (first, second)] == [143, 143]
+
+
+def test_a_stop_of_another_pod_stops_the_ranks_of_all_after_saving_and_the_others_wait_for_its_replacement(
+    gang: Make,
+) -> None:
+    job = gang(nodes=3, ranks=1)
+    first, second, third = job.start_all("save_slowly_once")
+    eventually(lambda: all((job.run_folder / f"listening-{rank}").exists() for rank in range(3)), "handlers")
+    second.signal(signal.SIGTERM)
+    eventually((job.run_folder / "stop-all").exists, "the stop")
+    job.allow("saved")
+    assert second.exit_code() == 143
+    job.start("save_slowly_once", index=1)
+    assert len(job.notes(restart=1)) == 3
+    assert [ready(launcher).restarts for launcher in (first, third)] == [0, 0]
+
+
+def test_all_pods_that_are_asked_to_stop_go(gang: Make) -> None:
+    job = gang(nodes=2, ranks=1)
+    first, second = job.start_all("save_slowly")
+    eventually(lambda: all((job.run_folder / f"listening-{rank}").exists() for rank in (0, 1)), "handlers")
+    second.signal(signal.SIGTERM)
+    job.allow("saved")
+    assert second.exit_code() == 143
+    eventually(lambda: "for a pod was asked to" in first.log.read_text(), "the first to wait")
+    first.signal(signal.SIGTERM)
+    assert (first.exit_code(), first.word().outcome) == (143, Outcome.PREEMPTED)
 
 
 def test_a_killed_launcher_is_replaced_and_the_others_start_again_with_the_new_one(gang: Make) -> None:

@@ -18,6 +18,7 @@ from moejob_trainer.engine import UpdateResult
 from moejob_trainer.fencing import Claim
 from moejob_trainer.launcher.metrics import exposition
 from moejob_trainer.reporting import STEP_LOG, Ranks, Reporter, Teller, ranks_of
+from moejob_trainer.starting import Start
 from moejob_trainer.tracking import Background, Tracker
 from trainer.reporting.runs import DEADLINE_SECONDS, Kept, updated
 
@@ -89,6 +90,15 @@ def test_a_line_says_how_fast_and_how_well_the_step_was_learned(tmp_path: Path) 
         "dropRate": 0.1,
         "evalLoss": 2.0,
     }
+
+
+def test_only_the_first_line_after_a_start_says_how_the_start_went(tmp_path: Path) -> None:
+    told = Told(tmp_path)
+    told.reporter.begin(Start(0.5, 0.0, 4.0, 2.0, 8.0004))
+    first, second = told.report(1, updated()), told.report(2, updated())
+    parts = ("endingSeconds", "importSeconds", "meetingSeconds", "joiningSeconds", "loadingSeconds")
+    assert [first[part] for part in parts] == [0.5, 0.0, 4.0, 2.0, 8.0]
+    assert not second.keys() & set(parts)
 
 
 def test_a_step_of_several_updates_has_done_the_work_of_all(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -57,6 +58,7 @@ from moejob_trainer.published import Published, fetch, published
 from moejob_trainer.reporting import Reporter, Teller, ranks_of
 from moejob_trainer.saving import RunCheckpoints, RunWriter, StateFacts, WorldRanks, background
 from moejob_trainer.schedule import learning_rate
+from moejob_trainer.starting import Watch, slowest
 from moejob_trainer.stopping import AgreedStop
 from moejob_trainer.tracking import TrackedRun, tracker
 
@@ -115,6 +117,15 @@ class Model:
     table: Table
 
 
+@dataclass(frozen=True, slots=True)
+class Signs:
+    """What this rank says of itself until it steps, and how long it took to get there."""
+
+    beats: Beats
+    pulse: Pulse
+    watch: Watch
+
+
 def main() -> int:
     """The rank's exit code."""
     # Until there is something to save, being asked to stop means just that.
@@ -129,10 +140,11 @@ def main() -> int:
 
 def _ran(order: Orders) -> int:
     refuse_what_is_missing(order.spec)
-    beats = Beats.for_rank()
+    beats, watch = Beats.for_rank(), Watch.for_rank()
     # Until the first step is done, and again while the model is exported, nobody can say how long it takes.
     with Pulse(beats) as pulse, _joined(order) as here:
-        outcome = _trained(here, _model(here), beats, pulse)
+        watch.joined()
+        outcome = _trained(here, _model(here), Signs(beats, pulse, watch))
     return ExitCode.SAVED_AND_STOPPED if outcome is Outcome.PREEMPTED else ExitCode.DONE
 
 
@@ -159,8 +171,8 @@ def _model(here: Here) -> Model:
     return Model(model, found, table(model.shape))
 
 
-def _trained(here: Here, model: Model, beats: Beats, pulse: Pulse) -> Outcome:
-    order, spec = here.order, here.spec
+def _trained(here: Here, model: Model, signs: Signs) -> Outcome:
+    order, spec, beats = here.order, here.spec, signs.beats
     tracked = TrackedRun(order.job, order.uid, spec, order.folder, order.claim)
     with ExitStack() as stack:
         tracking = stack.enter_context(tracker(tracked, is_first=order.rank == 0))
@@ -192,12 +204,13 @@ def _trained(here: Here, model: Model, beats: Beats, pulse: Pulse) -> Outcome:
         )
 
         def report(step: int, results: Sequence[UpdateResult]) -> None:
-            pulse.stop()
+            signs.pulse.stop()
             reporter.report(step, results)
 
         stop = AgreedStop(here.control)
         stop.listen()
-        outcome = train(Run(engine, objective, checkpoints, stop, total_steps, report, reporter.begin))
+        begin = partial(_begin, here, reporter, signs.watch)
+        outcome = train(Run(engine, objective, checkpoints, stop, total_steps, report, begin))
         with Pulse(beats, total_steps):
             checkpoints.finish()
             reporter.finish()
@@ -205,6 +218,12 @@ def _trained(here: Here, model: Model, beats: Beats, pulse: Pulse) -> Outcome:
                 with explained("exporting", here.order.folder / EXPORT):
                     _export(here, model, engine)
         return outcome
+
+
+def _begin(here: Here, reporter: Reporter, watch: Watch) -> None:
+    """The first step begins, at all ranks. The first of them tells how all came to it."""
+    starts = here.ranks.gathered(watch.begun())
+    reporter.begin(slowest([start for start in starts if start is not None]))
 
 
 def _data(here: Here, model: Model) -> tuple[Training, list[Corpus]]:

@@ -20,6 +20,7 @@ from moejob_trainer.beats import Beats
 from moejob_trainer.checkpoints.disk import explained
 from moejob_trainer.engine import UpdateResult
 from moejob_trainer.fencing import Claim
+from moejob_trainer.starting import Start
 from moejob_trainer.tracking import Tracker
 
 STEP_LOG = RunFile.STEPS.value
@@ -76,10 +77,11 @@ class Reporter:
     clock: Callable[[], float] = time.monotonic
     _since: float = field(init=False, default=0.0)
     _told: RunProgress | None = field(init=False, default=None)
+    _start: Start | None = field(init=False, default=None)
 
-    def begin(self) -> None:
-        """The first step begins now: what it took to get there is no part of it."""
-        self._since = self.clock()
+    def begin(self, start: Start | None = None) -> None:
+        """The first step begins now: what it took to get there is told beside it, and no part of it."""
+        self._since, self._start = self.clock(), start
 
     def report(self, step: int, results: Sequence[UpdateResult]) -> None:
         """One step: its line, its beat, and an evaluation when one is due."""
@@ -88,7 +90,9 @@ class Reporter:
         evaluated = self.evaluate(step)
         self.teller.beats.beat(step)
         speed = _speed(results, seconds, self.ranks)
-        line = {**self._progress(step, seconds), **_learned(results), **speed, **results[-1].metrics, **evaluated}
+        started, self._start = {} if self._start is None else self._start.told(), None
+        told = {**_learned(results), **speed, **results[-1].metrics, **evaluated}
+        line = {**self._progress(step, seconds), **started, **told}
         self.teller.wrote(step, line)
         if self.teller.is_first:
             self._say(self._run_progress(step, results[-1], speed))

@@ -15,9 +15,10 @@ from moejob_api.contract import PodProgress
 from moejob_operator.cluster import Children, Raw
 from moejob_operator.observed import reading
 from moejob_operator.observed.jobs import Job, Specs, job
-from moejob_operator.observed.pods import Ended, Pod, PodPhase, Waiting, pod
+from moejob_operator.observed.pods import TAKEN_BY_TAINT, Ended, Pod, PodPhase, Waiting, is_unheard, pod, taken_by_taint
 
 __all__ = [
+    "TAKEN_BY_TAINT",
     "Claim",
     "ClaimPhase",
     "Ended",
@@ -27,7 +28,9 @@ __all__ = [
     "PodPhase",
     "Specs",
     "Waiting",
+    "is_unheard",
     "observed",
+    "taken_by_taint",
     "with_progress",
 ]
 

@@ -14,6 +14,8 @@ from moejob_operator.observed import reading
 
 _MESSAGE_CHARACTERS = 2048
 # Conditions of a pod that somebody wants gone: Kubernetes' own, and Kueue's.
+# The reason for which the node controller takes pods away.
+TAKEN_BY_TAINT = "DeletionByTaintManager"
 _TAKEN_AWAY = ("DisruptionTarget", "TerminationTarget")
 
 
@@ -67,6 +69,8 @@ class Pod:
     # Kubernetes sets this to when the grace period ends, not to when the deletion was asked for.
     ends_by: datetime | None
     is_ready: bool
+    # Nothing is heard of its node: see `is_unheard`.
+    is_unheard: bool
     ready_changed_at: datetime | None
     changed_at: datetime | None
     ended: Ended | None
@@ -103,6 +107,7 @@ def pod(raw: Raw) -> Pod:
         started_at=_started_at(status),
         ends_by=reading.time(about.get("deletionTimestamp")),
         is_ready=ready.get("status") == "True",
+        is_unheard=is_unheard(raw),
         ready_changed_at=reading.time(ready.get("lastTransitionTime")),
         changed_at=_changed_at(raw, status),
         ended=_ended(status),
@@ -115,6 +120,21 @@ def pod(raw: Raw) -> Pod:
         reason=reading.text(status.get("reason")),
         message=_message(status),
     )
+
+
+def is_unheard(raw: Raw) -> bool:
+    """Whether the cluster calls a pod unready whose containers are ready.
+
+    No kubelet says so: it is how the node controller marks the pods of a node that it has not heard of.
+    """
+    status = reading.mapping(raw.get("status"))
+    said = {kind: reading.condition(status, kind).get("status") for kind in ("Ready", "ContainersReady")}
+    return said == {"Ready": "False", "ContainersReady": "True"}
+
+
+def taken_by_taint(raw: Raw) -> bool:
+    """Whether a pod is deleted for what is wrong with its node."""
+    return _disruption(reading.mapping(raw.get("status"))) == TAKEN_BY_TAINT
 
 
 def _disruption(status: Raw) -> str | None:

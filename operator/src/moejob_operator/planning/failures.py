@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from moejob_api.contract import ExitCode, PodProgress, Role, pod_name
+from moejob_api.contract import ExitCode, Outcome, PodProgress, RankFault, Role, pod_name
 from moejob_api.restarts import LAUNCHER_FIRST_SECONDS, Cause, Failure, cause_of_exit
-from moejob_operator.observed import Pod, PodPhase
+from moejob_operator.observed import TAKEN_BY_TAINT, Pod, PodPhase
 from moejob_operator.planning.situation import Situation, spec_and_layout
 from moejob_operator.planning.times import seconds_since
 
@@ -18,7 +18,7 @@ KUBELET_SECONDS = 30.0
 _CLUSTER_REASONS = frozenset(
     {"Evicted", "NodeShutdown", "Terminated", "NodeLost", "NodeAffinity", "UnexpectedAdmissionError", "Preempting"}
 )
-_NODE_REASONS = frozenset({"DeletionByTaintManager", "DeletionByPodGC"})
+_NODE_REASONS = frozenset({TAKEN_BY_TAINT, "DeletionByPodGC"})
 _RANKS_NAMED = 8
 
 
@@ -30,6 +30,7 @@ class Loss:
     name: str
     pod: Pod | None = None
     rank: int | None = None
+    exit_code: int | None = None
 
 
 def losses(s: Situation) -> tuple[Loss, ...]:
@@ -66,7 +67,8 @@ def _lost_pods(s: Situation) -> Iterator[Loss]:
             continue
         cause = _cause(pod, s)
         if cause is not None and answered.get(index) != pod.uid:
-            yield Loss(Failure(index, cause, message=_why(pod)), pod.name, pod, _rank(pod))
+            code = None if pod.ended is None else pod.ended.exit_code
+            yield Loss(Failure(index, cause, message=_why(pod)), pod.name, pod, _rank(pod), code)
 
 
 def _cause(pod: Pod, s: Situation) -> Cause | None:
@@ -75,12 +77,20 @@ def _cause(pod: Pod, s: Situation) -> Cause | None:
         return Cause.BAD_CONFIGURATION
     if pod.phase is PodPhase.SUCCEEDED:
         return None
-    if pod.is_terminating and is_on_lost_node(pod, s):
+    if is_on_lost_node(pod, s) and (pod.is_terminating or _is_out_of_reach(pod, s)):
         return Cause.NODE_LOST
     # One that is asked to end may still be saving: how it ends is the cause, and its name is taken until then.
     if pod.phase is not PodPhase.FAILED:
         return None
     return _cause_of_failed(pod)
+
+
+def _is_out_of_reach(pod: Pod, s: Situation) -> bool:
+    """Whether nobody hears of it: neither the cluster of its node, nor we of itself.
+
+    A run outlives a kubelet, and a node that is cut off from the API server alone: such a pod still answers us.
+    """
+    return pod.is_unheard and s.seen.was_polled and pod.uid not in s.seen.progress
 
 
 def _cause_of_failed(pod: Pod) -> Cause:
@@ -101,6 +111,8 @@ def _why(pod: Pod) -> str:
     said = "" if pod.ended is None else pod.ended.message
     if said:
         return said
+    if pod.ended is None and pod.is_unheard:
+        return f"nothing is heard of node {pod.node}"
     if pod.message or pod.reason:
         return pod.message or pod.reason
     if pod.disruption is not None:
@@ -165,8 +177,17 @@ def _restarted_ranks(s: Situation) -> Iterator[Loss]:
     if known is None or reported is None or reported <= known or s.ladder.start_after is not None:
         return
     index, pod = max(s.trainers.items(), key=lambda item: s.seen.progress[item[1].uid].restarts)
-    failure = Failure(index, Cause.RANK_FAILED, pod_alive=True, message="its ranks were restarted in place")
-    yield Loss(failure, pod.name, pod)
+    yield restarted_in_place(index, pod, s.seen.progress[pod.uid].fault)
+
+
+def restarted_in_place(index: int, pod: Pod, fault: RankFault | None) -> Loss:
+    """The failure that made a launcher restart its ranks, as it tells it."""
+    said = "its ranks were restarted in place"
+    if fault is None:
+        return Loss(Failure(index, Cause.RANK_FAILED, pod_alive=True, message=said), pod.name, pod)
+    cause = Cause.HUNG if fault.outcome is Outcome.HUNG else Cause.RANK_FAILED
+    failure = Failure(index, cause, pod_alive=True, message=f"{fault.message}; {said}" if fault.message else said)
+    return Loss(failure, pod.name, pod, fault.rank, fault.exit_code)
 
 
 def rank_restarts(s: Situation) -> int | None:

@@ -13,7 +13,7 @@ from moejob_operator.actions import Action, Delete, Kind, Notice, Ref, Severity
 from moejob_operator.observed import Pod, PodPhase
 from moejob_operator.planning import objects
 from moejob_operator.planning.failures import KUBELET_SECONDS, losses, rank_restarts
-from moejob_operator.planning.recovery import fresh_gang, recovery
+from moejob_operator.planning.recovery import fresh_gang, last_restarts, recovery
 from moejob_operator.planning.situation import Situation, restarting_or_pending, spec_and_layout, started_at
 from moejob_operator.planning.step import Reason, Step
 from moejob_operator.planning.times import read, seconds_since, seconds_until, soonest, written
@@ -123,14 +123,23 @@ def succeeded(s: Situation) -> Step | None:
     """Every rank of every trainer pod has ended well. Engines never do, and are not waited for."""
     if not s.gang_succeeded:
         return None
-    return Step(Phase.SUCCEEDED, Reason.COMPLETED, "every rank has finished", needs_live=True, pods_created=True)
+    restarts, failure = last_restarts(s)
+    return Step(
+        Phase.SUCCEEDED,
+        Reason.COMPLETED,
+        "every rank has finished",
+        restarts=restarts,
+        failure=failure,
+        needs_live=True,
+        pods_created=True,
+    )
 
 
 def old_gang(s: Situation) -> Step | None:
     """Pods of another attempt are deleted and waited for: two gangs would write to one volume."""
     if not s.old:
         return None
-    actions = objects.deletions(s.old, s)
+    actions = objects.deletions(s.old, s, objects.BROKEN_GANG_SECONDS)
     return Step(
         restarting_or_pending(s),
         Reason.OLD_PODS_LEFT if s.refusal is None else Reason.DELETION_REFUSED,
@@ -265,7 +274,7 @@ def _told(deletes: tuple[Delete, ...], s: Situation) -> tuple[Notice, ...]:
     forced = [
         Notice(Severity.WARNING, "PodForceDeleted", f"{found.ref.name} was deleted without its node, which is lost")
         for found in deletes
-        if found.force
+        if found.is_forced
     ]
     replaced = [
         Notice(Severity.WARNING, "RolloutReplaced", f"engine {found.ref.name} has lost its place and is replaced")

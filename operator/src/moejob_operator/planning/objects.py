@@ -18,6 +18,8 @@ from moejob_operator.planning.times import seconds_since, seconds_until
 
 # Nothing else is done while manifests are made, half a millisecond each: a larger gang is created in several looks.
 CREATED_AT_ONCE = 500
+# What is left of a gang that has failed can save nothing: that takes all of its ranks.
+BROKEN_GANG_SECONDS = 5
 # An engine that does not live longer than this is not started again at once.
 ENGINE_LIFE_SECONDS = 30.0
 
@@ -29,9 +31,9 @@ def missing(s: Situation) -> tuple[Ensure, ...]:
     return tuple(islice(wanted, CREATED_AT_ONCE))
 
 
-def deletions(pods: Iterable[Pod], s: Situation) -> tuple[Delete, ...]:
+def deletions(pods: Iterable[Pod], s: Situation, grace_seconds: int | None = None) -> tuple[Delete, ...]:
     """Deletes of pods that nobody has asked to end yet, and forced ones where no kubelet can."""
-    return tuple(_delete(pod, s) for pod in pods if not pod.is_terminating or is_on_lost_node(pod, s))
+    return tuple(_delete(pod, s, grace_seconds) for pod in pods if not pod.is_terminating or is_on_lost_node(pod, s))
 
 
 def answered_pods(s: Situation) -> tuple[Pod, ...]:
@@ -79,9 +81,9 @@ def _missing_engines(s: Situation, plan: Blueprint) -> Iterator[Ensure]:
             yield Ensure(rollout_pod(plan, index))
 
 
-def _delete(pod: Pod, s: Situation) -> Delete:
+def _delete(pod: Pod, s: Situation, grace_seconds: int | None) -> Delete:
     ref = Ref(Kind.POD, s.seen.job.namespace, pod.name, pod.uid)
-    return Delete(ref, force=pod.is_terminating and is_on_lost_node(pod, s))
+    return Delete(ref, 0 if pod.is_terminating and is_on_lost_node(pod, s) else grace_seconds)
 
 
 def trainers_among(actions: tuple[Ensure, ...]) -> int:

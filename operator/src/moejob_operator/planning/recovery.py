@@ -21,7 +21,7 @@ from moejob_api.restarts import (
     decide,
 )
 from moejob_operator.observed import PodPhase
-from moejob_operator.planning.failures import Loss, rank_restarts
+from moejob_operator.planning.failures import Loss, rank_restarts, restarted_in_place
 from moejob_operator.planning.situation import Situation, gang_of, restarting_or_pending, spec_and_layout
 from moejob_operator.planning.step import Reason, Step
 from moejob_operator.planning.times import later, seconds_until, written
@@ -176,6 +176,18 @@ def _gang_replaced(s: Situation, charged: Budget, delay: float, reason: str, fai
     )
 
 
+def last_restarts(s: Situation) -> tuple[Restarts, LastFailure | None]:
+    """Restarts in place that only the last words of a gang tell of, which has ended well before it was asked again."""
+    words = {index: pod.ended.word for index, pod in s.trainers.items() if pod.ended and pod.ended.word}
+    more = sum(word.restarts for word in words.values()) - (s.ladder.rank_restarts or 0)
+    if more <= 0:
+        return s.restarts, None
+    index = max(words, key=lambda index: words[index].restarts)
+    loss = restarted_in_place(index, s.trainers[index], words[index].fault)
+    ladder = s.ladder.model_copy(update={"rank_restarts": (s.ladder.rank_restarts or 0) + more})
+    return s.restarts.model_copy(update={"ranks": s.restarts.ranks + more, "ladder": ladder}), _last_failure(s, (loss,))
+
+
 def _charged(s: Situation, budget: Budget) -> Restarts:
     ladder = s.ladder.model_copy(
         update={"in_place": budget.in_place, "pods": budget.pods, "uncounted": budget.uncounted}
@@ -197,13 +209,12 @@ def _final_reason(lost: tuple[Loss, ...]) -> Reason:
 def _last_failure(s: Situation, lost: tuple[Loss, ...]) -> LastFailure:
     blamed = culprit(tuple(loss.failure for loss in lost))
     loss = next(loss for loss in lost if loss.failure is blamed)
-    ended = None if loss.pod is None else loss.pod.ended
     return LastFailure(
         time=written(s.now),
         pod=loss.name,
         node=None if loss.pod is None else loss.pod.node,
         rank=loss.rank,
-        exit_code=None if ended is None else ended.exit_code,
+        exit_code=loss.exit_code,
         reason=blamed.cause.value,
         message=blamed.message[:4096],
     )

@@ -8,12 +8,12 @@ a dead rank sit in a collective, and every second of that is lost.
 from __future__ import annotations
 
 import errno
+import signal
 import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-from moejob_api.contract import ExitCode, LastWord, Outcome, PodProgress, RankBeat, RunOwner, RunProgress
+from moejob_api.contract import ExitCode, LastWord, Outcome, PodProgress, RankBeat, RankFault, RunOwner, RunProgress
 from moejob_api.restarts import Cause
 from moejob_trainer.beats import BOARD, Board
 from moejob_trainer.checkpoints import take
@@ -22,22 +22,27 @@ from moejob_trainer.fencing import RESTART, claim
 from moejob_trainer.launcher.ending import (
     FAILED,
     Author,
+    Departure,
     Ending,
     Fault,
     blamed,
     ending_by,
+    ending_by_stop,
     exit_code,
     is_failure,
     last_word,
+    rank_fault,
 )
 from moejob_trainer.launcher.entry import Rank
 from moejob_trainer.launcher.meeting import Meeting, Round
+from moejob_trainer.launcher.memory import kills_for_memory
 from moejob_trainer.launcher.options import Options
 from moejob_trainer.launcher.pod import Pod
 from moejob_trainer.launcher.ranks import Ranks
 from moejob_trainer.launcher.says import Log
 from moejob_trainer.launcher.stop import Stop, Stopped
 from moejob_trainer.launcher.store import LostPeers
+from moejob_trainer.starting import START, Way
 
 log = Log()
 
@@ -46,15 +51,8 @@ _LOOK_SECONDS = 0.2
 _MARGIN_SECONDS, _MARGIN_SHARE = 5.0, 0.2
 _LAST_TO_LEAVE_SECONDS = 5.0
 _RANKS_NAMED = 8
+_STARVED = ", out of memory; raise resources.memory"
 _LASTING = (errno.EEXIST, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOSPC, errno.EDQUOT)
-
-
-@dataclass(frozen=True, slots=True)
-class Departure:
-    """How the launcher ends."""
-
-    exit_code: int
-    word: LastWord
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +77,17 @@ class LostFolder(Exception):
 class Agent:
     """One launcher. `run` may be called once."""
 
-    def __init__(self, pod: Pod, options: Options, stop: Stop, folder: Path) -> None:
-        self._pod, self._target, self._stop, self._folder = pod, options.target, stop, folder
-        self._ranks = Ranks(folder, options.preload, options.logs)
+    def __init__(self, pod: Pod, options: Options, stop: Stop, ranks: Ranks) -> None:
+        self._pod, self._target, self._stop, self._ranks = pod, options.target, stop, ranks
         self._meeting = Meeting(pod, stop, options.lost_seconds)
         self._board: Board | None = None
         self._restarts = 0
+        self._fault: RankFault | None = None
+        # Kills for memory in this container before the present round.
+        self._starved = 0
         self._is_gathering = True
+        # Since when the way to the next round is under way: since the process began, then since a round ended.
+        self._since, self._is_new = options.began_at, True
         # When the ranks that were asked to save are killed.
         self._save_until: float | None = None
 
@@ -93,7 +95,8 @@ class Agent:
         """Live through rounds until the job is done or this pod cannot go on."""
         departure = self._lived()
         # Whoever asked for /progress last heard of an earlier step.
-        return replace(departure, word=departure.word.model_copy(update={"run": self._run_so_far()}))
+        known = {"run": self._run_so_far(), "restarts": self._restarts, "fault": self._fault}
+        return replace(departure, word=departure.word.model_copy(update=known))
 
     def _lived(self) -> Departure:
         try:
@@ -124,6 +127,7 @@ class Agent:
             attempt=self._pod.attempt,
             index=self._pod.index,
             restarts=self._restarts,
+            fault=self._fault,
             ready=bool(heard) and all(row.has_beaten for row in heard),
             ranks=beats,
             run=self._run_so_far(),
@@ -135,23 +139,32 @@ class Agent:
         patience: float | None = None
         while True:
             self._ranks.warm(self._stop)
+            warm_at = time.monotonic()
             met = self._meeting.gather(patience, self._claim)
             if isinstance(met, Ending):
                 return Departure(exit_code(met), last_word(met))
             patience = float(self._pod.spec.lifecycle.progress_deadline_seconds)
-            departure = self._lived_through(met)
+            departure = self._lived_through(met, self._way(warm_at))
             if departure is not None:
                 return departure
             self._rest(self._meeting.before(met.number + 1))
 
-    def _lived_through(self, met: Round) -> Departure | None:
-        self._start(met)
+    def _way(self, warm_at: float) -> Way:
+        """How this launcher came to the round that begins now."""
+        took, met_at = warm_at - self._since, time.monotonic()
+        ending, imports = (0.0, took) if self._is_new else (took, 0.0)
+        self._is_new = False
+        return Way(ending, imports, met_at - warm_at, met_at)
+
+    def _lived_through(self, met: Round, way: Way) -> Departure | None:
+        self._start(met, way)
         seen = self._watch(met)
         if isinstance(seen, AllEnded):
             other = self._others_ended(met, seen)
             if other is None:
                 return self._departure(seen)
             seen = other
+        self._since = time.monotonic()
         self._is_gathering = True
         self._ranks.kill()
         departure = self._answer(met, seen)
@@ -171,13 +184,14 @@ class Agent:
             reason = f"the run folder {folder} cannot be written to: {error.strerror or error}"
             raise (BadFolder if error.errno in _LASTING else LostFolder)(reason) from None
 
-    def _start(self, met: Round) -> None:
+    def _start(self, met: Round, way: Way) -> None:
+        self._save_until, self._starved = None, kills_for_memory()
         said = None if self._board is None else self._board.run()
-        self._board = Board(self._folder / f"round-{met.number}", self._pod.ranks_per_node, said)
+        self._board = Board(self._ranks.folder / f"round-{met.number}", self._pod.ranks_per_node, said)
         self._is_gathering = False
         self._ranks.start(
             [
-                Rank(self._pod.first_rank + local, self._target, self._environment(met, local))
+                Rank(self._pod.first_rank + local, self._target, self._environment(met, local) | {START: way.as_text()})
                 for local in range(self._pod.ranks_per_node)
             ]
         )
@@ -229,9 +243,16 @@ class Agent:
         if self._stop.times and not self._anything_to_save():
             return AllEnded(ExitCode.SAVED_AND_STOPPED)
         cause = Cause.BAD_CONFIGURATION if code == ExitCode.BAD_CONFIGURATION else Cause.RANK_FAILED
+        return Fault(cause, self._told_death(rank, code), rank, code, self._step())
+
+    def _told_death(self, rank: int, code: int) -> str:
+        """How a rank died, and what it said of it; one that was killed at once knew nothing of it."""
+        if code == -signal.SIGKILL:
+            is_starved = kills_for_memory() > self._starved
+            return f"rank {rank} was killed by signal {-code}{_STARVED if is_starved else ''}"
         how = f"rank {rank} was killed by signal {-code}" if code < 0 else f"rank {rank} ended with exit code {code}"
         said = self._ranks.last_line(rank)
-        return Fault(cause, f"{how}: {said}" if said else how, rank, code, self._step())
+        return f"{how}: {said}" if said else how
 
     def _unheeded(self) -> Fault | None:
         """Pass a request to stop on to the ranks, once; a fault when they have not saved in time."""
@@ -248,14 +269,8 @@ class Agent:
 
     def _others(self, met: Round) -> Ending | None:
         """An ending that came from another pod."""
-        try:
-            self._tell_checkpoint()
-            return self._meeting.ending(met.number)
-        except LostPeers:
-            # Pod 0 may be gone once it has saved; the ranks here still are at it.
-            if self._save_until is not None:
-                return None
-            raise
+        self._tell_checkpoint()
+        return self._meeting.ending(met.number)
 
     def _hung(self) -> Fault | None:
         limit = self._pod.spec.lifecycle.progress_deadline_seconds
@@ -286,7 +301,7 @@ class Agent:
         log.warning("ranks have failed", cause=mine.cause.value, message=mine.message, in_place=mine.in_place)
         if mine.pod_leaves:
             return Departure(exit_code(mine), last_word(mine))
-        self._restarts += 1
+        self._restarts, self._fault = self._restarts + 1, rank_fault(mine)
         return None
 
     def _told(self, met: Round, fault: Fault) -> tuple[Ending, Ending]:
@@ -314,11 +329,10 @@ class Agent:
 
     def _others_ended(self, met: Round, ended: AllEnded) -> Ending | None:
         """Stay until the ranks of all pods have ended: one that fails now needs all of them to start again."""
-        if ended.exit_code == ExitCode.SAVED_AND_STOPPED and not self._pod.is_first:
-            # Nothing is started again after a stop, and pod 0 may be gone already.
+        if ended.exit_code == ExitCode.SAVED_AND_STOPPED:
+            # Without pod 0 there is nobody to meet, and what was to be saved is saved.
             with suppress(LostPeers):
-                self._meeting.done(met.number)
-            self._meeting.leave(met.number, _LAST_TO_LEAVE_SECONDS)
+                return self._stopped_together(met)
             return None
         self._meeting.done(met.number)
         while not self._meeting.all_done(met.number):
@@ -330,6 +344,28 @@ class Agent:
                 return other
             if self._save_until is not None and time.monotonic() >= self._save_until:
                 return None
+        self._meeting.leave(met.number, _LAST_TO_LEAVE_SECONDS)
+        return None
+
+    def _stopped_together(self, met: Round) -> Ending | None:
+        """What follows when ranks have saved and stopped because some pod was asked to: that one goes, the others stay.
+
+        Its replacement then finds launchers that need no imports. None when this pod goes, too.
+        """
+        self._meeting.done(met.number)
+        ending: Ending | None = None
+        while ending is None:
+            if self._stop.times and not self._pod.is_first:
+                break
+            if self._pod.is_first and self._meeting.all_done(met.number):
+                ending = self._meeting.end(met.number, ending_by_stop(self._author(), self._meeting.before(met.number)))
+                continue
+            if self._save_until is not None and time.monotonic() >= self._save_until:
+                break
+            self._stop.wait(_LOOK_SECONDS)
+            ending = self._meeting.ending(met.number)
+        if ending is not None and not ending.ends_gang:
+            return ending
         self._meeting.leave(met.number, _LAST_TO_LEAVE_SECONDS)
         return None
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from pydantic import BaseModel, ConfigDict
 
-from moejob_api.contract import ExitCode, LastWord, Outcome
+from moejob_api.contract import ExitCode, LastWord, Outcome, RankFault
 from moejob_api.restarts import RESTARTS_IN_PLACE, Cause, delay_seconds
 
 FAILED = 1
@@ -26,6 +26,14 @@ class Fault:
     rank: int | None = None
     exit_code: int | None = None
     step: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Departure:
+    """How a launcher ends."""
+
+    exit_code: int
+    word: LastWord
 
 
 class Ending(BaseModel):
@@ -51,6 +59,11 @@ class Ending(BaseModel):
     def is_final(self) -> bool:
         """Whether no restart can help."""
         return self.cause is Cause.BAD_CONFIGURATION
+
+    @property
+    def ends_gang(self) -> bool:
+        """Whether pod 0, where the others meet, has been asked to stop."""
+        return self.cause is Cause.PREEMPTED and self.pod_leaves
 
     @property
     def delay_seconds(self) -> float:
@@ -97,6 +110,25 @@ def ending_without(pod: int, author: Author, message: str, before: Ending | None
         checkpoint=_newest(before, author.checkpoint),
         pod_leaves=True,
     )
+
+
+def ending_by_stop(author: Author, before: Ending | None) -> Ending:
+    """The ending that pod 0 writes when all ranks have saved and stopped because a pod was asked to."""
+    return Ending(
+        pod=author.pod,
+        token=author.token,
+        cause=Cause.PREEMPTED,
+        message="all ranks have saved and stopped, for a pod was asked to",
+        in_place=_spent(before, author.checkpoint),
+        checkpoint=_newest(before, author.checkpoint),
+        pod_leaves=author.is_stopping,
+    )
+
+
+def rank_fault(ending: Ending) -> RankFault:
+    """What is told of ranks that were restarted in place because of it."""
+    said = last_word(ending)
+    return RankFault(outcome=said.outcome, message=said.message[:512], rank=said.rank, exit_code=said.exit_code)
 
 
 def last_word(ending: Ending | Fault) -> LastWord:

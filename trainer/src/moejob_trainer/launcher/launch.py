@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from moejob_api.contract import ExitCode, LastWord, Outcome
-from moejob_trainer.launcher.agent import Agent, Departure
+from moejob_trainer.launcher.ending import Departure
 from moejob_trainer.launcher.last_words import leave
 from moejob_trainer.launcher.options import Options
 from moejob_trainer.launcher.pod import BadEnvironment, Pod, pod_of
+from moejob_trainer.launcher.ranks import Ranks
 from moejob_trainer.launcher.says import start_logging
 from moejob_trainer.launcher.serving import Serving
 from moejob_trainer.launcher.stop import Stop
@@ -33,7 +34,11 @@ def launch(environ: Mapping[str, str], options: Options, stop: Stop) -> int:
 
 def _lived(pod: Pod, options: Options, stop: Stop) -> Departure:
     with tempfile.TemporaryDirectory(prefix="moejob-") as folder:
-        agent = Agent(pod, options, stop, Path(folder))
+        ranks = Ranks(Path(folder), options.preload, options.logs)
+        # Imports torch, for seconds, and so does the fork server: the one need not wait for the other.
+        from moejob_trainer.launcher.agent import Agent  # noqa: PLC0415
+
+        agent = Agent(pod, options, stop, ranks)
         serving = Serving(pod.listens_on, pod.progress_port, agent.progress)
         try:
             return agent.run()

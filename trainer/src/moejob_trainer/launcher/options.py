@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from moejob_api.contract import Path as PodPath
+from moejob_trainer.starting import process_began_at
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,3 +22,5 @@ class Options:
     logs: Path | None = None
     # A pod that is not heard for this long is lost.
     lost_seconds: float = 15.0
+    # When the process began, on the monotonic clock.
+    began_at: float = field(default_factory=process_began_at)

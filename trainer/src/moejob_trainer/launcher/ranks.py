@@ -34,7 +34,7 @@ class Ranks:
     """The ranks of one pod, round after round."""
 
     def __init__(self, folder: Path, preload: Sequence[str], logs: Path | None) -> None:
-        self._logs, self._warm = logs, folder / "warm"
+        self.folder, self._logs, self._warm = folder, logs, folder / "warm"
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["moejob_trainer.launcher.nursery"])
         os.environ[PRELOAD], os.environ[WARM] = ",".join(preload), str(self._warm)

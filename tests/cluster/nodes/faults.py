@@ -1,0 +1,110 @@
+"""What is done to jobs that train, each a verb; knows nothing of what becomes of them."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+from cluster.nodes.cluster import Cluster
+from cluster.nodes.recovery import Member
+from cluster.waiting import until
+
+# Each pod has a /tmp of its own.
+SHIFT_FILE = "/tmp/shift"
+
+
+def kill_rank(member: Member) -> None:
+    """Its process ends without a word."""
+    os.kill(_rank(member), signal.SIGKILL)
+
+
+def hold_rank(member: Member) -> None:
+    """Its process stands still: it does not end, it answers nobody."""
+    os.kill(_rank(member), signal.SIGSTOP)
+
+
+def kill_pod(nodes: Cluster, namespace: str, pod: str) -> None:
+    """The pod goes at once, its processes with it."""
+    nodes.plane.kubectl("delete", "pod", pod, f"--namespace={namespace}", "--grace-period=0", "--force")
+
+
+def damage(checkpoint: Path) -> None:
+    """One byte of its largest file is another."""
+    largest = max((path for path in checkpoint.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    with largest.open("r+b") as file:
+        file.seek(largest.stat().st_size // 2)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 0xFF]))
+
+
+def _rank(member: Member) -> int:
+    if member.rank is None:
+        raise AssertionError(f"{member.name} holds no rank")
+    return member.rank
+
+
+def kill_operator(nodes: Cluster, namespace: str) -> None:
+    """Every replica goes at once."""
+    nodes.plane.kubectl(
+        "delete", "pods", "--selector=app.kubernetes.io/name=moejob", f"--namespace={namespace}", "--grace-period=0",
+        "--force",
+    )  # fmt: skip
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process still runs, or would if it were let."""
+    return Path(f"/proc/{pid}/exe").exists()
+
+
+def hold_launcher(member: Member) -> None:
+    """The launcher stands still, and so do those that it would end."""
+    os.kill(member.launcher, signal.SIGSTOP)
+
+
+def let_go(member: Member) -> None:
+    """What was held goes on, if it is there to."""
+    for pid in (member.rank, member.launcher):
+        if pid is not None and is_alive(pid):
+            os.kill(pid, signal.SIGCONT)
+
+
+def starve(nodes: Cluster, namespace: str, member: Member) -> None:
+    """Memory runs out in its pod, and the kernel takes it from the rank."""
+    Path(f"/proc/{_rank(member)}/oom_score_adj").write_text("1000")
+    hog = "import time\nheld = []\nwhile True: held.append(bytes([1]) * (1 << 25)); time.sleep(0.01)"
+    command = nodes.plane.kubectl_command("exec", member.name, f"--namespace={namespace}", "--", "python", "-c", hog)
+    asking = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        until(lambda: not is_alive(_rank(member)), seconds=60, waiting_for="the kernel to end the rank")
+    finally:
+        asking.kill()
+        asking.wait()
+        for pid in nodes.pids(namespace, member.name):
+            if hog.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
+                os.kill(pid, signal.SIGKILL)
+
+
+def fill(folder: Path) -> None:
+    """No byte is left on the volume that a folder is on."""
+    with (folder / "filling").open("wb") as file:
+        try:
+            while True:
+                file.write(bytes(1 << 20))
+                file.flush()
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+
+
+def drain(nodes: Cluster, node: str, job: str) -> None:
+    """The pods of a job leave a node, which takes no others."""
+    nodes.plane.kubectl("drain", node, f"--pod-selector=moejob.dev/job={job}", "--force", "--delete-emptydir-data")
+
+
+def shift_clock(nodes: Cluster, namespace: str, pod: str, by: str) -> None:
+    """The time is another one in a pod whose processes have loaded libfaketime."""
+    nodes.plane.kubectl("exec", pod, f"--namespace={namespace}", "--", "sh", "-c", f"echo '{by}' >{SHIFT_FILE}")

@@ -1,0 +1,248 @@
+"""What is done to a job in the midst of its training, on two real nodes, and what becomes of it.
+
+MOEJOB_FAULTS=full does everything; otherwise it is what happens to every cluster sooner or later.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+
+import pytest
+
+from cluster.control_plane.components import Component
+from cluster.control_plane.releases import Release
+from cluster.nodes.cluster import Cluster
+from cluster.nodes.faults import (
+    SHIFT_FILE,
+    damage,
+    drain,
+    fill,
+    hold_launcher,
+    hold_rank,
+    is_alive,
+    kill_operator,
+    kill_pod,
+    kill_rank,
+    let_go,
+    shift_clock,
+    starve,
+)
+from cluster.nodes.packages import faketime
+from cluster.nodes.recovery import Member, checkpoints, recovery
+from cluster.nodes.storage import Class
+from cluster.nodes.training import installed
+from cluster.nodes.ward import EVERY, MODELS, Ward, ward
+from cluster.waiting import until
+from images import CannotBuildError
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+in_full = pytest.mark.skipif(os.environ.get("MOEJOB_FAULTS") != "full", reason="make test-faults does this")
+
+
+@pytest.fixture(scope="module")
+def home(nodes: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Release]:
+    """Where the operator runs."""
+    try:
+        with installed(nodes, tmp_path_factory.mktemp("release")) as made:
+            yield made
+    except CannotBuildError as missing:
+        pytest.skip(str(missing))
+
+
+@pytest.fixture(scope="module")
+def sick(nodes: Cluster, home: Release, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ward]:
+    """Where jobs are taken in."""
+    with ward(nodes, home, tmp_path_factory.mktemp("ward")) as opened:
+        yield opened
+
+
+# --- what happens to every cluster --------------------------------------------------------------------------------
+
+
+def test_a_rank_that_is_killed_is_started_again_in_its_pod(sick: Ward) -> None:
+    with sick.job() as patient:
+        found = sick.recovered(patient, lambda pods: kill_rank(pods[1]))
+        status = patient.job.read()["status"]
+    assert (found.new_pods, found.new_launchers, found.new_ranks) == (set(), set(), {0, 1})
+    assert (status["restarts"]["ranks"], status["restarts"]["pods"], status["restarts"]["total"]) == (1, 0, 0)
+    assert status["lastFailure"]["reason"] == "RankFailed"
+
+
+def test_a_pod_that_is_killed_is_replaced_alone(sick: Ward) -> None:
+    with sick.job() as patient:
+        found = sick.recovered(patient, lambda pods: kill_pod(sick.nodes, sick.home.namespace, pods[1].name))
+        status = patient.job.read()["status"]
+    assert (found.new_pods, found.new_launchers, found.new_ranks) == ({1}, {1}, {0, 1})
+    assert (status["restarts"]["pods"], status["restarts"]["total"]) == (1, 0)
+
+
+def test_a_node_that_was_cut_off_comes_back_with_its_old_ranks_and_damages_nothing(sick: Ward) -> None:
+    """That of the first pod, which commits checkpoints; it sleeps meanwhile, and the volume is within its reach."""
+
+    def cut_off(pods: Mapping[int, Member]) -> None:
+        hold_launcher(pods[0])
+        hold_rank(pods[0])
+        sick.nodes.cut_off(pods[0].node)
+
+    sick.spread_operator()
+    with sick.job() as patient:
+        old = patient.members()[0]
+        with sick.without_network(old.node):
+            found = recovery(patient, cut_off)
+            assert is_alive(old.launcher)
+            assert old.rank is not None
+            assert is_alive(old.rank)
+            let_go(old)
+        sick.assert_unharmed(patient)
+        status = patient.job.read()["status"]
+    assert found.lost_steps <= found.steps_at_risk
+    assert found.new_pods == {0, 1}
+    assert (status["restarts"]["total"], status["restarts"]["preemptions"]) == (1, 1)
+    assert status["lastFailure"]["reason"] == "NodeLost"
+
+
+def test_a_newest_checkpoint_that_is_damaged_is_passed_over(sick: Ward) -> None:
+    with sick.job() as patient:
+        patient.await_checkpoint(2 * EVERY)
+        newest, path = max(checkpoints(patient.folder).items())
+        damage(path)
+        found = recovery(patient, lambda pods: kill_rank(pods[1]))
+        sick.assert_unharmed(patient)
+    assert (newest, found.first_after.step) == (2 * EVERY, EVERY + 1)
+    assert (found.new_pods, found.new_ranks) == (set(), {0, 1})
+
+
+def test_an_operator_that_is_killed_with_a_pod_answers_for_it_once_it_is_back(sick: Ward) -> None:
+    def kill_both(pods: Mapping[int, Member]) -> None:
+        kill_operator(sick.nodes, sick.home.namespace)
+        kill_pod(sick.nodes, sick.home.namespace, pods[1].name)
+
+    with sick.job() as patient:
+        found = sick.recovered(patient, kill_both)
+        status = patient.job.read()["status"]
+    assert found.new_pods == {1}
+    assert (status["restarts"]["pods"], status["restarts"]["total"]) == (1, 0)
+
+
+# --- all else ---------------------------------------------------------------------------------------------------------
+
+
+@in_full
+def test_a_rank_whose_memory_runs_out_is_started_again_and_the_status_says_why(sick: Ward) -> None:
+    with sick.job(resources={"memory": "4Gi"}) as patient:
+        found = sick.recovered(patient, lambda pods: starve(sick.nodes, sick.home.namespace, pods[1]))
+        status = patient.job.read()["status"]
+    assert (found.new_pods, found.new_launchers, found.new_ranks) == (set(), set(), {0, 1})
+    assert "out of memory" in status["lastFailure"]["message"]
+
+
+@in_full
+def test_a_rank_that_hangs_is_started_again(sick: Ward) -> None:
+    with sick.job(lifecycle={"progressDeadlineSeconds": 30}) as patient:
+        found = sick.recovered(patient, lambda pods: hold_rank(pods[1]))
+        status = patient.job.read()["status"]
+    assert (found.new_pods, found.new_launchers, found.new_ranks) == (set(), set(), {0, 1})
+    assert status["lastFailure"]["reason"] == "Hung"
+
+
+@in_full
+def test_a_pod_that_is_drained_saves_first_and_takes_no_other_with_it(sick: Ward) -> None:
+    with sick.job() as patient:
+        node = patient.members()[1].node
+        try:
+            found = sick.recovered(patient, lambda _: drain(sick.nodes, node, patient.job.name))
+        finally:
+            sick.nodes.plane.kubectl("uncordon", node)
+        status = patient.job.read()["status"]
+    assert (found.new_pods, found.lost_steps) == ({1}, 0)
+    assert (status["restarts"]["preemptions"], status["lastFailure"]["reason"]) == (1, "Preempted")
+
+
+@in_full
+def test_a_volume_that_is_full_fails_the_job_with_the_fix_and_keeps_what_was_saved(sick: Ward) -> None:
+    with sick.job(storage={"storageClass": Class.SIZED, "size": "1Gi"}) as patient:
+        fill(patient.folder)
+        until(lambda: patient.job.phase == "Failed", seconds=120, waiting_for=patient.job.told)
+        status = patient.job.read()["status"]
+        kept = checkpoints(patient.folder)
+    assert status["lastFailure"]["reason"] == "BadConfiguration"
+    assert "storage.size" in status["lastFailure"]["message"]
+    assert kept
+
+
+@in_full
+def test_an_operator_that_is_killed_with_the_first_pod_starts_a_new_gang_once_it_is_back(sick: Ward) -> None:
+    def kill_both(pods: Mapping[int, Member]) -> None:
+        kill_operator(sick.nodes, sick.home.namespace)
+        kill_pod(sick.nodes, sick.home.namespace, pods[0].name)
+
+    with sick.job() as patient:
+        found = sick.recovered(patient, kill_both)
+        status = patient.job.read()["status"]
+    assert found.new_pods == {0, 1}
+    assert status["restarts"]["total"] == 1
+
+
+@in_full
+def test_a_rank_that_is_killed_beside_a_dead_kubelet_is_started_again_in_its_pod(sick: Ward) -> None:
+    with sick.job() as patient:
+        node = patient.members()[1].node
+        try:
+            sick.nodes.nodes[node].kubelet.stop()
+            found = recovery(patient, lambda pods: kill_rank(pods[1]))
+        finally:
+            sick.nodes.start_kubelet(node)
+        sick.assert_unharmed(patient)
+        status = patient.job.read()["status"]
+    assert found.lost_steps <= found.steps_at_risk
+    assert (found.new_pods, found.new_launchers, found.new_ranks) == (set(), set(), {0, 1})
+    assert (status["restarts"]["pods"], status["restarts"]["total"]) == (0, 0)
+
+
+@in_full
+def test_a_rank_that_is_killed_without_an_api_server_is_started_again_in_its_pod(sick: Ward) -> None:
+    with sick.job() as patient:
+
+        def kill_unseen(pods: Mapping[int, Member]) -> None:
+            sick.nodes.plane.stop(Component.API_SERVER)
+            kill_rank(pods[1])
+            patient.await_start(1)
+
+        try:
+            found = recovery(patient, kill_unseen)
+        finally:
+            sick.nodes.plane.start(Component.API_SERVER)
+        sick.assert_unharmed(patient)
+    assert found.lost_steps <= found.steps_at_risk
+    assert (found.new_pods, found.new_launchers, found.new_ranks) == (set(), set(), {0, 1})
+
+
+@in_full
+def test_a_checkpoint_that_vanishes_while_it_is_written_costs_what_it_would_have_kept(sick: Ward) -> None:
+    with sick.job() as patient:
+
+        def remove_unfinished(_: Mapping[int, Member]) -> None:
+            shutil.rmtree(
+                patient.awaited(lambda: next(patient.unfinished(), None), "a checkpoint that is being written")
+            )
+
+        found = sick.recovered(patient, remove_unfinished)
+    assert (found.new_pods, found.new_launchers) == (set(), set())
+
+
+@in_full
+def test_a_clock_that_is_wrong_in_one_pod_changes_nothing(sick: Ward) -> None:
+    """One hour back, then a rank is killed: who is newer and who is silent is not asked of clocks."""
+    library = sick.provide(faketime(print))
+    env = [
+        {"name": "LD_PRELOAD", "value": f"/claims/{MODELS}/{library.name}"},
+        {"name": "FAKETIME_TIMESTAMP_FILE", "value": SHIFT_FILE},
+        {"name": "FAKETIME_NO_CACHE", "value": "1"},
+        {"name": "DONT_FAKE_MONOTONIC", "value": "1"},
+    ]
+    with sick.job(resources={"env": env}) as patient:
+        shift_clock(sick.nodes, sick.home.namespace, patient.members()[1].name, "-1h")
+        found = sick.recovered(patient, lambda pods: kill_rank(pods[1]))
+    assert (found.new_pods, found.new_launchers, found.new_ranks) == (set(), set(), {0, 1})
