@@ -215,8 +215,7 @@ def _trained(here: Here, model: Model, signs: Signs) -> Outcome:
             checkpoints.finish()
             reporter.finish()
             if outcome is Outcome.COMPLETED and spec.checkpoint.export_hugging_face:
-                with explained("exporting", here.order.folder / EXPORT):
-                    _export(here, model, engine)
+                _export(here, model, engine)
         return outcome
 
 
@@ -294,9 +293,10 @@ def _saved(store: Checkpoints) -> tuple[int | None, float | None, float]:
 
 def _export(here: Here, model: Model, engine: MegatronEngine) -> None:
     folder, groups, lora = here.order.folder / EXPORT, here.placement.model_groups, here.spec.training.lora
-    if lora is not None:
+    with explained("exporting", folder):
+        if lora is None:
+            dtype = getattr(torch, here.spec.model.dtype.value)
+            export(whole_weights(engine.stages), model.table, groups, Target(folder, model.published.folder, dtype))
+            return
         target = AdapterTarget(folder, here.spec.model.source, lora)
         export_adapters(adapter_weights(engine.stages), adapter_table(model.architecture.shape, lora), groups, target)
-        return
-    dtype = getattr(torch, here.spec.model.dtype.value)
-    export(whole_weights(engine.stages), model.table, groups, Target(folder, model.published.folder, dtype))
