@@ -130,6 +130,10 @@ bench: $(operator_built) ## Measure planning
 bench-operator: $(operator_built) ## Measure the operator beside its peers; needs Go
 	@PYTHONPATH=tests $(operator)/python -m benchmarks.operator $(ARGS)
 
+# As root, like the nodes. ARGS="--times 10" does every fault ten times, ARGS="--only 'rank killed'" one kind, unrecorded.
+bench-recovery: $(operator_built) $(trainer_built) ## Measure how long a job over two nodes stands still after a fault
+	@PYTHONPATH=tests:scripts $(operator)/python -m benchmarks.recovery $(ARGS)
+
 bench-trainer: $(trainer_built) ## Measure training on this CPU beside Transformers
 	@$(trainer)/python -W ignore -m benchmarks.trainer.cpu_step
 
@@ -171,4 +175,4 @@ clean: ## Remove the environments and all build output; the cache stays
 		$(foreach dist,crds operator trainer cli,$(dist)/dist $(dist)/build)
 	@find $(wildcard crds operator trainer cli tests benchmarks scripts) -name __pycache__ -prune -exec rm -rf {} +
 
-.PHONY: help setup fmt lint types generate verify test test-operator test-trainer matrix test-rollout test-cluster test-faults gpu-test control-plane bench bench-operator bench-trainer demo cluster-demo images kind-demo lock clean
+.PHONY: help setup fmt lint types generate verify test test-operator test-trainer matrix test-rollout test-cluster test-faults gpu-test control-plane bench bench-operator bench-recovery bench-trainer demo cluster-demo images kind-demo lock clean

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from importlib.metadata import version
@@ -45,15 +45,20 @@ class Result:
         return self.value <= self.target if self.better is Better.LOWER else self.value >= self.target
 
 
-def record(results: Sequence[Result], packages: Iterable[str], conditions: str = "") -> None:
+Tabled = Callable[[Sequence["Result"], Mapping[str, str]], str]
+
+
+def record(
+    results: Sequence[Result], packages: Iterable[str], conditions: str = "", tabled: Tabled | None = None
+) -> None:
     """Append the results, measured on this machine, and write the page of their benchmark anew.
 
-    `conditions` say what else was as it was.
+    `conditions` say what else was as it was, `tabled` makes a table other than the usual one.
     """
-    keep(results, {"machine": machine(), "stack": ", ".join(filter(None, (stack(packages), conditions)))})
+    keep(results, {"machine": machine(), "stack": ", ".join(filter(None, (stack(packages), conditions)))}, tabled)
 
 
-def keep(results: Sequence[Result], where: Mapping[str, str]) -> None:
+def keep(results: Sequence[Result], where: Mapping[str, str], tabled: Tabled | None = None) -> None:
     """The same for results that were measured elsewhere: `where` names that machine and its stack."""
     bench = results[0].bench
     around = {**where, "commit": commit()}
@@ -63,24 +68,29 @@ def keep(results: Sequence[Result], where: Mapping[str, str]) -> None:
             fields = asdict(result)
             fields["peerValue"] = fields.pop("peer_value")
             lines.write(json.dumps(fields | around) + "\n")
-    write_page(bench, results, around)
+    write_page(bench, (tabled or table)(results, around))
 
 
-def write_page(bench: str, results: Sequence[Result], around: dict[str, str]) -> None:
+def write_page(bench: str, measured: str) -> None:
     """Put the table of the newest run between the marks of the benchmark's page."""
     page = FOLDER / f"{bench}.md"
     before, _, rest = page.read_text().partition(START)
     _, _, after = rest.partition(END)
-    page.write_text(f"{before}{START}\n{table(results, around)}\n{END}{after}")
+    page.write_text(f"{before}{START}\n{measured}\n{END}{after}")
 
 
-def table(results: Sequence[Result], around: dict[str, str]) -> str:
+def table(results: Sequence[Result], around: Mapping[str, str]) -> str:
     """The results as Markdown, a row for each case and a column for each peer, with how many times ours it takes."""
     peers = list(dict.fromkeys(r.peer for r in results if r.peer is not None))
     columns = ["case", "measured", *peers, "target", "met"]
     rows = [f"| {' | '.join(columns)} |", f"|---{'|---:' * (len(columns) - 2)}|---|"]
     rows += [_row([r for r in results if r.case == case], peers) for case in dict.fromkeys(r.case for r in results)]
-    return "\n".join([*rows, "", f"Measured on {around['machine']}, {around['stack']}, commit {around['commit']}."])
+    return "\n".join([*rows, "", measured_on(around)])
+
+
+def measured_on(around: Mapping[str, str]) -> str:
+    """Where and with what."""
+    return f"Measured on {around['machine']}, {around['stack']}, commit {around['commit']}."
 
 
 def _row(results: Sequence[Result], peers: Iterable[str]) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.record import RESULTS, Better, Result, keep, write_page
+from benchmarks.record import RESULTS, Better, Result, keep, table, write_page
 
 BENCH = "training-gpu"
 
@@ -22,7 +22,7 @@ def main(logs: list[str]) -> None:
     first = measured[0]
     around = {"machine": first["device"], "stack": f"torch {first['torch']}, bfloat16"}
     keep([result for line in measured for result in _results(line)], around)
-    write_page(BENCH, _newest(), around | {"commit": "of each case in results/training-gpu.jsonl"})
+    write_page(BENCH, table(_newest(), around | {"commit": "of each case in results/training-gpu.jsonl"}))
 
 
 def _newest() -> list[Result]:

@@ -65,6 +65,29 @@ def _in_archive(path: Path) -> Iterator[tuple[str, Blob]]:
                 yield member.name.removeprefix("./"), Blob(path, member.offset_data, member.size)
 
 
+def write_variant(target: Path, source: Path, arguments: Sequence[str]) -> Path:
+    """A folder with an image that differs from another in one thing: what its program is given. Layers are shared."""
+    image = image_of(source)
+    blobs = target / BLOBS
+    blobs.mkdir(parents=True)
+    for name, blob in image.blobs.items():
+        if blob.file.parent.name == "sha256":
+            (blobs / name.removeprefix("sha256:")).symlink_to(blob.file)
+    config = json.loads(image.blobs[image.config].read())
+    config["config"]["Cmd"] = [*arguments]
+    manifest = json.loads(image.blobs[image.manifest].read())
+    manifest["config"] |= _placed(blobs, _json(config))
+    entry = {"mediaType": image.media_type, **_placed(blobs, _json(manifest))}
+    (target / "index.json").write_bytes(_json({"schemaVersion": 2, "manifests": [entry]}))
+    (target / "oci-layout").write_bytes(_json({"imageLayoutVersion": "1.0.0"}))
+    return target
+
+
+def _placed(blobs: Path, content: bytes) -> dict[str, object]:
+    (blobs / _digest(content).removeprefix("sha256:")).write_bytes(content)
+    return {"digest": _digest(content), "size": len(content)}
+
+
 def write_small_image(
     path: Path, files: Mapping[str, Path], links: Mapping[str, str], command: Sequence[str], user: str = ""
 ) -> Path:

@@ -90,14 +90,6 @@ class Patient:
         """Its step log."""
         return lines(self.folder)
 
-    def await_step(self, step: int, *, since: float = 0.0) -> Line:
-        """The first line of that step or a later one that was written after a moment."""
-
-        def reached() -> Line | None:
-            return next((line for line in self.lines() if line.step >= step and line.time > since), None)
-
-        return self.awaited(reached, f"step {step}")
-
     def await_checkpoint(self, step: int) -> Path:
         """A committed checkpoint of that step or a later one."""
 
@@ -105,6 +97,17 @@ class Patient:
             return next((path for number, path in checkpoints(self.folder).items() if number >= step), None)
 
         return self.awaited(committed, f"a checkpoint of step {step}")
+
+    def await_risk(self, checkpoint: int, steps: int) -> None:
+        """So many steps after a checkpoint, that step's or a later one, there is something to lose."""
+        self.await_checkpoint(checkpoint)
+        wanted = max(checkpoints(self.folder)) + steps
+
+        def reached() -> Line | None:
+            last = self.lines()[-1]
+            return last if last.step >= wanted else None
+
+        self.awaited(reached, f"step {wanted}")
 
     def await_start(self, restart: int) -> None:
         """Ranks of that start have done a step. Asks nobody but the volume."""

@@ -32,23 +32,11 @@ from cluster.nodes.faults import (
 from cluster.nodes.packages import faketime
 from cluster.nodes.recovery import Member, checkpoints, recovery
 from cluster.nodes.storage import Class
-from cluster.nodes.training import installed
 from cluster.nodes.ward import EVERY, MODELS, Ward, ward
 from cluster.waiting import until
-from images import CannotBuildError
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 in_full = pytest.mark.skipif(os.environ.get("MOEJOB_FAULTS") != "full", reason="make test-faults does this")
-
-
-@pytest.fixture(scope="module")
-def home(nodes: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Release]:
-    """Where the operator runs."""
-    try:
-        with installed(nodes, tmp_path_factory.mktemp("release")) as made:
-            yield made
-    except CannotBuildError as missing:
-        pytest.skip(str(missing))
 
 
 @pytest.fixture(scope="module")

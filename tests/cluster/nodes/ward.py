@@ -17,7 +17,7 @@ from builders import merged
 from cluster.control_plane.releases import Release
 from cluster.nodes.cluster import Cluster
 from cluster.nodes.pods import claim
-from cluster.nodes.recovery import Member, Patient, Recovery, checkpoints, patient, recovery
+from cluster.nodes.recovery import Member, Patient, Recovery, patient, recovery
 from cluster.nodes.training import ROOT, TRAINER_PYTHON, Job, example, run_here, submitted
 from cluster.nodes.witness import Witness, witness
 from cluster.waiting import until
@@ -43,11 +43,11 @@ class Ward:
     def job(self, **changed: Any) -> Iterator[Patient]:
         """A job over both nodes in the midst of its training, and its end in any case."""
         name = f"patient-{next(self._numbers)}"
-        body = merged(in_cluster(job_of(f"pvc://{MODELS}/random")), {"metadata": {"name": name}, "spec": changed})
+        of = in_cluster(job_of(f"pvc://{MODELS}/random", len(self.calm)))
+        body = merged(of, {"metadata": {"name": name}, "spec": changed})
         admitted = patient(submitted(self.nodes, self.home.namespace, body), self.witness)
         try:
-            admitted.await_checkpoint(EVERY)
-            admitted.await_step(max(checkpoints(admitted.folder)) + STEPS_AT_RISK)
+            admitted.await_risk(EVERY, STEPS_AT_RISK)
             yield admitted
         finally:
             admitted.dismiss()
@@ -101,13 +101,13 @@ class Ward:
         assert [line.loss for line in told] == pytest.approx([self.calm[line.step] for line in told], rel=1e-6)
 
 
-def job_of(model: str) -> Job:
+def job_of(model: str, steps: int) -> Job:
     """Two ranks that share the experts of a model, with a checkpoint every few seconds."""
     job = example()
     spec = {
         "model": {"source": model},
         "data": {"eval": None, "maxLength": 64},
-        "training": {"maxSteps": STEPS, "evalEvery": None},
+        "training": {"maxSteps": steps, "evalEvery": None},
         "checkpoint": {"everySteps": EVERY, "exportHuggingFace": False},
         "storage": {"accessModes": ["ReadWriteMany"]},
         "lifecycle": {"progressDeadlineSeconds": 300},
@@ -121,10 +121,10 @@ def in_cluster(job: Job) -> Job:
 
 
 @contextmanager
-def ward(nodes: Cluster, home: Release, folder: Path) -> Iterator[Ward]:
+def ward(nodes: Cluster, home: Release, folder: Path, steps: int = STEPS) -> Iterator[Ward]:
     """The model is written, put on a volume and trained once without a cluster."""
     subprocess.run([TRAINER_PYTHON, RANDOM_MODEL, folder / "random"], check=True, capture_output=True)
-    calm = run_here(job_of(str(folder / "random")), folder).losses()
+    calm = run_here(job_of(str(folder / "random"), steps), folder).losses()
     _provide(nodes, home.namespace, folder / "random")
     with witness(nodes.plane.api, home.namespace) as listening:
         yield Ward(nodes, home, calm, listening, count())

@@ -12,13 +12,17 @@ from moejob_trainer.launcher.stop import Stop
 
 
 def options(arguments: list[str]) -> Options:
-    """The options that `moejob run` sets; a pod sets none."""
+    """The options that `moejob run` and benchmarks set; a pod sets none."""
     parser = argparse.ArgumentParser(prog="moejob_trainer.launcher", description=__doc__)
     standard = Options()
     parser.add_argument("--last-word", type=Path, default=standard.last_word, help="file for the last word, as JSON")
     parser.add_argument("--logs", type=Path, default=standard.logs, help="folder for a log file of each rank")
+    parser.add_argument(
+        "--preload", default=",".join(standard.preload), help="modules imported before ranks start; none: they do it"
+    )
     given = parser.parse_args(arguments)
-    return Options(last_word=given.last_word, logs=given.logs)
+    preload = tuple(name for name in given.preload.split(",") if name)
+    return Options(preload=preload, last_word=given.last_word, logs=given.logs)
 
 
 def main() -> int:

@@ -1,0 +1,204 @@
+"""How long a job over two real nodes stands still after a fault, and where that time goes; needs root and Go.
+
+    PYTHONPATH=tests:scripts python -m benchmarks.recovery [--times N] [--only WORD] [--dry]
+
+Every loss of every step is compared with that of a run that nothing was done to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.contest.arena import median, quantile
+from benchmarks.record import Better, Result, measured_on, record
+from cluster.binaries import KUBERNETES
+from cluster.nodes.cluster import Settings, cluster, found_programs
+from cluster.nodes.faults import damage, kill_operator, kill_pod, kill_rank
+from cluster.nodes.images import write_variant
+from cluster.nodes.obstacles import obstacles
+from cluster.nodes.recovery import Member, Patient, Recovery, Split, checkpoints, recovery
+from cluster.nodes.training import VERSION, installed
+from cluster.nodes.ward import EVERY, STEPS_AT_RISK, Ward, ward
+from images import built
+
+BENCH = "recovery"
+COLD_IMAGE = f"moejob-trainer-cold:{VERSION}"
+PARTS = Split.__slots__
+# Of a job, until it is at risk again.
+STEPS_PER_FAULT = 3 * EVERY
+Fault = Callable[[Ward, Patient, Mapping[int, Member]], None]
+
+
+def rank_killed(_: Ward, __: Patient, pods: Mapping[int, Member]) -> None:
+    """SIGKILL."""
+    kill_rank(pods[1])
+
+
+def pod_killed(of: Ward, _: Patient, pods: Mapping[int, Member]) -> None:
+    """Deleted without grace."""
+    kill_pod(of.nodes, of.home.namespace, pods[1].name)
+
+
+def first_pod_killed(of: Ward, _: Patient, pods: Mapping[int, Member]) -> None:
+    """The one that the others meet at: the whole gang is made anew."""
+    kill_pod(of.nodes, of.home.namespace, pods[0].name)
+
+
+def checkpoint_damaged(_: Ward, patient: Patient, pods: Mapping[int, Member]) -> None:
+    """And a rank killed, which has to pass it over."""
+    damage(checkpoints(patient.folder)[max(checkpoints(patient.folder))])
+    kill_rank(pods[1])
+
+
+def operator_killed(of: Ward, _: Patient, pods: Mapping[int, Member]) -> None:
+    """And a pod, which nobody answers for until it is back."""
+    kill_operator(of.nodes, of.home.namespace)
+    kill_pod(of.nodes, of.home.namespace, pods[1].name)
+
+
+def second_node_cut_off(of: Ward, _: Patient, pods: Mapping[int, Member]) -> None:
+    """That of one pod of two."""
+    of.nodes.cut_off(pods[1].node)
+
+
+def first_node_cut_off(of: Ward, _: Patient, pods: Mapping[int, Member]) -> None:
+    """That of the pod that the others meet at."""
+    of.nodes.cut_off(pods[0].node)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One fault. Where a node is cut off every one needs a job of its own: afterwards all pods are on the other."""
+
+    name: str
+    fault: Fault
+    target_seconds: float | None = None
+    is_cold: bool = False
+    cuts: int | None = None
+
+
+ROWS = (
+    Row("rank killed", rank_killed, 10.0),
+    Row("rank killed, no warm start", rank_killed, is_cold=True),
+    Row("pod killed", pod_killed, 20.0),
+    Row("pod killed, no warm start", pod_killed, is_cold=True),
+    Row("first pod killed: the whole gang anew", first_pod_killed),
+    Row("first pod killed: the whole gang anew, no warm start", first_pod_killed, is_cold=True),
+    Row("newest checkpoint damaged, and a rank killed", checkpoint_damaged),
+    Row("operator killed, and a pod", operator_killed),
+    Row("node cut off", second_node_cut_off, 60.0, cuts=1),
+    Row("node of the first pod cut off: the whole gang anew", first_node_cut_off, 60.0, cuts=0),
+)
+
+
+def main() -> int:
+    """Measure, and write the page. Says what is missing where nothing can be measured."""
+    asked = _arguments()
+    if reasons := obstacles(Settings()):
+        _say(f"no real nodes on this machine: {'; '.join(reasons)}")
+        return 1
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    rows = [row for row in ROWS if asked.only is None or asked.only in row.name]
+    load = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory(prefix="moejob-bench-") as folder:
+        results = _measured(Path(folder), rows, asked.times)
+    if asked.only is None and not asked.dry:
+        record(results, ["pydantic"], f"Kubernetes {KUBERNETES.version}, load average before {load:.1f}", table)
+    else:
+        _say(table(results, {"machine": "this machine", "stack": "not recorded", "commit": "this one"}))
+    return 0
+
+
+def _measured(folder: Path, rows: Sequence[Row], times: int) -> list[Result]:
+    with cluster(folder, found_programs(_say)) as nodes, installed(nodes, folder) as home:
+        nodes.load({COLD_IMAGE: write_variant(folder / "cold", built("trainer-cpu"), ["--preload="])})
+        with ward(nodes, home, folder, steps=EVERY + STEPS_PER_FAULT * (times + 1)) as opened:
+            return [result for row in rows for result in _results(row, list(_recoveries(opened, row, times)))]
+
+
+def _recoveries(of: Ward, row: Row, times: int) -> Iterator[Recovery]:
+    for _ in range(times if row.cuts is not None else 1):
+        of.spread_operator()
+        with of.job(**({"resources": {"image": COLD_IMAGE}} if row.is_cold else {})) as patient:
+            for _ in range(1 if row.cuts is not None else times):
+                found = _recovery(of, row, patient)
+                _say(f"{row.name:55} {_told(found)}")
+                yield found
+                patient.await_risk(found.first_after.step + EVERY, STEPS_AT_RISK)
+            of.assert_unharmed(patient)
+
+
+def _recovery(of: Ward, row: Row, patient: Patient) -> Recovery:
+    with _mended(of, row, patient):
+        found = recovery(patient, lambda pods: row.fault(of, patient, pods))
+    of.await_operator()
+    return found
+
+
+@contextmanager
+def _mended(of: Ward, row: Row, patient: Patient) -> Iterator[None]:
+    if row.cuts is None:
+        yield
+        return
+    with of.without_network(patient.members()[row.cuts].node):
+        yield
+
+
+def _told(found: Recovery) -> str:
+    parts = " ".join(f"{part} {getattr(found.split, part):.2f}" for part in PARTS)
+    return f"{found.seconds:6.2f} s = {parts}, {found.lost_steps} steps again, pods {sorted(found.new_pods)} new"
+
+
+def _results(row: Row, found: Sequence[Recovery]) -> list[Result]:
+    def result(what: str, value: float, unit: str = "s", target: float | None = None) -> Result:
+        return Result(BENCH, f"{row.name} | {what}", value, unit, Better.LOWER, target)
+
+    return [
+        result("p50", median([one.seconds for one in found])),
+        result("p95", quantile([one.seconds for one in found], 0.95), target=row.target_seconds),
+        *(result(part, median([getattr(one.split, part) for one in found])) for part in PARTS),
+        result("steps done again, most", max(one.lost_steps for one in found), ""),
+        result("of steps at risk, most", max(one.steps_at_risk for one in found), ""),
+        result("pods replaced", max(len(one.new_pods) for one in found), ""),
+    ]
+
+
+def table(results: Sequence[Result], around: Mapping[str, str]) -> str:
+    """A row for each fault, a column for each part."""
+    rows: dict[str, dict[str, Result]] = {}
+    for result in results:
+        row, _, what = result.case.partition(" | ")
+        rows.setdefault(row, {})[what] = result
+    columns = list(dict.fromkeys(what for of in rows.values() for what in of))
+    lines = [f"| fault | {' | '.join(columns)} | target | met |", f"|---{'|---:' * (len(columns) + 1)}|---|"]
+    for row, mine in rows.items():
+        target, met = mine["p95"].target, mine["p95"].meets_target
+        shown = [f"{mine[what].value:.3g}" for what in columns]
+        ending = "| " if target is None else f"{target:g} | {'yes' if met else '**no**'}"
+        lines.append(f"| {row} | {' | '.join(shown)} | {ending} |")
+    return "\n".join([*lines, "", measured_on(around)])
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--times", type=int, default=5, help="how often each fault is done")
+    parser.add_argument("--only", help="only faults with this in their name; nothing is recorded")
+    parser.add_argument("--dry", action="store_true", help="record nothing")
+    return parser.parse_args()
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
