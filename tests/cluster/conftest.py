@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,14 @@ from cluster.control_plane.plane import control_plane as running_control_plane
 from cluster.waiting import until
 
 FAKE_NODES = 2
+NODES = Path(__file__).parent / "nodes"
+
+
+def pytest_collection_modifyitems(items: Iterable[pytest.Item]) -> None:
+    """Two processes share the files; all that need the nodes are one's, for there are nodes once on a machine."""
+    for item in items:
+        needs_nodes = NODES in item.path.parents
+        item.add_marker(pytest.mark.xdist_group(NODES.name if needs_nodes else item.path.name))
 
 
 @pytest.fixture(scope="session")
