@@ -51,6 +51,8 @@ class FakeCluster:
     crash_at: int | None = None
     # Raised instead of the next calls.
     faults: list[Exception] = field(default_factory=list)
+    # What pods were given to end, by their names.
+    graces: dict[str, int | None] = field(default_factory=dict)
     lists: int = 0
     questions: int = 0
     halves: int = 0
@@ -101,6 +103,7 @@ class FakeCluster:
 
     async def delete(self, ref: Ref, *, grace_seconds: int | None) -> None:
         self._before(f"{'force-' * (grace_seconds == 0)}delete {ref.kind} {ref.name}")
+        self.graces[ref.name] = grace_seconds
         with_id = (ref.kind, ref.namespace, ref.name)
         there = self.objects.get(with_id)
         if there is not None and there["metadata"]["uid"] == ref.uid:

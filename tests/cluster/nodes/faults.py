@@ -75,7 +75,7 @@ def let_go(member: Member) -> None:
 def starve(nodes: Cluster, namespace: str, member: Member) -> None:
     """Memory runs out in its pod, and the kernel takes it from the rank."""
     Path(f"/proc/{_rank(member)}/oom_score_adj").write_text("1000")
-    hog = "import time\nheld = []\nwhile True: held.append(bytes([1]) * (1 << 25)); time.sleep(0.01)"
+    hog = "held = []\nwhile True: held.append(bytes([1]) * (1 << 26))"
     command = nodes.plane.kubectl_command("exec", member.name, f"--namespace={namespace}", "--", "python", "-c", hog)
     asking = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:

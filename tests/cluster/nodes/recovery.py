@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from cluster.nodes.training import Submitted
+from cluster.nodes.training import ENDS, Submitted
 from cluster.nodes.witness import Kind, Witness, Word
 from cluster.waiting import TooLateError, until
 
@@ -158,21 +158,23 @@ class Patient:
         return Member(about["name"], about["uid"], node, leaders[1], ranks[0] if ranks else None)
 
     def awaited(self, find: Callable[[], Found | None], what: str) -> Found:
-        """What is looked for, once it is there. A job that has failed will never have it."""
+        """What is looked for, once it is there. A job that has ended will never have it."""
 
         def look() -> Found | None:
+            # Asked first: what comes before the end is there when the end is.
+            has_ended = self._has_ended()
             found = find()
-            if found is None and self._has_failed():
-                raise TooLateError(f"the job has failed before {what}: {self.job.told()}")
+            if found is None and has_ended:
+                raise TooLateError(f"the job has ended before {what}: {self.job.told()}")
             return found
 
         found = until(look, seconds=PATIENCE_SECONDS, waiting_for=lambda: f"{what}: {self.job.told()}")
         assert found is not None
         return found
 
-    def _has_failed(self) -> bool:
+    def _has_ended(self) -> bool:
         try:
-            return self.job.phase == "Failed"
+            return self.job.phase in ENDS
         except (OSError, http.client.HTTPException):
             # Tests take the API server away.
             return False

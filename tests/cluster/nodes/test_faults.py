@@ -32,17 +32,20 @@ from cluster.nodes.faults import (
 from cluster.nodes.packages import faketime
 from cluster.nodes.recovery import Member, checkpoints, recovery
 from cluster.nodes.storage import Class
-from cluster.nodes.ward import EVERY, MODELS, Ward, ward
+from cluster.nodes.ward import EVERY, MODELS, STEPS, Ward, ward
 from cluster.waiting import until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
-in_full = pytest.mark.skipif(os.environ.get("MOEJOB_FAULTS") != "full", reason="make test-faults does this")
+IS_FULL = os.environ.get("MOEJOB_FAULTS") == "full"
+in_full = pytest.mark.skipif(not IS_FULL, reason="make test-faults does this")
+# Memory takes its time to run out, and a node to be drained.
+LONG_STEPS = 40
 
 
 @pytest.fixture(scope="module")
 def sick(nodes: Cluster, home: Release, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ward]:
     """Where jobs are taken in."""
-    with ward(nodes, home, tmp_path_factory.mktemp("ward")) as opened:
+    with ward(nodes, home, tmp_path_factory.mktemp("ward"), LONG_STEPS if IS_FULL else STEPS) as opened:
         yield opened
 
 
