@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -17,11 +17,15 @@ FAKE_NODES = 2
 NODES = Path(__file__).parent / "nodes"
 
 
-def pytest_collection_modifyitems(items: Iterable[pytest.Item]) -> None:
-    """Two processes share the files; all that need the nodes are one's, for there are nodes once on a machine."""
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Two processes share the files. What needs the nodes, of which a machine has one set, is one's, and begins."""
+    items.sort(key=lambda item: not _needs_nodes(item))
     for item in items:
-        needs_nodes = NODES in item.path.parents
-        item.add_marker(pytest.mark.xdist_group(NODES.name if needs_nodes else item.path.name))
+        item.add_marker(pytest.mark.xdist_group(NODES.name if _needs_nodes(item) else item.path.name))
+
+
+def _needs_nodes(item: pytest.Item) -> bool:
+    return NODES in item.path.parents
 
 
 @pytest.fixture(scope="session")
