@@ -75,7 +75,8 @@ def let_go(member: Member) -> None:
 def starve(nodes: Cluster, namespace: str, member: Member) -> None:
     """Memory runs out in its pod, and the kernel takes it from the rank."""
     Path(f"/proc/{_rank(member)}/oom_score_adj").write_text("1000")
-    hog = "held = []\nwhile True: held.append(bytes([1]) * (1 << 26))"
+    # Many, none of which is as large as the rank: the kernel takes the largest.
+    hog = "import os, time\nfor _ in range(4): os.fork()\nheld = bytes([1]) * (1 << 28)\ntime.sleep(600)"
     command = nodes.plane.kubectl_command("exec", member.name, f"--namespace={namespace}", "--", "python", "-c", hog)
     asking = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:

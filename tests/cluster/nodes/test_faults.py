@@ -153,7 +153,7 @@ def test_a_pod_that_is_drained_saves_first_and_takes_no_other_with_it(sick: Ward
 
 @in_full
 def test_a_volume_that_is_full_fails_the_job_with_the_fix_and_keeps_what_was_saved(sick: Ward) -> None:
-    with sick.job(storage={"storageClass": Class.SIZED, "size": "1Gi"}) as patient:
+    with sick.job(storage={"storageClass": Class.SIZED.value, "size": "1Gi"}) as patient:
         fill(patient.folder)
         until(lambda: patient.job.phase == "Failed", seconds=120, waiting_for=patient.job.told)
         status = patient.job.read()["status"]
@@ -228,6 +228,7 @@ def test_a_clock_that_is_wrong_in_one_pod_changes_nothing(sick: Ward) -> None:
     """One hour back, then a rank is killed: who is newer and who is silent is not asked of clocks."""
     library = sick.provide(faketime(print))
     env = [
+        {"name": "OMP_NUM_THREADS", "value": "1"},
         {"name": "LD_PRELOAD", "value": f"/claims/{MODELS}/{library.name}"},
         {"name": "FAKETIME_TIMESTAMP_FILE", "value": SHIFT_FILE},
         {"name": "FAKETIME_NO_CACHE", "value": "1"},

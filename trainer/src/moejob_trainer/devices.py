@@ -45,7 +45,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 def _device(order: Orders) -> torch.device:
     if order.spec.resources.accelerator is Accelerator.CPU:
-        _share_cores(order.ranks_per_node)
+        share_cores(order.ranks_per_node)
         return torch.device("cpu")
     if order.local_rank >= torch.cuda.device_count():
         raise BadConfiguration(
@@ -57,6 +57,8 @@ def _device(order: Orders) -> torch.device:
     return device
 
 
-def _share_cores(ranks: int) -> None:
-    """Ranks that each take all cores take turns instead of working."""
+def share_cores(ranks: int) -> None:
+    """Ranks that each take all cores take turns instead of working; who says how many threads they have, decides."""
+    if "OMP_NUM_THREADS" in os.environ:
+        return
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
