@@ -22,7 +22,7 @@ _MOVING_FIELDS = {
     *("Creation Timestamp", "Start Time", "Completion Time", "Last Transition Time", "Updated At", "Time"),
     *("UID", "Resource Version", "Epoch", "Loss", "Score", "Speed", "Eta", "Save Seconds", "Tokens Per Second Per Gpu"),
     *("Productive Seconds", "Lost Seconds", "Starting Seconds", "Suspended Seconds", "Lost Gpu Hours"),
-    *("Last Checkpoint Step", "Checkpoint Step"),
+    *("Last Checkpoint Step", "Checkpoint Step", "Node"),
 }
 _SAVED = re.compile(r"step \d+ is saved")
 # Whether a claim is bound before its job's pods are looked at is a race that nobody has to win.
