@@ -69,9 +69,10 @@ class ControlPlane:
             self.processes[component].stop()
 
     def restart(self, *components: Component) -> None:
-        """Crash components and return when all are ready again."""
-        self.stop(*components)
-        self.start(*components)
+        """Crash components and return when all are ready again. Kwok begins anew: what it was refused, it may not retry."""
+        kubelets = tuple({Component.KWOK} & self.processes.keys())
+        self.stop(*components, *kubelets)
+        self.start(*components, *kubelets)
 
     def kubectl_command(self, *arguments: str | Path) -> list[str | Path]:
         """What runs kubectl as an administrator."""
