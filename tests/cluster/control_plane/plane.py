@@ -69,7 +69,7 @@ class ControlPlane:
             self.processes[component].stop()
 
     def restart(self, *components: Component) -> None:
-        """Crash components and return when all are ready again. Kwok begins anew: what it was refused, it may not retry."""
+        """Crash components and return when all are ready again. Kwok begins anew: it may not retry what failed."""
         kubelets = tuple({Component.KWOK} & self.processes.keys())
         self.stop(*components, *kubelets)
         self.start(*components, *kubelets)
