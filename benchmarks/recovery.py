@@ -83,6 +83,8 @@ class Row:
     target_seconds: float | None = None
     is_cold: bool = False
     cuts: int | None = None
+    # So many have to be there: one is left when one is damaged.
+    checkpoints: int = 1
 
 
 ROWS = (
@@ -92,7 +94,7 @@ ROWS = (
     Row("pod killed, no warm start", pod_killed, is_cold=True),
     Row("first pod killed: the whole gang anew", first_pod_killed),
     Row("first pod killed: the whole gang anew, no warm start", first_pod_killed, is_cold=True),
-    Row("newest checkpoint damaged, and a rank killed", checkpoint_damaged),
+    Row("newest checkpoint damaged, and a rank killed", checkpoint_damaged, checkpoints=2),
     Row("operator killed, and a pod", operator_killed),
     Row("node cut off", second_node_cut_off, 60.0, cuts=1),
     Row("node of the first pod cut off: the whole gang anew", first_node_cut_off, 60.0, cuts=0),
@@ -128,6 +130,7 @@ def _recoveries(of: Ward, row: Row, times: int) -> Iterator[Recovery]:
     for _ in range(times if row.cuts is not None else 1):
         of.spread_operator()
         with of.job(**({"resources": {"image": COLD_IMAGE}} if row.is_cold else {})) as patient:
+            patient.await_risk(row.checkpoints * EVERY, STEPS_AT_RISK)
             for _ in range(1 if row.cuts is not None else times):
                 found = _recovery(of, row, patient)
                 _say(f"{row.name:55} {_told(found)}")
