@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ from benchmarks.contest.contenders import (
 from benchmarks.contest.job_sets import define_job_sets, job_sets
 from benchmarks.record import Better, Result, record
 from cluster.binaries import KUBERNETES, found_or_built
+from cluster.by_hand import say
 from cluster.control_plane.components import Component
 from cluster.control_plane.plane import PROGRAMS, ControlPlane, control_plane
 from cluster.waiting import until
@@ -63,7 +63,7 @@ def main() -> None:
     """Measure everything and write the page."""
     asked = _arguments()
     size = QUICK if asked.quick else ALL if asked.all else USUAL
-    programs = found_or_built((*PROGRAMS, "training-operator"), _say)
+    programs = found_or_built((*PROGRAMS, "training-operator"), say)
     loads = [os.getloadavg()[0]]
     results: list[Result] = []
     if asked.only != "soak":
@@ -78,7 +78,7 @@ def main() -> None:
     load = f"load average {min(loads):.1f} to {max(loads):.1f}"
     if asked.only is None and not asked.quick:
         record(results, ["kubernetes", "aiohttp", "pydantic"], f"Kubernetes {KUBERNETES.version}, {load}")
-    _say(load)
+    say(load)
 
 
 # --- speed ------------------------------------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ async def hundreds(place: Arena, those: Sequence[Contender], pods: int, times: i
                 bursts[who.name].append(await place.burst(who, 100, pods))
     for name, each in bursts.items():
         asked = ", ".join(f"{count} {what}" for what, count in each[-1].story.requests.most_common())
-        _say(f"{name} asks, for 100 jobs: {asked}")
+        say(f"{name} asks, for 100 jobs: {asked}")
     return _of_bursts(f"100 jobs of {pods} pods", bursts, None)
 
 
@@ -252,7 +252,7 @@ def _rows(case: str, unit: str, values: Mapping[str, float], target: float | Non
     row = partial(Result, BENCH, case, values[OURS], unit, Better.LOWER, target)
     rows = [row(name, value) for name, value in values.items() if name != OURS]
     for name, value in values.items():
-        _say(f"{case:60} {value:10.4g} {unit:4} {name}")
+        say(f"{case:60} {value:10.4g} {unit:4} {name}")
     return rows
 
 
@@ -263,11 +263,6 @@ def _arguments() -> argparse.Namespace:
     sizes.add_argument("--all", action="store_true", help="also a thousand jobs of eight pods")
     parser.add_argument("--only", choices=["speed", "soak"], help="one half of it, which is not recorded")
     return parser.parse_args()
-
-
-def _say(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,8 +19,9 @@ from pathlib import Path
 from benchmarks.contest.arena import median, quantile
 from benchmarks.record import Better, Result, measured_on, record
 from cluster.binaries import KUBERNETES
+from cluster.by_hand import end_when_asked, say
 from cluster.nodes.cluster import Settings, cluster, found_programs
-from cluster.nodes.faults import damage, kill_operator, kill_pod, kill_rank
+from cluster.nodes.faults import damage, kill_operator_and_pod, kill_pod, kill_rank
 from cluster.nodes.images import write_variant
 from cluster.nodes.obstacles import obstacles
 from cluster.nodes.recovery import Member, Patient, Recovery, Split, checkpoints, recovery
@@ -60,8 +60,7 @@ def checkpoint_damaged(_: Ward, patient: Patient, pods: Mapping[int, Member]) ->
 
 def operator_killed(of: Ward, _: Patient, pods: Mapping[int, Member]) -> None:
     """And a pod, which nobody answers for until it is back."""
-    kill_operator(of.nodes, of.home.namespace)
-    kill_pod(of.nodes, of.home.namespace, pods[1].name)
+    kill_operator_and_pod(of.nodes, of.home.namespace, pods[1].name)
 
 
 def second_node_cut_off(of: Ward, _: Patient, pods: Mapping[int, Member]) -> None:
@@ -105,9 +104,9 @@ def main() -> int:
     """Measure, and write the page. Says what is missing where nothing can be measured."""
     asked = _arguments()
     if reasons := obstacles(Settings()):
-        _say(f"no real nodes on this machine: {'; '.join(reasons)}")
+        say(f"no real nodes on this machine: {'; '.join(reasons)}")
         return 1
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    end_when_asked()
     rows = [row for row in ROWS if asked.only is None or asked.only in row.name]
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="moejob-bench-") as folder:
@@ -115,12 +114,12 @@ def main() -> int:
     if asked.only is None and not asked.dry:
         record(results, ["pydantic"], f"Kubernetes {KUBERNETES.version}, load average before {load:.1f}", table)
     else:
-        _say(table(results, {"machine": "this machine", "stack": "not recorded", "commit": "this one"}))
+        say(table(results, {"machine": "this machine", "stack": "not recorded", "commit": "this one"}))
     return 0
 
 
 def _measured(folder: Path, rows: Sequence[Row], times: int) -> list[Result]:
-    with cluster(folder, found_programs(_say)) as nodes, installed(nodes, folder) as home:
+    with cluster(folder, found_programs(say)) as nodes, installed(nodes, folder) as home:
         nodes.load({COLD_IMAGE: write_variant(folder / "cold", built("trainer-cpu"), ["--preload="])})
         with ward(nodes, home, folder, steps=EVERY + STEPS_PER_FAULT * (times + 1)) as opened:
             return [result for row in rows for result in _results(row, list(_recoveries(opened, row, times)))]
@@ -133,7 +132,7 @@ def _recoveries(of: Ward, row: Row, times: int) -> Iterator[Recovery]:
             patient.await_risk(row.checkpoints * EVERY, STEPS_AT_RISK)
             for _ in range(1 if row.cuts is not None else times):
                 found = _recovery(of, row, patient)
-                _say(f"{row.name:55} {_told(found)}")
+                say(f"{row.name:55} {_told(found)}")
                 yield found
                 patient.await_risk(found.first_after.step + EVERY, STEPS_AT_RISK)
             of.assert_unharmed(patient)
@@ -196,11 +195,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--only", help="only faults with this in their name; nothing is recorded")
     parser.add_argument("--dry", action="store_true", help="record nothing")
     return parser.parse_args()
-
-
-def _say(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

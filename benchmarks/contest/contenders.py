@@ -50,6 +50,12 @@ class Contender:
     timed: tuple[str, str]
     token: str = ""
 
+    def started(self) -> Contender:
+        """Run a controller built on controller-runtime, as all peers are, and return when it counts its looks."""
+        self.process.start()
+        self.process.wait_until(lambda: "controller_runtime_max_concurrent_reconciles" in self.said(), START_SECONDS)
+        return self
+
     def costs(self) -> Costs:
         """What its process has taken until now."""
         if self.process.pid is None:
@@ -118,11 +124,7 @@ def kubeflow(plane: ControlPlane, program: Path, name: str, namespace: str) -> C
         url=f"http://127.0.0.1:{port}",
         timed=("controller_runtime_reconcile_time_seconds", 'controller="pytorchjob-controller"'),
     )
-    contender.process.start()
-    contender.process.wait_until(
-        lambda: "controller_runtime_max_concurrent_reconciles" in contender.said(), START_SECONDS
-    )
-    return contender
+    return contender.started()
 
 
 def define_pytorch_jobs(plane: ControlPlane) -> None:

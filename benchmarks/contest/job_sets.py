@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from benchmarks.contest.contenders import START_SECONDS, Contender, our_job, served, user_of
+from benchmarks.contest.contenders import Contender, our_job, served, user_of
 from benchmarks.contest.pods import Body, pod_template
 from cluster.control_plane.certificates import new_authority
 from cluster.control_plane.operators import free_port
@@ -62,11 +62,7 @@ def job_sets(plane: ControlPlane, manager: Path, namespace: str) -> Contender:
         token=plane.token(namespace, _ACCOUNT),
         timed=("controller_runtime_reconcile_time_seconds", 'controller="jobset"'),
     )
-    contender.process.start()
-    contender.process.wait_until(
-        lambda: "controller_runtime_max_concurrent_reconciles" in contender.said(), START_SECONDS
-    )
-    return contender
+    return contender.started()
 
 
 def job_set(name: str, pods: int) -> Body:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from moejob_api.contract import ExitCode, Outcome
+from moejob_api.contract import ExitCode, Outcome, RankFault
 
 FIRST_DELAY_SECONDS = 1.0
 LONGEST_DELAY_SECONDS = 300.0
@@ -144,6 +144,14 @@ def cause_of_exit(code: int, outcome: Outcome | None = None) -> Cause | None:
             return Cause.PREEMPTED
         case _:
             return Cause.RANK_FAILED if outcome is Outcome.RANK_FAILED else Cause.POD_FAILED
+
+
+def restarted_in_place(index: int, fault: RankFault | None) -> Failure:
+    """The failure for which the launcher of a pod has restarted its ranks, as it tells it."""
+    cause = Cause.HUNG if fault is not None and fault.outcome is Outcome.HUNG else Cause.RANK_FAILED
+    said = "its ranks were restarted in place"
+    message = f"{fault.message}; {said}" if fault is not None and fault.message else said
+    return Failure(index, cause, pod_alive=True, message=message)
 
 
 def delay_seconds(restarts: int) -> float:

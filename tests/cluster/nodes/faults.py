@@ -55,6 +55,12 @@ def kill_operator(nodes: Cluster, namespace: str) -> None:
     )  # fmt: skip
 
 
+def kill_operator_and_pod(nodes: Cluster, namespace: str, pod: str) -> None:
+    """Both, so that nobody answers for the pod until the operator is back."""
+    kill_operator(nodes, namespace)
+    kill_pod(nodes, namespace, pod)
+
+
 def is_alive(pid: int) -> bool:
     """Whether a process still runs, or would if it were let."""
     return Path(f"/proc/{pid}/exe").exists()

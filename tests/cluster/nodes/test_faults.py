@@ -22,7 +22,7 @@ from cluster.nodes.faults import (
     hold_launcher,
     hold_rank,
     is_alive,
-    kill_operator,
+    kill_operator_and_pod,
     kill_pod,
     kill_rank,
     let_go,
@@ -106,12 +106,10 @@ def test_a_newest_checkpoint_that_is_damaged_is_passed_over(sick: Ward) -> None:
 
 
 def test_an_operator_that_is_killed_with_a_pod_answers_for_it_once_it_is_back(sick: Ward) -> None:
-    def kill_both(pods: Mapping[int, Member]) -> None:
-        kill_operator(sick.nodes, sick.home.namespace)
-        kill_pod(sick.nodes, sick.home.namespace, pods[1].name)
-
     with sick.job() as patient:
-        found = sick.recovered(patient, kill_both)
+        found = sick.recovered(
+            patient, lambda pods: kill_operator_and_pod(sick.nodes, sick.home.namespace, pods[1].name)
+        )
         status = patient.job.read()["status"]
     assert found.new_pods == {1}
     assert (status["restarts"]["pods"], status["restarts"]["total"]) == (1, 0)
@@ -165,12 +163,10 @@ def test_a_volume_that_is_full_fails_the_job_with_the_fix_and_keeps_what_was_sav
 
 @in_full
 def test_an_operator_that_is_killed_with_the_first_pod_starts_a_new_gang_once_it_is_back(sick: Ward) -> None:
-    def kill_both(pods: Mapping[int, Member]) -> None:
-        kill_operator(sick.nodes, sick.home.namespace)
-        kill_pod(sick.nodes, sick.home.namespace, pods[0].name)
-
     with sick.job() as patient:
-        found = sick.recovered(patient, kill_both)
+        found = sick.recovered(
+            patient, lambda pods: kill_operator_and_pod(sick.nodes, sick.home.namespace, pods[0].name)
+        )
         status = patient.job.read()["status"]
     assert found.new_pods == {0, 1}
     assert status["restarts"]["total"] == 1

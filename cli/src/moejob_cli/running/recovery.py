@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from moejob_api.contract import ExitCode, LastWord, Outcome, PodProgress
+from moejob_api.contract import ExitCode, LastWord, PodProgress
 from moejob_api.restarts import (
     LAUNCHER_FIRST_SECONDS,
     Budget,
@@ -22,6 +22,7 @@ from moejob_api.restarts import (
     RestartRanks,
     cause_of_exit,
     decide,
+    restarted_in_place,
 )
 
 _RANKS_NAMED = 8
@@ -142,11 +143,7 @@ def _restarted(pods: Sequence[PodSeen], memory: Memory) -> Iterator[Failure]:
     if memory.rank_restarts is None or reported is None or reported <= memory.rank_restarts:
         return
     most = max(pods, key=lambda pod: pod.heard.restarts if pod.heard else 0)
-    fault = most.heard.fault if most.heard else None
-    said = "its ranks were restarted in place"
-    cause = Cause.HUNG if fault is not None and fault.outcome is Outcome.HUNG else Cause.RANK_FAILED
-    message = f"{fault.message}; {said}" if fault is not None and fault.message else said
-    yield Failure(most.index, cause, pod_alive=True, message=message)
+    yield restarted_in_place(most.index, most.heard.fault if most.heard else None)
 
 
 def _rank_restarts(pods: Sequence[PodSeen], memory: Memory) -> int | None:

@@ -13,9 +13,9 @@ from moejob_operator.cluster import Raw
 from moejob_operator.observed import reading
 
 _MESSAGE_CHARACTERS = 2048
-# Conditions of a pod that somebody wants gone: Kubernetes' own, and Kueue's.
 # The reason for which the node controller takes pods away.
 TAKEN_BY_TAINT = "DeletionByTaintManager"
+# Conditions of a pod that somebody wants gone: Kubernetes' own, and Kueue's.
 _TAKEN_AWAY = ("DisruptionTarget", "TerminationTarget")
 
 

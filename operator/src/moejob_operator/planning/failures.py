@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from moejob_api.contract import ExitCode, Outcome, PodProgress, RankFault, Role, pod_name
-from moejob_api.restarts import LAUNCHER_FIRST_SECONDS, Cause, Failure, cause_of_exit
+from moejob_api.contract import ExitCode, PodProgress, RankFault, Role, pod_name
+from moejob_api.restarts import LAUNCHER_FIRST_SECONDS, Cause, Failure, cause_of_exit, restarted_in_place
 from moejob_operator.observed import TAKEN_BY_TAINT, Pod, PodPhase
 from moejob_operator.planning.situation import Situation, spec_and_layout
 from moejob_operator.planning.times import seconds_since
@@ -177,17 +177,13 @@ def _restarted_ranks(s: Situation) -> Iterator[Loss]:
     if known is None or reported is None or reported <= known or s.ladder.start_after is not None:
         return
     index, pod = max(s.trainers.items(), key=lambda item: s.seen.progress[item[1].uid].restarts)
-    yield restarted_in_place(index, pod, s.seen.progress[pod.uid].fault)
+    yield loss_of_ranks(index, pod, s.seen.progress[pod.uid].fault)
 
 
-def restarted_in_place(index: int, pod: Pod, fault: RankFault | None) -> Loss:
-    """The failure that made a launcher restart its ranks, as it tells it."""
-    said = "its ranks were restarted in place"
-    if fault is None:
-        return Loss(Failure(index, Cause.RANK_FAILED, pod_alive=True, message=said), pod.name, pod)
-    cause = Cause.HUNG if fault.outcome is Outcome.HUNG else Cause.RANK_FAILED
-    failure = Failure(index, cause, pod_alive=True, message=f"{fault.message}; {said}" if fault.message else said)
-    return Loss(failure, pod.name, pod, fault.rank, fault.exit_code)
+def loss_of_ranks(index: int, pod: Pod, fault: RankFault | None) -> Loss:
+    """What made a launcher restart its ranks, and whom it blames."""
+    failure = restarted_in_place(index, fault)
+    return Loss(failure, pod.name, pod) if fault is None else Loss(failure, pod.name, pod, fault.rank, fault.exit_code)
 
 
 def rank_restarts(s: Situation) -> int | None:

@@ -21,7 +21,7 @@ from moejob_api.restarts import (
     decide,
 )
 from moejob_operator.observed import PodPhase
-from moejob_operator.planning.failures import Loss, rank_restarts, restarted_in_place
+from moejob_operator.planning.failures import Loss, loss_of_ranks, rank_restarts
 from moejob_operator.planning.situation import Situation, gang_of, restarting_or_pending, spec_and_layout
 from moejob_operator.planning.step import Reason, Step
 from moejob_operator.planning.times import later, seconds_until, written
@@ -183,7 +183,7 @@ def last_restarts(s: Situation) -> tuple[Restarts, LastFailure | None]:
     if more <= 0:
         return s.restarts, None
     index = max(words, key=lambda index: words[index].restarts)
-    loss = restarted_in_place(index, s.trainers[index], words[index].fault)
+    loss = loss_of_ranks(index, s.trainers[index], words[index].fault)
     ladder = s.ladder.model_copy(update={"rank_restarts": (s.ladder.rank_restarts or 0) + more})
     return s.restarts.model_copy(update={"ranks": s.restarts.ranks + more, "ladder": ladder}), _last_failure(s, (loss,))
 
