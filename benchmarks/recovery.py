@@ -24,7 +24,7 @@ from cluster.nodes.cluster import Settings, cluster, found_programs
 from cluster.nodes.faults import damage, kill_operator_and_pod, kill_pod, kill_rank
 from cluster.nodes.images import write_variant
 from cluster.nodes.obstacles import obstacles
-from cluster.nodes.recovery import Member, Patient, Recovery, Split, checkpoints, recovery
+from cluster.nodes.recovery import Member, Patient, Recovery, Split, recovery
 from cluster.nodes.training import VERSION, installed
 from cluster.nodes.ward import EVERY, STEPS_AT_RISK, Ward, ward
 from images import built
@@ -54,7 +54,7 @@ def first_pod_killed(of: Ward, _: Patient, pods: Mapping[int, Member]) -> None:
 
 def checkpoint_damaged(_: Ward, patient: Patient, pods: Mapping[int, Member]) -> None:
     """And a rank killed, which has to pass it over."""
-    damage(checkpoints(patient.folder)[max(checkpoints(patient.folder))])
+    damage(patient.run.checkpoints()[max(patient.run.checkpoints())])
     kill_rank(pods[1])
 
 

@@ -6,20 +6,16 @@ Times are those of one machine: all nodes here share a clock, which is what make
 from __future__ import annotations
 
 import http.client
-import json
-import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from cluster.nodes.training import ENDS, Submitted
+from cluster.nodes.training import ENDS, Run, Submitted
 from cluster.nodes.witness import Kind, Witness, Word
 from cluster.waiting import TooLateError, until
 
-COMMIT = re.compile(r"step-(\d+)\.(\d+)\.(\d+)")
-MARKER = "complete.json"
 # Ten times what a quiet machine needs.
 PATIENCE_SECONDS = 300
 
@@ -42,25 +38,11 @@ class Line:
     start: Mapping[str, float] | None
 
 
-def lines(folder: Path) -> list[Line]:
-    """All whole lines of the step log of a run."""
-    log = folder / "steps.jsonl"
-    texts = log.read_text().splitlines(keepends=True) if log.exists() else []
-    return [_line(json.loads(text)) for text in texts if text.endswith("\n")]
-
-
 def _line(told: Mapping[str, Any]) -> Line:
     names = ("endingSeconds", "importSeconds", "meetingSeconds", "joiningSeconds", "loadingSeconds")
     start = {name: told[name] for name in names} if names[0] in told else None
     claim = (told["attempt"], told["restart"])
     return Line(told["step"], told["loss"], told["time"], told["seconds"], claim, start)
-
-
-def checkpoints(folder: Path) -> dict[int, Path]:
-    """The committed ones, by their step."""
-    found = (COMMIT.fullmatch(path.name) for path in (folder / "checkpoints").glob("step-*"))
-    named = {int(match[1]): folder / "checkpoints" / match[0] for match in found if match is not None}
-    return {step: path for step, path in sorted(named.items()) if (path / MARKER).exists()}
 
 
 # --- who is there -----------------------------------------------------------------------------------------------------
@@ -83,25 +65,25 @@ class Patient:
 
     job: Submitted
     witness: Witness
-    # Its run folder, as the machine sees it.
-    folder: Path
+    # What it writes, as the machine sees it.
+    run: Run
 
     def lines(self) -> list[Line]:
         """Its step log."""
-        return lines(self.folder)
+        return [_line(told) for told in self.run.told()]
 
     def await_checkpoint(self, step: int) -> Path:
         """A committed checkpoint of that step or a later one."""
 
         def committed() -> Path | None:
-            return next((path for number, path in checkpoints(self.folder).items() if number >= step), None)
+            return next((path for number, path in self.run.checkpoints().items() if number >= step), None)
 
         return self.awaited(committed, f"a checkpoint of step {step}")
 
     def await_risk(self, checkpoint: int, steps: int) -> None:
         """So many steps after a checkpoint, that step's or a later one, there is something to lose."""
         self.await_checkpoint(checkpoint)
-        wanted = max(checkpoints(self.folder)) + steps
+        wanted = max(self.run.checkpoints()) + steps
 
         def reached() -> Line | None:
             last = self.lines()[-1]
@@ -117,16 +99,9 @@ class Patient:
 
         until(has_stepped, seconds=PATIENCE_SECONDS, waiting_for=f"restart {restart}")
 
-    def unfinished(self) -> Iterator[Path]:
-        """Checkpoints that are being written: something is there, and nobody has committed it."""
-        for path in (self.folder / "checkpoints").glob("step-*"):
-            if COMMIT.fullmatch(path.name) and not (path / MARKER).exists() and any(path.iterdir()):
-                yield path
-
     def members(self) -> dict[int, Member]:
         """The pods that run, by index."""
-        listed = self.job.nodes.plane.api.get(f"/api/v1/namespaces/{self.job.namespace}/pods")["items"]
-        return {index: member for pod in listed if (member := self._member(pod)) for index in [_index(pod)]}
+        return {_index(pod): member for pod in self.job.pods_read() if (member := self._member(pod))}
 
     def all_members(self, count: int) -> dict[int, Member]:
         """The same, once so many pods have their rank."""
@@ -147,8 +122,7 @@ class Patient:
 
     def _member(self, pod: Any) -> Member | None:
         about = pod["metadata"]
-        is_ours = about["labels"].get("moejob.dev/job") == self.job.name
-        if not is_ours or pod["status"]["phase"] != "Running" or "deletionTimestamp" in about:
+        if pod["status"]["phase"] != "Running" or "deletionTimestamp" in about:
             return None
         node = pod["spec"]["nodeName"]
         leaders = _leaders(self.job.nodes.nodes[node].pids(about["uid"]))
@@ -189,7 +163,7 @@ def patient(job: Submitted, witness: Witness) -> Patient:
         return any(one["metadata"]["name"] == claim and one["status"].get("phase") == "Bound" for one in found)
 
     until(is_bound, seconds=PATIENCE_SECONDS, waiting_for=f"a volume for {claim}")
-    return Patient(job, witness, job.nodes.storage.path(job.namespace, claim) / job.name)
+    return Patient(job, witness, Run(job.nodes.storage.path(job.namespace, claim) / job.name))
 
 
 def _index(pod: Any) -> int:
@@ -287,7 +261,7 @@ class Recovery:
 
 def recovery(patient: Patient, fault: Callable[[Mapping[int, Member]], object]) -> Recovery:
     """What comes of a fault that is done to the pods of a job, as soon as ranks of another start have done a step."""
-    before, newest = patient.members(), max(checkpoints(patient.folder))
+    before, newest = patient.members(), max(patient.run.checkpoints())
     old = patient.lines()[-1].claim
     fault_at = time.time()
     fault(before)

@@ -30,7 +30,7 @@ from cluster.nodes.faults import (
     starve,
 )
 from cluster.nodes.packages import faketime
-from cluster.nodes.recovery import Member, checkpoints, recovery
+from cluster.nodes.recovery import Member, recovery
 from cluster.nodes.storage import Class
 from cluster.nodes.ward import EVERY, MODELS, STEPS, Ward, ward
 from cluster.waiting import until
@@ -97,7 +97,7 @@ def test_a_node_that_was_cut_off_comes_back_with_its_old_ranks_and_damages_nothi
 def test_a_newest_checkpoint_that_is_damaged_is_passed_over(sick: Ward) -> None:
     with sick.job() as patient:
         patient.await_checkpoint(2 * EVERY)
-        newest, path = max(checkpoints(patient.folder).items())
+        newest, path = max(patient.run.checkpoints().items())
         damage(path)
         found = recovery(patient, lambda pods: kill_rank(pods[1]))
         sick.assert_unharmed(patient)
@@ -152,10 +152,10 @@ def test_a_pod_that_is_drained_saves_first_and_takes_no_other_with_it(sick: Ward
 @in_full
 def test_a_volume_that_is_full_fails_the_job_with_the_fix_and_keeps_what_was_saved(sick: Ward) -> None:
     with sick.job(storage={"storageClass": Class.SIZED.value, "size": "1Gi"}) as patient:
-        fill(patient.folder)
+        fill(patient.run.folder)
         until(lambda: patient.job.phase == "Failed", seconds=120, waiting_for=patient.job.told)
         status = patient.job.read()["status"]
-        kept = checkpoints(patient.folder)
+        kept = patient.run.checkpoints()
     assert status["lastFailure"]["reason"] == "BadConfiguration"
     assert "storage.size" in status["lastFailure"]["message"]
     assert kept
@@ -212,7 +212,9 @@ def test_a_checkpoint_that_vanishes_while_it_is_written_costs_what_it_would_have
 
         def remove_unfinished(_: Mapping[int, Member]) -> None:
             shutil.rmtree(
-                patient.awaited(lambda: next(patient.unfinished(), None), "a checkpoint that is being written")
+                patient.awaited(
+                    lambda: next(iter(patient.run.unfinished()), None), "a checkpoint that is being written"
+                )
             )
 
         found = sick.recovered(patient, remove_unfinished)

@@ -381,7 +381,7 @@ def moved(nodes: Cluster, steady: Steady, namespace: str) -> Moved:
     wide.suspend()
     until(lambda: wide.phase == "Suspended" and not wide.uids(), seconds=SECONDS, waiting_for=wide.told)
     kept = nodes.plane.api.get(f"/api/v1/namespaces/{namespace}/persistentvolumeclaims/wide-storage")
-    saved, stopped_at, suspended = wide.run().saved(), wide.run().done(), screens(wide)
+    saved, stopped_at, suspended = {*wide.run().checkpoints()}, wide.run().done(), screens(wide)
     stopped = wide.uids()
     narrow.await_end()
     wide.suspend(suspended=False)

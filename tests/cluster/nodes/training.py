@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,6 +31,8 @@ IMAGES = ("operator", "trainer-cpu")
 VALUES = {"images": {"trainer": "moejob-trainer-cpu"}}
 # Imports alone take a minute where two nodes read torch from one disk for the first time.
 TRAINING_SECONDS = 900
+COMMIT = re.compile(r"step-(\d+)\.(\d+)\.(\d+)")
+MARKER = "complete.json"
 ENDS = {"Succeeded", "Failed"}
 Job = dict[str, Any]
 
@@ -42,25 +45,27 @@ class Run:
 
     def losses(self) -> dict[int, float]:
         """Of every step."""
-        return {line["step"]: line["loss"] for line in self._lines()}
+        return {line["step"]: line["loss"] for line in self.told()}
 
     def steps(self) -> list[tuple[int, int, int]]:
         """Attempt, restart and step of every line, in the order in which they were done."""
-        return [(line["attempt"], line["restart"], line["step"]) for line in self._lines()]
+        return [(line["attempt"], line["restart"], line["step"]) for line in self.told()]
 
     def done(self) -> int:
         """The last step, 0 before the first one."""
         return max((step for _, _, step in self.steps()), default=0)
 
-    def saved(self) -> set[int]:
-        """The steps whose checkpoints are complete."""
-        return {
-            int(found.parent.name[5:].split(".")[0]) for found in self.folder.glob("checkpoints/step-*/complete.json")
-        }
+    def checkpoints(self) -> dict[int, Path]:
+        """The committed ones, by their step."""
+        return {step: path for step, path in self._begun() if (path / MARKER).exists()}
+
+    def unfinished(self) -> list[Path]:
+        """Checkpoints that are being written: something is there, and nobody has committed it."""
+        return [path for _, path in self._begun() if not (path / MARKER).exists() and any(path.iterdir())]
 
     def last_evaluation(self) -> float:
         """The loss on what was held out, after the last step."""
-        loss: float = self._lines()[-1]["evalLoss"]
+        loss: float = self.told()[-1]["evalLoss"]
         return loss
 
     def exported_loss(self) -> float:
@@ -68,9 +73,16 @@ class Run:
         [corpus] = [report.parent for report in self.folder.glob("data/*/report.json") if _split(report) == "test"]
         return float(_said(TRAINER_PYTHON, HELD_OUT_LOSS, self.folder / "export", corpus))
 
-    def _lines(self) -> list[dict[str, Any]]:
+    def told(self) -> list[dict[str, Any]]:
+        """All whole lines of the step log."""
         log = self.folder / "steps.jsonl"
-        return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+        lines = log.read_text().splitlines(keepends=True) if log.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    def _begun(self) -> list[tuple[int, Path]]:
+        folders = (self.folder / "checkpoints").glob("step-*")
+        named = ((COMMIT.fullmatch(path.name), path) for path in folders)
+        return sorted((int(match[1]), path) for match, path in named if match is not None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from moejob_trainer.checkpoints import Run as Owner
 from moejob_trainer.checkpoints.disk import explained
 from moejob_trainer.checkpoints.ranks import decided
 from moejob_trainer.conversion.adapters import AdapterTarget, adapter_table, export_adapters
-from moejob_trainer.conversion.export import Target, export
+from moejob_trainer.conversion.export import Target, export, unchecked
 from moejob_trainer.conversion.families import Table, table
 from moejob_trainer.conversion.imports import opened
 from moejob_trainer.data.corpus import Corpus
@@ -54,6 +54,7 @@ from moejob_trainer.megatron.weights import adapter_weights, initialise, load_pu
 from moejob_trainer.model.architecture import Architecture, architecture, as_trained
 from moejob_trainer.objectives.sft import SupervisedFineTuning
 from moejob_trainer.orders import Orders, orders
+from moejob_trainer.probe.checks import Checks
 from moejob_trainer.published import Published, fetch, published
 from moejob_trainer.reporting import Reporter, Teller, ranks_of
 from moejob_trainer.saving import RunCheckpoints, RunWriter, StateFacts, WorldRanks, background
@@ -80,6 +81,11 @@ class Here:
     def spec(self) -> Spec:
         """The job."""
         return self.order.spec
+
+    @property
+    def node(self) -> int:
+        """The number of this rank's pod."""
+        return self.order.rank // self.order.ranks_per_node
 
     @property
     def groups(self) -> Groups:
@@ -185,8 +191,8 @@ def _trained(here: Here, model: Model, signs: Signs) -> Outcome:
         total_steps = spec.training.max_steps or training.steps()
         engine = _engine(here, model, total_steps)
         state = StateFiles(engine, saved_parameters(model.table.parameters, spec), stack.enter_context(background()))
-        held = adapted(spec, has_weights=model.published.has_weights)
-        checkpoints = _checkpoints(here, model, RunWriter(state, objective, held, is_first=order.rank == 0))
+        checks = Checks(engine, here.layout, here.node)
+        checkpoints = _checkpoints(here, model, state, objective, checks)
 
         def evaluate(step: int) -> Mapping[str, float]:
             if not evaluated or not _evaluates(spec, step, total_steps):
@@ -215,7 +221,7 @@ def _trained(here: Here, model: Model, signs: Signs) -> Outcome:
             checkpoints.finish()
             reporter.finish()
             if outcome is Outcome.COMPLETED and spec.checkpoint.export_hugging_face:
-                _export(here, model, engine)
+                _export(here, model, engine, checks)
         return outcome
 
 
@@ -256,8 +262,12 @@ def _engine(here: Here, model: Model, total_steps: int) -> MegatronEngine:
     return MegatronEngine(model.architecture, spec, stages, here.placement, rate)
 
 
-def _checkpoints(here: Here, model: Model, writer: RunWriter) -> RunCheckpoints:
-    order = here.order
+def _checkpoints(
+    here: Here, model: Model, state: StateFiles, objective: SupervisedFineTuning, checks: Checks
+) -> RunCheckpoints:
+    order, published = here.order, model.published
+    held = adapted(order.spec, has_weights=published.has_weights)
+    writer = RunWriter(state, objective, held, is_first=order.rank == 0)
     place = Place(
         folder=order.folder,
         run=Owner(job=order.job, uid=order.uid),
@@ -266,7 +276,9 @@ def _checkpoints(here: Here, model: Model, writer: RunWriter) -> RunCheckpoints:
     )
     store = Checkpoints(place, order.spec.checkpoint, here.ranks, writer)
     facts = StateFacts(here.layout, STATE_FORMAT, checkpoint_bytes(model.architecture.shape, order.spec))
-    return RunCheckpoints(store, writer, facts)
+    # What a checkpoint holds has been trained since: there is nothing to compare it with.
+    begun = partial(checks.imported, published.folder) if published.has_weights else None
+    return RunCheckpoints(store, writer, facts, begun)
 
 
 def _evaluates(spec: Spec, step: int, total_steps: int) -> bool:
@@ -291,12 +303,17 @@ def _saved(store: Checkpoints) -> tuple[int | None, float | None, float]:
     return store.last_step, None if last is None else last.seconds, 0.0 if last is None else last.stalled_seconds
 
 
-def _export(here: Here, model: Model, engine: MegatronEngine) -> None:
+def _export(here: Here, model: Model, engine: MegatronEngine, checks: Checks) -> None:
     folder, groups, lora = here.order.folder / EXPORT, here.placement.model_groups, here.spec.training.lora
+    published = model.published.folder
     with explained("exporting", folder):
         if lora is None:
-            dtype = getattr(torch, here.spec.model.dtype.value)
-            export(whole_weights(engine.stages), model.table, groups, Target(folder, model.published.folder, dtype))
+            target = Target(folder, published, getattr(torch, here.spec.model.dtype.value))
+            export(whole_weights(engine.stages), model.table, groups, target, checks.exported)
             return
-        target = AdapterTarget(folder, here.spec.model.source, lora)
-        export_adapters(adapter_weights(engine.stages), adapter_table(model.architecture.shape, lora), groups, target)
+        adapters, declared = adapter_weights(engine.stages), adapter_table(model.architecture.shape, lora)
+        # On a model that has never been published there is nothing to read them onto.
+        check = unchecked
+        if model.published.has_weights:
+            check = partial(checks.exported_adapters, base=published, scale=lora.alpha / lora.rank)
+        export_adapters(adapters, declared, groups, AdapterTarget(folder, here.spec.model.source, lora), check)

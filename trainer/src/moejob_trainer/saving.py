@@ -7,7 +7,7 @@ Puts together what writes the state (moejob_trainer.megatron.state) and what dec
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -132,10 +132,12 @@ class StateFacts:
 
 
 class RunCheckpoints:
-    """Restores and saves a run."""
+    """Restores and saves a run. `begun` is told when there is nothing to go on from."""
 
-    def __init__(self, store: Checkpoints, writer: RunWriter, state: StateFacts) -> None:
-        self.store, self.writer, self.state = store, writer, state
+    def __init__(
+        self, store: Checkpoints, writer: RunWriter, state: StateFacts, begun: Callable[[], None] | None = None
+    ) -> None:
+        self.store, self.writer, self.state, self.begun = store, writer, state, begun
 
     def restore(self) -> int:
         """Goes on from the newest good checkpoint of this run or another, or begins with the weights of another one's.
@@ -144,6 +146,8 @@ class RunCheckpoints:
         """
         found = self.store.start()
         if found is None:
+            if self.begun is not None:
+                self.begun()
             return 0
         self._refuse_other_format(found)
         is_own = found.manifest.facts.job_uid == self.store.place.run.uid

@@ -19,6 +19,7 @@ from moejob_api.job.training import Lora, LoraTarget
 from moejob_api.models.reader import refused
 from moejob_api.models.shape import ModelShape
 from moejob_api.problems import Rule
+from moejob_trainer.conversion.export import Check, unchecked
 from moejob_trainer.conversion.families import ROWS, Table, located
 from moejob_trainer.conversion.gathering import hugging_face_tensors
 from moejob_trainer.conversion.groups import ModelGroups, collected, told
@@ -43,6 +44,11 @@ class AdapterTarget:
     folder: Path
     base_model: str
     lora: Lora
+
+    @property
+    def unfinished(self) -> Path:
+        """Where they are until they are complete."""
+        return self.folder.with_name(f".{self.folder.name}.unfinished")
 
 
 def adapter_table(shape: ModelShape, lora: Lora) -> Table:
@@ -83,18 +89,25 @@ def _pieces(
         yield from pieces(one, parameter, f"{module}.{name}.weight", shape.vocabulary)
 
 
-def export_adapters(state: Mapping[str, Tensor], table: Table, groups: ModelGroups, target: AdapterTarget) -> Path:
+def export_adapters(
+    state: Mapping[str, Tensor], table: Table, groups: ModelGroups, target: AdapterTarget, check: Check = unchecked
+) -> Path:
     """Writes the adapters whose parts all ranks hold in `state`, and reads them back. All ranks call it together."""
     mine = {name: tensor.contiguous().cpu() for name, tensor in hugging_face_tensors(state, table, groups)}
     everyones = collected(mine, groups.world)
     if everyones is not None:
         _write({name: tensor for part in everyones for name, tensor in part.items()}, table, target)
-    return told(target.folder if groups.rank == 0 else None, groups.world)
+    told("complete", groups.world)
+    check(target.unfinished)
+    if collected("equal", groups.world) is not None:
+        shutil.rmtree(target.folder, ignore_errors=True)
+        target.unfinished.rename(target.folder)
+    return told(target.folder, groups.world)
 
 
 def _write(tensors: Mapping[str, Tensor], table: Table, target: AdapterTarget) -> None:
     expected = {piece.tensor: piece.shape for piece in table.pieces}
-    unfinished = target.folder.with_name(f".{target.folder.name}.unfinished")
+    unfinished = target.unfinished
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
     save_file(dict(tensors), unfinished / WEIGHTS_FILE, {"format": "pt"})
@@ -105,8 +118,6 @@ def _write(tensors: Mapping[str, Tensor], table: Table, target: AdapterTarget) -
     if wrong:
         raise CorruptExport(f"{unfinished / WEIGHTS_FILE}: {', '.join(sorted(wrong))} read back differently")
     (unfinished / CONFIG_FILE).write_text(json.dumps(_config(table, target), indent=2) + "\n", encoding="utf-8")
-    shutil.rmtree(target.folder, ignore_errors=True)
-    unfinished.rename(target.folder)
 
 
 def _config(table: Table, target: AdapterTarget) -> dict[str, object]:
@@ -139,6 +150,12 @@ def _config(table: Table, target: AdapterTarget) -> dict[str, object]:
 
 def _has_experts(table: Table) -> bool:
     return any(".experts." in parameter.name for parameter in parameters(table.shape))
+
+
+def names_of_pair(tensor: str) -> tuple[str, str]:
+    """What the two adapters of a published matrix are called."""
+    module = _PREFIX + tensor.removesuffix(".weight")
+    return f"{module}.lora_A.weight", f"{module}.lora_B.weight"
 
 
 def _module(tensor: str) -> str:

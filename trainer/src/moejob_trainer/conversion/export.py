@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -30,6 +30,13 @@ from moejob_trainer.conversion.templates import copy_beside
 from moejob_trainer.model.parameters import local_slices
 
 MOST_SHARD_BYTES = 5 * 10**9
+
+# What all ranks together make of the finished folder before it gets its name; raises where it is not what it should be.
+Check = Callable[[Path], None]
+
+
+def unchecked(_: Path) -> None:
+    """For weights without a model around them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +87,12 @@ class _Written:
     checksums: Mapping[str, str]
 
 
-def export(state: Mapping[str, Tensor], table: Table, groups: ModelGroups, target: Target) -> ExportReport:
+def export(
+    state: Mapping[str, Tensor], table: Table, groups: ModelGroups, target: Target, check: Check = unchecked
+) -> ExportReport:
     """Writes the model whose parts all ranks hold in `state`, by our global names. All ranks call it together.
 
-    An older export of that name is replaced, and is there until the new one is complete.
+    An older export of that name is replaced, and is there until the new one is complete and checked.
     """
     gathering = agreed(state, table, groups)
     shards = _shards(gathering, target)
@@ -99,8 +108,9 @@ def export(state: Mapping[str, Tensor], table: Table, groups: ModelGroups, targe
         verify(target.unfinished / one.file, one.entries, one.checksums)
     everything = collected(written, groups.world)
     report = None if everything is None else _complete(table, target, list(chain.from_iterable(everything)))
-    report = told(report, groups.world)
+    told("complete", groups.world)
     _import_again(gathering, target)
+    check(target.unfinished)
     if collected("equal", groups.world) is not None:
         _replace(target)
     return told(report, groups.world)
