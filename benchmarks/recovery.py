@@ -21,7 +21,7 @@ from benchmarks.record import Better, Result, measured_on, record
 from cluster.binaries import KUBERNETES
 from cluster.by_hand import end_when_asked, say
 from cluster.nodes.cluster import Settings, cluster, found_programs
-from cluster.nodes.faults import damage, kill_operator_and_pod, kill_pod, kill_rank
+from cluster.nodes.faults import damage, kill_operator_and_pod, kill_pod, kill_processes, kill_rank
 from cluster.nodes.images import write_variant
 from cluster.nodes.obstacles import obstacles
 from cluster.nodes.recovery import Member, Patient, Recovery, Split, recovery
@@ -45,6 +45,11 @@ def rank_killed(_: Ward, __: Patient, pods: Mapping[int, Member]) -> None:
 def pod_killed(of: Ward, _: Patient, pods: Mapping[int, Member]) -> None:
     """Deleted without grace."""
     kill_pod(of.nodes, of.home.namespace, pods[1].name)
+
+
+def processes_killed(_: Ward, __: Patient, pods: Mapping[int, Member]) -> None:
+    """All of a pod, by SIGKILL: nobody can save."""
+    kill_processes(pods[1])
 
 
 def first_pod_killed(of: Ward, _: Patient, pods: Mapping[int, Member]) -> None:
@@ -91,6 +96,7 @@ ROWS = (
     Row("rank killed, no warm start", rank_killed, is_cold=True),
     Row("pod killed", pod_killed, 20.0),
     Row("pod killed, no warm start", pod_killed, is_cold=True),
+    Row("all processes of a pod killed", processes_killed, 20.0),
     Row("first pod killed: the whole gang anew", first_pod_killed),
     Row("first pod killed: the whole gang anew, no warm start", first_pod_killed, is_cold=True),
     Row("newest checkpoint damaged, and a rank killed", checkpoint_damaged, checkpoints=2),

@@ -27,8 +27,13 @@ def hold_rank(member: Member) -> None:
 
 
 def kill_pod(nodes: Cluster, namespace: str, pod: str) -> None:
-    """The pod goes at once, its processes with it."""
+    """The pod goes at once; its processes are asked to end, and may still save."""
     nodes.plane.kubectl("delete", "pod", pod, f"--namespace={namespace}", "--grace-period=0", "--force")
+
+
+def kill_processes(member: Member) -> None:
+    """All of a pod's end without a word: the kernel ends those of a container with its first."""
+    os.kill(member.launcher, signal.SIGKILL)
 
 
 def damage(checkpoint: Path) -> None:

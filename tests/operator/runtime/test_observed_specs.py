@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from builders import SFT
+from moejob_api.documents import parse_job
 from moejob_operator.cluster import JobKey
 from moejob_operator.observed.jobs import Asked, Specs, job
 from moejob_operator.remembered import Remembered
@@ -50,3 +51,22 @@ def test_no_more_is_remembered_than_fits() -> None:
     first = job(body(1), specs).spec
     job(body(1, name="other"), specs)
     assert job(body(1), specs).spec is not first
+
+
+def test_jobs_hold_alike_sections_once_and_others_apart() -> None:
+    specs = Specs()
+    first = job(body(1), specs).spec
+    other = job(body(1, name="other", uid="2") | {"spec": SFT | {"training": {"maxSteps": 7}}}, specs).spec
+    assert first is not None
+    assert other is not None
+    assert other.data is first.data
+    assert other.training.max_steps == 7
+    assert first.training == parse_job(body(1)).spec.training
+
+
+def test_what_is_held_once_is_what_was_read() -> None:
+    specs = Specs()
+    job(body(1), specs)
+    found, alone = job(body(1, name="other", uid="2"), specs).spec, parse_job(body(1)).spec
+    assert found == alone
+    assert found.model_dump_json(exclude_unset=True) == alone.model_dump_json(exclude_unset=True)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from datetime import datetime
+from weakref import WeakValueDictionary
 
+import orjson
 from pydantic import ValidationError
 
 from moejob_api.documents import parse_job
 from moejob_api.job import Spec
+from moejob_api.job.base import ApiModel
 from moejob_api.job.status import Status
 from moejob_api.problems import InvalidSpec, Problem, Rule
 from moejob_operator.cluster import JobKey, Raw
@@ -53,6 +56,8 @@ class Specs:
 
     def __init__(self, known: Remembered[Asked] | None = None) -> None:
         self._known: Remembered[Asked] = Remembered() if known is None else known
+        # By the section's name and its JSON. Nothing is kept here that no job holds.
+        self._sections: WeakValueDictionary[tuple[str, bytes], ApiModel] = WeakValueDictionary()
 
     def asked(self, raw: Raw) -> Asked:
         """What a job asks for, or why it cannot be read."""
@@ -60,7 +65,17 @@ class Specs:
         key = JobKey(reading.text(about.get("namespace")), reading.text(about.get("name")))
         identity = (reading.text(about.get("uid")), _generation(about))
         known = self._known.of(key, identity)
-        return self._known.keep(key, identity, _asked(raw)) if known is None else known
+        return self._known.keep(key, identity, self._thrifty(raw, _asked(raw))) if known is None else known
+
+    def _thrifty(self, raw: Raw, asked: Asked) -> Asked:
+        """The same, with the sections of other jobs where they are alike: most are what defaults have made them."""
+        spec, problems = asked
+        if spec is None:
+            return asked
+        given = reading.mapping(raw.get("spec"))
+        own = {name: section for name, section in spec if name in given and isinstance(section, ApiModel)}
+        known = {name: self._sections.setdefault((name, orjson.dumps(given[name])), own[name]) for name in own}
+        return spec.model_copy(update={name: one for name, one in known.items() if one == own[name]}), problems
 
     def forget(self, key: JobKey) -> None:
         """The job is gone."""
