@@ -499,6 +499,17 @@ SCENARIOS: tuple[Scenario, ...] = (
         ),
     ),
     scenario(
+        "ranks that were restarted for a pod that was replaced are no failure of their own",
+        STARTED,
+        RUNNING,
+        (ends(1, 137), See("Restarting", BOTH, attempt=0, spent=1, failure="PodFailed", says="exit code 137")),
+        (runs, See("Running", BOTH, attempt=0, spent=1)),
+        (
+            all_end(0, Outcome.COMPLETED, restarts=1, fault=KILLED),
+            See("Succeeded", failure="PodFailed", says="exit code 137"),
+        ),
+    ),
+    scenario(
         "suspending stops the pods and keeps the volume",
         STARTED,
         RUNNING,

@@ -21,7 +21,7 @@ _AT_ONCE = 16
 _POLL_SECONDS = 0.02
 # So long without a request, an operator has done what there was to do.
 _QUIET_SECONDS = 1.0
-_SECONDS = 600.0
+_SECONDS = 400.0
 # Longer than an operator keeps a connection that it does not use.
 _KEPT_OPEN_SECONDS = 20.0
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import pytest
 
@@ -41,6 +42,8 @@ IS_FULL = os.environ.get("MOEJOB_FAULTS") == "full"
 in_full = pytest.mark.skipif(not IS_FULL, reason="make test-faults does this")
 # Memory takes its time to run out, and a node to be drained.
 LONG_STEPS = 40
+# Python sleeps until a time of the monotonic clock, which libfaketime takes for the wrong one and refuses.
+RELATIVE_SLEEP = "import select, time\ntime.sleep = lambda seconds: select.select([], [], [], seconds) and None\n"
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +51,13 @@ def sick(nodes: Cluster, home: Release, tmp_path_factory: pytest.TempPathFactory
     """Where jobs are taken in."""
     with ward(nodes, home, tmp_path_factory.mktemp("ward"), LONG_STEPS if IS_FULL else STEPS) as opened:
         yield opened
+
+
+def test_a_replica_of_the_operator_that_goes_comes_back_where_the_other_is_not(sick: Ward) -> None:
+    """Else the loss of one node could be the loss of both."""
+    sick.spread_operator()
+    sick.replace_replica()
+    assert sick.operator_nodes() == {*sick.nodes.nodes}
 
 
 # --- what happens to every cluster --------------------------------------------------------------------------------
@@ -231,15 +241,19 @@ def test_a_checkpoint_that_vanishes_while_it_is_written_costs_what_it_would_have
 
 
 @in_full
-def test_a_clock_that_is_wrong_in_one_pod_changes_nothing(sick: Ward) -> None:
+def test_a_clock_that_is_wrong_in_one_pod_changes_nothing(sick: Ward, tmp_path: Path) -> None:
     """One hour back, then a rank is killed: who is newer and who is silent is not asked of clocks."""
     library = sick.provide(faketime(print))
+    start_file = tmp_path / "sitecustomize.py"
+    start_file.write_text(RELATIVE_SLEEP)
+    sick.provide(start_file)
     env = [
         {"name": "OMP_NUM_THREADS", "value": "1"},
         {"name": "LD_PRELOAD", "value": f"/claims/{MODELS}/{library.name}"},
         {"name": "FAKETIME_TIMESTAMP_FILE", "value": SHIFT_FILE},
         {"name": "FAKETIME_NO_CACHE", "value": "1"},
         {"name": "DONT_FAKE_MONOTONIC", "value": "1"},
+        {"name": "PYTHONPATH", "value": f"/claims/{MODELS}"},
     ]
     with sick.job(resources={"env": env}) as patient:
         shift_clock(sick.nodes, sick.home.namespace, patient.members()[1].name, "-1h")

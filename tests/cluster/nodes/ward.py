@@ -77,10 +77,18 @@ class Ward:
 
     def spread_operator(self) -> None:
         """One replica on each node: earlier faults may have left both on one."""
-        while len({pod["spec"]["nodeName"] for pod in self._replicas()}) < len(self.nodes.nodes):
-            name = self._replicas()[0]["metadata"]["name"]
-            self.nodes.plane.kubectl("delete", "pod", name, f"--namespace={self.home.namespace}")
-            self.await_operator()
+        while self.operator_nodes() != {*self.nodes.nodes}:
+            self.replace_replica()
+
+    def replace_replica(self) -> None:
+        """One replica of the operator goes, and another comes."""
+        name = self._replicas()[0]["metadata"]["name"]
+        self.nodes.plane.kubectl("delete", "pod", name, f"--namespace={self.home.namespace}")
+        self.await_operator()
+
+    def operator_nodes(self) -> set[str]:
+        """Where replicas of the operator are."""
+        return {pod["spec"]["nodeName"] for pod in self._replicas()}
 
     def await_operator(self) -> None:
         """Return when every replica is ready."""

@@ -178,6 +178,9 @@ def _gang_replaced(s: Situation, charged: Budget, delay: float, reason: str, fai
 
 def last_restarts(s: Situation) -> tuple[Restarts, LastFailure | None]:
     """Restarts in place that only the last words of a gang tell of, which has ended well before it was asked again."""
+    if s.ladder.rank_restarts is None and s.restarts.pods:
+        # Nobody asked since a pod was replaced: for that the ranks of the others were restarted.
+        return s.restarts, None
     words = {index: pod.ended.word for index, pod in s.trainers.items() if pod.ended and pod.ended.word}
     more = sum(word.restarts for word in words.values()) - (s.ladder.rank_restarts or 0)
     if more <= 0:
