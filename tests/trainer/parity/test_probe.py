@@ -85,66 +85,58 @@ CONFIGS: list[tuple[Family, dict[str, Any]]] = [
 ]
 
 
-def _checks(engine: MegatronEngine, cell: Cell) -> Checks:
-    """As if two neighbouring ranks were on each node."""
-    rank = engine.placement.model_groups.rank
-    return Checks(engine, layout(cell.spec().parallelism, 8), rank // RANKS_PER_NODE)
-
-
-def imported(cell: Cell, folder: Path) -> str:
-    """What the check of an import says; one rank's part."""
+def _refusal(cell: Cell, folder: Path, act: Callable[[MegatronEngine, Checks], object]) -> str:
+    """What is said when something is checked that a rank of the cell does. Two neighbouring ranks are on each node."""
     use_cpu()
     engine = started(cell, folder)
+    node = engine.placement.model_groups.rank // RANKS_PER_NODE
     try:
-        _checks(engine, cell).imported(folder / "first")
-    except InvalidSpec as refused:
+        act(engine, Checks(engine, layout(cell.spec().parallelism, 8), node))
+    except (InvalidSpec, BadConfiguration) as refused:
         return str(refused)
     finally:
         stop_groups()
     return ""
 
 
+def imported(cell: Cell, folder: Path) -> str:
+    """What the check of an import says; one rank's part."""
+    return _refusal(cell, folder, lambda _, checks: checks.imported(folder / "first"))
+
+
 def exported(cell: Cell, folder: Path, target: Path, mistake: str) -> str:
     """What the check of an export says after a step; one rank's part."""
-    use_cpu()
-    engine = started(cell, folder)
-    try:
+
+    def act(engine: MegatronEngine, checks: Checks) -> None:
         engine.update(micro_batches(cell, engine, 0), loss_of(cell, engine))
-        state, declared = whole_weights(engine.stages), table(engine.model.shape)
-        checks = _checks(engine, cell)
 
         def check(unfinished: Path) -> None:
             if mistake:
                 MISTAKES[mistake](engine)
             checks.exported(unfinished)
 
+        state, declared = whole_weights(engine.stages), table(engine.model.shape)
         export(state, declared, engine.placement.model_groups, Target(target, folder / "first"), check)
-    except BadConfiguration as refused:
-        return str(refused)
-    finally:
-        stop_groups()
-    return ""
+
+    return _refusal(cell, folder, act)
 
 
 def exported_adapters(cell: Cell, folder: Path, target: Path, scale: float) -> str:
     """The same of adapters."""
-    use_cpu()
-    engine = started(cell, folder)
-    try:
+
+    def act(engine: MegatronEngine, checks: Checks) -> None:
         lora = cell.spec().training.lora
         assert lora is not None
+        declared, base = adapter_table(engine.model.shape, lora), folder / "first"
         export_adapters(
             adapter_weights(engine.stages),
-            adapter_table(engine.model.shape, lora),
+            declared,
             engine.placement.model_groups,
-            AdapterTarget(target, str(folder / "first"), lora),
-            partial(_checks(engine, cell).exported_adapters, base=folder / "first", scale=scale),
+            AdapterTarget(target, str(base), lora),
+            partial(checks.exported_adapters, base=base, scale=scale),
         )
-    except BadConfiguration as refused:
-        return str(refused)
-    finally:
-        stop_groups()
-    return ""
+
+    return _refusal(cell, folder, act)
 
 
 def _move_final_norm(engine: MegatronEngine) -> None:
