@@ -255,11 +255,35 @@ def test_as_many_tokens_may_differ_as_rounding_sends_to_another_expert() -> None
     strayed = added.clone()
     strayed[:2] *= 2
     of = partial(of_states, "layer 7", strayed, added, before)
-    assert list(of(Bound(relative=0.5, rounding=0.0, strays=0.25))) == []
-    (found,) = of(Bound(relative=0.5, rounding=0.0, strays=0.24))
+    assert not of(Bound(relative=0.5, rounding=0.0, strays=0.25)).differs
+    found = of(Bound(relative=0.5, rounding=0.0, strays=0.24))
+    assert found.differs
     assert str(found) == "layer 7 (2 of 8 tokens differ, by up to 2 times the rounding)"
 
 
 def test_what_is_no_number_differs() -> None:
-    (found,) = of_states("layer 7", torch.full((4, 2), torch.nan), torch.ones(4, 2), torch.zeros(4, 2), Bound(1, 1, 0))
-    assert found.tokens == 4
+    found = of_states("layer 7", torch.full((4, 2), torch.nan), torch.ones(4, 2), torch.zeros(4, 2), Bound(1, 1, 0))
+    assert found.differs
+    assert found.strays == 4
+
+
+def unheard(cell: Cell, folder: Path) -> str:
+    """What is said when a layer is not heard."""
+
+    def act(engine: MegatronEngine, checks: Checks) -> None:
+        for stage in engine.stages:
+            layer: Any = stage.layers["1"]
+            # At a module that nobody calls.
+            layer.register_forward_hook = torch.nn.Identity().register_forward_hook
+        checks.imported(folder / "first")
+
+    try:
+        return _refusal(cell, folder, act)
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_a_layer_that_nobody_looked_at_is_not_found_right(worlds: Worlds, reference: Reference) -> None:
+    cell = Cell(Family.QWEN3_MOE, {})
+    (said,) = worlds.run(1, unheard, cell, reference(cell.family)[0])
+    assert said == "layer 1: not compared with Transformers"

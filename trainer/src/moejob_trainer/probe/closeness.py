@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -29,16 +28,24 @@ _BOUNDS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
-    """A part of the model that computes something else. `largest` is in units of what is allowed."""
+class Comparison:
+    """How far a part of the model is from its reference. `largest` is in units of what is allowed."""
 
     part: str
+    # That are further from it than rounding explains, of how many, and how many of them are not held against it.
+    strays: int
     tokens: int
-    of: int
+    most_strays: float
     largest: float
 
+    @property
+    def differs(self) -> bool:
+        """Whether the part computes something else."""
+        return self.strays > self.most_strays
+
     def __str__(self) -> str:
-        return f"{self.part} ({self.tokens} of {self.of} tokens differ, by up to {self.largest:.2g} times the rounding)"
+        by = f"by up to {self.largest:.2g} times the rounding"
+        return f"{self.part} ({self.strays} of {self.tokens} tokens differ, {by})"
 
 
 def bound_of(dtype: torch.dtype) -> Bound:
@@ -46,28 +53,27 @@ def bound_of(dtype: torch.dtype) -> Bound:
     return _BOUNDS[dtype]
 
 
-def of_states(part: str, ours: Tensor, theirs: Tensor, before: Tensor, bound: Bound) -> Iterator[Difference]:
+def of_states(part: str, ours: Tensor, theirs: Tensor, before: Tensor, bound: Bound) -> Comparison:
     """Between two results of one layer, given what went in. [t, h]"""
     ours, theirs, before = (one.double().cpu() for one in (ours, theirs, before))
     allowed = bound.relative * _length(theirs - before) + bound.rounding * _length(theirs)
-    yield from _beyond(part, _length(ours - theirs), allowed, bound)
+    return _comparison(part, _length(ours - theirs), allowed, bound)
 
 
-def of_logits(ours: tuple[Tensor, Tensor], logits: Tensor, labels: Tensor, bound: Bound) -> Iterator[Difference]:
+def of_logits(part: str, ours: tuple[Tensor, Tensor], logits: Tensor, labels: Tensor, bound: Bound) -> Comparison:
     """Between log-probability and entropy of labels, and theirs as their logits say them. [t], [t, v]"""
     theirs = logits.double().cpu().log_softmax(-1)
     said = theirs.gather(-1, labels.unsqueeze(-1)).squeeze(-1), -(theirs.exp() * theirs).sum(-1)
     # Of the same rounding, large logits make more.
     allowed = bound.relative * (1 + logits.double().cpu().abs().amax(-1))
     apart = torch.stack([(one.double().cpu() - other).abs() for one, other in zip(ours, said, strict=True)])
-    yield from _beyond("the logits", apart.amax(0), allowed, bound)
+    return _comparison(part, apart.amax(0), allowed, bound)
 
 
-def _beyond(part: str, apart: Tensor, allowed: Tensor, bound: Bound) -> Iterator[Difference]:
+def _comparison(part: str, apart: Tensor, allowed: Tensor, bound: Bound) -> Comparison:
     # What is not a number is not within.
-    differs = ~(apart <= allowed)
-    if int(differs.sum()) > bound.strays * len(apart):
-        yield Difference(part, int(differs.sum()), len(apart), float((apart / allowed).max()))
+    strays = int((~(apart <= allowed)).sum())
+    return Comparison(part, strays, len(apart), bound.strays * len(apart), float((apart / allowed).max()))
 
 
 def _length(rows: Tensor) -> Tensor:

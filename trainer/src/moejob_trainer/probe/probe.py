@@ -26,20 +26,21 @@ from moejob_trainer.megatron.engine import MegatronEngine
 from moejob_trainer.megatron.pipeline import whole
 from moejob_trainer.model.mixture import Mixture
 from moejob_trainer.model.stage import Stage
-from moejob_trainer.probe.closeness import Difference, bound_of, of_logits, of_states
+from moejob_trainer.probe.closeness import Comparison, bound_of, of_logits, of_states
 from moejob_trainer.probe.reference import Reference
 
 _TOKENS = 64
 # No multiple of any size of a model: neighbours are far apart in the vocabulary.
 _STRIDE = 7919
 _NAMED = 3
+_EMBEDDING, _LOGITS = "the embedding", "the logits"
 
 
 @dataclass(frozen=True, slots=True)
 class Findings:
     """Where two models differ."""
 
-    differences: Sequence[Difference]
+    differences: Sequence[Comparison]
 
     def __bool__(self) -> bool:
         return bool(self.differences)
@@ -75,8 +76,13 @@ def differences(engine: MegatronEngine, layout: Layout, node: int, reference: Ca
     readers = _readers(engine, node)
     batches = _text(engine, layout)
     heard = _heard(engine, batches)
-    mine = _compared(engine, reference(), heard, batches[0], readers) if readers.mine is not None else ()
-    return Findings([found for of_rank in shared([*mine], engine.placement.control) for found in of_rank])
+    mine = () if readers.mine is None else _compared(engine, reference(), heard, batches[0], readers)
+    everyones = [found for of_rank in shared([*mine], engine.placement.control) for found in of_rank]
+    layers = map(_layer, range(len(engine.model.shape.layers)))
+    # A part that nobody looked at would be found right.
+    if missed := {_EMBEDDING, *layers, _LOGITS} - {found.part for found in everyones}:
+        raise RuntimeError(f"{', '.join(sorted(missed))}: not compared with Transformers")
+    return Findings([found for found in everyones if found.differs])
 
 
 def _readers(engine: MegatronEngine, node: int) -> Readers:
@@ -88,20 +94,24 @@ def _readers(engine: MegatronEngine, node: int) -> Readers:
 
 def _compared(
     engine: MegatronEngine, reference: Reference, heard: _Heard, batch: MicroBatch, readers: Readers
-) -> Iterator[Difference]:
+) -> Iterator[Comparison]:
     bound, group = bound_of(reference.dtype), engine.groups.pipeline
     tokens, labels = batch.tokens[:_TOKENS], batch.labels[: _TOKENS - 1]
     last = len(engine.model.shape.layers) - 1
     mine = {index: states for index, states in heard.layers.items() if readers.is_mine(index)}
     if 0 in mine:
         embedded = mine[0][0]
-        yield from of_states("the embedding", embedded, reference.embedded(tokens), torch.zeros_like(embedded), bound)
+        yield of_states(_EMBEDDING, embedded, reference.embedded(tokens), torch.zeros_like(embedded), bound)
     theirs = reference.layers({index: before for index, (before, _) in mine.items()})
     for index, (before, ours) in mine.items():
-        yield from of_states(f"layer {index}", ours, theirs[index], before, bound)
+        yield of_states(_layer(index), ours, theirs[index], before, bound)
     if last in mine and group.rank == group.size - 1:
         said = heard.said.log_probabilities[: _TOKENS - 1], heard.said.entropy[: _TOKENS - 1]
-        yield from of_logits(said, reference.logits(mine[last][1])[:-1], labels, bound)
+        yield of_logits(_LOGITS, said, reference.logits(mine[last][1])[:-1], labels, bound)
+
+
+def _layer(index: int) -> str:
+    return f"layer {index}"
 
 
 def _text(engine: MegatronEngine, layout: Layout) -> list[MicroBatch]:

@@ -49,11 +49,6 @@ class Reference:
         rotary: Any = type(self._base.rotary_emb)
         self._base.rotary_emb = rotary(config=config)
 
-    @property
-    def name(self) -> str:
-        """Of Transformers' class."""
-        return type(self.model).__name__
-
     @torch.no_grad()
     def embedded(self, tokens: Tensor) -> Tensor:
         """[t] -> [t, h]"""
@@ -121,7 +116,8 @@ class Reference:
         convert_and_load_state_dict_in_model(self.model, state, how)
         absent = [name for name, one in chain(module.named_parameters(), module.named_buffers()) if one.is_meta]
         if absent:
-            raise unusable(f"{self.weights.folder} has nothing for {prefix}{absent[0]} of Transformers' {self.name}")
+            theirs = type(self.model).__name__
+            raise unusable(f"{self.weights.folder} has nothing for {prefix}{absent[0]} of Transformers' {theirs}")
         yield
         module.to("meta")
 
