@@ -276,10 +276,11 @@ def left_alone(steady: Submitted, held: Submitted) -> Unwatched:
     """Some steps of one job, and the end of the other with its namespace."""
     nodes, alone = steady.nodes, steady.run().done()
     finalizers = {**finalizers_of(nodes, steady.namespace), **finalizers_of(nodes, held.namespace)}
+    until(lambda: steady.run().done() >= alone + 5, seconds=SECONDS, waiting_for=steady.told)
+    later = steady.run().done()
     nodes.plane.api.delete(f"/api/v1/namespaces/{held.namespace}")
     await_end_of_namespace(nodes.plane, held.namespace)
-    until(lambda: steady.run().done() >= alone + 5, seconds=SECONDS, waiting_for=steady.told)
-    return Unwatched(alone, steady.run().done(), finalizers, exists(nodes.plane, DEFINITION))
+    return Unwatched(alone, later, finalizers, exists(nodes.plane, DEFINITION))
 
 
 def await_end_of_operators(nodes: Cluster, home: Release, named: Collection[str]) -> None:
