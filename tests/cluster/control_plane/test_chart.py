@@ -325,7 +325,7 @@ def test_without_keep_an_uninstall_takes_jobs_along_and_nothing_sticks(plane: Co
             until(lambda: len(trainers(plane, found.namespace)) == 2, seconds=20, waiting_for=home.tails)
         found.helm("uninstall")
         until(lambda: not found.remains(), seconds=30, waiting_for=lambda: f"the end of {found.remains()}")
-        # The garbage collector learns every half minute which kinds there are, and waits as long where one is just going.
+        # The garbage collector learns every half minute which kinds there are, and takes longer where one is going.
         until(lambda: not trainers(plane, found.namespace), seconds=180, waiting_for="the end of the pods")
 
 
