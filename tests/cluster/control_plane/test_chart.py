@@ -321,12 +321,16 @@ def test_without_keep_an_uninstall_takes_jobs_along_and_nothing_sticks(plane: Co
         found.install({"crd": {"keep": False}})
         home = found.home
         with running(home):
+            create_job(plane, found.namespace, "early")
+            until(lambda: len(trainers(plane, found.namespace)) == 2, seconds=20, waiting_for=home.tails)
+            plane.kubectl("delete", "moetrainingjob", "early", f"--namespace={found.namespace}")
+            # The garbage collector learns every half minute which kinds there are; of one that went before, never.
+            until(lambda: not trainers(plane, found.namespace), seconds=120, waiting_for="a collector that knows jobs")
             create_job(plane, found.namespace)
             until(lambda: len(trainers(plane, found.namespace)) == 2, seconds=20, waiting_for=home.tails)
         found.helm("uninstall")
         until(lambda: not found.remains(), seconds=30, waiting_for=lambda: f"the end of {found.remains()}")
-        # The garbage collector learns every half minute which kinds there are, and takes longer where one is going.
-        until(lambda: not trainers(plane, found.namespace), seconds=180, waiting_for="the end of the pods")
+        until(lambda: not trainers(plane, found.namespace), seconds=60, waiting_for="the end of the pods")
 
 
 def test_an_operator_that_is_uninstalled_while_it_runs_ends_none_of_its_jobs(installed: Release) -> None:
