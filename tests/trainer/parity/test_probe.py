@@ -23,6 +23,8 @@ from moejob_trainer.megatron.topology import stop_groups
 from moejob_trainer.megatron.weights import adapter_weights, whole_weights
 from moejob_trainer.probe.checks import Checks
 from moejob_trainer.probe.closeness import Bound, of_states
+from trainer.conversion.published import values_of
+from trainer.conversion.test_quantized import eighths, fours
 from trainer.parity.cells import ALIKE, LAYOUTS, MODELS, Cell, Steps, loss_of, micro_batches, reference_model, started
 from trainer.parity.lora import ALPHA, LORA, RANK
 from trainer.parity.test_lora import LoraReference, lora_reference
@@ -175,6 +177,16 @@ def test_whatever_a_config_says_is_obeyed(
 ) -> None:
     reference_model(family, **changes).save_pretrained(tmp_path / "first")
     assert worlds.run(1, imported, Cell(family, {}), tmp_path) == [""]
+
+
+def test_what_is_published_in_fp8_blocks_is_compared_multiplied_out(worlds: Worlds, tmp_path: Path) -> None:
+    eighths(tmp_path / "first", values_of(Family.DEEPSEEK_V3, num_key_value_heads=8), (7, 5))
+    assert worlds.run(1, imported, Cell(Family.DEEPSEEK_V3, {}), tmp_path) == [""]
+
+
+def test_experts_that_are_published_packed_are_compared_unpacked(worlds: Worlds, tmp_path: Path) -> None:
+    fours(tmp_path / "first", values_of(Family.GPT_OSS, hidden_size=64, intermediate_size=64))
+    assert worlds.run(1, imported, Cell(Family.GPT_OSS, {}), tmp_path) == [""]
 
 
 def test_what_transformers_knows_otherwise_is_refused(worlds: Worlds, tmp_path: Path) -> None:

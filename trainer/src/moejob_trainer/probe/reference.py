@@ -28,8 +28,6 @@ from moejob_trainer.conversion.checkpoint import Stored, unusable
 from moejob_trainer.conversion.quantized import Weights
 from moejob_trainer.model.parameters import Slices
 
-_WHOLE = slice(None)
-
 
 class Reference:
     """Transformers' model of some weights. `config_folder` holds their config.json."""
@@ -103,8 +101,8 @@ class Reference:
         """The module has its weights, as Transformers itself reads them, and loses them again."""
         tensors = self.weights.tensors
         state = {
-            name: self.weights.read(name, (_WHOLE,) * len(tensors[name].shape))
-            for name in tensors
+            name: self.weights.read(name, tuple(slice(0, size) for size in stored.shape))
+            for name, stored in tensors.items()
             if name.startswith(prefix)
         }
         how = LoadStateDictConfig(
