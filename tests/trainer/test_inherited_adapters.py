@@ -11,8 +11,12 @@ import pytest
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from builders import spec
+from model_configs import config as small_config
+from moejob_api.models.shape import Family
+from moejob_trainer.data import tiny
 from moejob_trainer.errors import BadConfiguration
 from moejob_trainer.inherited import Adapted, adapted, refuse_other_adapters
 from trainer.runs import Runs
@@ -72,6 +76,19 @@ def test_adapters_on_weights_that_another_job_trained_are_saved_with_them(runs: 
     more = training | {"lora": LORA}
     runs.finished("more", training=more, checkpoint={"resumeFrom": "adapters"})
     assert "embedding.weight" in saved(runs, "more")
+
+
+def test_adapters_on_weights_that_another_job_trained_are_not_held_against_the_published_ones(runs: Runs) -> None:
+    folder = runs.volume / "published"
+    settings = small_config(Family.QWEN3_MOE, vocab_size=512, initializer_range=0.1)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings)).save_pretrained(folder)
+    tiny.tokenizer().save_pretrained(folder)
+    told: dict[str, Any] = {"model": {"source": str(folder), "dtype": "float32"}}
+    training, saving = {"maxSteps": 2, "optimizer": RATE}, {"exportHuggingFace": True, "async": False}
+    runs.finished("whole", **told, training=training, checkpoint=saving)
+    adapting = training | {"lora": LORA}
+    runs.finished("adapters", **told, training=adapting, checkpoint=saving | {"resumeFrom": "whole"})
+    assert exported(runs, "adapters")
 
 
 def of(lora: dict[str, Any] | None = None, *, has_weights: bool = True, **sections: Any) -> Adapted:

@@ -221,7 +221,7 @@ def _trained(here: Here, model: Model, signs: Signs) -> Outcome:
             checkpoints.finish()
             reporter.finish()
             if outcome is Outcome.COMPLETED and spec.checkpoint.export_hugging_face:
-                _export(here, model, engine, checks)
+                _export(here, model, engine, checks, is_beside_published=not checkpoints.writer.adapted.holds_weights)
         return outcome
 
 
@@ -303,7 +303,7 @@ def _saved(store: Checkpoints) -> tuple[int | None, float | None, float]:
     return store.last_step, None if last is None else last.seconds, 0.0 if last is None else last.stalled_seconds
 
 
-def _export(here: Here, model: Model, engine: MegatronEngine, checks: Checks) -> None:
+def _export(here: Here, model: Model, engine: MegatronEngine, checks: Checks, *, is_beside_published: bool) -> None:
     folder, groups, lora = here.order.folder / EXPORT, here.placement.model_groups, here.spec.training.lora
     published = model.published.folder
     with explained("exporting", folder):
@@ -312,8 +312,8 @@ def _export(here: Here, model: Model, engine: MegatronEngine, checks: Checks) ->
             export(whole_weights(engine.stages), model.table, groups, target, checks.exported)
             return
         adapters, declared = adapter_weights(engine.stages), adapter_table(model.architecture.shape, lora)
-        # On a model that has never been published there is nothing to read them onto.
+        # On weights that have never been published, or that another job has trained since, there is nothing to read.
         check = unchecked
-        if model.published.has_weights:
+        if model.published.has_weights and is_beside_published:
             check = partial(checks.exported_adapters, base=published, scale=lora.alpha / lora.rank)
         export_adapters(adapters, declared, groups, AdapterTarget(folder, here.spec.model.source, lora), check)
