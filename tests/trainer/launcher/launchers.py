@@ -110,6 +110,11 @@ class Launcher:
     def signal(self, number: signal.Signals) -> None:
         os.kill(self.pid, number)
 
+    def kill(self) -> None:
+        """Kill it, and wait until its ports are free: a replacement on the same address needs them."""
+        self.signal(signal.SIGKILL)
+        self.process.join()
+
 
 @dataclass
 class Gang:
@@ -178,7 +183,11 @@ class Gang:
     def notes(self, restart: int = 0) -> dict[int, dict[str, Any]]:
         """How every rank was started, once all of them were."""
         paths = [self.run_folder / f"start-{restart}-{rank}.json" for rank in range(self.nodes * self.ranks)]
-        eventually(lambda: all(path.exists() for path in paths), f"start {restart} of all ranks")
+        try:
+            eventually(lambda: all(path.exists() for path in paths), f"start {restart} of all ranks")
+        except AssertionError as error:
+            said = "\n".join(f"launcher of pod {one.index}:\n{one.log.read_text()}" for one in self.launchers)
+            raise AssertionError(f"{error}\n{said}") from None
         return {rank: json.loads(path.read_text()) for rank, path in enumerate(paths)}
 
     def pids(self, restart: int = 0) -> list[int]:
@@ -190,8 +199,7 @@ class Gang:
     def close(self) -> None:
         for launcher in self.launchers:
             if launcher.process.is_alive():
-                launcher.signal(signal.SIGKILL)
-            launcher.process.join()
+                launcher.kill()
 
 
 def gone(pids: list[int]) -> None:

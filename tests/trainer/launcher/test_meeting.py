@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from moejob_trainer.launcher.ending import Author, Ending, Fault, ending_by
 from moejob_trainer.launcher.meeting import Meeting, Round
 from moejob_trainer.launcher.pod import pod_of
 from moejob_trainer.launcher.stop import Stop
-from moejob_trainer.launcher.store import LostPeers
+from moejob_trainer.launcher.store import LostPeers, Store
 from trainer.launcher.launchers import Gang, free_port
 
 
@@ -52,6 +53,18 @@ def test_ranks_of_each_round_have_a_store_of_their_own(pair: tuple[Meeting, Meet
     assert before[0] == before[1]
     assert after[0] == after[1]
     assert before[0] != after[0]
+
+
+def test_a_late_pod_of_an_older_attempt_cannot_turn_pod_0_away_by_being_quicker() -> None:
+    job = Gang(Path("/nowhere"), nodes=2)
+    store = Store.hosted("127.0.0.1", job.rendezvous)
+    with ThreadPoolExecutor() as threads:
+        late = threads.submit(meeting(job, 1).open)
+        with pytest.raises(FutureTimeout):
+            late.result(timeout=0.5)
+        store.put_first("gang", '{"uid": "1234", "attempt": 2}')
+        with pytest.raises(LostPeers, match=r"'attempt': 1.* but the rendezvous to .*'attempt': 2"):
+            late.result()
 
 
 def test_the_first_ending_holds_for_all(pair: tuple[Meeting, Meeting]) -> None:

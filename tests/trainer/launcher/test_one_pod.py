@@ -204,7 +204,7 @@ def test_a_killed_launcher_leaves_no_rank_behind(gang: Make) -> None:
     job = gang()
     launcher = job.start("work")
     pids = [*job.pids(), *(note["parent"] for note in job.notes().values())]
-    launcher.signal(signal.SIGKILL)
+    launcher.kill()
     gone(pids)
 
 

@@ -115,7 +115,7 @@ def test_a_killed_launcher_is_replaced_and_the_others_start_again_with_the_new_o
     job = gang(nodes=2)
     first, second = job.start_all("work")
     pids = job.pids()
-    second.signal(signal.SIGKILL)
+    second.kill()
     replacement = job.start("work", index=1)
     gone(pids)
     assert [int(note["GROUP_RANK"]) for note in job.notes(restart=1).values()] == [0, 0, 1, 1]
@@ -157,7 +157,7 @@ def test_without_pod_0_the_others_end(gang: Make) -> None:
     job = gang(nodes=2)
     first, second = job.start_all("work")
     pids = job.pids()
-    first.signal(signal.SIGKILL)
+    first.kill()
     assert second.exit_code() == 1
     assert second.word().outcome is Outcome.LOST_PEERS
     gone(pids)

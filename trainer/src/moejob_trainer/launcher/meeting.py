@@ -176,7 +176,13 @@ class Meeting:
     def _must_be_the_same_gang(self) -> None:
         pod = self._pod
         mine = {"uid": pod.uid, "attempt": pod.attempt, "nodes": pod.nodes, "ranksPerNode": pod.ranks_per_node}
-        theirs = json.loads(self._store.put_first("gang", json.dumps(mine)))
+        if pod.is_first:
+            # Nobody else may say whose rendezvous it is: a late pod of an older attempt would turn this one away.
+            self._store.put_first("gang", json.dumps(mine))
+        while (said := self._store.get("gang")) is None:
+            self._stop.check()
+            self._stop.wait(_LOOK_SECONDS)
+        theirs = json.loads(said)
         if theirs != mine:
             raise LostPeers(f"pod {pod.index} belongs to {mine}, but the rendezvous to {theirs}")
 
