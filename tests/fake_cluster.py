@@ -139,9 +139,9 @@ class FakeCluster:
         """One look of the operator, to its end."""
         return asyncio.run(look)
 
-    def fingerprint(self) -> object:
-        """Something that changes with every object."""
-        return self.versions, len(self.objects)
+    def versions_held(self) -> Mapping[str, str]:
+        """The version of every object, by UID."""
+        return {body["metadata"]["uid"]: body["metadata"]["resourceVersion"] for body in self.objects.values()}
 
     def controllers_act(self) -> None:
         """Garbage is collected and claims are bound at once: nothing is left to do."""

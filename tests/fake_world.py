@@ -69,19 +69,24 @@ class World:
             return 0.0
 
     def settle(self) -> None:
-        """Let the operator look, and kubelets delete what they are told to, until nothing changes any more."""
-        before = (self.cluster.fingerprint(), self.crashes)
+        """Let the operator look whenever it would, and kubelets delete what they are told to, until it waits.
+
+        Of what it wrote itself no watch tells it: only what others do, objects that vanish and time make it look again.
+        """
         for _ in range(MAX_LOOKS):
+            before, crashes = self.cluster.versions_held(), self.crashes
             again = self.look()
+            written = self.cluster.versions_held()
             self.kubelets_delete()
             self.cluster.controllers_act()
-            after = (self.cluster.fingerprint(), self.crashes)
+            has_news = self.crashes > crashes or bool(before.keys() - written.keys())
+            has_news |= self.cluster.versions_held() != written
             patience = PATIENCE_SECONDS if self._pods_are_counted() else SETTLING_SECONDS
-            if again is not None and 0 < again <= patience:
-                self.wait(again)
-            elif before == after and again != 0:
+            if has_news or again == 0:
+                continue
+            if again is None or again > patience:
                 return
-            before = after
+            self.wait(again)
         raise AssertionError(f"no fixed point after {MAX_LOOKS} looks:\n" + "\n".join(self.cluster.log[-20:]))
 
     def _pods_are_counted(self) -> bool:

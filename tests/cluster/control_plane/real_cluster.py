@@ -155,8 +155,8 @@ class RealCluster(FakeCluster):
             if role in (None, body["metadata"].get("labels", {}).get(Label.ROLE)):
                 yield body
 
-    def fingerprint(self) -> object:
-        return {(body["metadata"]["uid"], body["metadata"]["resourceVersion"]) for _, body in self.objects.items()}
+    def versions_held(self) -> Mapping[str, str]:
+        return {body["metadata"]["uid"]: body["metadata"]["resourceVersion"] for _, body in self.objects.items()}
 
     def _listed(self, kind: Kind) -> list[Body]:
         return _listed(self.plane, kind, self.namespace)

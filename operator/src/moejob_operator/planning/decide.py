@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from moejob_api.job.status import Phase, Status
-from moejob_operator.actions import Action, Notice
+from moejob_operator.actions import Action, Delete, Notice
 from moejob_operator.judging import Judgement
 from moejob_operator.observed import Observed
 from moejob_operator.planning.guards import GUARDS, seconds_to_deadline
@@ -43,10 +43,21 @@ def decide(seen: Observed, judged: Judgement, setting: Setting, now: datetime, r
         status=status,
         notices=(*notices(s.status, status), *step.notices),
         look_again_after_seconds=soonest(
-            step.look_again_after_seconds, _deadline(s, step), settles_after_seconds(s, status)
+            step.look_again_after_seconds, _deadline(s, step), settles_after_seconds(s, status), _sequel(s, step)
         ),
         needs_live=step.needs_live,
     )
+
+
+def _sequel(s: Situation, step: Step) -> float | None:
+    """At once after a deletion, and when the job has ended: what follows is for another look.
+
+    No watch asks for that look. It tells of what others do, and a pod of a lost node ends for nobody.
+    """
+    if s.refusal is not None:
+        return None
+    is_over = step.phase is not None and step.phase.is_finished and step.phase is not s.status.phase
+    return 0.0 if is_over or any(isinstance(action, Delete) for action in step.actions) else None
 
 
 def _deadline(s: Situation, step: Step) -> float | None:

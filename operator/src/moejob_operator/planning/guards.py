@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from moejob_api.contract import Role
 from moejob_api.job.status import ConditionStatus, ConditionType, Phase, Restarts
 from moejob_operator.actions import Action, Delete, Kind, Notice, Ref, Severity
 from moejob_operator.observed import Pod, PodPhase
@@ -167,7 +168,7 @@ def present(s: Situation) -> Step | None:
     is_more = len(created) == objects.CREATED_AT_ONCE and s.refusal is None
     is_restart = s.attempt > 0 or bool(s.ladder.replacing)
     is_running = s.gang_runs and not objects.answered_pods(s)
-    started = objects.trainers_among(created)
+    started = objects.pods_among(created, Role.TRAINER)
     is_whole = len(s.trainers) + (started if s.refusal is None else 0) == layout.nodes
     waiting = _running(s) if is_running else hold(s)
     return Step(
@@ -177,7 +178,6 @@ def present(s: Situation) -> Step | None:
         actions=(*spent, *created),
         restarts=_settled(s, is_whole=is_whole),
         pods_created=is_whole,
-        created=started,
         # The first gang of all can have no other beside it.
         needs_live=bool(spent) or (is_restart and started > 0),
         look_again_after_seconds=0.0 if is_more else _next_look(s, is_running=is_running),

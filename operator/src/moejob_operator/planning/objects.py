@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from itertools import chain, islice
 
 from moejob_api.contract import Label, Role
-from moejob_operator.actions import Delete, Ensure, Kind, Manifest, Ref
+from moejob_operator.actions import Action, Delete, Ensure, Kind, Manifest, Ref
 from moejob_operator.children.blueprint import Blueprint
 from moejob_operator.children.gangs import pod_group
 from moejob_operator.children.pods import rollout_pod, trainer_pod
@@ -86,11 +86,11 @@ def _delete(pod: Pod, s: Situation, grace_seconds: int | None) -> Delete:
     return Delete(ref, 0 if pod.is_terminating and is_on_lost_node(pod, s) else grace_seconds)
 
 
-def trainers_among(actions: tuple[Ensure, ...]) -> int:
-    """How many pods of the gang would be created."""
-    return sum(_is_trainer(action.manifest) for action in actions)
+def pods_among(actions: Iterable[Action], role: Role) -> int:
+    """How many pods of a role would be created."""
+    return sum(isinstance(action, Ensure) and _is_pod(action.manifest, role) for action in actions)
 
 
-def _is_trainer(manifest: Manifest) -> bool:
+def _is_pod(manifest: Manifest, role: Role) -> bool:
     labels = manifest["metadata"]["labels"]
-    return bool(manifest["kind"] == Kind.POD and labels.get(Label.ROLE) == Role.TRAINER)
+    return bool(manifest["kind"] == Kind.POD and labels.get(Label.ROLE) == role)

@@ -57,9 +57,8 @@ class Step:
     attempt: int | None = None
     restarts: Restarts | None = None
     failure: LastFailure | None = None
-    # Whether every pod of the gang exists once the actions are done, and how many of them those create.
+    # Whether every pod of the gang exists once the actions are done.
     pods_created: bool = False
-    created: int = 0
     needs_live: bool = False
     look_again_after_seconds: float | None = None
     notices: tuple[Notice, ...] = ()

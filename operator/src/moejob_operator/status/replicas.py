@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from moejob_api.contract import Role
 from moejob_api.job.status import ReplicaStatus, Status
 from moejob_operator.observed import Pod, PodPhase
+from moejob_operator.planning.objects import pods_among
 from moejob_operator.planning.situation import Situation
 from moejob_operator.planning.step import Step
 
@@ -18,16 +19,17 @@ def replica_statuses(s: Situation, step: Step) -> tuple[ReplicaStatus, ...]:
         return s.status.replica_statuses
     is_next_attempt = step.attempt is not None and step.attempt != s.attempt
     # Pods that this very step creates need no second write to be counted.
-    created = step.created if s.refusal is None else 0
-    trainers = _counted(Role.TRAINER, sizes.nodes, () if is_next_attempt else s.trainers.values(), created)
+    created = {role: pods_among(step.actions, role) if s.refusal is None else 0 for role in Role}
+    trainers = () if is_next_attempt else s.trainers.values()
+    gang = _counted(Role.TRAINER, sizes.nodes, trainers, created[Role.TRAINER])
     engines = rollout.engines if rollout is not None and rollout.gpus else 0
-    found = (trainers, _counted(Role.ROLLOUT, engines, s.rollouts)) if engines else (trainers,)
+    found = (gang, _counted(Role.ROLLOUT, engines, s.rollouts, created[Role.ROLLOUT])) if engines else (gang,)
     if s.status.phase is None or not s.status.phase.is_finished:
         return found
     return tuple(_kept(counted, s.status) for counted in found)
 
 
-def _counted(role: Role, desired: int, pods: Iterable[Pod], created: int = 0) -> ReplicaStatus:
+def _counted(role: Role, desired: int, pods: Iterable[Pod], created: int) -> ReplicaStatus:
     pods = tuple(pods)
     phases = [pod.phase for pod in pods]
     return ReplicaStatus(
