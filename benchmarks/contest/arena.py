@@ -22,8 +22,8 @@ _POLL_SECONDS = 0.02
 # So long without a request, an operator has done what there was to do.
 _QUIET_SECONDS = 1.0
 _SECONDS = 400.0
-# Longer than an operator keeps a connection that it does not use.
-_KEPT_OPEN_SECONDS = 20.0
+# Longer than an operator keeps a connection that it does not use: aiohttp looks every 15 s for those unused for 15 s.
+_KEPT_OPEN_SECONDS = 40.0
 
 
 class TooSlowError(Exception):
