@@ -53,6 +53,22 @@ def test_the_last_word_says_where_a_run_ended_that_nobody_had_asked_lately() -> 
     assert (seen.step, seen.loss, seen.last_checkpoint_step) == (60, 0.5, 60)
 
 
+def test_a_pod_that_nobody_hears_of_is_waited_for_once_and_not_before_every_action() -> None:
+    world = running()
+    world.say(step=5)
+    world.lose_sight(1)
+    world.fall_silent(1)
+    before = world.cluster.questions
+    world.settle()
+    assert world.names() == ["0-0", "0-1"]
+    assert world.cluster.log[-3:] == [
+        "force-delete Pod job-trainer-0-00001",
+        "create Pod job-trainer-0-00001",
+        "write status",
+    ]
+    assert world.cluster.questions == before + 2
+
+
 def test_what_is_remembered_of_a_job_goes_with_it() -> None:
     world = running()
     assert len(world.asked) == 1
