@@ -96,8 +96,8 @@ def _to_ask(seen: Observed, asked: datetime | None, now: datetime) -> tuple[Pod,
     running = tuple(pod for pod in gang if pod.phase is PodPhase.RUNNING)
     if status.phase is None or status.phase.is_finished or not running:
         return ()
-    answered = {entry.uid for entry in status.restarts.ladder.replacing}
-    if any((pod.phase is PodPhase.FAILED or pod.is_unheard) and pod.uid not in answered for pod in gang):
+    replaced = {entry.uid for entry in status.restarts.ladder.replacing}
+    if any((pod.phase is PodPhase.FAILED or pod.is_unheard) and pod.uid not in replaced for pod in gang):
         return running
     youngest = min(seconds_since(pod.started_at, now) for pod in running)
     if len(running) < len(gang) or (youngest < FIRST_POLL_SECONDS and not all(pod.is_ready for pod in running)):
