@@ -113,6 +113,10 @@ test-faults: $(operator_built) $(trainer_built) ## Test every fault: of ranks, p
 	@MOEJOB_FAULTS=full $(operator)/pytest tests/cluster/control_plane/test_faults.py tests/cluster/nodes/test_faults.py \
 		-rs --no-fold-skipped $(ARGS)
 
+# Ten gigabytes and five minutes for each image that is not there yet.
+test-images: $(operator_built) ## Test engines in their images, serving what a trainer exported
+	@MOEJOB_IMAGES=all $(operator)/pytest tests/cluster/images -rs --no-fold-skipped $(ARGS)
+
 control-plane: $(operator_built) ## Build the Kubernetes programs that this machine lacks
 	@PYTHONPATH=tests $(operator)/python -m cluster.binaries
 
@@ -175,4 +179,4 @@ clean: ## Remove the environments and all build output; the cache stays
 		$(foreach dist,crds operator trainer cli,$(dist)/dist $(dist)/build)
 	@find $(wildcard crds operator trainer cli tests benchmarks scripts) -name __pycache__ -prune -exec rm -rf {} +
 
-.PHONY: help setup fmt lint types generate verify test test-operator test-trainer matrix test-rollout test-cluster test-faults gpu-test control-plane bench bench-operator bench-recovery bench-trainer demo cluster-demo images kind-demo lock clean
+.PHONY: help setup fmt lint types generate verify test test-operator test-trainer matrix test-rollout test-cluster test-faults test-images gpu-test control-plane bench bench-operator bench-recovery bench-trainer demo cluster-demo images kind-demo lock clean

@@ -39,11 +39,12 @@ def image(request: pytest.FixtureRequest) -> Builds:
 
 
 @pytest.fixture
-def container(image: Builds, tmp_path: Path) -> Iterator[Contains]:
+def container(image: Builds, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Contains]:
     """A container of an image, which goes with the test."""
     with ExitStack() as stack:
 
         def make(name: str, what: Container) -> Confined:
-            return stack.enter_context(confined(image(name), store(name), what, tmp_path))
+            folder = tmp_path_factory.mktemp("container")
+            return stack.enter_context(confined(image(name), store(name), what, folder))
 
         yield make

@@ -1,0 +1,57 @@
+"""The tiny example in the trainer's image: its pod as the operator makes it, and the run that is left."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from builders import merged
+from confined import Confined, Container
+from golden_manifests import created
+from image_builds.recipes import ROOT
+from moejob_api.contract import Environment, LastWord, Outcome
+from moejob_api.documents import read_file
+
+# Of a user and group that no image knows more about.
+USER = 65532
+# A minute where nothing else runs.
+SECONDS = 600
+
+
+def trained(container: Callable[[str, Container], Confined], folder: Path, steps: int) -> Path:
+    """The folder of a whole run in the image of the trainer for CPUs."""
+    manifest, storage = _pod(steps), _volume(folder)
+    [trainer] = manifest["spec"]["containers"]
+    assert "command" not in trainer, "the image says what runs"
+    environment = {variable["name"]: variable["value"].replace("$$", "$") for variable in trainer["env"]}
+    hosts = (environment[Environment.HOST],)
+    made = container("trainer-cpu", Container((), environment | {"OMP_NUM_THREADS": "1"}, {"/moejob": storage}, hosts))
+    done = made.run(SECONDS)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert LastWord.model_validate_json(made.last_word.read_text()).outcome is Outcome.COMPLETED
+    return Path(str(storage) + environment[Environment.RUN_FOLDER].removeprefix("/moejob"))
+
+
+def _pod(steps: int) -> dict[str, Any]:
+    """The pod of the tiny example, as the operator makes it."""
+    job = read_file(ROOT / "examples" / "tiny-sft.yaml")
+    shorter = {"training": {"maxSteps": steps, "evalEvery": None}, "checkpoint": {"everySteps": steps}}
+    raw = {
+        "apiVersion": "moejob.dev/v1alpha1",
+        "kind": "MoETrainingJob",
+        "metadata": {"name": "tiny-sft", "namespace": "team", "uid": "6f1c", "generation": 1},
+        "spec": merged(job.spec.model_dump(mode="json", by_alias=True, exclude_unset=True), shorter),
+    }
+    [found] = [manifest for manifest in created(raw, frozenset()) if manifest["kind"] == "Pod"]
+    return found
+
+
+def _volume(folder: Path) -> Path:
+    """A claim's volume, as the kubelet gives it to the group of the pod."""
+    made = folder / "volume"
+    made.mkdir()
+    os.chown(made, 0, USER)
+    made.chmod(0o2775)
+    return made
