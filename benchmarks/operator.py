@@ -93,11 +93,12 @@ async def speed(folder: Path, programs: Mapping[str, Path], pods: int, size: Siz
             results += await hundreds(place, everybody, pods, size.hundreds)
             # A thousand jobs take the one with its own limit a quarter of an hour.
             unlimited = tuple(who for who in everybody if who.name != RELEASED)
-            if pods in size.thousands:
-                results += await thousand(place, unlimited, pods)
             if pods == 2:
+                # Before there are thousands of pods, whose turn to be asked how they are may just have come.
                 results += await at_rest(place, unlimited)
                 results += await large_gang(place, unlimited)
+            if pods in size.thousands:
+                results += await thousand(place, unlimited, pods)
             return results
 
 
