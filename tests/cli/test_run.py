@@ -107,10 +107,11 @@ def test_a_new_checkpoint_forgives_what_failed_before_it(run: MakeRun) -> None:
 
 def test_a_bad_configuration_fails_the_run_at_once_with_78(run: MakeRun) -> None:
     one = run()
-    ended = one.run([[["ends", 78, "data.jsonl, line 3 is no JSON"]]])
+    ended = one.run([[["was_heard"], ["ends", 78, "data.jsonl, line 3 is no JSON"]]])
     assert ended.code == 78
     assert "data.jsonl, line 3 is no JSON" in ended.complained
     assert one.lives(0) == 1
+    assert "training" not in ended.said
 
 
 # --- stopping ---------------------------------------------------------------------------------------------------------

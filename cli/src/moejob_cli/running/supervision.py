@@ -225,7 +225,10 @@ class Supervision:
             return "saving"
         if self._due:
             return "waiting"
-        if all(pod.is_ready for pod in pods) and pods:
+        if any(pod.exit_code not in (None, ExitCode.DONE) for pod in pods):
+            return "ending"
+        # Ranks are heard before they have read model and data, which may be all that they ever do.
+        if pods and all(pod.is_ready for pod in pods) and self.log.lines:
             return "training"
         return "restarting" if self._memory.restarts else "starting"
 
