@@ -106,7 +106,7 @@ gpu-test: $(trainer_gpu_built) $(operator_built) ## Test kernels and training on
 
 # Builds the cluster programs that it lacks, and skips by name where it cannot; so it does not wait for control-plane.
 test-cluster: $(operator_built) $(trainer_built) ## Test on a real control plane and two real nodes
-	@$(operator)/pytest tests/cluster -n 3 --dist loadgroup --no-loadscope-reorder -rs --no-fold-skipped $(ARGS)
+	@$(operator)/pytest tests/cluster -n 3 --dist loadscope --no-loadscope-reorder -rs --no-fold-skipped $(ARGS)
 
 # Needs what the nodes need, and a quarter of an hour; test-cluster does the five of these that happen most.
 test-faults: $(operator_built) $(trainer_built) ## Test every fault: of ranks, pods, nodes, volumes, clocks, the cluster and the operator

@@ -128,7 +128,8 @@ def _volume(claim: dict[str, Any], path: Path) -> dict[str, Any]:
             "capacity": spec["resources"]["requests"],
             "accessModes": spec["accessModes"],
             "storageClassName": spec["storageClassName"],
-            "persistentVolumeReclaimPolicy": "Delete",
+            # Of folders in /tmp the controller manager takes itself for the provider, and would delete what is mounted.
+            "persistentVolumeReclaimPolicy": "Retain",
             "hostPath": {"path": str(path), "type": "Directory"},
             "claimRef": {"namespace": about["namespace"], "name": about["name"], "uid": about["uid"]},
         },
