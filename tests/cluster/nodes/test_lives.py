@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 SECONDS = 300
 # Steps take a third of a second each where two nodes share two processors.
-STEADY_STEPS = 100
+STEADY_STEPS = 200
 STEPS = 24
 SAVED_EVERY = 5
 # Two stages instead of shared experts, on a volume that is there already.
