@@ -25,9 +25,8 @@ _MOVING_FIELDS = {
     *("Last Checkpoint Step", "Checkpoint Step", "Node"),
 }
 _SAVED = re.compile(r"step \d+ is saved")
-# Whether a claim is bound before its job's pods are looked at is a race that nobody has to win; so is whether a pod is
-# asked how it is before it fails.
-_SOMETIMES = re.compile(r"\bClaimPending\b|^ *Rank Restarts: ")
+# Whether a claim is bound before its job's pods are looked at is a race that nobody has to win.
+_SOMETIMES = re.compile(r"\bClaimPending\b")
 
 
 def table(text: str) -> str:
@@ -44,7 +43,7 @@ def description(text: str) -> str:
     """What `kubectl describe` says, its events included."""
     fields, _, events = text.partition("Events:\n")
     total = re.search(r"Total Steps: +(\d+)", fields)
-    told = [_field(line, total[1] if total else "") for line in fields.splitlines() if not _SOMETIMES.search(line)]
+    told = [_field(line, total[1] if total else "") for line in fields.splitlines()]
     if not events:
         return "\n".join(told)
     # Indented, with a rule of dashes under the head.
