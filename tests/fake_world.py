@@ -73,14 +73,15 @@ class World:
 
         Of what it wrote itself no watch tells it: only what others do, objects that vanish and time make it look again.
         """
+        held = self.cluster.versions_held()
         for _ in range(MAX_LOOKS):
-            before, crashes = self.cluster.versions_held(), self.crashes
+            crashes = self.crashes
             again = self.look()
             written = self.cluster.versions_held()
             self.kubelets_delete()
             self.cluster.controllers_act()
-            has_news = self.crashes > crashes or bool(before.keys() - written.keys())
-            has_news |= self.cluster.versions_held() != written
+            vanished, held = held.keys() - written.keys(), self.cluster.versions_held()
+            has_news = self.crashes > crashes or bool(vanished) or held != written
             patience = PATIENCE_SECONDS if self._pods_are_counted() else SETTLING_SECONDS
             if has_news or again == 0:
                 continue
