@@ -172,6 +172,9 @@ def test_a_claim_without_a_volume_is_told_until_the_volume_controller_has_bound_
     world.cluster.has_volumes = False
     world.apply()
     world.settle()
+    # Of a claim that stays as it was created no watch tells the operator: the scheduler does.
+    world.hold(0, condition={"reason": "Unschedulable", "message": "pod has unbound immediate PersistentVolumeClaims"})
+    world.settle()
     assert (world.names(), world.condition(ConditionType.RUNNING)) == (["0-0", "0-1"], "False ClaimPending")
     world.cluster.has_volumes = True
     world.settle()
