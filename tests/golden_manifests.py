@@ -16,9 +16,9 @@ from moejob_operator.actions import Ensure
 from moejob_operator.children.blueprint import Images
 from moejob_operator.children.gangs import GangApi
 from moejob_operator.cluster import Children
+from moejob_operator.decide import decide
 from moejob_operator.judging import judgement
 from moejob_operator.observed import Specs, observed
-from moejob_operator.planning.decide import decide
 from moejob_operator.planning.situation import Setting
 
 FOLDER = Path(__file__).parent / "operator" / "golden"

@@ -17,16 +17,18 @@ from moejob_api.contract import Role
 from moejob_api.restarts import LAUNCHER_FIRST_SECONDS
 from moejob_operator.actions import Action, Delete, Ensure, Kind
 from moejob_operator.cluster import Children, Cluster, Forbidden, JobKey, Raw
+from moejob_operator.decide import Decision, decide
 from moejob_operator.judging import Judge
 from moejob_operator.observed import Observed, Pod, PodPhase, Specs, observed, with_progress
-from moejob_operator.planning.decide import Decision, decide
 from moejob_operator.planning.guards import FIRST_POLL_SECONDS, POLL_SECONDS
 from moejob_operator.planning.situation import Setting
 from moejob_operator.planning.times import read, seconds_since
 from moejob_operator.remembered import Remembered
 
-# Pods created at once: a gang of a hundred should not wait for a hundred round trips.
+# Objects created at once: a gang of a hundred should not wait for a hundred round trips.
 _AT_ONCE = 16
+# A pod looks for its Service once it runs. All else it needs before it can be placed.
+_TOGETHER = (Kind.POD, Kind.SERVICE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,14 +130,13 @@ async def _live(key: JobKey, raw: Raw, cluster: Cluster, seen: Observed, specs: 
 
 async def _performed(decision: Decision, cluster: Cluster) -> str | None:
     """Do it. Returns what the API server refused, if anything: a person has to hear of that."""
-    actions = list(decision.actions)
-    shared = [action for action in actions if not _is_pod(action)]
-    pods = [action for action in actions if _is_pod(action)]
+    first = [action for action in decision.actions if _kind(action) not in _TOGETHER]
+    then = [action for action in decision.actions if _kind(action) in _TOGETHER]
     try:
-        for action in shared:
+        for action in first:
             await _perform(action, cluster)
-        for start in range(0, len(pods), _AT_ONCE):
-            await _together(pods[start : start + _AT_ONCE], cluster)
+        for start in range(0, len(then), _AT_ONCE):
+            await _together(then[start : start + _AT_ONCE], cluster)
     except Forbidden as refused:
         return str(refused)
     return None
@@ -160,9 +161,8 @@ async def _perform(action: Action, cluster: Cluster) -> None:
             assert_never(action)
 
 
-def _is_pod(action: Action) -> bool:
-    kind = action.manifest["kind"] if isinstance(action, Ensure) else action.ref.kind
-    return bool(kind == Kind.POD)
+def _kind(action: Action) -> Kind:
+    return Kind(action.manifest["kind"]) if isinstance(action, Ensure) else action.ref.kind
 
 
 async def _told(raw: Raw, seen: Observed, decision: Decision, cluster: Cluster) -> None:

@@ -177,7 +177,7 @@ def test_the_same_tree_gives_the_same_layers_and_other_code_only_another_last_on
 ) -> None:
     before = unpacked(image("operator"))
     assert unpacked(elsewhere(tree)) == before
-    with (tree / "operator/src/moejob_operator/planning/decide.py").open("a") as module:
+    with (tree / "operator/src/moejob_operator/decide.py").open("a") as module:
         module.write("\n\nCHANGED = True\n")
     after = unpacked(elsewhere(tree))
     assert after[:-1] == before[:-1]
