@@ -37,6 +37,8 @@ SMALL: Mapping[str, Any] = {
 }
 # Longer than this nobody waits without saying so.
 PATIENCE_SECONDS = 3.0
+# A real API server dates a pod later than the look began that creates it.
+COUNTING_SECONDS = SETTLING_SECONDS + 10.0
 MAX_LOOKS = 60
 
 
@@ -73,7 +75,7 @@ class World:
 
         Of what it wrote itself no watch tells it: only what others do, objects that vanish and time make it look again.
         """
-        held = self.cluster.versions_held()
+        held, waited = self.cluster.versions_held(), 0.0
         for _ in range(MAX_LOOKS):
             crashes = self.crashes
             again = self.look()
@@ -82,12 +84,14 @@ class World:
             self.cluster.controllers_act()
             vanished, held = held.keys() - written.keys(), self.cluster.versions_held()
             has_news = self.crashes > crashes or bool(vanished) or held != written
-            patience = PATIENCE_SECONDS if self._pods_are_counted() else SETTLING_SECONDS
+            patience = PATIENCE_SECONDS if self._pods_are_counted() else COUNTING_SECONDS
             if has_news or again == 0:
+                waited = 0.0
                 continue
-            if again is None or again > patience:
+            if again is None or waited + again > patience:
                 return
             self.wait(again)
+            waited += again
         raise AssertionError(f"no fixed point after {MAX_LOOKS} looks:\n" + "\n".join(self.cluster.log[-20:]))
 
     def _pods_are_counted(self) -> bool:

@@ -12,8 +12,9 @@ from moejob_operator.status.goodput import goodput
 from moejob_operator.status.progress import progress
 from moejob_operator.status.replicas import replica_statuses
 
-# A gang of a hundred pods starts within seconds: counting it in a hundred writes helps nobody.
-SETTLING_SECONDS = 8.0
+# The pods of a large gang, or of a thousand gangs, start within seconds of each other: to count each of them in a write
+# of its own helps nobody.
+SETTLING_SECONDS = 15.0
 
 
 def status_of(s: Situation, step: Step) -> Status:
