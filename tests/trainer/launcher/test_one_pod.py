@@ -169,7 +169,16 @@ def test_a_fork_server_that_dies_is_replaced_with_its_ranks(gang: Make) -> None:
     again = job.notes(restart=1)
     gone([note["pid"] for note in notes.values()])
     assert again[0]["parent"] != notes[0]["parent"]
-    assert launcher.heard(lambda seen: seen.ready).restarts == 1
+    heard = launcher.heard(lambda seen: seen.ready)
+    assert heard.fault is not None
+    assert (heard.restarts, heard.fault.message) == (1, f"rank {heard.fault.rank} was killed by signal 9")
+
+
+def test_a_rank_that_ends_with_what_is_said_of_a_lost_fork_server_has_ended_with_it(gang: Make) -> None:
+    job = gang()
+    launcher = job.start("end_with_255")
+    job.notes(restart=1)
+    assert "rank 0 ended with exit code 255" in launcher.log.read_text()
 
 
 def test_a_pod_is_ready_once_every_rank_has_beaten(gang: Make) -> None:

@@ -28,6 +28,10 @@ log = Log()
 # A process that the kernel cannot end (stuck on a GPU or a dead volume) is not waited for longer than this.
 _BURIAL_SECONDS = 20.0
 _LONGEST_IMPORT_SECONDS = 900.0
+# What multiprocessing says of a process whose fork server is gone.
+_UNSEEN = 255
+# The kernel closes the files of a process before it calls it ended.
+_DYING_SECONDS = 0.5
 
 
 class Ranks:
@@ -131,8 +135,22 @@ class Ranks:
             return False
         return True
 
+    def _is_server_gone(self) -> bool:
+        until, pid = time.monotonic() + _DYING_SECONDS, int(self._warm.read_text())
+        while time.monotonic() < until:
+            # The server's end is left to be seen by whoever starts it anew.
+            with suppress(ChildProcessError):
+                if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                    time.sleep(0.01)
+                    continue
+            return True
+        return False
+
     def _look(self) -> None:
         # An exit code may be asked for by one thread only: it is read from a pipe.
         codes = {rank: process.exitcode for rank, process in self._processes.items()}
+        if _UNSEEN in codes.values() and self._is_server_gone():
+            # Nobody saw how they ended, but whoever outlives the server is killed with it.
+            codes = {rank: -signal.SIGKILL if code == _UNSEEN else code for rank, code in codes.items()}
         self._exits = {rank: code for rank, code in codes.items() if code is not None}
         self._pids = {rank: self._processes[rank].pid or 0 for rank, code in codes.items() if code is None}
