@@ -44,8 +44,9 @@ def buildah(store: Store, *arguments: str) -> list[str]:
 
 def buildah_build(order: Order, supplies: Supplies, store: Store) -> list[str]:
     """With buildah, without a registry and without a runtime for containers."""
-    offline = ["--isolation", "chroot", "--pull-never"]
-    return buildah(store, "build", *offline, *_reproducible(supplies), *_common(order, supplies))
+    # A step that fails would leave its container behind, and everything that it had written.
+    options = ["--isolation", "chroot", "--pull-never", "--force-rm"]
+    return buildah(store, "build", *options, *_reproducible(supplies), *_common(order, supplies))
 
 
 def _reproducible(supplies: Supplies) -> list[str]:

@@ -8,8 +8,8 @@ import re
 import shutil
 import subprocess
 import tarfile
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -18,8 +18,9 @@ import pytest
 from closures import pins
 from cluster.images.conftest import Builds
 from image_builds import layouts
+from image_builds.commands import buildah
 from image_builds.debian_base import BASE, RUNTIME, archive
-from image_builds.engines import Buildah
+from image_builds.engines import Buildah, BuildError
 from image_builds.layouts import Layer
 from image_builds.recipes import RECIPES, ROOT, TIMESTAMP
 from images import builder, downloads, ordered
@@ -138,21 +139,33 @@ def test_every_module_is_compiled_against_its_content(image: Builds, name: str) 
         assert flags <= {(1).to_bytes(4, "little")}
 
 
+@dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """Where the operator is built of any tree, in a store of its own."""
+
+    builder: Buildah
+
+    def build(self, tree: Path) -> Path:
+        """The layout of its image."""
+        with downloads() as given:
+            self.builder.build(replace(ordered("operator"), context=tree), given)
+        return self.builder.layout(RECIPES["operator"])
+
+    def buildah(self, *arguments: str) -> str:
+        """What buildah answers about that store."""
+        command = buildah(self.builder.store(ordered("operator")), *arguments)
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
 @pytest.fixture(scope="module")
-def elsewhere(image: Builds, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Path], Path]]:
-    """Builds the operator of a tree where nothing was built before. Debian moves on: bases are those made already."""
+def elsewhere(image: Builds, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Elsewhere]:
+    """A place where nothing was built before. Debian moves on: bases are those made already."""
     folder = tmp_path_factory.mktemp("elsewhere")
     image("operator")
     for base in (BASE, RUNTIME):
         made = archive(base, builder().folder)
         os.link(made, folder / made.name) if made.stat().st_dev == folder.stat().st_dev else shutil.copy(made, folder)
-
-    def build(tree: Path) -> Path:
-        with downloads() as given:
-            Buildah(folder).build(replace(ordered("operator"), context=tree), given)
-        return Buildah(folder).layout(RECIPES["operator"])
-
-    yield build
+    yield Elsewhere(Buildah(folder))
     shutil.rmtree(folder)
 
 
@@ -173,12 +186,22 @@ def unpacked(layout: Path) -> list[str]:
 
 
 def test_the_same_tree_gives_the_same_layers_and_other_code_only_another_last_one(
-    image: Builds, elsewhere: Callable[[Path], Path], tree: Path
+    image: Builds, elsewhere: Elsewhere, tree: Path
 ) -> None:
     before = unpacked(image("operator"))
-    assert unpacked(elsewhere(tree)) == before
+    assert unpacked(elsewhere.build(tree)) == before
     with (tree / "operator/src/moejob_operator/decide.py").open("a") as module:
         module.write("\n\nCHANGED = True\n")
-    after = unpacked(elsewhere(tree))
+    after = unpacked(elsewhere.build(tree))
     assert after[:-1] == before[:-1]
     assert after[-1] != before[-1]
+
+
+def test_builds_that_fail_or_are_killed_leave_no_container_behind(elsewhere: Elsewhere, tree: Path) -> None:
+    elsewhere.build(tree)
+    # As a build that is killed leaves it.
+    elsewhere.buildah("from", "scratch")
+    (tree / "operator/pyproject.toml").write_text("no project at all")
+    with pytest.raises(BuildError, match="pyproject"):
+        elsewhere.build(tree)
+    assert elsewhere.buildah("containers", "--quiet") == ""
