@@ -74,8 +74,6 @@ class Buildah:
     def _built(self, order: Order, supplies: Supplies) -> Path:
         order = on_local_bases(order)
         store = self.store(order)
-        # Nobody else builds in this store now: what is there was left by a build that was killed.
-        _answer(buildah(store, "rm", "--all"))
         for base in (BASE, RUNTIME):
             if base.reference in order.arguments.values():
                 self._provide(base, store)
