@@ -11,7 +11,8 @@ import argparse
 import asyncio
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -90,17 +91,17 @@ async def speed(folder: Path, programs: Mapping[str, Path], pods: int, size: Siz
     """Jobs of so many pods: one alone, a hundred, a thousand; with pairs also looks at rest and a large gang."""
     with control_plane(folder, programs, 1, FLAGS) as plane:
         async with arena(plane) as place:
-            everybody = contenders(plane, programs, with_released=pods == 2)
-            # A thousand jobs take the one with its own limit a quarter of an hour.
-            unlimited = tuple(who for who in everybody if who.name != RELEASED)
-            results = await at_rest(place, unlimited) if pods == 2 else []
-            results += await alone(place, everybody, pods, size.singles)
-            results += await hundreds(place, everybody, pods, size.hundreds)
-            if pods == 2:
-                results += await large_gang(place, unlimited, size.hundreds)
-            if pods in size.thousands:
-                results += await thousand(place, unlimited, pods)
-            return results
+            with ended_after(contenders(plane, programs, with_released=pods == 2)) as everybody:
+                # A thousand jobs take the one with its own limit a quarter of an hour.
+                unlimited = tuple(who for who in everybody if who.name != RELEASED)
+                results = await at_rest(place, unlimited) if pods == 2 else []
+                results += await alone(place, everybody, pods, size.singles)
+                results += await hundreds(place, everybody, pods, size.hundreds)
+                if pods == 2:
+                    results += await large_gang(place, unlimited, size.hundreds)
+                if pods in size.thousands:
+                    results += await thousand(place, unlimited, pods)
+                return results
 
 
 async def alone(place: Arena, those: Sequence[Contender], pods: int, times: int) -> list[Result]:
@@ -208,7 +209,7 @@ def _created(bursts: Mapping[str, Sequence[Burst]]) -> dict[str, list[list[float
 
 
 def contenders(plane: ControlPlane, programs: Mapping[str, Path], *, with_released: bool) -> tuple[Contender, ...]:
-    """All that are measured, ours first. Their processes end with the control plane's."""
+    """All that are measured, ours first."""
     mine = alone_on(plane)
     define_pytorch_jobs(plane)
     program = programs["training-operator"]
@@ -221,6 +222,16 @@ def contenders(plane: ControlPlane, programs: Mapping[str, Path], *, with_releas
     if with_released:
         peers.append(kubeflow(plane, program, RELEASED, new_namespace(plane, "released")))
     return (mine, *peers)
+
+
+@contextmanager
+def ended_after(those: tuple[Contender, ...]) -> Iterator[tuple[Contender, ...]]:
+    """End their processes: those of the next control plane are to have the machine for themselves."""
+    try:
+        yield those
+    finally:
+        for who in those:
+            who.process.stop()
 
 
 def alone_on(plane: ControlPlane) -> Contender:
@@ -250,25 +261,25 @@ async def soak(folder: Path, programs: Mapping[str, Path], cycles: int) -> list[
     """Half of the jobs come and go, the other half stays and is never touched."""
     with control_plane(folder, programs, 1, FLAGS) as plane:
         async with arena(plane) as place:
-            mine = alone_on(plane)
-            await place.burst(mine, SOAK_JOBS, 2)
-            stay = await place.pods(mine)
-            held = [await _soaked(place, mine, cycles // SOAK_POINTS) for _ in range(SOAK_POINTS)]
-            first, last = held[0], held[-1]
-            what = f"soak, {SOAK_JOBS} to {2 * SOAK_JOBS} jobs and back, {cycles} cycles:"
-            # What is free comes and goes by megabytes; what leaks is never free again.
-            halves = (held[: SOAK_POINTS // 2], held[SOAK_POINTS // 2 :])
-            least, later = (min(now.resident_mib for now in half) for half in halves)
-            grown = {
-                f"{what} resident memory grown": (last.resident_mib - first.resident_mib, "MiB", None),
-                f"{what} its least in the second half above its least in the first": (later - least, "MiB", 2),
-                f"{what} file descriptors grown": (last.descriptors - first.descriptors, "", 0),
-                f"{what} tasks grown": (last.tasks - first.tasks, "", 0),
-                f"{what} pods of the jobs that stay that were replaced": (len(stay - await place.pods(mine)), "", 0),
-            }
-            for case, (value, unit, _) in grown.items():
-                say(f"{case:90} {value:10.4g} {unit}")
-            return [Result(BENCH, case, value, unit, Better.LOWER, to) for case, (value, unit, to) in grown.items()]
+            with ended_after((alone_on(plane),)) as (mine,):
+                await place.burst(mine, SOAK_JOBS, 2)
+                stay = await place.pods(mine)
+                held = [await _soaked(place, mine, cycles // SOAK_POINTS) for _ in range(SOAK_POINTS)]
+                first, last, replaced = held[0], held[-1], len(stay - await place.pods(mine))
+                what = f"soak, {SOAK_JOBS} to {2 * SOAK_JOBS} jobs and back, {cycles} cycles:"
+                # What is free comes and goes by megabytes; what leaks is never free again.
+                halves = (held[: SOAK_POINTS // 2], held[SOAK_POINTS // 2 :])
+                least, later = (min(now.resident_mib for now in half) for half in halves)
+                grown = {
+                    f"{what} resident memory grown": (last.resident_mib - first.resident_mib, "MiB", None),
+                    f"{what} its least in the second half above its least in the first": (later - least, "MiB", 2),
+                    f"{what} file descriptors grown": (last.descriptors - first.descriptors, "", 0),
+                    f"{what} tasks grown": (last.tasks - first.tasks, "", 0),
+                    f"{what} pods of the jobs that stay that were replaced": (replaced, "", 0),
+                }
+                for case, (value, unit, _) in grown.items():
+                    say(f"{case:90} {value:10.4g} {unit}")
+                return [Result(BENCH, case, value, unit, Better.LOWER, to) for case, (value, unit, to) in grown.items()]
 
 
 async def _soaked(place: Arena, mine: Contender, cycles: int) -> _Held:

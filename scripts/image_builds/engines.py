@@ -79,24 +79,25 @@ class Buildah:
                 self._provide(base, store)
         _build(buildah_build(order, supplies, store), order)
         layout = self.layout(order.recipe)
-        if not layouts.holds(layout, self._layers(order.reference, store)[:-1]):
-            self._seed(layout, order.reference, store)
+        lasting = self._lasting_layers(order, store)
+        if not layouts.holds(layout, lasting):
+            self._seed(layout, order.reference, lasting, store)
         _run(buildah(store, "push", "--quiet", order.reference, f"oci:{layout}:{order.reference}"))
         layouts.keep_newest(layout)
         return layout
 
-    def _seed(self, layout: Path, reference: str, store: Store) -> None:
-        """Bring the layers below the code as they are: only such a one is known again, and not compressed each time."""
+    def _seed(self, layout: Path, reference: str, lasting: list[str], store: Store) -> None:
+        """Bring the layers that last as they are: only such a one is known again, and not compressed each time."""
         with tempfile.TemporaryDirectory(dir=store.folder) as scratch:
             _run(buildah(store, "push", "--quiet", "--disable-compression", reference, f"dir:{scratch}"))
-            for digest in self._layers(reference, store)[:-1]:
+            for digest in lasting:
                 layouts.put(layout, Path(scratch) / digest.removeprefix("sha256:"))
 
-    def _layers(self, reference: str, store: Store) -> list[str]:
-        """The digests of what each layer unpacks to, from the base up."""
-        said = json.loads(_answer(buildah(store, "inspect", "--type=image", reference)))
+    def _lasting_layers(self, order: Order, store: Store) -> list[str]:
+        """The digests of what each layer below our code unpacks to, from the base up."""
+        said = json.loads(_answer(buildah(store, "inspect", "--type=image", order.reference)))
         layers: list[str] = said["OCIv1"]["rootfs"]["diff_ids"]
-        return layers
+        return layers[:-1] if order.recipe.has_code else layers
 
     def store(self, order: Order) -> Store:
         """Where the layers of an order on local bases are: one for each closure; that of the pins before goes."""

@@ -19,11 +19,12 @@ class UnknownImageError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """One image: the folder of its Dockerfile, and the stage that it is."""
+    """One image: the folder of its Dockerfile, the stage that it is, and whether its last layer is code of ours."""
 
     name: str
     folder: str
     target: str
+    has_code: bool = True
 
     @property
     def dockerfile(self) -> str:
@@ -39,8 +40,8 @@ RECIPES: Mapping[str, Recipe] = {
         Recipe("trainer-cpu", "trainer", "cpu"),
         Recipe("trainer-colocated", "trainer", "colocated"),
         Recipe("trainer-colocated-cpu", "trainer", "colocated-cpu"),
-        Recipe("rollout", "rollout", "gpu"),
-        Recipe("rollout-cpu", "rollout", "cpu"),
+        Recipe("rollout", "rollout", "gpu", has_code=False),
+        Recipe("rollout-cpu", "rollout", "cpu", has_code=False),
     )
 }
 
