@@ -52,6 +52,11 @@ class Release:
         """Helm upgrade."""
         self.helm("upgrade", chart, *flags, values=values or {})
 
+    def remove(self) -> None:
+        """Leave nothing of it, the definition included, and with that no job."""
+        self.helm("uninstall", "--ignore-not-found")
+        self.plane.kubectl("delete", "crd", "--ignore-not-found", "--selector=app.kubernetes.io/name=moejob")
+
     @property
     def home(self) -> Home:
         """For processes of the operator as this release has it."""
@@ -84,8 +89,7 @@ def release(plane: ControlPlane, folder: Path) -> Iterator[Release]:
     try:
         yield made
     finally:
-        made.helm("uninstall", "--ignore-not-found")
-        plane.kubectl("delete", "crd", "--ignore-not-found", "--selector=app.kubernetes.io/name=moejob")
+        made.remove()
         plane.kubectl("delete", "namespace", "--wait=false", made.namespace)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from checkouts import copied
 from closures import pins
 from cluster.images.conftest import Builds
 from image_builds import layouts
@@ -172,13 +173,7 @@ def elsewhere(image: Builds, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     """A copy of this checkout."""
-    command = [shutil.which("git") or "git", "ls-files", "-co", "--exclude-standard", "-z"]
-    listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
-    for name in filter(None, listed.stdout.split("\0")):
-        if (ROOT / name).is_file():
-            (tmp_path / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, tmp_path / "tree" / name)
-    return tmp_path / "tree"
+    return copied(tmp_path / "tree")
 
 
 def unpacked(layout: Path) -> list[str]:
