@@ -19,7 +19,11 @@ from cluster.control_plane.releases import Release
 from cluster.nodes.cluster import Cluster
 from cluster.nodes.training import TRAINING_SECONDS, VALUES, VERSION
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.slow,
+    pytest.mark.skipif(os.environ.get("MOEJOB_FAULTS") != "full", reason="make test-faults does this"),
+]
 
 STEPS = 12
 IMAGES = [f"moejob-{name}:{VERSION}" for name in ("operator", "trainer-cpu")]
