@@ -14,6 +14,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -78,8 +79,10 @@ class Started:
     def signal(self, number: signal.Signals) -> None:
         for process in self.processes:
             assert process.pid is not None
-            if process.exitcode is None:
-                os.kill(process.pid, number)
+            # It may end between the look and the signal; then it needs none.
+            with suppress(ProcessLookupError):
+                if process.exitcode is None:
+                    os.kill(process.pid, number)
 
     def kill(self) -> None:
         """All ranks at once, as a node that loses power; returns when they are gone."""

@@ -6,6 +6,7 @@ import errno
 import os
 import signal
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 from cluster.nodes.cluster import Cluster
@@ -79,8 +80,9 @@ def hold_launcher(member: Member) -> None:
 def let_go(member: Member) -> None:
     """What was held goes on, if it is there to."""
     for pid in (member.rank, member.launcher):
-        if pid is not None and is_alive(pid):
-            os.kill(pid, signal.SIGCONT)
+        if pid is not None:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
 
 
 def starve(nodes: Cluster, namespace: str, member: Member) -> None:
