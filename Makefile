@@ -108,7 +108,7 @@ gpu-test: $(trainer_gpu_built) $(operator_built) ## Test kernels and training on
 test-cluster: $(operator_built) $(trainer_built) ## Test on a real control plane and two real nodes
 	@$(operator)/pytest tests/cluster -n 3 --dist loadscope --no-loadscope-reorder -rs --no-fold-skipped $(ARGS)
 
-# Needs what the nodes need, and a quarter of an hour; test-cluster does the five of these that happen most.
+# Needs what the nodes need, and a quarter of an hour; test-cluster does the five faults that happen most. Last comes `make kind-demo`.
 test-faults: $(operator_built) $(trainer_built) ## Test every fault: of ranks, pods, nodes, volumes, clocks, the cluster and the operator
 	@MOEJOB_FAULTS=full $(operator)/pytest tests/cluster/control_plane/test_faults.py tests/cluster/nodes/test_faults.py \
 		tests/cluster/nodes/test_kind_demo.py -rs --no-fold-skipped $(ARGS)

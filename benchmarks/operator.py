@@ -52,7 +52,7 @@ _UNTIL_UNASKED_SECONDS = 35
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How much is measured: how often one job alone, how often a hundred, or a large gang, and thousands of what."""
+    """How much is measured: how often one job, how often a hundred or a large gang, and of how many pods a thousand."""
 
     singles: int
     hundreds: int

@@ -6,7 +6,6 @@ with three jobs in the middle of a restart at each kill.
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 import time
@@ -25,13 +24,13 @@ from cluster.control_plane.jobs import body, path
 from cluster.control_plane.operators import ACCOUNT, Home, installed
 from cluster.control_plane.plane import ControlPlane
 from cluster.control_plane.volumes import VOLUMES, create_bound_claim
+from cluster.extent import IS_FULL
 from cluster.waiting import until
 from fake_world import SMALL
 from moejob_api.contract import Label
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.usefixtures("definition")]
 
-IS_FULL = os.environ.get("MOEJOB_FAULTS") == "full"
 KILLS = 30 if IS_FULL else 10
 FAULTY_SECONDS = 60 if IS_FULL else 20
 # From the failure of a pod to the last pod of the next gang it takes about this long.

@@ -5,7 +5,6 @@ MOEJOB_FAULTS=full does everything; otherwise it is what happens to every cluste
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 
 from cluster.control_plane.components import Component
 from cluster.control_plane.releases import Release
+from cluster.extent import IS_FULL, in_full
 from cluster.nodes.cluster import Cluster
 from cluster.nodes.faults import (
     SHIFT_FILE,
@@ -38,8 +38,6 @@ from cluster.nodes.ward import EVERY, MODELS, STEPS, Ward, ward
 from cluster.waiting import until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
-IS_FULL = os.environ.get("MOEJOB_FAULTS") == "full"
-in_full = pytest.mark.skipif(not IS_FULL, reason="make test-faults does this")
 # Memory takes its time to run out, and a node to be drained.
 LONG_STEPS = 40
 # Python sleeps until a time of the monotonic clock, which libfaketime takes for the wrong one and refuses.

@@ -1,0 +1,10 @@
+"""How much is done to jobs and the operator: `MOEJOB_FAULTS=full` asks for everything, as `make test-faults` does."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+IS_FULL = os.environ.get("MOEJOB_FAULTS") == "full"
+in_full = pytest.mark.skipif(not IS_FULL, reason="make test-faults does this")
