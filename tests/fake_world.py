@@ -178,7 +178,7 @@ class World:
             "exitCode": code,
             "reason": reason,
             "finishedAt": at(self.cluster.now),
-            "startedAt": at(self.cluster.now),
+            "startedAt": self._started(index),
             "message": "" if word is None else word.model_dump_json(by_alias=True, exclude_none=True),
         }
         state = [_container({"terminated": terminated})]
@@ -317,6 +317,12 @@ class World:
     @property
     def _job_id(self) -> tuple[Kind, str, str]:
         return Kind.JOB, self.key.namespace, self.key.name
+
+    def _started(self, index: int) -> str:
+        """When a pod's container did; one that nobody saw start did just now."""
+        there: list[Body] = self.pod(index)["status"].get("containerStatuses") or [_container({})]
+        started: str = there[0]["state"].get("running", {}).get("startedAt", at(self.cluster.now))
+        return started
 
     def _names(self, role: Role) -> Iterator[str]:
         for pod in self.cluster.pods(role):

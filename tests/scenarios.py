@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any
+
+import pytest
 
 from fake_world import World
 from moejob_api.contract import ExitCode, LastWord, Outcome, RankFault, Role
-from moejob_api.job.status import ConditionType
+from moejob_api.job.status import ConditionType, Status
 
 Verb = Callable[[World], None]
 
@@ -80,6 +83,18 @@ def _check(world: World, see: See, number: int) -> None:
     wanted = {name: value for name, value in vars(see).items() if value is not None and name != "says"}
     assert {name: getattr(actual, name) for name in wanted} == wanted, f"step {number}"
     assert see.says in told, f"step {number}"
+    assert_all_time_is_told(world.status)
+
+
+def assert_all_time_is_told(status: Status) -> None:
+    """Each second since pods were first created is in one sum, and in one alone."""
+    found = status.goodput
+    if found is None:
+        return
+    uses = (found.productive_seconds, found.starting_seconds, found.lost_seconds, found.suspended_seconds)
+    assert min(uses) >= 0
+    begun, until = (datetime.fromisoformat(text or "") for text in (status.start_time, found.updated_at))
+    assert sum(uses) == pytest.approx((until - begun).total_seconds(), abs=0.2)
 
 
 # --- verbs ------------------------------------------------------------------------------------------------------------

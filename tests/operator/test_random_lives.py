@@ -20,7 +20,7 @@ from moejob_api.job.status import Phase, Status
 from moejob_operator.actions import Kind, Ref
 from moejob_operator.cluster import Raw, Retryable
 from moejob_operator.observed.jobs import status as read_status
-from scenarios import GRPO
+from scenarios import GRPO, assert_all_time_is_told
 
 LONG_SECONDS = 400.0
 COUNTED = (1, 137)
@@ -78,6 +78,7 @@ class WatchedCluster(FakeCluster):
         self.charges += max(0, charged)
         assert self.charges <= self.counted_ends, "more was charged than has failed"
         assert after.attempt >= before.attempt
+        assert_all_time_is_told(after)
         assert after.restarts.total >= before.restarts.total
         if before.phase is not None and before.phase.is_finished:
             assert after.phase is before.phase, "a finished job came back"

@@ -140,6 +140,10 @@ class RunProgress(ApiModel):
     mfu: Annotated[float | None, Field(ge=0.0, description="Share of peak.")] = None
     last_checkpoint_step: Annotated[int | None, Field(ge=0, description="Newest complete checkpoint.")] = None
     save_seconds: Annotated[float | None, Field(ge=0.0, description="How long the last save took.")] = None
+    stepping_seconds: Annotated[
+        float | None,
+        Field(ge=0.0, description="From the beginning of the first step of these ranks to the end of this one."),
+    ] = None
 
 
 class Outcome(StrEnum):

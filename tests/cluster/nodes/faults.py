@@ -6,7 +6,8 @@ import errno
 import os
 import signal
 import subprocess
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from cluster.nodes.cluster import Cluster
@@ -83,6 +84,16 @@ def let_go(member: Member) -> None:
         if pid is not None:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
+
+
+@contextmanager
+def standing_still(member: Member) -> Iterator[None]:
+    """Its rank does, and so do those that wait for it."""
+    hold_rank(member)
+    try:
+        yield
+    finally:
+        let_go(member)
 
 
 def starve(nodes: Cluster, namespace: str, member: Member) -> None:

@@ -59,6 +59,23 @@ class Member:
     rank: int | None
 
 
+def members(job: Submitted) -> dict[int, Member]:
+    """The pods of a job that run, by index."""
+    return {_index(pod): member for pod in job.pods_read() if (member := _member(job, pod))}
+
+
+def _member(job: Submitted, pod: Any) -> Member | None:
+    about = pod["metadata"]
+    if pod["status"]["phase"] != "Running" or "deletionTimestamp" in about:
+        return None
+    node = pod["spec"]["nodeName"]
+    leaders = _leaders(job.nodes.nodes[node].pids(about["uid"]))
+    if 1 not in leaders:
+        return None
+    ranks = [pid for inside, pid in leaders.items() if inside != 1]
+    return Member(about["name"], about["uid"], node, leaders[1], ranks[0] if ranks else None)
+
+
 @dataclass(frozen=True, slots=True)
 class Patient:
     """A job in the cluster whose pods hold one rank each."""
@@ -101,7 +118,7 @@ class Patient:
 
     def members(self) -> dict[int, Member]:
         """The pods that run, by index."""
-        return {_index(pod): member for pod in self.job.pods_read() if (member := self._member(pod))}
+        return members(self.job)
 
     def all_members(self, count: int) -> dict[int, Member]:
         """The same, once so many pods have their rank."""
@@ -119,17 +136,6 @@ class Patient:
     def dismiss(self) -> None:
         """Delete it; its volume goes with it."""
         self.job.nodes.plane.kubectl("delete", "moetrainingjob", self.job.name, f"--namespace={self.job.namespace}")
-
-    def _member(self, pod: Any) -> Member | None:
-        about = pod["metadata"]
-        if pod["status"]["phase"] != "Running" or "deletionTimestamp" in about:
-            return None
-        node = pod["spec"]["nodeName"]
-        leaders = _leaders(self.job.nodes.nodes[node].pids(about["uid"]))
-        if 1 not in leaders:
-            return None
-        ranks = [pid for inside, pid in leaders.items() if inside != 1]
-        return Member(about["name"], about["uid"], node, leaders[1], ranks[0] if ranks else None)
 
     def awaited(self, find: Callable[[], Found | None], what: str) -> Found:
         """What is looked for, once it is there. A job that has ended will never have it."""

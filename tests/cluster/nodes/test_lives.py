@@ -22,8 +22,10 @@ from cluster.control_plane.api import RefusedError
 from cluster.control_plane.plane import ControlPlane, KubectlError
 from cluster.control_plane.releases import DEFINITION, Release
 from cluster.nodes.cluster import Cluster, shell_image
+from cluster.nodes.faults import standing_still
 from cluster.nodes.node import Programs
 from cluster.nodes.pods import claim
+from cluster.nodes.recovery import members
 from cluster.nodes.shown import compared, description, table
 from cluster.nodes.training import ROOT, VALUES, Job, Submitted, example, over_two_nodes, submitted
 from cluster.waiting import until
@@ -378,7 +380,12 @@ def moved(nodes: Cluster, steady: Steady, namespace: str) -> Moved:
     waited = until(lambda: unschedulable(narrow), seconds=SECONDS, waiting_for=narrow.told)
     waited_on = list(narrow.pods().values())
 
-    until(lambda: wide.run().done() > SAVED_EVERY, seconds=SECONDS, waiting_for=wide.told)
+    until(lambda: wide.run().checkpoints(), seconds=SECONDS, waiting_for=wide.told)
+    await_steps(wide, 2)
+    # Or its last word may be the first that is heard of it; whoever stands still waits with what it said last.
+    with standing_still(members(wide)[1]):
+        until(lambda: has_told_of_a_checkpoint(wide), seconds=SECONDS, waiting_for=wide.told)
+    await_steps(wide, 1)
     wide.suspend()
     until(lambda: wide.phase == "Suspended" and not wide.uids(), seconds=SECONDS, waiting_for=wide.told)
     kept = nodes.plane.api.get(f"/api/v1/namespaces/{namespace}/persistentvolumeclaims/wide-storage")
@@ -388,6 +395,17 @@ def moved(nodes: Cluster, steady: Steady, namespace: str) -> Moved:
     wide.suspend(suspended=False)
     wide.await_end()
     return Moved(wide, narrow, waited, waited_on, saved, stopped_at, stopped, kept, suspended)
+
+
+def await_steps(of: Submitted, count: int) -> None:
+    """So many more have been done."""
+    wanted = of.run().done() + count
+    until(lambda: of.run().done() >= wanted, seconds=SECONDS, waiting_for=of.told)
+
+
+def has_told_of_a_checkpoint(of: Submitted) -> bool:
+    """Whether its status knows of one."""
+    return "lastCheckpointStep" in of.read()["status"].get("progress", {})
 
 
 def unschedulable(of: Submitted) -> str:
@@ -449,8 +467,9 @@ def test_a_job_of_a_name_that_was_taken_is_told_how_to_go_on_with_what_lies_ther
     assert f"belongs to job narrow (uid {first})" in failure["message"]
     assert "checkpoint.resumeFrom narrow and resume Run" in failure["message"]
     assert again.run().done() == STEPS, "what lies there is as it was"
-    # Whether the pod was asked how it is before it failed is a race that nobody has to win.
-    shown = [(asked, re.sub(r"^ *Rank Restarts: +0\n", "", said, flags=re.MULTILINE)) for asked, said in screens(again)]
+    # Whether the pod was seen to run, or asked how it is, before it failed is a race that nobody has to win.
+    raced = re.compile(r"^ *(?:Rank Restarts|Starting Seconds|Lost Seconds|Lost Gpu Hours): .*\n", re.MULTILINE)
+    shown = [(asked, raced.sub("", said)) for asked, said in screens(again)]
     assert_golden("failed", again, shown)
 
 

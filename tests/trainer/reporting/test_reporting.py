@@ -155,6 +155,14 @@ def test_the_launcher_shows_the_run(tmp_path: Path) -> None:
     } <= set(shown)
 
 
+def test_the_launcher_hears_how_long_its_ranks_have_done_steps(tmp_path: Path) -> None:
+    told = Told(tmp_path)
+    told.report(7, updated())
+    assert told.run().stepping_seconds == 2.0
+    told.report(8, updated())
+    assert told.run().stepping_seconds == 4.0
+
+
 def test_the_last_word_of_a_run_names_its_last_checkpoint(tmp_path: Path) -> None:
     told = Told(tmp_path)
     told.report(10, updated())

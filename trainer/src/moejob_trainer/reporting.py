@@ -76,12 +76,14 @@ class Reporter:
     evaluate: Callable[[int], Mapping[str, float]]
     clock: Callable[[], float] = time.monotonic
     _since: float = field(init=False, default=0.0)
+    _begun: float = field(init=False, default=0.0)
     _told: RunProgress | None = field(init=False, default=None)
     _start: Start | None = field(init=False, default=None)
 
     def begin(self, start: Start | None = None) -> None:
         """The first step begins now: what it took to get there is told beside it, and no part of it."""
         self._since, self._start = self.clock(), start
+        self._begun = self._since
 
     def report(self, step: int, results: Sequence[UpdateResult]) -> None:
         """One step: its line, its beat, and an evaluation when one is due."""
@@ -95,7 +97,7 @@ class Reporter:
         line = {**self._progress(step, seconds), **started, **told}
         self.teller.wrote(step, line)
         if self.teller.is_first:
-            self._say(self._run_progress(step, results[-1], speed))
+            self._say(self._run_progress(step, results[-1], speed, now - self._begun))
         # What evaluating took is no part of the next step.
         self._since = self.clock()
 
@@ -127,7 +129,9 @@ class Reporter:
             "checkpointStallSeconds": round(stalled, 6),
         }
 
-    def _run_progress(self, step: int, last: UpdateResult, speed: Mapping[str, float]) -> RunProgress:
+    def _run_progress(
+        self, step: int, last: UpdateResult, speed: Mapping[str, float], stepping_seconds: float
+    ) -> RunProgress:
         saved_step, save_seconds, _ = self.saved()
         return RunProgress(
             step=step,
@@ -143,6 +147,7 @@ class Reporter:
             mfu=speed.get("mfu"),
             last_checkpoint_step=saved_step,
             save_seconds=save_seconds,
+            stepping_seconds=round(stepping_seconds, 3),
         )
 
 

@@ -171,15 +171,20 @@ class Display(ApiModel):
 
 
 class Goodput(ApiModel):
-    """Where the time went."""
+    """Where the time went since pods were first created: four sums that share it among them."""
 
     productive_seconds: Annotated[Ratio, Field(description="Seconds in steps that were kept.")] = 0.0
-    lost_seconds: Annotated[Ratio, Field(description="Seconds in steps that were done again.")] = 0.0
-    starting_seconds: Annotated[Ratio, Field(description="Seconds from the creation of pods to their first step.")] = (
-        0.0
-    )
+    lost_seconds: Annotated[
+        Ratio,
+        Field(description="Seconds lost to failures: steps done again, silence, and starts until the first step."),
+    ] = 0.0
+    starting_seconds: Annotated[
+        Ratio,
+        Field(description="Seconds from the creation of pods to their first step, but for starts after failures."),
+    ] = 0.0
     suspended_seconds: Annotated[Ratio, Field(description="Seconds suspended, now ended.")] = 0.0
-    lost_gpu_hours: Annotated[Ratio, Field(description="GPU hours lost to failures.")] = 0.0
+    lost_gpu_hours: Annotated[Ratio, Field(description="GPU hours lost to failures, while pods held the GPUs.")] = 0.0
+    updated_at: Annotated[Timestamp | None, Field(description="Until when the time is told.")] = None
 
 
 class LastFailure(ApiModel):

@@ -13,6 +13,11 @@ def written(time: datetime) -> str:
     return time.astimezone(UTC).strftime(_FORMAT)
 
 
+def whole(time: datetime) -> datetime:
+    """The same without what is less than a second: what is reckoned between times so written adds up."""
+    return time.replace(microsecond=0)
+
+
 def read(text: str | None) -> datetime | None:
     """A time that the status holds; None when there is none, or when it is no time."""
     try:

@@ -1,51 +1,89 @@
-"""Where the time went, added up whenever the progress is written. An estimate: steps are taken to last equally long."""
+"""Where the time went: each second since pods were first created is productive, lost, starting or suspended.
+
+Told whenever the phase changes, something fails, or there is news of the run, which is written anyway. Of a time in
+which ranks were started the trainer says how long they have done steps. Steps are taken to last equally long.
+"""
 
 from __future__ import annotations
 
-from moejob_api.job.status import ConditionStatus, ConditionType, Goodput, Phase, Progress
-from moejob_operator.planning.situation import Situation
+from datetime import datetime
+from enum import StrEnum
+
+from moejob_api.job.status import ConditionType, Goodput, Phase, Progress
+from moejob_operator.planning.situation import Situation, started_at
 from moejob_operator.planning.step import Step
-from moejob_operator.planning.times import read, seconds_since
+from moejob_operator.planning.times import read, seconds_since, whole, written
 from moejob_operator.status.conditions import condition
 
 _SECONDS_PER_HOUR = 3600.0
 
 
+class _Use(StrEnum):
+    PRODUCTIVE = "productive_seconds"
+    STARTING = "starting_seconds"
+    LOST = "lost_seconds"
+    SUSPENDED = "suspended_seconds"
+
+
 def goodput(s: Situation, step: Step, progress: Progress | None) -> Goodput | None:
-    """The sums; as they were when there is nothing to add."""
-    paused = _pause_that_ends_seconds(s, step)
-    is_end = step.phase is Phase.SUCCEEDED
-    if not paused and progress == s.status.progress and not is_end:
-        return s.status.goodput
+    """The sums until now; as they were when nothing has happened that tells what the time was used for."""
     before = s.status.goodput or Goodput()
-    starting = _starting_seconds(s) if progress != s.status.progress else 0.0
+    told_until = read(before.updated_at) or started_at(s)
+    if told_until is None or not _is_told(s, step, progress):
+        return s.status.goodput
+    # Another operator's clock may have been ahead of this one's.
+    now = max(told_until, whole(s.now))
+    seconds = seconds_since(told_until, now)
+    stepping = min(seconds, _stepping_seconds(s, progress))
+    rest, use = seconds - stepping, _use_of_rest(s, step)
     redone = _redone_seconds(s, before, progress)
-    advanced = 0.0 if starting else _advanced_seconds(s, progress, is_end=is_end)
-    is_restart = s.restarts.total + s.restarts.pods > 0
-    lost = redone + (starting if is_restart else 0.0)
+    sums = {each: getattr(before, each) for each in _Use}
+    sums[_Use.PRODUCTIVE] += stepping - redone
+    sums[_Use.LOST] += redone
+    sums[use] += rest
+    lost_gpu_seconds = redone * _gpus(s) + (_held_gpu_seconds(s, rest) if use is _Use.LOST else 0.0)
     return Goodput(
-        productive_seconds=_rounded(before.productive_seconds + advanced - redone),
-        lost_seconds=_rounded(before.lost_seconds + redone),
-        starting_seconds=_rounded(before.starting_seconds + starting),
-        suspended_seconds=_rounded(before.suspended_seconds + paused),
-        lost_gpu_hours=round(before.lost_gpu_hours + lost * _gpus(s) / _SECONDS_PER_HOUR, 3),
+        **{each: round(sums[each], 1) for each in _Use},
+        lost_gpu_hours=round(before.lost_gpu_hours + lost_gpu_seconds / _SECONDS_PER_HOUR, 3),
+        updated_at=written(now),
     )
 
 
-def _pause_that_ends_seconds(s: Situation, step: Step) -> float:
-    found = condition(s.status, ConditionType.SUSPENDED)
-    if found is None or found.status is not ConditionStatus.TRUE or step.phase is Phase.SUSPENDED:
-        return 0.0
-    return seconds_since(read(found.last_transition_time), s.now)
+def _is_told(s: Situation, step: Step, progress: Progress | None) -> bool:
+    if s.status.phase is Phase.SUSPENDED:
+        return step.phase is not Phase.SUSPENDED
+    return step.phase is not s.status.phase or step.failure is not None or progress != s.status.progress
 
 
-def _starting_seconds(s: Situation) -> float:
-    """From the creation of the youngest pod until now, when it reports for the first time."""
-    known = None if s.status.progress is None else read(s.status.progress.updated_at)
-    created = max((pod.created_at for pod in s.trainers.values() if pod.created_at is not None), default=None)
-    if created is None or (known is not None and created <= known):
-        return 0.0
-    return seconds_since(created, s.now)
+def _stepping_seconds(s: Situation, progress: Progress | None) -> float:
+    """How long the present ranks have done steps, when that is news."""
+    is_news = progress is not None and progress != s.status.progress and s.status.phase is not Phase.SUSPENDED
+    return (s.run.stepping_seconds or 0.0) if is_news and s.run is not None else 0.0
+
+
+def _use_of_rest(s: Situation, step: Step) -> _Use:
+    if s.status.phase is Phase.SUSPENDED:
+        return _Use.SUSPENDED
+    if step.failure is not None or _is_recovering(s):
+        return _Use.LOST
+    if _is_unheard_of(s) and step.phase is not Phase.SUCCEEDED:
+        return _Use.STARTING
+    return _Use.PRODUCTIVE
+
+
+def _is_recovering(s: Situation) -> bool:
+    """Whether nothing has been heard of the run since it failed; one that was suspended since starts as others do."""
+    failed = read(None if s.status.last_failure is None else s.status.last_failure.time)
+    pause = condition(s.status, ConditionType.SUSPENDED)
+    since = (_heard_at(s), read(None if pause is None else pause.last_transition_time))
+    return failed is not None and all(time is None or time <= failed for time in since)
+
+
+def _is_unheard_of(s: Situation) -> bool:
+    """Whether nothing has been heard of a run of these pods."""
+    heard = _heard_at(s)
+    newest = max((pod.created_at for pod in s.trainers.values() if pod.created_at is not None), default=None)
+    return heard is None or (newest is not None and heard < newest)
 
 
 def _redone_seconds(s: Situation, before: Goodput, progress: Progress | None) -> float:
@@ -55,16 +93,16 @@ def _redone_seconds(s: Situation, before: Goodput, progress: Progress | None) ->
     return before.productive_seconds * (known.step - progress.step) / known.step
 
 
-def _advanced_seconds(s: Situation, progress: Progress | None, *, is_end: bool) -> float:
-    known = s.status.progress
-    if known is None or progress is None or (progress.step <= known.step and not is_end):
-        return 0.0
-    return seconds_since(read(known.updated_at), s.now)
+def _held_gpu_seconds(s: Situation, seconds: float) -> float:
+    """What the pods that are there have held in the last so many seconds: one that waits for a node holds nothing."""
+    layout = s.judged.layout
+    running = sum(min(seconds, seconds_since(pod.started_at, s.now)) for pod in s.trainers.values())
+    return 0.0 if layout is None else running * layout.gpus_per_pod
+
+
+def _heard_at(s: Situation) -> datetime | None:
+    return None if s.status.progress is None else read(s.status.progress.updated_at)
 
 
 def _gpus(s: Situation) -> int:
     return 0 if s.judged.layout is None else s.judged.layout.gpus
-
-
-def _rounded(seconds: float) -> float:
-    return round(max(0.0, seconds), 1)
