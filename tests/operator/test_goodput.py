@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from fake_world import World
-from moejob_api.contract import LastWord, Outcome, RankFault, RunProgress
+from moejob_api.contract import LastWord, Outcome, RankFault, Role, RunProgress
 from moejob_api.job.status import Goodput, Phase
-from scenarios import assert_all_time_is_told
+from scenarios import GRPO, assert_all_time_is_told
 
 # Two pods of one GPU each.
 GPUS = 2
@@ -128,6 +128,15 @@ def test_pods_that_wait_for_another_hold_their_gpus_meanwhile() -> None:
     started_again(world, after=600)
     assert told(world).lost_seconds == 600
     assert told(world).lost_gpu_hours == pytest.approx(600 / HOUR, abs=0.001)
+
+
+def test_engines_that_wait_for_a_gang_hold_their_gpus_meanwhile() -> None:
+    world = stepping(**GRPO)
+    world.end_all(1)
+    looks(world)
+    assert world.names(Role.ROLLOUT) == ["0-0", "0-1"]
+    started_again(world, after=600)
+    assert told(world).lost_gpu_hours == pytest.approx(600 * 2 / HOUR, abs=0.001)
 
 
 def test_a_pause_is_neither_lost_nor_productive_and_the_start_after_it_is_a_start() -> None:

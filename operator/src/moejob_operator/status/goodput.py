@@ -95,9 +95,11 @@ def _redone_seconds(s: Situation, before: Goodput, progress: Progress | None) ->
 
 def _held_gpu_seconds(s: Situation, seconds: float) -> float:
     """What the pods that are there have held in the last so many seconds: one that waits for a node holds nothing."""
-    layout = s.judged.layout
-    running = sum(min(seconds, seconds_since(pod.started_at, s.now)) for pod in s.trainers.values())
-    return 0.0 if layout is None else running * layout.gpus_per_pod
+    layout, rollout = s.judged.layout, s.judged.rollout
+    trainers = 0 if layout is None else layout.gpus_per_pod
+    engines = 0 if rollout is None else rollout.tensor
+    held = [(pod, trainers) for pod in s.trainers.values()] + [(pod, engines) for pod in s.rollouts]
+    return sum(min(seconds, seconds_since(pod.started_at, s.now)) * gpus for pod, gpus in held)
 
 
 def _heard_at(s: Situation) -> datetime | None:
@@ -105,4 +107,5 @@ def _heard_at(s: Situation) -> datetime | None:
 
 
 def _gpus(s: Situation) -> int:
-    return 0 if s.judged.layout is None else s.judged.layout.gpus
+    layout, rollout = s.judged.layout, s.judged.rollout
+    return (0 if layout is None else layout.gpus) + (0 if rollout is None else rollout.gpus)
