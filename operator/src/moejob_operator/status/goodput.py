@@ -19,6 +19,8 @@ _SECONDS_PER_HOUR = 3600.0
 
 
 class _Use(StrEnum):
+    """The sums, by the names of their fields."""
+
     PRODUCTIVE = "productive_seconds"
     STARTING = "starting_seconds"
     LOST = "lost_seconds"
