@@ -46,7 +46,7 @@ def goodput(s: Situation, step: Step, progress: Progress | None) -> Goodput | No
     lost_gpu_seconds = redone * _gpus(s) + (_held_gpu_seconds(s, rest) if use is _Use.LOST else 0.0)
     return Goodput(
         **{each: round(sums[each], 1) for each in _Use},
-        lost_gpu_hours=round(before.lost_gpu_hours + lost_gpu_seconds / _SECONDS_PER_HOUR, 3),
+        lost_gpu_hours=round(before.lost_gpu_hours + lost_gpu_seconds / _SECONDS_PER_HOUR, 4),
         updated_at=written(now),
     )
 
