@@ -227,6 +227,7 @@ GRPO: Mapping[str, Any] = {
         "rollout": {"placement": "Separate", "replicas": 2},
     },
 }
+GOES_ON = "and another job goes on from there with checkpoint: {resumeFrom: pvc://job-storage/job, resume: Run}"
 MANY: Mapping[str, Any] = {"parallelism": {"data": 4}}
 FOUR = "0-0 0-1 0-2 0-3"
 FOUR_STARTED = (nothing, See("Pending", FOUR, attempt=0, spent=0, why="Starting"))
@@ -355,6 +356,28 @@ SCENARIOS: tuple[Scenario, ...] = (
             ends(1, ExitCode.BAD_CONFIGURATION, Outcome.BAD_CONFIGURATION),
             See("Failed", "0-1", why="BadConfiguration", spent=0, failure="BadConfiguration", says="its last line"),
         ),
+    ),
+    scenario(
+        "a job that has failed says how another goes on with what it saved, before it takes that along",
+        STARTED,
+        RUNNING,
+        (says(15, saved=12), See("Running")),
+        (
+            ends(1, ExitCode.BAD_CONFIGURATION, Outcome.BAD_CONFIGURATION),
+            See("Failed", says=f"step 12 is saved, {GOES_ON}; job-storage is deleted with this job"),
+        ),
+    ),
+    scenario(
+        "what was saved on a claim of somebody else's stays",
+        STARTED,
+        RUNNING,
+        (says(15, saved=12), See("Running")),
+        (
+            ends(1, ExitCode.BAD_CONFIGURATION, Outcome.BAD_CONFIGURATION),
+            # What is said next is another condition's: nothing of a claim that is deleted.
+            See("Failed", says=f"step 12 is saved, {GOES_ON.replace('job-storage', 'shared')} its last line"),
+        ),
+        storage={"size": None, "claimName": "shared"},
     ),
     scenario(
         "running out of memory counts and is named",

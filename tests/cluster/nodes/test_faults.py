@@ -176,7 +176,9 @@ def test_a_volume_that_is_full_fails_the_job_with_the_fix_and_keeps_what_was_sav
         status = patient.job.read()["status"]
         kept = patient.run.checkpoints()
     assert status["lastFailure"]["reason"] == "BadConfiguration"
-    assert "storage.size" in status["lastFailure"]["message"]
+    assert "free space on it, or make it larger" in status["lastFailure"]["message"]
+    [failed] = (said["message"] for said in status["conditions"] if said["type"] == "Failed")
+    assert f"resumeFrom: pvc://{patient.job.name}-storage/{patient.job.name}" in failed
     assert kept
 
 

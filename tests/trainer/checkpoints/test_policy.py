@@ -112,8 +112,8 @@ def test_a_checkpoint_that_fits_is_not_complained_about() -> None:
 def test_a_full_volume_is_named_with_numbers_and_the_fix() -> None:
     said = room_complaint(free_bytes=2 * GIB, needed_bytes=5 * GIB, keep=2, path=Path("/moejob/sft"))
     assert said == (
-        "a checkpoint takes 5.0 GiB and /moejob/sft has 2.0 GiB left; raise storage.size by at least 3.0 GiB, "
-        "lower checkpoint.keep (now 2), or free space on the volume"
+        "a checkpoint takes 5.0 GiB and /moejob/sft has 2.0 GiB left; free 3.0 GiB on the volume, "
+        "or make it so much larger; a lower checkpoint.keep (now 2) leaves more"
     )
 
 

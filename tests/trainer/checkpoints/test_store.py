@@ -280,7 +280,7 @@ def test_a_rank_that_cannot_write_fails_the_save_on_every_rank_and_nothing_is_co
     assert {str(outcome) for outcome in outcomes} == {str(outcomes[0])}
     assert str(outcomes[0]) == (
         "rank 1: saving failed at __1_0.distcp: No space left on device; the volume is full; "
-        "raise storage.size, lower checkpoint.keep, or free space on the volume"
+        "free space on it, or make it larger; a lower checkpoint.keep leaves more"
     )
     found = store(place(tmp_path, attempt=2)).start()
     assert found is not None
@@ -305,8 +305,8 @@ class Refusing(FragileDisk):
 @pytest.mark.parametrize(
     ("number", "kind", "fix"),
     [
-        pytest.param(errno.ENOSPC, BadConfiguration, "raise storage.size", id="full"),
-        pytest.param(errno.EDQUOT, BadConfiguration, "raise storage.size", id="over quota"),
+        pytest.param(errno.ENOSPC, BadConfiguration, "make it larger", id="full"),
+        pytest.param(errno.EDQUOT, BadConfiguration, "make it larger", id="over quota"),
         pytest.param(errno.EROFS, BadConfiguration, "mount it for writing", id="read-only"),
         pytest.param(errno.EACCES, BadConfiguration, "writable for the user", id="forbidden"),
         pytest.param(errno.EIO, Retryable, "goes on from the last complete checkpoint", id="input/output error"),
@@ -366,7 +366,7 @@ class Small(FragileDisk):
 def test_a_checkpoint_that_would_not_fit_is_not_begun(tmp_path: Path) -> None:
     run = store(place(tmp_path), policy(), Small(free=3 * GIB))
     run.start()
-    with pytest.raises(BadConfiguration, match=r"takes 5.0 GiB and .* has 3.0 GiB left; raise storage.size by"):
+    with pytest.raises(BadConfiguration, match=r"takes 5.0 GiB and .* has 3.0 GiB left; free 2.0 GiB on the volume"):
         run.save(moment(10), expected_bytes=5 * GIB)
     assert there(tmp_path) == []
 
@@ -378,7 +378,7 @@ def test_a_measured_checkpoint_counts_more_than_the_estimate(tmp_path: Path) -> 
     run.save(moment(10), expected_bytes=GIB)
     assert run.save(moment(20), expected_bytes=5 * GIB) is not None
     disk.free = 10
-    with pytest.raises(BadConfiguration, match=r"raise storage\.size"):
+    with pytest.raises(BadConfiguration, match=r"has 0\.0 MiB left; free"):
         run.save(moment(30))
 
 

@@ -50,7 +50,7 @@ class Blueprint:
     @property
     def claim(self) -> str:
         """The claim that checkpoints live on."""
-        return self.spec.storage.claim_name or f"{self.name}-storage"
+        return claim_of(self.name, self.spec)
 
     @property
     def pod_group(self) -> str:
@@ -84,6 +84,11 @@ class Blueprint:
         """All pods of a role, in order."""
         count = self.layout.nodes if role is Role.TRAINER else self.engines
         return (self.host(role, index) for index in range(count))
+
+
+def claim_of(job: str, spec: Spec) -> str:
+    """The claim that the checkpoints of a job live on."""
+    return spec.storage.claim_name or f"{job}-storage"
 
 
 def metadata(blueprint: Blueprint, name: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from moejob_api.job.status import Condition, ConditionStatus, ConditionType, Phase, Progress, Status
+from moejob_operator.children.blueprint import claim_of
 from moejob_operator.judging import Judgement
 from moejob_operator.planning.situation import Situation
 from moejob_operator.planning.step import Reason, Step
@@ -52,7 +53,7 @@ def _claims(s: Situation, step: Step, progress: Progress | None) -> Iterator[_Cl
     yield _Claim(ConditionType.RUNNING, step.phase is Phase.RUNNING, step.reason, step.message)
     if progress is not None and progress.last_checkpoint_step is not None:
         yield _Claim(ConditionType.CHECKPOINTED, True, "Saved", f"step {progress.last_checkpoint_step} is saved")
-    yield from _of_phase(step)
+    yield from _of_phase(step, _way_on(s, progress))
 
 
 def _accepted(s: Situation, step: Step) -> _Claim:
@@ -84,12 +85,25 @@ def _pods_created(s: Situation, step: Step) -> _Claim:
     return _Claim(ConditionType.PODS_CREATED, False, step.reason, step.message)
 
 
-def _of_phase(step: Step) -> Iterator[_Claim]:
+def _way_on(s: Situation, progress: Progress | None) -> str:
+    """What becomes of what is saved: a job that has failed never runs again, and its own volume goes with it."""
+    saved, spec = None if progress is None else progress.last_checkpoint_step, s.seen.job.spec
+    if saved is None or spec is None:
+        return ""
+    claim, name = claim_of(s.seen.job.name, spec), s.seen.job.name
+    gone = "" if spec.storage.claim_name is not None else f"; {claim} is deleted with this job"
+    return (
+        f"; step {saved} is saved, and another job goes on from there with checkpoint: "
+        f"{{resumeFrom: pvc://{claim}/{name}, resume: Run}}{gone}"
+    )
+
+
+def _of_phase(step: Step, way_on: str) -> Iterator[_Claim]:
     match step.phase:
         case Phase.SUCCEEDED:
             yield _Claim(ConditionType.SUCCEEDED, True, step.reason, step.message)
         case Phase.FAILED:
-            yield _Claim(ConditionType.FAILED, True, step.reason, step.message)
+            yield _Claim(ConditionType.FAILED, True, step.reason, step.message + way_on)
         case Phase.SUSPENDED:
             yield _Claim(ConditionType.SUSPENDED, True, step.reason, step.message)
         case Phase.RESTARTING:

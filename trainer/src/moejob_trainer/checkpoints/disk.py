@@ -19,7 +19,7 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _FORBIDDEN = frozenset({errno.EACCES, errno.EPERM})
 _FIXES = {
     **dict.fromkeys(
-        _FULL, "the volume is full; raise storage.size, lower checkpoint.keep, or free space on the volume"
+        _FULL, "the volume is full; free space on it, or make it larger; a lower checkpoint.keep leaves more"
     ),
     **dict.fromkeys(_FORBIDDEN, "make the folder writable for the user that the pods run as"),
     errno.EROFS: "the volume is mounted read-only; mount it for writing, or name another one in storage",

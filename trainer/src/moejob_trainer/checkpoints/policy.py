@@ -60,8 +60,8 @@ def room_complaint(free_bytes: int, needed_bytes: int, keep: int, path: Path) ->
     """Why a checkpoint would not fit, and what to do."""
     if needed_bytes <= free_bytes:
         return None
-    fewer = f", lower checkpoint.keep (now {keep})" if keep > 1 else ""
+    fewer = f"; a lower checkpoint.keep (now {keep}) leaves more" if keep > 1 else ""
     return (
         f"a checkpoint takes {readable(needed_bytes)} and {path} has {readable(free_bytes)} left; "
-        f"raise storage.size by at least {readable(needed_bytes - free_bytes)}{fewer}, or free space on the volume"
+        f"free {readable(needed_bytes - free_bytes)} on the volume, or make it so much larger{fewer}"
     )
