@@ -6,8 +6,9 @@ that was deleted does not come back.
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from moejob_api.contract import Label
@@ -15,7 +16,8 @@ from moejob_operator.actions import Kind
 from moejob_operator.cluster import Children, JobKey, Raw
 
 CHILD_KINDS = (Kind.POD, Kind.SERVICE, Kind.CLAIM, Kind.POD_GROUP)
-_REMEMBERED_DELETIONS = 4096
+# Longer than an answer is on its way, and waits to be read where much has come at once.
+_LATE_SECONDS = 60.0
 
 # The rest of a pod's spec is what we wrote ourselves; kept for 10,000 pods it would be most of our memory.
 _KEPT_OF_POD = ("nodeName", "schedulerName", "schedulingGates", "priorityClassName", "terminationGracePeriodSeconds")
@@ -25,10 +27,12 @@ _LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 class Cache:
     """Objects by kind, and which job they belong to."""
 
-    def __init__(self) -> None:
+    def __init__(self, request_seconds: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:
+        """`request_seconds` is how long a request may take: later, and a minute, no answer tells of what is gone."""
+        self._late, self._clock = request_seconds + _LATE_SECONDS, clock
         self._objects: dict[Kind, dict[JobKey, dict[str, Raw]]] = {kind: {} for kind in (Kind.JOB, *CHILD_KINDS)}
         self._owners: dict[tuple[Kind, str, str], JobKey] = {}
-        self._deleted: OrderedDict[str, None] = OrderedDict()
+        self._deleted: OrderedDict[str, float] = OrderedDict()
 
     def job(self, key: JobKey) -> Raw | None:
         """The job as last seen."""
@@ -73,10 +77,10 @@ class Cache:
         key = owner(kind, raw)
         if key is None:
             return None
-        uid = raw["metadata"]["uid"]
-        self._deleted[uid] = None
-        if len(self._deleted) > _REMEMBERED_DELETIONS:
+        uid, now = raw["metadata"]["uid"], self._clock()
+        while self._deleted and next(iter(self._deleted.values())) <= now - self._late:
             self._deleted.popitem(last=False)
+        self._deleted[uid] = now
         self._forget(kind, key, raw["metadata"]["name"], uid)
         return key
 

@@ -104,7 +104,7 @@ async def _built(stack: AsyncExitStack, settings: Settings, reconcile: Reconcile
     api = await _client(stack, settings, metrics, settings.request_concurrency)
     leadership = await _leadership(stack, settings, metrics)
     webhook = _webhook(stack, settings, metrics, api, leadership) if settings.webhook else None
-    cache = Cache()
+    cache = Cache(settings.request_seconds)
     metrics.count(lambda: cache.jobs() if leadership.remaining_seconds() > 0 else ())
     gangs = GangApis(api)
     lists = [Lists(api, cache, namespace, gangs) for namespace in settings.namespaces or (None,)]

@@ -100,12 +100,20 @@ def test_a_job_that_nothing_is_left_of_is_forgotten() -> None:
     assert cache.all_keys() == []
 
 
-def test_memory_of_deletions_is_bounded() -> None:
+def test_a_deletion_is_remembered_for_as_long_as_an_answer_may_be_late_and_no_longer() -> None:
+    now = iter((0.0, 69.0, 71.0))
+    cache = Cache(request_seconds=10, clock=lambda: next(now))
+    for uid in ("first", "second", "third"):
+        cache.gone(Kind.POD, pod(9, uid=uid))
+    assert list(cache._deleted) == ["second", "third"]  # noqa: SLF001
+    assert cache.seen(Kind.POD, pod(1, uid="second")) is None
+
+
+def test_ten_thousand_pods_that_go_at_once_all_stay_gone() -> None:
     cache = Cache()
     for number in range(10_000):
         cache.gone(Kind.POD, pod(number, uid=str(number)))
-    assert len(cache._deleted) == 4096  # noqa: SLF001
-    assert cache.seen(Kind.POD, pod(1, uid="9999")) is None
+    assert [cache.seen(Kind.POD, pod(1, uid=str(number))) for number in range(10_000)] == [None] * 10_000
 
 
 def test_an_object_is_found_by_its_name() -> None:
