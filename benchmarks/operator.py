@@ -45,7 +45,8 @@ FLAGS: Mapping[Component, Mapping[str, object]] = {
 }
 BENCH = "operator"
 GANG = 100
-SOAK_JOBS, SOAK_CYCLES, SOAK_POINTS = 50, 10, 5
+# Until memory that is used again and again is there, each cycle adds some.
+SOAK_JOBS, SOAK_WARM_UP, SOAK_CYCLES, SOAK_POINTS = 50, 10, 10, 5
 # Ours asks pods how they are when they have run for 5, 35 and 65 seconds: in between it only looks.
 _UNTIL_UNASKED_SECONDS = 35
 
@@ -264,6 +265,7 @@ async def soak(folder: Path, programs: Mapping[str, Path], cycles: int) -> list[
             with ended_after((alone_on(plane),)) as (mine,):
                 await place.burst(mine, SOAK_JOBS, 2)
                 stay = await place.pods(mine)
+                await _soaked(place, mine, SOAK_WARM_UP)
                 held = [await _soaked(place, mine, cycles // SOAK_POINTS) for _ in range(SOAK_POINTS)]
                 first, last, replaced = held[0], held[-1], len(stay - await place.pods(mine))
                 what = f"soak, {SOAK_JOBS} to {2 * SOAK_JOBS} jobs and back, {cycles} cycles:"
