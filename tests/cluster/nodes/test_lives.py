@@ -381,11 +381,12 @@ def moved(nodes: Cluster, steady: Steady, namespace: str) -> Moved:
     waited_on = list(narrow.pods().values())
 
     until(lambda: wide.run().checkpoints(), seconds=SECONDS, waiting_for=wide.told)
-    await_steps(wide, 2)
-    # Or its last word may be the first that is heard of it; whoever stands still waits with what it said last.
+    # The step after the one in which it was saved tells of it.
+    wide.await_steps(2)
+    # Or its last word may be the first that is heard of it.
     with standing_still(members(wide)[1]):
-        until(lambda: has_told_of_a_checkpoint(wide), seconds=SECONDS, waiting_for=wide.told)
-    await_steps(wide, 1)
+        until(wide.has_told_of_a_checkpoint, seconds=SECONDS, waiting_for=wide.told)
+    wide.await_steps(1)
     wide.suspend()
     until(lambda: wide.phase == "Suspended" and not wide.uids(), seconds=SECONDS, waiting_for=wide.told)
     kept = nodes.plane.api.get(f"/api/v1/namespaces/{namespace}/persistentvolumeclaims/wide-storage")
@@ -395,17 +396,6 @@ def moved(nodes: Cluster, steady: Steady, namespace: str) -> Moved:
     wide.suspend(suspended=False)
     wide.await_end()
     return Moved(wide, narrow, waited, waited_on, saved, stopped_at, stopped, kept, suspended)
-
-
-def await_steps(of: Submitted, count: int) -> None:
-    """So many more have been done."""
-    wanted = of.run().done() + count
-    until(lambda: of.run().done() >= wanted, seconds=SECONDS, waiting_for=of.told)
-
-
-def has_told_of_a_checkpoint(of: Submitted) -> bool:
-    """Whether its status knows of one."""
-    return "lastCheckpointStep" in of.read()["status"].get("progress", {})
 
 
 def unschedulable(of: Submitted) -> str:

@@ -137,6 +137,15 @@ class Submitted:
         spec = {"lifecycle": {"suspend": suspended}}
         self.nodes.plane.api.merge(f"{JOBS.format(self.namespace)}/{self.name}", {"spec": spec})
 
+    def await_steps(self, count: int) -> None:
+        """So many more are done."""
+        wanted = self.run().done() + count
+        until(lambda: self.run().done() >= wanted, seconds=TRAINING_SECONDS, waiting_for=self.told)
+
+    def has_told_of_a_checkpoint(self) -> bool:
+        """Whether its status knows of one: the operator asks every now and then."""
+        return "lastCheckpointStep" in self.read()["status"].get("progress", {})
+
     def told(self) -> str:
         """Everything there is to say."""
         at = f"--namespace={self.namespace}"

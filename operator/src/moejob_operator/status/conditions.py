@@ -93,7 +93,7 @@ def _way_on(s: Situation, progress: Progress | None) -> str:
     claim, name = claim_of(s.seen.job.name, spec), s.seen.job.name
     gone = "" if spec.storage.claim_name is not None else f"; {claim} is deleted with this job"
     return (
-        f"; step {saved} is saved, and another job goes on from there with checkpoint: "
+        f"; step {saved} is saved, or a later one, and another job goes on from there with checkpoint: "
         f"{{resumeFrom: pvc://{claim}/{name}, resume: Run}}{gone}"
     )
 
