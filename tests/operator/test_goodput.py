@@ -130,6 +130,14 @@ def test_pods_that_wait_for_another_hold_their_gpus_meanwhile() -> None:
     assert told(world).lost_gpu_hours == pytest.approx(600 / HOUR, abs=0.001)
 
 
+def test_ranks_on_cpus_lose_no_gpu_hours() -> None:
+    world = stepping(resources={"accelerator": "CPU", "cpu": 1, "memory": "8Gi", "sharedMemory": "1Gi"})
+    world.wait(3600)
+    world.end_all(1)
+    looks(world)
+    assert (told(world).lost_seconds, told(world).lost_gpu_hours) == (3600, 0)
+
+
 def test_engines_that_wait_for_a_gang_hold_their_gpus_meanwhile() -> None:
     world = stepping(**GRPO)
     world.end_all(1)

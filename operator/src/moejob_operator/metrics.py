@@ -14,6 +14,7 @@ from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
+from moejob_api.job.resources import Accelerator
 from moejob_api.job.status import Phase
 from moejob_operator.cluster import Raw
 from moejob_operator.work_queue import Outcome
@@ -134,7 +135,8 @@ class _JobCollector(Collector):
             status = job.get("status") or {}
             key = (job["metadata"]["namespace"], status.get("phase") or Phase.PENDING)
             phases[key] += 1
-            if key[1] in (Phase.PENDING, Phase.RUNNING, Phase.RESTARTING):
+            has_gpus = _at(job.get("spec") or {}, "resources", "accelerator") != Accelerator.CPU
+            if has_gpus and key[1] in (Phase.PENDING, Phase.RUNNING, Phase.RESTARTING):
                 gpus[key] += int(_number(status, "layout", "gpus"))
         yield _family("moejob_jobs", "Jobs by phase.", phases)
         yield _family("moejob_gpus", "GPUs that jobs hold or wait for.", gpus)

@@ -18,16 +18,18 @@ def value(metrics: Metrics, name: str, **labels: str) -> float | None:
     return metrics.registry.get_sample_value(name, labels)
 
 
-def job(name: str, phase: str | None, gpus: int = 0, namespace: str = "default") -> dict[str, Any]:
+def job(name: str, phase: str | None, gpus: int = 0, accelerator: str = "GPU") -> dict[str, Any]:
     status = {} if phase is None else {"phase": phase, "layout": {"gpus": gpus}}
-    return stored("MoETrainingJob", name, status=status, metadata={"namespace": namespace})
+    spec = {"resources": {"accelerator": accelerator}}
+    return stored("MoETrainingJob", name, spec=spec, status=status, metadata={"namespace": "default"})
 
 
 def test_jobs_are_counted_by_phase_and_gpus_only_where_they_are_wanted() -> None:
     metrics = Metrics()
     jobs = [job("a", "Running", 8), job("b", "Running", 16), job("c", "Succeeded", 64), job("d", None)]
+    jobs.append(job("e", "Running", 4, accelerator="CPU"))
     metrics.count(lambda: jobs)
-    assert value(metrics, "moejob_jobs", namespace="default", phase="Running") == 2
+    assert value(metrics, "moejob_jobs", namespace="default", phase="Running") == 3
     assert value(metrics, "moejob_jobs", namespace="default", phase="Pending") == 1
     assert value(metrics, "moejob_gpus", namespace="default", phase="Running") == 24
     assert value(metrics, "moejob_gpus", namespace="default", phase="Succeeded") is None

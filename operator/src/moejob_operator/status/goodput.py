@@ -9,6 +9,7 @@ from __future__ import annotations
 from datetime import datetime
 from enum import StrEnum
 
+from moejob_api.job.resources import Accelerator
 from moejob_api.job.status import ConditionType, Goodput, Phase, Progress
 from moejob_operator.planning.situation import Situation, started_at
 from moejob_operator.planning.step import Step
@@ -43,7 +44,9 @@ def goodput(s: Situation, step: Step, progress: Progress | None) -> Goodput | No
     sums[_Use.PRODUCTIVE] += stepping - redone
     sums[_Use.LOST] += redone
     sums[use] += rest
-    lost_gpu_seconds = redone * _gpus(s) + (_held_gpu_seconds(s, rest) if use is _Use.LOST else 0.0)
+    lost_gpu_seconds = 0.0
+    if _has_gpus(s):
+        lost_gpu_seconds = redone * _gpus(s) + (_held_gpu_seconds(s, rest) if use is _Use.LOST else 0.0)
     return Goodput(
         **{each: round(sums[each], 1) for each in _Use},
         lost_gpu_hours=round(before.lost_gpu_hours + lost_gpu_seconds / _SECONDS_PER_HOUR, 4),
@@ -106,6 +109,11 @@ def _held_gpu_seconds(s: Situation, seconds: float) -> float:
 
 def _heard_at(s: Situation) -> datetime | None:
     return None if s.status.progress is None else read(s.status.progress.updated_at)
+
+
+def _has_gpus(s: Situation) -> bool:
+    spec = s.seen.job.spec
+    return spec is not None and spec.resources.accelerator is Accelerator.GPU
 
 
 def _gpus(s: Situation) -> int:
