@@ -66,6 +66,17 @@ def started_again(world: World, after: float) -> None:
     looks(world)
 
 
+def pause(world: World) -> None:
+    """Suspended five seconds later, for a thousand; then the next pods are made, and run after thirty."""
+    world.wait(5)
+    world.set_lifecycle(suspend=True)
+    looks(world)
+    world.wait(1000)
+    world.set_lifecycle(suspend=False)
+    looks(world)
+    started_again(world, after=30)
+
+
 def test_of_a_first_start_only_the_steps_are_productive() -> None:
     world = running()
     found = said(world, step=25, stepping_seconds=25, after=40)
@@ -149,13 +160,7 @@ def test_engines_that_wait_for_a_gang_hold_their_gpus_meanwhile() -> None:
 
 def test_a_pause_is_neither_lost_nor_productive_and_the_start_after_it_is_a_start() -> None:
     world = stepping()
-    world.wait(5)
-    world.set_lifecycle(suspend=True)
-    looks(world)
-    world.wait(1000)
-    world.set_lifecycle(suspend=False)
-    looks(world)
-    started_again(world, after=30)
+    pause(world)
     found = said(world, step=110, stepping_seconds=10, after=15)
     assert (found.suspended_seconds, found.lost_seconds) == (1000, 0)
     assert (found.starting_seconds, found.productive_seconds) == (75 + 35, 105 + 10)
@@ -165,13 +170,7 @@ def test_a_failure_before_a_pause_has_nothing_to_do_with_the_start_after_it() ->
     world = stepping()
     world.end_all(1)
     looks(world)
-    world.wait(5)
-    world.set_lifecycle(suspend=True)
-    looks(world)
-    world.wait(1000)
-    world.set_lifecycle(suspend=False)
-    looks(world)
-    started_again(world, after=30)
+    pause(world)
     assert (told(world).lost_seconds, told(world).suspended_seconds, told(world).starting_seconds) == (5, 1000, 105)
 
 
