@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from moejob_api.documents import read_file
 from moejob_api.models.shape import ModelShape
 from moejob_api.models.sources import model_shape
-from moejob_api.plan import Plan, plan
+from moejob_api.planner.plan import Plan, plan
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RIGHT = sorted(EXAMPLES.glob("*.yaml"))
@@ -40,8 +41,11 @@ def test_there_are_examples_of_both_kinds() -> None:
 
 
 def planned(file: Path) -> Plan:
-    """The plan of an example; its model has to be one that comes with moejob."""
+    """The plan of an example; its model has to be one that comes with moejob, or what another example exports."""
     job = read_file(str(file))
-    shape = model_shape(job.spec.model.source, environment={})
+    source = job.spec.model.source
+    if exported := re.fullmatch(r"\./runs/(.+)/export", source):
+        source = read_file(str(EXAMPLES / f"{exported[1]}.yaml")).spec.model.source
+    shape = model_shape(source, environment={})
     assert isinstance(shape, ModelShape)
     return plan(job.spec, shape)

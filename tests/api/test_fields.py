@@ -1,4 +1,4 @@
-"""What the models may say and what they may not: nothing that the CRD cannot express gets lost silently."""
+"""The types that the models may use: nothing that the CRD cannot express gets lost silently."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ from moejob_api.restarts import (
     ReplacePods,
     RestartRanks,
     cause_of_exit,
-    decide,
     delay_seconds,
+    recovery_action,
 )
 
 FRESH = Budget(limit=3)
@@ -63,7 +63,7 @@ def pod_died(pod: int = 1, cause: Cause = Cause.POD_FAILED) -> Failure:
 def test_the_smallest_action_that_helps_is_chosen(
     failures: tuple[Failure, ...], budget: Budget, kind: type, spent: int
 ) -> None:
-    decision = decide(failures, budget)
+    decision = recovery_action(failures, budget)
     assert decision is not None
     assert type(decision) is kind
     assert decision.budget.spent == spent
@@ -73,7 +73,7 @@ def test_ranks_of_a_new_gang_are_restarted_in_place_again() -> None:
     budget = Budget(9)
     history = []
     for _ in range(6):
-        decision = decide((rank_died(0),), budget)
+        decision = recovery_action((rank_died(0),), budget)
         assert decision is not None
         budget = decision.budget
         history.append(type(decision))
@@ -81,21 +81,27 @@ def test_ranks_of_a_new_gang_are_restarted_in_place_again() -> None:
 
 
 def test_nothing_failed_means_nothing_to_decide() -> None:
-    assert decide((), FRESH) is None
+    assert recovery_action((), FRESH) is None
 
 
 def test_only_the_lost_pods_are_replaced() -> None:
-    decision = decide((pod_died(3), rank_died(1), pod_died(2)), FRESH)
+    decision = recovery_action((pod_died(3), rank_died(1), pod_died(2)), FRESH)
     assert isinstance(decision, ReplacePods)
     assert decision.pods == (2, 3)
 
 
 def test_giving_up_says_what_failed_and_what_was_spent() -> None:
-    decision = decide((rank_died(),), Budget(3, spent=3))
+    decision = recovery_action((rank_died(),), Budget(3, spent=3))
     assert isinstance(decision, GiveUp)
     assert decision.reason == (
         "RankFailed in pod 1: rank 5 exited with 1; 3 restarts since the last checkpoint, backoffLimit is 3"
     )
+
+
+def test_a_refusal_is_the_sentence_about_the_job_and_nothing_before_it() -> None:
+    refused = Failure(0, Cause.BAD_CONFIGURATION, message="spec.parallelism.tensor: change tensor to 2")
+    decision = recovery_action((rank_died(), refused), FRESH)
+    assert decision == GiveUp(FRESH, "spec.parallelism.tensor: change tensor to 2")
 
 
 def test_a_new_checkpoint_renews_the_budget() -> None:
@@ -112,7 +118,7 @@ def test_a_new_checkpoint_renews_the_budget() -> None:
 def test_a_job_fails_after_exactly_its_limit_of_counted_failures(history: list[list[Failure]], limit: int) -> None:
     budget, counted = Budget(limit), 0
     for failures in history:
-        decision = decide(tuple(failures), budget)
+        decision = recovery_action(tuple(failures), budget)
         assert decision is not None
         if isinstance(decision, GiveUp):
             permanent = any(failure.cause is Cause.BAD_CONFIGURATION for failure in failures)

@@ -1,4 +1,4 @@
-"""What operator, trainer and `moejob run` agree on: names, ports, paths, exit codes and the JSON that pods speak.
+"""The contract of operator, trainer and `moejob run`: names, ports, paths, exit codes and the JSON that pods speak.
 
 The operator passes a trainer pod nothing but this environment; the launcher in the pod knows the rest.
 """
@@ -6,12 +6,13 @@ The operator passes a trainer pod nothing but this environment; the launcher in 
 from __future__ import annotations
 
 import re
+import unicodedata
 from enum import IntEnum, StrEnum
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
-from moejob_api.job.base import ApiModel
+from moejob_api.job.base import MAX_COUNT, ApiModel
 
 
 class Label(StrEnum):
@@ -29,7 +30,7 @@ MANAGED_BY = "moejob"
 
 
 class Role(StrEnum):
-    """What a pod is for. Trainers form the gang; rollout engines come and go."""
+    """The role of a pod. Trainers form the gang; rollout engines come and go."""
 
     TRAINER = "trainer"
     ROLLOUT = "rollout"
@@ -56,8 +57,12 @@ class Environment(StrEnum):
     GRACE_SECONDS = "MOEJOB_GRACE_SECONDS"
     PROGRESS_PORT = "MOEJOB_PROGRESS_PORT"
     RENDEZVOUS_PORT = "MOEJOB_RENDEZVOUS_PORT"
-    # Addresses of separate engines, comma separated.
+    # Addresses of all engines, comma separated; an engine's own INDEX is its place among them.
     ROLLOUT_URLS = "MOEJOB_ROLLOUT_URLS"
+    # Python of the rollout environment, which the launcher starts colocated engines with.
+    ROLLOUT_PYTHON = "MOEJOB_ROLLOUT_PYTHON"
+    # Known to the processes of one attempt alone: they ask one another for it.
+    SECRET = "MOEJOB_SECRET"
 
 
 class Port(IntEnum):
@@ -68,7 +73,6 @@ class Port(IntEnum):
     # Process groups of the ranks; torch picks further free ones by itself.
     RANKS = 29500
     ROLLOUT = 8000
-    WEIGHTS = 29600
 
 
 class Path(StrEnum):
@@ -81,18 +85,28 @@ class Path(StrEnum):
 
 
 class RunFile(StrEnum):
-    """What a run leaves in its folder."""
+    """The files that a run leaves in its folder."""
 
     OWNER = "run.json"
     CLAIMS = "claims"
     STEPS = "steps.jsonl"
     CHECKPOINTS = "checkpoints"
+    # What a model is made of beside weights, so that checkpoints are exported wherever the folder lies: the job's spec,
+    # and config and tokenizer.
+    SPEC = "spec.json"
+    TEMPLATE = "template"
     EXPORT = "export"
     LOGS = "logs"
+    # Traces of the steps that training.profile names.
+    PROFILE = "profile"
+    # What engines start from: config and code of the model, without weights.
+    ENGINE_MODEL = "engine-model"
+    # Weights on their way to engines.
+    WEIGHTS = "weights"
 
 
 class HttpPath(StrEnum):
-    """What a pod serves on the progress port."""
+    """The paths that a pod serves on the progress port."""
 
     PROGRESS = "/progress"
     METRICS = "/metrics"
@@ -101,7 +115,7 @@ class HttpPath(StrEnum):
 
 
 class ExitCode(IntEnum):
-    """How a launcher ends. Every other code is a failure that counts."""
+    """The exit codes of a launcher. Every other code is a failure that counts."""
 
     DONE = 0
     # The job or its data cannot work: retrying would fail the same way.
@@ -113,41 +127,72 @@ class ExitCode(IntEnum):
 # Kubernetes keeps this many bytes of a termination message.
 TERMINATION_BYTES = 4096
 
-RunStep = Annotated[int, Field(ge=0)]
+
+def printable(text: str) -> str:
+    """Return the text with a space for each character that a terminal obeys instead of showing it.
+
+    That is a control character, a format character such as one that turns the direction of writing, a surrogate, and a
+    line or paragraph separator: a pod's words reach status, Events, logs and terminals.
+    """
+    return text if text.isprintable() else "".join(" " if _is_obeyed(letter) else letter for letter in text)
+
+
+def _is_obeyed(letter: str) -> bool:
+    return unicodedata.category(letter) in ("Cc", "Cf", "Cs", "Zl", "Zp")
+
+
+# Bounds on what a pod may say: beyond them a message is refused when it is read, not where it is calculated with.
+PrintableText = Annotated[str, AfterValidator(printable)]
+RunStep = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+Number = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+ExitStatus = Annotated[int, Field(ge=-MAX_COUNT, le=MAX_COUNT)]
+Duration = Annotated[float, Field(ge=0.0, le=1e9)]
+# All of float32 and bfloat16: a run that diverges still reports.
+Measure = Annotated[float, Field(ge=-1e39, le=1e39)]
+NonNegativeMeasure = Annotated[float, Field(ge=0.0, le=1e39)]
+# The most ranks of one pod.
+_MOST_RANKS = 65_536
+# Numbers of a step beside those with a field of their own. A reward's name may be an address.
+MOST_MEASURES, MOST_MEASURE_NAME = 256, 512
+MeasureName = Annotated[PrintableText, Field(max_length=MOST_MEASURE_NAME)]
 
 
 class RankBeat(ApiModel):
     """The last sign of life of one rank."""
 
-    rank: Annotated[int, Field(ge=0, description="Global rank.")]
-    pid: Annotated[int, Field(ge=0, description="Process id inside the pod.")]
+    rank: Annotated[Number, Field(description="Global rank.")]
+    pid: Annotated[Number, Field(description="Process id inside the pod.")]
     step: Annotated[RunStep, Field(description="Steps this rank has done.")]
-    age_seconds: Annotated[float, Field(ge=0.0, description="Seconds since the beat, by the pod's own clock.")]
+    age_seconds: Annotated[Duration, Field(description="Seconds since the beat, by the pod's own clock.")]
 
 
 class RunProgress(ApiModel):
     """The run as rank 0 sees it; served by pod 0 only."""
 
     step: Annotated[RunStep, Field(description="Steps done.")]
-    total_steps: Annotated[int | None, Field(ge=1, description="Steps of the whole run.")] = None
-    epoch: Annotated[float | None, Field(ge=0.0, description="Passes over the data done.")] = None
-    loss: Annotated[float | None, Field(description="Loss of the last step.")] = None
-    mtp_loss: Annotated[float | None, Field(description="Loss of further tokens.")] = None
-    reward: Annotated[float | None, Field(description="Mean reward of the last step.")] = None
-    learning_rate: Annotated[float | None, Field(ge=0.0, description="Rate of the last update.")] = None
-    gradient_norm: Annotated[float | None, Field(ge=0.0, description="Norm before clipping.")] = None
-    tokens_per_second_per_gpu: Annotated[float | None, Field(ge=0.0, description="Speed.")] = None
-    mfu: Annotated[float | None, Field(ge=0.0, description="Share of peak.")] = None
-    last_checkpoint_step: Annotated[int | None, Field(ge=0, description="Newest complete checkpoint.")] = None
-    save_seconds: Annotated[float | None, Field(ge=0.0, description="How long the last save took.")] = None
+    total_steps: Annotated[Number | None, Field(ge=1, description="Steps of the whole run.")] = None
+    epoch: Annotated[NonNegativeMeasure | None, Field(description="Passes over the data done.")] = None
+    loss: Annotated[Measure | None, Field(description="Loss of the last step.")] = None
+    mtp_loss: Annotated[Measure | None, Field(description="Loss of further tokens.")] = None
+    reward: Annotated[Measure | None, Field(description="Mean reward of the last step.")] = None
+    learning_rate: Annotated[NonNegativeMeasure | None, Field(description="Rate of the last update.")] = None
+    gradient_norm: Annotated[NonNegativeMeasure | None, Field(description="Norm before clipping.")] = None
+    tokens_per_second_per_gpu: Annotated[NonNegativeMeasure | None, Field(description="Speed.")] = None
+    mfu: Annotated[NonNegativeMeasure | None, Field(description="Share of peak.")] = None
+    last_checkpoint_step: Annotated[Number | None, Field(description="Newest complete checkpoint.")] = None
+    save_seconds: Annotated[Duration | None, Field(description="How long the last save took.")] = None
     stepping_seconds: Annotated[
-        float | None,
-        Field(ge=0.0, description="From the beginning of the first step of these ranks to the end of this one."),
+        Duration | None,
+        Field(description="From the beginning of the first step of these ranks to the end of this one."),
     ] = None
+    measures: Annotated[
+        dict[MeasureName, Measure],
+        Field(max_length=MOST_MEASURES, description="Other numbers of the last step, by their names in its log."),
+    ] = {}
 
 
 class Outcome(StrEnum):
-    """How a pod ended, in its own words."""
+    """The end of a pod, in its own words."""
 
     COMPLETED = "Completed"
     PREEMPTED = "Preempted"
@@ -158,23 +203,27 @@ class Outcome(StrEnum):
 
 
 class RankFault(ApiModel):
-    """Why a launcher has restarted its ranks in place."""
+    """The reason why a launcher has restarted its ranks in place."""
 
     outcome: Annotated[Outcome, Field(description="RankFailed or Hung.")]
-    message: Annotated[str, Field(max_length=512, description="One sentence, with the last log line.")] = ""
-    rank: Annotated[int | None, Field(ge=0, description="Global rank to blame.")] = None
-    exit_code: Annotated[int | None, Field(description="Exit code of that rank; a negative one is a signal.")] = None
+    message: Annotated[PrintableText, Field(max_length=512, description="One sentence, with the last log line.")] = ""
+    rank: Annotated[Number | None, Field(description="Global rank to blame.")] = None
+    exit_code: Annotated[
+        ExitStatus | None, Field(description="Exit code of that rank; a negative one is a signal.")
+    ] = None
 
 
 class PodProgress(ApiModel):
     """The body of GET /progress."""
 
-    attempt: Annotated[int, Field(ge=0, description="Attempt the pod belongs to.")]
-    index: Annotated[int, Field(ge=0, description="Index of the pod.")]
-    restarts: Annotated[int, Field(ge=0, description="Restarts of ranks inside this pod.")] = 0
+    attempt: Annotated[Number, Field(description="Attempt the pod belongs to.")]
+    index: Annotated[Number, Field(description="Index of the pod.")]
+    restarts: Annotated[Number, Field(description="Restarts of ranks inside this pod.")] = 0
     fault: Annotated[RankFault | None, Field(description="What the last of these restarts was for.")] = None
     ready: Annotated[bool, Field(description="Every rank of the pod has sent a heartbeat.")] = False
-    ranks: Annotated[tuple[RankBeat, ...], Field(description="One entry for each living rank.")] = ()
+    ranks: Annotated[
+        tuple[RankBeat, ...], Field(max_length=_MOST_RANKS, description="One entry for each living rank.")
+    ] = ()
     run: Annotated[RunProgress | None, Field(description="The run; from pod 0 only.")] = None
 
 
@@ -182,12 +231,12 @@ class LastWord(ApiModel):
     """The JSON a launcher leaves in the termination message."""
 
     outcome: Annotated[Outcome, Field(description="How it ended.")]
-    message: Annotated[str, Field(max_length=2048, description="One sentence, or the last log line.")] = ""
-    rank: Annotated[int | None, Field(ge=0, description="Global rank to blame.")] = None
-    exit_code: Annotated[int | None, Field(description="Exit code of that rank.")] = None
-    step: Annotated[int | None, Field(ge=0, description="Steps done.")] = None
+    message: Annotated[PrintableText, Field(max_length=2048, description="One sentence, or the last log line.")] = ""
+    rank: Annotated[Number | None, Field(description="Global rank to blame.")] = None
+    exit_code: Annotated[ExitStatus | None, Field(description="Exit code of that rank.")] = None
+    step: Annotated[Number | None, Field(description="Steps done.")] = None
     run: Annotated[RunProgress | None, Field(description="The run as it was left; from pod 0 only.")] = None
-    restarts: Annotated[int, Field(ge=0, description="Restarts of ranks inside this pod.")] = 0
+    restarts: Annotated[Number, Field(description="Restarts of ranks inside this pod.")] = 0
     fault: Annotated[RankFault | None, Field(description="What the last of these restarts was for.")] = None
 
 

@@ -22,7 +22,7 @@ NO_FIELDS: Mapping[str, Field] = MappingProxyType({})
 
 
 class Kind(StrEnum):
-    """What a field holds."""
+    """The kind of a field's value."""
 
     OBJECT = auto()
     MAP = auto()
@@ -219,7 +219,7 @@ def _check(found: Field, path: str) -> None:
 
 
 def inner_defaults(found: Field) -> JsonValue:
-    """What an object holds of which nothing is given."""
+    """Return what an object holds of which nothing is given."""
     return {name: inner.default for name, inner in found.fields.items() if inner.default is not None}
 
 

@@ -1,6 +1,6 @@
-"""What a GPU can hold and how fast it computes and talks. Published numbers, and the shares of them that are reached.
+"""The memory of GPUs, and their speed of computing and communicating.
 
-Knows nothing of jobs but which GPU they ask for.
+Published numbers, and the shares of them that are reached. Knows nothing of jobs but which GPU they ask for.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ H200 = Hardware("H200", int(139.8 * GIB), 989 * TERA, 4.8 * TERA, 450 * GIGA, 50
 B200 = Hardware("B200", int(178.3 * GIB), 2250 * TERA, 8.0 * TERA, 900 * GIGA, 50 * GIGA, 50 * GIGA)
 # Grace hands out its memory over NVLink-C2C, ten times as fast as PCIe.
 GB200 = Hardware("GB200", int(184.0 * GIB), 2500 * TERA, 8.0 * TERA, 900 * GIGA, 50 * GIGA, 225 * GIGA)
-# A core or two of a laptop or test machine, so that CPU jobs get a plan too; its speed is nobody's measure.
+# A core or two of a laptop or test machine, so that CPU jobs get a plan too; its speed measures nothing.
 CPU = Hardware("CPU", 0, 0.1 * TERA, 20 * GIGA, 5 * GIGA, 1 * GIGA, 20 * GIGA)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, field
 
 from moejob_api.contract import Environment, Role
-from moejob_api.job import Spec
+from moejob_api.documents.reading import parse_job
+from moejob_api.job import GROUP, KIND, VERSION, Spec
 
 # The kernel refuses to start a program with a longer one.
 LONGEST_VALUE_BYTES = 128 * 1024 - 256
@@ -13,7 +15,7 @@ LONGEST_VALUE_BYTES = 128 * 1024 - 256
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a pod is found: its own host, pod 0's, and the ports that all pods of the gang share."""
+    """The addresses of a pod: its own host, pod 0's, and the ports that all pods of the gang share."""
 
     host: str
     rendezvous_host: str
@@ -23,7 +25,7 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class PodOrders:
-    """What one pod is told. `namespace`, `job` and `uid` name the job, `index` the pod among `nodes`."""
+    """The environment of one pod. `namespace`, `job` and `uid` name the job, `index` the pod among `nodes`."""
 
     job: str
     namespace: str
@@ -37,11 +39,14 @@ class PodOrders:
     address: Address
     run_folder: str
     grace_seconds: int
+    # None where the pod reads it from a Secret.
+    secret: str | None = field(default=None, repr=False)
 
 
 def contract_environment(orders: PodOrders) -> dict[Environment, str]:
     """The variables of a pod."""
-    return {
+    known = {} if orders.secret is None else {Environment.SECRET: orders.secret}
+    return known | {
         Environment.JOB: orders.job,
         Environment.NAMESPACE: orders.namespace,
         Environment.UID: orders.uid,
@@ -64,3 +69,13 @@ def spec_text(spec: Spec) -> str:
     """The spec as JSON with all defaults. What only the pod itself is made of stays outside: it may hold secrets."""
     pod = spec.resources.model_copy(update={"env": (), "env_from": (), "labels": {}, "annotations": {}})
     return spec.model_copy(update={"resources": pod}).model_dump_json(by_alias=True, exclude_none=True)
+
+
+def read_spec(text: str) -> Spec:
+    """Return the spec that `spec_text` wrote; ValueError says what is wrong with it."""
+    try:
+        raw = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"is not JSON: {error}") from None
+    frame = {"apiVersion": f"{GROUP}/{VERSION}", "kind": KIND, "metadata": {"name": "job"}}
+    return parse_job({**frame, "spec": raw}).spec

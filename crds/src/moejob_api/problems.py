@@ -49,6 +49,8 @@ class Rule(StrEnum):
     # Memory
     MEMORY = "Memory"
     STORAGE = "Storage"
+    # Warnings only
+    IDLE = "Idle"
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -23,7 +23,7 @@ LAUNCHER_FIRST_SECONDS = 30.0
 
 
 class Cause(StrEnum):
-    """Why something is no longer running."""
+    """The cause of a failure."""
 
     RANK_FAILED = "RankFailed"
     POD_FAILED = "PodFailed"
@@ -37,7 +37,7 @@ class Cause(StrEnum):
 
     @property
     def counts(self) -> bool:
-        """Whether this failure spends budget."""
+        """Return whether this failure spends budget."""
         return self not in (Cause.PREEMPTED, Cause.NODE_LOST)
 
 
@@ -54,7 +54,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What has been spent since the last newly committed checkpoint."""
+    """The restarts spent since the last newly committed checkpoint."""
 
     limit: int
     spent: int = 0
@@ -108,11 +108,11 @@ class GiveUp:
     reason: str
 
 
-Decision = RestartRanks | ReplacePods | ReplaceGang | GiveUp
+RecoveryAction = RestartRanks | ReplacePods | ReplaceGang | GiveUp
 
 
-def decide(failures: tuple[Failure, ...], budget: Budget) -> Decision | None:
-    """What to do about everything that failed since the last decision; None when nothing did.
+def recovery_action(failures: tuple[Failure, ...], budget: Budget) -> RecoveryAction | None:
+    """Return what to do about everything that failed since the last decision; None when nothing did.
 
     Failures that are seen together are one failure: a rank that dies takes its peers with it, and charging each of them
     would spend a budget of six on a gang of eight at once.
@@ -155,7 +155,7 @@ def restarted_in_place(index: int, fault: RankFault | None) -> Failure:
 
 
 def delay_seconds(restarts: int) -> float:
-    """How long to wait before restart number `restarts` (from 1): the first is at once, then it doubles."""
+    """Return how long to wait before restart number `restarts` (from 1): the first is at once, then it doubles."""
     if restarts <= 1:
         return 0.0
     # The exponent is bounded because 2.0 ** 1024 overflows long before a job gives up with a large backoffLimit.
@@ -176,13 +176,13 @@ def _charged(failure: Failure, budget: Budget) -> Budget:
     return replace(budget, uncounted=budget.uncounted + 1)
 
 
-def _smallest(failures: tuple[Failure, ...], charged: Budget, reason: str) -> Decision:
+def _smallest(failures: tuple[Failure, ...], charged: Budget, reason: str) -> RecoveryAction:
     """The first rung of the ladder that can hold."""
     delay = delay_seconds(charged.spent + charged.uncounted)
     lost = tuple(sorted({failure.pod for failure in failures if not failure.pod_alive}))
     if not lost and charged.in_place < RESTARTS_IN_PLACE:
         return RestartRanks(delay, replace(charged, in_place=charged.in_place + 1), reason)
-    # Pod 0 hosts the rendezvous: without it no other pod can be told anything.
+    # Pod 0 hosts the rendezvous: without it no other pod learns of anything.
     if 0 in lost or charged.pods >= PODS_BEFORE_GANG:
         return ReplaceGang(delay, charged.with_new_pods(), reason)
     suspects = lost or tuple(sorted({failure.pod for failure in failures}))
@@ -192,5 +192,8 @@ def _smallest(failures: tuple[Failure, ...], charged: Budget, reason: str) -> De
 
 
 def _reason(failure: Failure) -> str:
+    if failure.cause is Cause.BAD_CONFIGURATION and failure.message:
+        # What is wrong with the job and what mends it; which pod said it first is no part of that.
+        return failure.message
     text = f"{failure.cause} in pod {failure.pod}"
     return f"{text}: {failure.message}" if failure.message else text

@@ -1,4 +1,4 @@
-"""What the API server itself makes of the CRD and of jobs. Its own code answers: nothing here is a stand-in."""
+"""The CRD and jobs as the API server itself takes them. Its own code answers: nothing here is a stand-in."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def _read(body: Body) -> MoETrainingJob | InvalidSpec:
 
 
 def _same_place(ours: InvalidSpec, theirs: Answer) -> bool:
-    """Whether both point at the same field; at a map where only we can point at one of its names."""
+    """Return whether both point at the same field; at a map where only we can point at one of its names."""
     named = {*theirs.unknown, *(error.split(": ")[0] for error in _field_errors(theirs))}
     return any(
         problem.path == name or problem.path.startswith(f"{name}.") for problem in ours.problems for name in named
@@ -66,6 +66,6 @@ def _accepts(answer: Answer) -> bool:
 
 
 def _field_errors(answer: Answer) -> list[str]:
-    """What is wrong with single fields; what the rules say about the whole is tested elsewhere."""
+    """Return what is wrong with single fields; what the rules say about the whole is tested elsewhere."""
     summaries = {rule.summary for rule in OBJECT_RULES}
     return [e for e in answer.errors if e.split(": ", 2)[-1] not in summaries]

@@ -14,7 +14,7 @@ import pytest
 
 @pytest.fixture(scope="session")
 def kubectl() -> Callable[[str], Any]:
-    """What kubectl reads where a text stands below `spec:`."""
+    """Return what kubectl reads where a text stands below `spec:`."""
     program = shutil.which("kubectl")
     if program is None:
         pytest.skip("kubectl is not on PATH")

@@ -1,4 +1,4 @@
-"""Bare words of YAML, against what kubectl makes of them: recorded, and asked anew wherever kubectl is on PATH.
+"""Bare words of YAML, against what kubectl makes of them: recorded, and asked again wherever kubectl is on PATH.
 
 Recorded with kubectl 1.32 from one manifest whose spec was {words: [WORD, ...]}:
     kubectl annotate --local --filename - x=y --output json

@@ -1,4 +1,4 @@
-"""Quotes, blocks, anchors and merges, against what kubectl 1.32 makes of them: recorded, and asked anew where it is."""
+"""Quotes, blocks, anchors and merges, against kubectl 1.32: recorded, and asked again where it is."""
 
 from __future__ import annotations
 

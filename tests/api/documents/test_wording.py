@@ -1,4 +1,4 @@
-"""What is said about a field: what is wrong, the value, and what to do, in the words of somebody who writes YAML."""
+"""Messages about a field: the fault, the value, and what to do, in the words of a person who writes YAML."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def problems(body: Any) -> tuple[Problem, ...]:
 
 
 def said(**sections: Any) -> list[str]:
-    """What is said about an SFT job with sections laid over it."""
+    """Return what is said about an SFT job with sections laid over it."""
     return [str(problem) for problem in problems(job_body(merged(SFT, sections)))]
 
 

@@ -49,7 +49,7 @@ LINEAR_OUTPUT = 36 * 24
 
 
 def around(*layers: tuple[int, Weights]) -> Weights:
-    """A model of so many layers of each kind, each with its two norms, between embedding and output."""
+    """A model with a number of layers of each kind, each with its two norms, between embedding and output."""
     total = Weights(tensor=2 * VOCABULARY, replicated=24)
     for count, weights in layers:
         total += (weights + Weights(replicated=NORMS)) * count

@@ -1,4 +1,4 @@
-"""What a layout is refused for once the model is known: one row a rule, with the fix it names."""
+"""Refusals of layouts once the model is known: one row a rule, with the fix it names."""
 
 from __future__ import annotations
 
@@ -147,13 +147,6 @@ LINEAR = ModelShape(
             id="expert bias of softmax",
         ),
         pytest.param(
-            LLAMA,
-            {"method": "GRPO", "grpo": {"rewards": [{"name": "a"}], "routingReplay": True}},
-            Rule.ROUTING,
-            "no routing to replay",
-            id="replay of a dense model",
-        ),
-        pytest.param(
             QWEN,
             {"training": {"recompute": {"granularity": "Selective", "modules": ["LatentUpProjection"]}}},
             Rule.RECOMPUTE,
@@ -236,7 +229,7 @@ LINEAR = ModelShape(
                 "method": "GRPO",
                 "parallelism": {"data": 8},
                 "resources": {"gpusPerNode": 4},
-                "grpo": {"rewards": [{"name": "a"}], "rollout": {"tensor": 8}},
+                "grpo": {"rewards": [{"name": "math"}], "rollout": {"tensor": 8}},
             },
             Rule.ROLLOUT,
             "do not fill pods of 4 GPUs",
@@ -246,7 +239,7 @@ LINEAR = ModelShape(
             QWEN,
             {
                 "method": "GRPO",
-                "grpo": {"rewards": [{"name": "a"}], "rollout": {"placement": "Separate", "tensor": 16}},
+                "grpo": {"rewards": [{"name": "math"}], "rollout": {"placement": "Separate", "tensor": 16}},
             },
             Rule.ROLLOUT,
             "does not fit on a node of 8",
@@ -257,7 +250,7 @@ LINEAR = ModelShape(
             {
                 "method": "GRPO",
                 "resources": {"gpusPerNode": 3},
-                "grpo": {"rewards": [{"name": "a"}], "rollout": {"placement": "Separate", "tensor": 3}},
+                "grpo": {"rewards": [{"name": "math"}], "rollout": {"placement": "Separate", "tensor": 3}},
             },
             Rule.ROLLOUT,
             "cannot divide the model's 32 attention heads",

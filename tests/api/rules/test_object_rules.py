@@ -1,4 +1,4 @@
-"""What one object can be refused for, in the planner's words. The API server's twin is tested beside the CRD."""
+"""Refusals of one object, in the planner's words. The API server's twin is tested beside the CRD."""
 
 from __future__ import annotations
 

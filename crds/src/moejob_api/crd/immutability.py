@@ -1,4 +1,4 @@
-"""What cannot change once a job exists, as rules that compare it with what it was.
+"""The immutable fields of a job, as rules that compare it with what it was.
 
 A rule on an optional field is never asked when the field appears or goes: removing it and setting it again would get
 past. So the rule about one sits on what holds it, and compares presence first. What is required or has a default is

@@ -11,7 +11,7 @@ from moejob_api.fields import Field, Kind
 
 Schema = dict[str, JsonValue]
 
-# Lists whose items are told apart by one of their fields, so that server-side apply can own them one by one.
+# Lists whose items are identified by one of their fields, so that server-side apply can own them one by one.
 # All other lists are taken as a whole.
 LIST_KEYS: Mapping[str, str] = {
     "spec.resources.env": "name",

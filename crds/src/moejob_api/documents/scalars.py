@@ -1,4 +1,4 @@
-"""What a bare word of YAML stands for, as kubectl reads it; knows nothing of jobs.
+"""The value of a bare word of YAML, as kubectl reads it; knows nothing of jobs.
 
 kubectl reads YAML with the second version of Go's yaml library and writes it as JSON. Neither YAML 1.1 nor 1.2 says
 quite what that does, and PyYAML does something else again: `1e-5`, `0o17` and `1_000` are numbers to kubectl, `y` is

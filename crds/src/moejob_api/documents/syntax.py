@@ -1,4 +1,4 @@
-"""What is wrong with text that is no YAML, in words that say what to do. Knows nothing of jobs."""
+"""Messages about text that is no YAML, with what to do about it. Knows nothing of jobs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class UnreadableError(ValueError):
         self.path = path
 
 
-# What the parser says, and what that means to somebody who writes a file.
+# What the parser says, and what that means to the author of a file.
 _WORDS: Mapping[str, str] = {
     "mapping values are not allowed in this context": "a second ': ' on the line, or a line indented further than the "
     "one above it allows; put the text in quotes or align the line with its neighbours",

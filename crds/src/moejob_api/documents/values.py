@@ -80,7 +80,7 @@ def without_nulls(value: JsonValue, field: Field | None) -> JsonValue:
 
 
 def holds_null(value: JsonValue) -> bool:
-    """Whether there is a null at any depth."""
+    """Return whether there is a null at any depth."""
     match value:
         case dict():
             return any(inner is None or holds_null(inner) for inner in value.values())

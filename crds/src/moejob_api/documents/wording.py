@@ -1,4 +1,4 @@
-"""Why a field is refused, in words of ours: pydantic only says where, the words come from the field and its value."""
+"""Messages about refused fields: pydantic only says where, the words come from the field and its value."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moejob_api.job import GROUP, KIND, VERSION
 from moejob_api.problems import Problem, Rule
 
 MAX_PROBLEMS = 20
-# Several errors may make one problem; beyond this nobody reads on, and a flood would take seconds to word.
+# Several errors may make one problem; beyond this no reader continues, and a flood would take seconds to word.
 _MAX_WORDED = 100
 _SHOWN_CHARACTERS = 40
 _SHOWN_NAMES = 12
@@ -59,12 +59,12 @@ def problems_of(error: ValidationError, tree: JsonValue) -> tuple[Problem, ...]:
 
 
 def _holds(path: str, problems: Mapping[str, Problem]) -> bool:
-    """Whether there is a problem inside: pydantic counts a list without its bad items and then calls it too short."""
+    """Return whether there is a problem inside: pydantic drops bad items of a list and then calls it too short."""
     return any(other.startswith((f"{path}.", f"{path}[")) for other in problems)
 
 
 def wrong_kind(raw: Mapping[str, JsonValue]) -> Problem | None:
-    """Why an object is no MoETrainingJob of this version; None when it says that it is one."""
+    """Return why an object is no MoETrainingJob of this version; None when it says that it is one."""
     version, kind, wanted = raw.get("apiVersion"), raw.get("kind"), f"{GROUP}/{VERSION}"
     if kind is None:
         return Problem(Rule.FIELD, "kind", f"is missing; write kind: {KIND}")
@@ -98,7 +98,7 @@ def dotted(place: Place) -> str:
 
 
 def _place(tree: JsonValue, loc: Place, *, is_missing: bool) -> Place:
-    """Where in the tree an error lies: pydantic's own path goes on into the alternatives it has tried."""
+    """Return where in the tree an error lies: pydantic's own path continues into the alternatives it has tried."""
     place: list[str | int] = []
     value: Any = tree
     for step in loc:
@@ -145,7 +145,7 @@ def _message(kind: str, loc: Place, place: Place, tree: JsonValue) -> str:
 
 
 def expected(field: Field) -> str:
-    """What a field takes, to be put behind "must be"."""
+    """Return what a field takes, to be put behind "must be"."""
     match field.kind:
         case Kind.OBJECT:
             needed = sorted(field.required)
@@ -267,7 +267,7 @@ def _unquote(field: Field, value: str) -> str:
 
 
 def _unknown(place: Place) -> tuple[str, str | None]:
-    """What to say about an unknown field, and the path of the field that was meant, when it is beside it."""
+    """Return what to say about an unknown field, and the path of the field that was meant, when it is beside it."""
     parent, name = _at(place[:-1]), str(place[-1])
     said = f'unknown field "{_cut(name)}"'
     siblings = tuple(parent.fields) if parent is not None else ()

@@ -65,6 +65,6 @@ def _style(text: str) -> str | None:
 
 
 def _fits_block(text: str) -> bool:
-    """Whether a block keeps the text as it is, without a mark for its indentation or a line that is lost to the eye."""
+    """Return whether a block keeps the text as it is, without an indentation mark or a line that the eye loses."""
     lines = text.split("\n")
     return not text[0].isspace() and all(line == line.rstrip() for line in lines)

@@ -1,4 +1,4 @@
-"""What every part of the API is made of: the frozen base model and the field types that carry bounds.
+"""The parts that all sections of the API are made of: the frozen base model and the field types that carry bounds.
 
 Knows nothing of any single field of a job.
 """

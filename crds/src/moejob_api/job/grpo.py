@@ -7,7 +7,18 @@ from typing import Annotated
 
 from pydantic import Field
 
-from moejob_api.job.base import ApiModel, Count, Fraction, GroupSize, LongText, NonNegative, Positive, ShortText
+from moejob_api.job.base import (
+    ApiModel,
+    Count,
+    CountOrZero,
+    Fraction,
+    GroupSize,
+    LongText,
+    NonNegative,
+    Positive,
+    Seconds,
+    ShortText,
+)
 
 
 class KlKind(StrEnum):
@@ -19,22 +30,42 @@ class KlKind(StrEnum):
     ABS = "Abs"
 
 
+class KlTarget(StrEnum):
+    """The place of the penalty: in the loss or in the reward."""
+
+    LOSS = "Loss"
+    REWARD = "Reward"
+
+
 class Kl(ApiModel):
     """Penalty for leaving the reference model."""
 
     kind: Annotated[
-        KlKind, Field(description="Estimator: K1 log-ratio, K2 half its square, K3 unbiased and positive.")
+        KlKind,
+        Field(description="Estimator: K1 log-ratio, Abs its size, K2 half its square, K3 unbiased and positive."),
     ] = KlKind.K3
     coefficient: Annotated[
         NonNegative, Field(description="Weight of the penalty. 0: no reference model is loaded.")
     ] = 0.0
+    apply_to: Annotated[
+        KlTarget, Field(description="Loss: added to the loss of each token. Reward: taken from the answer's reward.")
+    ] = KlTarget.LOSS
 
 
 class Advantage(StrEnum):
-    """How rewards of a group become advantages."""
+    """The estimator of advantages from the rewards of a group."""
 
     GRPO = "GRPO"
     DR_GRPO = "DrGRPO"
+    RLOO = "RLOO"
+    REINFORCE_PLUS_PLUS = "ReinforcePlusPlus"
+
+
+class PolicyLoss(StrEnum):
+    """The bound on the importance ratio."""
+
+    CLIP = "Clip"
+    CISPO = "CISPO"
 
 
 class LossAggregation(StrEnum):
@@ -43,6 +74,7 @@ class LossAggregation(StrEnum):
     TOKEN = "Token"
     SEQUENCE = "Sequence"
     GROUP = "Group"
+    CONSTANT = "Constant"
 
 
 class Importance(StrEnum):
@@ -52,26 +84,113 @@ class Importance(StrEnum):
     SEQUENCE = "Sequence"
 
 
+class MismatchMode(StrEnum):
+    """The treatment of a weight beyond its bounds."""
+
+    TRUNCATE = "Truncate"
+    MASK = "Mask"
+
+
+class Mismatch(ApiModel):
+    """Importance sampling against the mismatch of trainer and engine: their probabilities of the same token differ."""
+
+    level: Annotated[
+        Importance, Field(description="Token: a weight for each token. Sequence: one for each answer, their product.")
+    ] = Importance.TOKEN
+    mode: Annotated[
+        MismatchMode, Field(description="Truncate: weights above maximum become maximum. Mask: out of bounds, 0.")
+    ] = MismatchMode.TRUNCATE
+    maximum: Annotated[
+        Positive, Field(description="Largest ratio of the trainer's to the engine's probability used as a weight.")
+    ] = 2.0
+    minimum: Annotated[NonNegative, Field(description="Mask only: smallest ratio that is used.")] = 0.0
+
+
+class Overlong(ApiModel):
+    """Answers that reach maxNewTokens, or come near."""
+
+    filter: Annotated[bool, Field(description="Leave answers without an end out of the loss.")] = False
+    penalty: Annotated[
+        NonNegative, Field(description="Taken from the reward of an answer of maxNewTokens; 0 is off.")
+    ] = 0.0
+    penalty_tokens: Annotated[
+        Count, Field(description="The penalty grows from 0 over so many last tokens before maxNewTokens.")
+    ] = 1
+
+
+class DynamicSampling(ApiModel):
+    """Replace groups whose answers all got the same reward: they carry no signal."""
+
+    over_sampling: Annotated[
+        float,
+        Field(
+            ge=1.0,
+            le=100.0,
+            description="Most prompts a step asks for, as a multiple of promptsPerStep. Then it takes what it has.",
+        ),
+    ] = 3.0
+
+
+class BuiltInReward(StrEnum):
+    """Rewards that come with the trainer."""
+
+    EXACT_MATCH = "exact-match"
+    NUMERIC = "numeric"
+    MATH = "math"
+    FORMAT = "format"
+    LENGTH = "length"
+
+
+class RewardFailure(StrEnum):
+    """The consequence of a reward that raises, takes too long or is no number."""
+
+    DROP_GROUP = "DropGroup"
+    STOP = "Stop"
+
+
 class Reward(ApiModel):
     """One reward; exactly one of name, module and url is given."""
 
-    name: Annotated[ShortText | None, Field(description="A built-in reward.")] = None
+    name: Annotated[
+        BuiltInReward | None,
+        Field(
+            description="A built-in reward. exact-match: the answer is the reference; numeric: its last number is; "
+            "math: math-verify calls them equal; format: the pattern matches; length: tokens by maxNewTokens."
+        ),
+    ] = None
     module: Annotated[
-        ShortText | None, Field(description="A Python function, package.module:function, present in the image.")
+        ShortText | None,
+        Field(description="A Python function, package.module:function, in the image or in the folder modulePath."),
     ] = None
     url: Annotated[LongText | None, Field(description="An HTTP service that scores a batch of answers.")] = None
     weight: Annotated[float, Field(ge=-1e6, le=1e6, description="Factor of this reward in the sum.")] = 1.0
+    pattern: Annotated[
+        LongText | None, Field(description="format only: a regular expression that the whole answer must match.")
+    ] = None
+    reference: Annotated[ShortText, Field(description="Field of the prompt's record that holds the right answer.")] = (
+        "answer"
+    )
+    module_path: Annotated[LongText | None, Field(description="module only: a folder that is searched first.")] = None
+    batch_size: Annotated[
+        int, Field(ge=1, le=65_536, description="url and module: most answers that are scored at once.")
+    ] = 64
+    retries: Annotated[
+        int, Field(ge=0, le=100, description="url only: further tries after an error or a time-out.")
+    ] = 3
+    timeout_seconds: Annotated[
+        Seconds, Field(description="Longest time that one batch may take; what takes longer has failed.")
+    ] = 60
 
 
 class Placement(StrEnum):
-    """Where answers are generated."""
+    """The place where answers are generated."""
 
     COLOCATED = "Colocated"
     SEPARATE = "Separate"
 
 
 class Sync(StrEnum):
-    """How new weights reach the rollout engines."""
+    """The transport of new weights to the rollout engines."""
 
     AUTO = "Auto"
     IPC = "IPC"
@@ -105,6 +224,9 @@ class Rollout(ApiModel):
         ),
     ] = None
     sync: Annotated[Sync, Field(description="Auto: IPC when colocated, NCCL when separate, Disk on CPU.")] = Sync.AUTO
+    staleness: Annotated[
+        CountOrZero, Field(description="Steps that answers may be older than the weights; 0 until engines run ahead.")
+    ] = 0
 
     @property
     def engine_share(self) -> float:
@@ -114,6 +236,18 @@ class Rollout(ApiModel):
         return 0.6 if self.placement is Placement.COLOCATED else 0.9
 
 
+class Evaluation(ApiModel):
+    """The sampling of answers to evaluation data."""
+
+    samples: Annotated[
+        int, Field(ge=1, le=4096, description="Answers for every prompt (k): mean@k, and pass@k of full reward.")
+    ] = 1
+    temperature: Annotated[
+        Positive | None, Field(description="Sampling temperature of evaluations. Absent: the one of training.")
+    ] = None
+    top_p: Annotated[float, Field(gt=0.0, le=1.0, description="Nucleus sampling of evaluations; 1 is off.")] = 1.0
+
+
 class Grpo(ApiModel):
     """Settings of GRPO."""
 
@@ -121,32 +255,75 @@ class Grpo(ApiModel):
         int, Field(ge=2, le=4096, description="Answers generated for every prompt; their rewards are compared.")
     ] = 8
     prompts_per_step: Annotated[Count, Field(description="Prompts per step.")] = 32
+    updates_per_step: Annotated[
+        Count | None,
+        Field(description="Updates that share the answers of a step. Absent: follows from globalBatchSize, else 1."),
+    ] = None
+    epochs_per_step: Annotated[Count, Field(description="How often a step learns from its answers.")] = 1
     temperature: Annotated[float, Field(gt=0.0, le=10.0, description="Sampling temperature.")] = 1.0
-    top_p: Annotated[float, Field(gt=0.0, le=1.0, description="Nucleus sampling; 1 is off.")] = 1.0
+    top_p: Annotated[
+        float,
+        Field(
+            gt=0.0, le=1.0, description="1: training samples from all of the vocabulary. evaluation.topP may be less."
+        ),
+    ] = 1.0
     max_new_tokens: Annotated[Count, Field(description="Longest answer in tokens.")] = 1024
+    policy_loss: Annotated[
+        PolicyLoss,
+        Field(description="Clip: the clipped surrogate of PPO. CISPO: clipped weights of the log-probability."),
+    ] = PolicyLoss.CLIP
     clip_low: Annotated[Fraction, Field(description="Lower clip: ratios below 1 - clipLow are clipped.")] = 0.2
     clip_high: Annotated[Positive, Field(description="Upper clip: ratios above 1 + clipHigh are clipped.")] = 0.2
+    dual_clip: Annotated[
+        float | None,
+        Field(gt=1.0, le=1e9, description="Largest ratio that counts where the advantage is negative. Absent: off."),
+    ] = None
     kl: Annotated[Kl, Field(description="Penalty for leaving the reference model.")] = Kl()
-    advantage: Annotated[Advantage, Field(description="GRPO divides by the group's deviation; DrGRPO does not.")] = (
-        Advantage.GRPO
-    )
+    advantage: Annotated[
+        Advantage,
+        Field(
+            description="GRPO: less the group's mean, by its deviation. DrGRPO: less the mean. RLOO: less the mean of "
+            "the others. ReinforcePlusPlus: rewards to go, normalised over the step."
+        ),
+    ] = Advantage.GRPO
     loss_aggregation: Annotated[
-        LossAggregation, Field(description="Mean over all tokens, over sequences of their means, or over groups.")
+        LossAggregation,
+        Field(
+            description="Mean over all tokens, over sequences of their means, over groups of theirs; Constant: sum "
+            "over tokens by answers x maxNewTokens (Dr. GRPO)."
+        ),
     ] = LossAggregation.TOKEN
     importance: Annotated[
         Importance, Field(description="Token: a ratio for each token. Sequence: one for each answer (GSPO).")
     ] = Importance.TOKEN
-    truncated_importance_sampling: Annotated[
-        Positive | None,
-        Field(description="Largest ratio of the trainer's to the engine's probability used as a weight. Absent: off."),
+    mismatch: Annotated[
+        Mismatch | None,
+        Field(description="Importance sampling from the engine's to the trainer's probabilities. Absent: off."),
     ] = None
     routing_replay: Annotated[
         bool, Field(description="Train on the experts the engine chose instead of routing anew.")
     ] = False
-    dynamic_sampling: Annotated[bool, Field(description="Replace groups whose answers all got the same reward.")] = (
-        False
-    )
+    dynamic_sampling: Annotated[
+        DynamicSampling | None,
+        Field(description="Replace groups whose answers all got the same reward. Absent: they are kept."),
+    ] = None
+    overlong: Annotated[Overlong, Field(description="Answers that reach maxNewTokens.")] = Overlong()
     rewards: Annotated[
         tuple[Reward, ...], Field(min_length=1, max_length=32, description="Rewards; their weighted sum counts.")
     ]
+    reward_failure: Annotated[
+        RewardFailure,
+        Field(description="When a reward fails: DropGroup leaves its group out of the step, Stop ends the run."),
+    ] = RewardFailure.DROP_GROUP
+    evaluation: Annotated[
+        Evaluation, Field(description="How data.eval is answered every training.evalEvery steps.")
+    ] = Evaluation()
+    logged_answers: Annotated[
+        CountOrZero, Field(description="Most answers of a step that are written to samples/ of the run folder.")
+    ] = 64
     rollout: Annotated[Rollout, Field(description="The engines that generate answers.")] = Rollout()
+
+    @property
+    def answers_per_step(self) -> int:
+        """Answers that a step learns from."""
+        return self.prompts_per_step * self.group_size

@@ -28,14 +28,14 @@ MAX_NAME = 40
 
 
 class Method(StrEnum):
-    """What is learned from."""
+    """The training method."""
 
     SFT = "SFT"
     GRPO = "GRPO"
 
 
 class Spec(ApiModel):
-    """What to train, on what, and how."""
+    """The training run: model, data, layout, hyperparameters and pods."""
 
     method: Annotated[
         Method, Field(description="SFT learns from given answers, GRPO from rewards for answers it generates.")

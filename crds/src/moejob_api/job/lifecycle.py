@@ -1,4 +1,4 @@
-"""When the job runs, stops and is retried, and where its numbers are sent."""
+"""Start, stop and retries of a job, and the trackers of its numbers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moejob_api.job.base import ApiModel, CountOrZero, LongText, ObjectName, Sec
 
 
 class Gang(StrEnum):
-    """Who makes sure that all pods start or none."""
+    """The gang scheduler, which starts all pods or none."""
 
     AUTO = "Auto"
     NATIVE = "Native"
@@ -65,7 +65,7 @@ class MLflow(ApiModel):
 
 
 class Tracking(ApiModel):
-    """Where the numbers of the run are sent; a sink that fails never stops a run."""
+    """The trackers of the run's numbers; one that fails never stops a run."""
 
     tensorboard: Annotated[bool, Field(description="Write TensorBoard events to the run folder.")] = True
     wandb: Annotated[Wandb | None, Field(description="Send to Weights & Biases.")] = None

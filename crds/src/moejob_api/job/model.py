@@ -1,4 +1,4 @@
-"""Which model is trained and on which data."""
+"""The model that is trained, and its data."""
 
 from __future__ import annotations
 
@@ -7,7 +7,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from moejob_api.job.base import ApiModel, Count, CountOrZero, Dtype, LongText, Positive, ShortText
+from moejob_api.job.base import ApiModel, Count, CountOrZero, Dtype, LongText, Positive, ShortText, TextMap
+
+
+def is_place(source: str) -> bool:
+    """Return whether a source is a file or folder, and no name on the hub."""
+    return source.startswith(("pvc://", "/", "./", "../"))
 
 
 class Model(ApiModel):
@@ -28,12 +33,21 @@ class Model(ApiModel):
         Field(description="Type of the weights during forward and backward. float32 is for CPU runs and for tests."),
     ] = Dtype.BFLOAT16
     trust_remote_code: Annotated[
-        bool, Field(description="Run Python code that comes with the model. Only for sources you trust.")
+        bool,
+        Field(
+            description="Run Python code that comes with the model's tokenizer, and with the model in engines; the "
+            "trainer runs none of its own. Only for sources you trust."
+        ),
     ] = False
+
+    @property
+    def is_folder(self) -> bool:
+        """Return whether the source is a folder, and no name on the hub."""
+        return is_place(self.source)
 
 
 class DataFormat(StrEnum):
-    """How the records of a data set are read."""
+    """The format of a data set's records."""
 
     CHAT = "Chat"
     PROMPT_COMPLETION = "PromptCompletion"
@@ -41,8 +55,16 @@ class DataFormat(StrEnum):
     PROMPTS = "Prompts"
 
 
+class DataShape(StrEnum):
+    """A widespread shape of records that is turned into the one of the format."""
+
+    ALPACA = "Alpaca"
+    SHARE_GPT = "ShareGPT"
+    GSM8K = "GSM8K"
+
+
 class Overlong(StrEnum):
-    """What happens to a sample longer than maxLength."""
+    """The treatment of a sample longer than maxLength."""
 
     DROP = "Drop"
     TRUNCATE = "Truncate"
@@ -55,9 +77,13 @@ class Dataset(ApiModel):
     source: Annotated[
         LongText,
         Field(
-            description="A Hugging Face data set name, a .jsonl or .parquet file, a folder of them, or pvc://claim/path."
+            description="A Hugging Face data set name, a .jsonl, .csv or .parquet file (the first two also as .gz), a "
+            "folder of them, or pvc://claim/path."
         ),
     ]
+    configuration: Annotated[
+        ShortText | None, Field(description="Configuration (subset) of a hub data set, such as main of openai/gsm8k.")
+    ] = None
     split: Annotated[ShortText, Field(description="Split of a hub data set; files have none and ignore it.")] = "train"
     format: Annotated[
         DataFormat,
@@ -66,6 +92,24 @@ class Dataset(ApiModel):
             "completion. Text: trained on every token. Prompts: for GRPO, answers are generated."
         ),
     ]
+    shape: Annotated[
+        DataShape | None,
+        Field(
+            description="Shape of the records. Alpaca: instruction, input, output. ShareGPT: conversations of from and "
+            "value. GSM8K: question, answer with #### before the number. Absent: that of the format."
+        ),
+    ] = None
+    where: Annotated[
+        TextMap | None,
+        Field(max_length=16, description="Only records whose columns have these values; the others are not read."),
+    ] = None
+    columns: Annotated[
+        TextMap | None,
+        Field(
+            max_length=16, description="Columns under other names: the name that format or shape reads, and the own."
+        ),
+    ] = None
+    max_examples: Annotated[Count | None, Field(description="Only the first records, after where. Absent: all.")] = None
     weight: Annotated[
         Positive, Field(description="Share of this source in the mixture, relative to the other sources.")
     ] = 1.0

@@ -1,4 +1,4 @@
-"""What only Mixture-of-Experts models have, and what lives where in memory."""
+"""Settings of Mixture-of-Experts models, and the placement of tensors in memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moejob_api.job.base import ApiModel, Dtype, Fraction, NonNegative, Positive
 
 
 class Balancing(StrEnum):
-    """How the load of the experts is kept even."""
+    """The method that keeps the load of experts even."""
 
     AUX_LOSS = "AuxLoss"
     SEQ_AUX_LOSS = "SeqAuxLoss"
@@ -21,7 +21,7 @@ class Balancing(StrEnum):
 
 
 class Dispatcher(StrEnum):
-    """How tokens travel to their experts."""
+    """The transport of tokens to their experts."""
 
     ALL_TO_ALL = "AllToAll"
     ALL_GATHER = "AllGather"
@@ -40,8 +40,9 @@ class MoE(ApiModel):
     balancing: Annotated[
         Balancing | None,
         Field(
-            description="AuxLoss per microbatch, SeqAuxLoss per sequence (not with packing), GlobalAuxLoss per global "
-            "batch, ExpertBias without a loss, None. Absent: AuxLoss for SFT, None for GRPO."
+            description="AuxLoss balances each document, by its tokens, SeqAuxLoss each document alike, GlobalAuxLoss "
+            "the global batch (one more forward pass), ExpertBias without a loss. Absent: AuxLoss for SFT, None for "
+            "GRPO."
         ),
     ] = None
     aux_loss_coefficient: Annotated[NonNegative, Field(description="Weight of the balancing loss.")] = 1e-3
@@ -49,6 +50,13 @@ class MoE(ApiModel):
     expert_bias_update_rate: Annotated[NonNegative, Field(description="Step of the routing bias under ExpertBias.")] = (
         1e-3
     )
+    seq_aux_loss_coefficient: Annotated[
+        NonNegative,
+        Field(
+            description="ExpertBias only: weight of the loss of SeqAuxLoss beside the bias; DeepSeek-V3 trained with "
+            "1e-4. 0 is off."
+        ),
+    ] = 0.0
     capacity_factor: Annotated[
         Positive | None,
         Field(description="Tokens an expert takes, as a multiple of an even share; more are dropped. Absent: no drop."),
@@ -60,14 +68,20 @@ class MoE(ApiModel):
 
 
 class Sharding(StrEnum):
-    """What data-parallel ranks divide among themselves."""
+    """The tensors that data-parallel ranks divide among themselves."""
 
     DISTRIBUTED_OPTIMIZER = "DistributedOptimizer"
+    ZERO2 = "ZeRO2"
     FSDP = "FSDP"
+
+    @property
+    def divides_weights(self) -> bool:
+        """Return whether a rank owns a shard of the weights, gathered when they compute."""
+        return self is not Sharding.DISTRIBUTED_OPTIMIZER
 
 
 class Memory(ApiModel):
-    """What is moved to host memory and what is divided over data-parallel ranks."""
+    """The tensors that are moved to host memory, and those that are divided over data-parallel ranks."""
 
     offload_optimizer: Annotated[
         Fraction, Field(description="Fraction of the optimizer state kept and updated in host memory.")
@@ -84,7 +98,7 @@ class Memory(ApiModel):
     sharding: Annotated[
         Sharding,
         Field(
-            description="DistributedOptimizer divides optimizer state over data-parallel ranks (ZeRO-1); FSDP "
-            "divides weights and gradients too (ZeRO-3)."
+            description="DistributedOptimizer divides optimizer state over data-parallel ranks (ZeRO-1); ZeRO2 divides "
+            "gradients too and gathers weights once a step; FSDP gathers them layer by layer (ZeRO-3)."
         ),
     ] = Sharding.DISTRIBUTED_OPTIMIZER

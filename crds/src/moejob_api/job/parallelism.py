@@ -1,4 +1,4 @@
-"""How the model and the batch are spread over GPUs."""
+"""The spread of model and batch over GPUs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moejob_api.job.base import ApiModel, GroupSize
 
 
 class ExpertLayout(StrEnum):
-    """What `expert` multiplies."""
+    """The factor that `expert` is in the number of GPUs."""
 
     PRODUCT = "Product"
     FOLDED = "Folded"
@@ -70,5 +70,5 @@ class Parallelism(ApiModel):
 
     @property
     def sequence_parallel(self) -> bool:
-        """Whether activations between the split matrices are divided over the tensor group."""
+        """Return whether activations between the split matrices are divided over the tensor group."""
         return self.tensor > 1 if self.sequence is None else self.sequence

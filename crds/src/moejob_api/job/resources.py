@@ -1,4 +1,4 @@
-"""What the pods look like: GPUs, images, placement."""
+"""The pods: GPUs, images, placement."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from moejob_api.job.base import (
 
 
 class Accelerator(StrEnum):
-    """What ranks compute on."""
+    """The device of ranks."""
 
     GPU = "GPU"
     CPU = "CPU"
@@ -110,7 +110,7 @@ class Rdma(ApiModel):
 
 
 class Resources(ApiModel):
-    """What every pod of the job gets and where it may run."""
+    """The resources and placement of every pod of the job."""
 
     accelerator: Annotated[
         Accelerator,

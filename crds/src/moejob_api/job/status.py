@@ -1,4 +1,4 @@
-"""What the operator says about a job. Recomputed as a whole, never patched from memory."""
+"""The status of a job. Recomputed as a whole, never patched from memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Timestamp = Annotated[str, Field(json_schema_extra={"format": "date-time"})]
 
 
 class Phase(StrEnum):
-    """Where a job is in its life."""
+    """The phase of a job."""
 
     PENDING = "Pending"
     RUNNING = "Running"
@@ -27,12 +27,12 @@ class Phase(StrEnum):
 
     @property
     def is_finished(self) -> bool:
-        """Whether nothing more will happen to the job."""
+        """Return whether nothing more will happen to the job."""
         return self in (Phase.SUCCEEDED, Phase.FAILED)
 
 
 class ConditionType(StrEnum):
-    """What a condition is about."""
+    """The aspect that a condition is about."""
 
     ACCEPTED = "Accepted"
     MODEL_UNCHECKED = "ModelUnchecked"
@@ -65,7 +65,7 @@ class Condition(ApiModel):
 
 
 class LayoutStatus(ApiModel):
-    """What the operator derived from spec.parallelism."""
+    """The layout that the operator derived from spec.parallelism."""
 
     gpus: Annotated[Number, Field(description="GPUs of trainer and separate rollout pods.")]
     nodes: Annotated[Number, Field(description="Trainer pods, one on each node.")]
@@ -94,7 +94,7 @@ MAX_REPLACED = 64
 
 
 class Ladder(ApiModel):
-    """What the operator remembers between two looks at the job, so that every failure is charged exactly once."""
+    """The operator's memory between two reconciles, by which every failure is charged exactly once."""
 
     in_place: Annotated[Number, Field(description="Ranks restarted in place since the last new checkpoint.")] = 0
     pods: Annotated[Number, Field(description="Decisions to replace pods since the last new checkpoint.")] = 0
@@ -120,7 +120,7 @@ class Ladder(ApiModel):
 
 
 class Restarts(ApiModel):
-    """How often something had to be started again."""
+    """Counts of restarts."""
 
     total: Annotated[Number, Field(description="All restarts of the gang.")] = 0
     since_checkpoint: Annotated[
@@ -147,7 +147,7 @@ class ReplicaStatus(ApiModel):
 
 
 class Progress(ApiModel):
-    """Where the run is, as rank 0 last said."""
+    """The progress of the run, as rank 0 last reported it."""
 
     step: Annotated[Number, Field(description="Steps done.")]
     total_steps: Annotated[Number | None, Field(description="Steps of the whole run.")] = None
@@ -171,7 +171,7 @@ class Display(ApiModel):
 
 
 class Goodput(ApiModel):
-    """Where the time went since pods were first created: four sums that share it among them."""
+    """The goodput since pods were first created: four sums that share it among them."""
 
     productive_seconds: Annotated[Ratio, Field(description="Seconds in steps that were kept.")] = 0.0
     lost_seconds: Annotated[
@@ -200,7 +200,7 @@ class LastFailure(ApiModel):
 
 
 class Status(ApiModel):
-    """What the operator sees."""
+    """The status that the operator writes."""
 
     phase: Annotated[Phase | None, Field(description="Where the job is in its life.")] = None
     conditions: Annotated[tuple[Condition, ...], Field(max_length=32, description="What holds and why.")] = ()

@@ -11,14 +11,14 @@ from moejob_api.job.base import AbsolutePath, ApiModel, Count, LongText, ObjectN
 
 
 class Resume(StrEnum):
-    """What is taken of another job's checkpoint."""
+    """The parts that are taken of another job's checkpoint."""
 
     WEIGHTS = "Weights"
     RUN = "Run"
 
 
 class Checkpoint(ApiModel):
-    """When the run is saved and what is kept."""
+    """Saving of the run, and retention."""
 
     every_steps: Annotated[
         Count | None,
@@ -53,7 +53,7 @@ class Checkpoint(ApiModel):
 
 
 class AccessMode(StrEnum):
-    """How nodes may mount the volume."""
+    """The access mode of the volume."""
 
     READ_WRITE_ONCE = "ReadWriteOnce"
     READ_WRITE_MANY = "ReadWriteMany"

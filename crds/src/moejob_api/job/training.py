@@ -1,4 +1,4 @@
-"""How long and how the weights are updated."""
+"""Length of the training, and the update of weights."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Precision(ApiModel):
 
 
 class RecomputeGranularity(StrEnum):
-    """How much of the forward pass is done again in the backward pass."""
+    """The share of the forward pass that is done again in the backward pass."""
 
     NONE = "None"
     SELECTIVE = "Selective"
@@ -71,14 +71,14 @@ class RecomputeGranularity(StrEnum):
 
 
 class RecomputeMethod(StrEnum):
-    """Which layers are recomputed under Full."""
+    """The choice of layers that are recomputed under Full."""
 
     UNIFORM = "Uniform"
     BLOCK = "Block"
 
 
 class RecomputeModule(StrEnum):
-    """What Selective recomputes."""
+    """The modules that Selective recomputes."""
 
     CORE_ATTENTION = "CoreAttention"
     LATENT_UP_PROJECTION = "LatentUpProjection"
@@ -132,6 +132,23 @@ class Lora(ApiModel):
     ] = (LoraTarget.QUERY_KEY_VALUE, LoraTarget.ATTENTION_OUTPUT, LoraTarget.GATE_UP, LoraTarget.DOWN)
 
 
+class Profile(ApiModel):
+    """Steps that are traced, bounded: a trace grows with every operation of every step."""
+
+    first_step: Annotated[
+        Count, Field(description="First step that is traced; the first of a run is slower than the others.")
+    ] = 2
+    steps: Annotated[int, Field(ge=1, le=8, description="Steps of the trace.")] = 1
+    ranks: Annotated[
+        tuple[CountOrZero, ...],
+        Field(min_length=1, max_length=8, description="Global ranks that write a trace each."),
+    ] = (0,)
+    memory: Annotated[
+        bool,
+        Field(description="Record allocations as well; on GPUs also as a snapshot for pytorch.org/memory_viz."),
+    ] = False
+
+
 class Training(ApiModel):
     """Length of the run, batches, optimizer."""
 
@@ -168,3 +185,13 @@ class Training(ApiModel):
         ),
     ] = 0.1
     lora: Annotated[Lora | None, Field(description="Train adapters only. Absent: all weights.")] = None
+    deterministic: Annotated[
+        bool,
+        Field(
+            description="Compute the same bits in every run of the job on the same machines: torch's deterministic "
+            "algorithms and slower attention. SFT only."
+        ),
+    ] = False
+    profile: Annotated[
+        Profile | None, Field(description="Trace a few steps with torch.profiler, into profile/ of the run folder.")
+    ] = None

@@ -28,7 +28,7 @@ class Group(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where one rank runs and which part of the model and of the batch it holds."""
+    """The place of one rank, and the part of model and batch that it holds."""
 
     rank: int
     node: int

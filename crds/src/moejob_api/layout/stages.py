@@ -1,9 +1,9 @@
-"""Which layers each pipeline stage holds, as Megatron divides them."""
+"""The layers of each pipeline stage, as Megatron divides them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 
 from moejob_api.job.parallelism import Parallelism
 
@@ -79,7 +79,7 @@ def _uneven(size: int, layers: int, first: int | None, last: int | None) -> list
 
 @dataclass(frozen=True, slots=True)
 class StageSplit:
-    """How the layers are cut into stages: the four settings of spec.parallelism that decide it."""
+    """The cut of the layers into stages: the four settings of spec.parallelism that decide it."""
 
     first_stage_layers: int | None = None
     last_stage_layers: int | None = None
@@ -87,7 +87,8 @@ class StageSplit:
     loss_counts_as_layer: bool = False
 
 
-@cache
+# Bounded: a strange spec asks for sizes that no other ever has.
+@lru_cache(maxsize=4096)
 def stage_splits(layers: int, pipeline: int, chunks: int = 1) -> tuple[StageSplit, ...]:
     """The splits that work, most even first; at most three, none when there are too few layers.
 

@@ -1,6 +1,6 @@
-"""How many parameters a model has, and over which parallel groups Megatron divides them. Exact, not estimated.
+"""The number of parameters of a model, and the parallel groups over which Megatron divides them. Exact, not estimated.
 
-Knows neither layouts nor bytes: moejob_api.memory does.
+Knows neither layouts nor bytes: moejob_api.planner.memory does.
 """
 
 from __future__ import annotations

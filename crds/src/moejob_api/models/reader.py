@@ -6,6 +6,7 @@ Knows no family: which keys matter, and what an absent one means, is for moejob_
 from __future__ import annotations
 
 import json
+import math
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -62,7 +63,7 @@ class ConfigReader:
         return None if self.values.get(key) is None else self.size(key)
 
     def is_null(self, key: str) -> bool:
-        """Whether the key is there and says null, which often means something else than a missing key."""
+        """Return whether the key is there and says null, which often means something else than a missing key."""
         return key in self.values and self.values[key] is None
 
     def flag(self, key: str, absent: bool = False) -> bool:
@@ -71,6 +72,19 @@ class ConfigReader:
         if not isinstance(value, bool):
             self._refuse(key, "true or false")
         return value
+
+    def number(self, key: str) -> None:
+        """Refuse what is not a finite number above zero."""
+        value = self.values.get(key)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            self._refuse(key, "a number above 0")
+
+    def one_of(self, key: str, accepted: Sequence[object], why: str) -> None:
+        """Refuse a key that is present with any value but the accepted ones; `why` ends with the fix."""
+        value = self.values.get(key)
+        if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in accepted):
+            expected = " or ".join(shown(one) for one in accepted if one is not None)
+            self._refuse(key, f"{expected}: {why}")
 
     def indices(self, key: str) -> frozenset[int]:
         """A list of layer indices; none where the key is missing or null."""

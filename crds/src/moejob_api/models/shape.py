@@ -1,4 +1,4 @@
-"""What a model is made of, as far as planning needs it: layers, heads, experts, vocabulary.
+"""The shape of a model, as far as planning needs it: layers, heads, experts, vocabulary.
 
 Owns no counting (parameters.py does) and no knowledge of any config.json (families.py does).
 """

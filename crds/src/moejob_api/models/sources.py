@@ -1,4 +1,4 @@
-"""Where a model's config.json is found without a network: a path, the local Hugging Face cache, the shipped catalog.
+"""The sources of a model's config.json without a network: a path, the local Hugging Face cache, the shipped catalog.
 
 Reads files and never writes one. What a config means is for moejob_api.models.families to say.
 """
@@ -36,7 +36,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class Unseen:
-    """Why a model cannot be looked at from here; `near` are known names that resemble the one asked for."""
+    """The reason why a model cannot be read from here; `near` are known names that resemble the one asked for."""
 
     reason: str
     near: tuple[str, ...] = ()
@@ -88,9 +88,10 @@ def _is_path(source: str, local_paths: bool) -> bool:
 
 
 def _from_path(path: Path) -> ModelConfig | Unseen:
-    # An absolute path may lie in the image or on the volume; a relative one can only have meant this disk.
-    if path.is_absolute() and _mode(path) is None:
-        return Unseen(f"{path} is not on this machine; the image or the volume has to have it")
+    if _mode(path) is None:
+        # An absolute path may lie in the image or on the volume; a relative one may be the export of a run to come.
+        where = "the image or the volume" if path.is_absolute() else "the folder that the job is run from"
+        return Unseen(f"{shown(str(path))} is not on this machine; {where} has to have it")
     file = path / "config.json" if stat.S_ISDIR(_mode(path) or 0) else path
     mode = _mode(file)
     if mode is None:
@@ -105,7 +106,7 @@ def _from_path(path: Path) -> ModelConfig | Unseen:
 
 
 def _mode(path: Path) -> int | None:
-    """What kind of thing lies at a path; None where nothing is seen, be the path wrong, forbidden or not even valid."""
+    """Return what kind of thing lies at a path; None where nothing is seen: it is wrong, forbidden or not valid."""
     try:
         return path.stat().st_mode
     except (OSError, ValueError):
@@ -122,7 +123,7 @@ def _from_cache(name: str, revision: str | None, environment: Mapping[str, str])
 
 
 def _hub_cache(environment: Mapping[str, str]) -> Path:
-    """Where huggingface_hub keeps models, by the variables it honours, in its order."""
+    """Return where huggingface_hub keeps models, by the variables it honours, in its order."""
     stated = environment.get("HF_HUB_CACHE") or environment.get("HUGGINGFACE_HUB_CACHE")
     if stated:
         return Path(stated).expanduser()

@@ -1,56 +1,14 @@
-"""How sequences and batches have to divide over the groups that share them."""
+"""Divisibility of sequences and batches over the groups that share them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from moejob_api.arithmetic import round_up
+from moejob_api.derived import global_batch_size, sequence_divisor
 from moejob_api.job import Spec
 from moejob_api.layout.sizes import Layout
 from moejob_api.problems import Problem, Rule
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """The batch of one optimizer update, seen from one data-parallel rank."""
-
-    sequences: int
-    micro_sequences: int
-    micro_tokens: int
-    microbatches: int
-    updates_per_step: int
-
-
-def batch(spec: Spec, layout: Layout) -> Batch:
-    """How the global batch reaches the ranks; sizes that do not divide are rounded up, batch_problems names them."""
-    training = spec.training
-    sequences = global_batch_size(spec)
-    of_rank = max(1, sequences // layout.data)
-    micro = training.micro_batch_size
-    rollouts = spec.grpo.prompts_per_step * spec.grpo.group_size if spec.grpo else sequences
-    tokens = training.dynamic_batch_tokens
-    if tokens is None:
-        count = -(-of_rank // micro)
-    else:
-        # Only the longest samples are known before the data is; shorter ones give fewer microbatches.
-        count = round_up(
-            -(-of_rank * spec.data.max_length // tokens), layout.pipeline if layout.virtual_pipeline > 1 else 1
-        )
-    return Batch(
-        sequences=sequences,
-        micro_sequences=micro,
-        micro_tokens=tokens or micro * spec.data.max_length,
-        microbatches=count,
-        updates_per_step=max(1, rollouts // sequences),
-    )
-
-
-def global_batch_size(spec: Spec) -> int:
-    """Sequences of one optimizer update."""
-    if spec.training.global_batch_size is not None:
-        return spec.training.global_batch_size
-    return spec.grpo.prompts_per_step * spec.grpo.group_size if spec.grpo else 1
 
 
 def batch_problems(spec: Spec, layout: Layout) -> Iterator[Problem]:
@@ -61,16 +19,6 @@ def batch_problems(spec: Spec, layout: Layout) -> Iterator[Problem]:
         yield from _dynamic_batch_problems(spec, layout)
         return
     yield from _static_batch_problems(spec, layout)
-
-
-def sequence_divisor(layout: Layout) -> int:
-    """What a sequence length must be a multiple of.
-
-    Context ranks each take two chunks, one from the front and one from the back, so that causal attention costs them
-    the same; sequence parallelism divides what a context rank holds once more.
-    """
-    chunks = 2 * layout.context if layout.context > 1 else 1
-    return chunks * (layout.tensor if layout.sequence_parallel else 1)
 
 
 def _sequence_problems(spec: Spec, layout: Layout) -> Iterator[Problem]:
@@ -92,14 +40,32 @@ def _sequence_problems(spec: Spec, layout: Layout) -> Iterator[Problem]:
 def _rollout_batch_problems(spec: Spec) -> Iterator[Problem]:
     if spec.grpo is None:
         return
-    answers, update = spec.grpo.prompts_per_step * spec.grpo.group_size, global_batch_size(spec)
-    if answers % update:
+    grpo, answers = spec.grpo, spec.grpo.answers_per_step
+    product = f"promptsPerStep {grpo.prompts_per_step} x groupSize {grpo.group_size}"
+    if grpo.updates_per_step is not None and answers % grpo.updates_per_step:
+        yield Problem(
+            Rule.GLOBAL_BATCH,
+            "spec.grpo.updatesPerStep",
+            f"the {answers} answers of a step ({product}) do not divide into updatesPerStep {grpo.updates_per_step}; "
+            f"change it to a divisor of {answers}",
+        )
+        return
+    given = spec.training.global_batch_size
+    if given is None:
+        return
+    if answers % given:
         yield Problem(
             Rule.GLOBAL_BATCH,
             "spec.training.globalBatchSize",
-            f"the {answers} answers of a step (promptsPerStep {spec.grpo.prompts_per_step} x groupSize "
-            f"{spec.grpo.group_size}) do not divide into updates of globalBatchSize {update}; change it to a divisor "
-            f"of {answers}, or remove it",
+            f"the {answers} answers of a step ({product}) do not divide into updates of globalBatchSize {given}; "
+            f"change it to a divisor of {answers}, or remove it",
+        )
+    elif grpo.updates_per_step is not None and answers // grpo.updates_per_step != given:
+        yield Problem(
+            Rule.GLOBAL_BATCH,
+            "spec.training.globalBatchSize",
+            f"updatesPerStep {grpo.updates_per_step} of {answers} answers ({product}) are updates of "
+            f"{answers // grpo.updates_per_step}, but globalBatchSize is {given}; remove one of the two",
         )
 
 

@@ -1,11 +1,11 @@
-"""What a layout can be refused for once the model is known: layers, heads, experts and widths have to divide."""
+"""Rules of a layout once the model is known: layers, heads, experts and widths have to divide."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from moejob_api.arithmetic import divisors
-from moejob_api.job import Method, Spec
+from moejob_api.job import Spec
 from moejob_api.job.moe import Balancing
 from moejob_api.job.training import Lora, LoraTarget, RecomputeGranularity, RecomputeModule
 from moejob_api.layout.sizes import expert_tensor
@@ -14,16 +14,26 @@ from moejob_api.models.shape import (
     Attention,
     DenseMLP,
     Experts,
+    Family,
     GroupedAttention,
     LatentAttention,
     LinearAttention,
     ModelShape,
 )
 from moejob_api.problems import Problem, Rule
+from moejob_api.trainable import UNTRAINED_FAMILIES
 
 
 def model_problems(spec: Spec, shape: ModelShape) -> Iterator[Problem]:
     """Every way in which the spec does not suit the model."""
+    if shape.family in UNTRAINED_FAMILIES:
+        known = ", ".join(family for family in Family if family not in UNTRAINED_FAMILIES)
+        yield Problem(
+            Rule.MODEL_FAMILY,
+            "spec.model.source",
+            f"{UNTRAINED_FAMILIES[shape.family]}; use a model whose model_type is one of {known}, or add them as "
+            "docs/add-a-model.md says",
+        )
     yield from _layer_problems(spec, shape)
     for attention in shape.attentions():
         yield from _head_problems(spec, attention)
@@ -169,12 +179,6 @@ def _routing_problems(spec: Spec, shape: ModelShape) -> Iterator[Problem]:
             "same tokens; remove sequence: false",
         )
     if experts is None:
-        if spec.grpo is not None and spec.grpo.routing_replay:
-            yield Problem(
-                Rule.ROUTING,
-                "spec.grpo.routingReplay",
-                f"{shape.family} has no experts, so there is no routing to replay; remove it",
-            )
         return
     if spec.moe.balancing is Balancing.EXPERT_BIAS and not experts.sigmoid_scores:
         yield Problem(
@@ -245,7 +249,7 @@ def _lora_problems(spec: Spec, shape: ModelShape, lora: Lora) -> Iterator[Proble
                 "spec.training.lora.rank",
                 f"rank {lora.rank} does not divide over {name} {size}; change rank to {-(-lora.rank // size) * size}",
             )
-    if spec.method is Method.SFT and spec.moe.freeze_router is False:
+    if spec.moe.freeze_router is False:
         yield Problem(
             Rule.LORA,
             "spec.moe.freezeRouter",

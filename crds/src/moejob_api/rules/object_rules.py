@@ -1,4 +1,4 @@
-"""What one job can be refused for without knowing its model: every rule once in Python and once in CEL.
+"""Rules of a job that need no model: every rule once in Python and once in CEL.
 
 The planner says the Python message, which carries the values. The API server evaluates the CEL twin (after
 defaulting) and says the summary. A test runs both on the same jobs through the API server's own code.
@@ -6,24 +6,31 @@ defaulting) and says the summary. A test runs both on the same jobs through the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from moejob_api.job import Method, Spec
 from moejob_api.job.base import Dtype
-from moejob_api.job.grpo import Placement, Sync
+from moejob_api.job.grpo import BuiltInReward, MismatchMode, Placement, Sync
 from moejob_api.job.lifecycle import Gang
-from moejob_api.job.model import DataFormat
-from moejob_api.job.moe import Balancing, Dispatcher, Sharding
+from moejob_api.job.model import DataFormat, DataShape
+from moejob_api.job.moe import Dispatcher
 from moejob_api.job.parallelism import ExpertLayout
 from moejob_api.job.resources import Accelerator, TolerationOperator
 from moejob_api.job.storage import Resume
 from moejob_api.job.training import RecomputeGranularity, SchedulerKind
 from moejob_api.layout.sizes import gpus
 from moejob_api.problems import Problem, Rule
+from moejob_api.trainable import UNTRAINED_DISPATCHERS, UNTRAINED_ROUTING_REPLAY
 
 # More than any cluster has; keeps products of sizes far from int64, in which CEL computes.
 MAX_GPUS = 1_048_576
+
+SHAPED_FORMATS: Mapping[DataShape, tuple[DataFormat, ...]] = {
+    DataShape.ALPACA: (DataFormat.CHAT, DataFormat.PROMPT_COMPLETION, DataFormat.PROMPTS),
+    DataShape.GSM8K: (DataFormat.CHAT, DataFormat.PROMPT_COMPLETION, DataFormat.PROMPTS),
+    DataShape.SHARE_GPT: (DataFormat.CHAT,),
+}
 
 Complaint = str | None
 
@@ -82,6 +89,17 @@ def _data_formats(spec: Spec) -> Complaint:
     return None
 
 
+def _shapes_of_formats(spec: Spec) -> Complaint:
+    for dataset in (*spec.data.train, *spec.data.eval):
+        formats = () if dataset.shape is None else SHAPED_FORMATS[dataset.shape]
+        if dataset.shape is not None and dataset.format not in formats:
+            return (
+                f"shape {dataset.shape} of {dataset.source} cannot become format {dataset.format}; use "
+                f"{' or '.join(formats)}"
+            )
+    return None
+
+
 def _phases_for_offload(spec: Spec) -> Complaint:
     offloaded = [
         name
@@ -97,6 +115,15 @@ def _phases_for_offload(spec: Spec) -> Complaint:
         f"offloading by {' and '.join(offloaded)} only helps between the phases of GRPO: SFT needs weights and "
         "gradients on the GPU in every step; use offloadOptimizer: 1, sharding: FSDP or "
         "training.recompute instead"
+    )
+
+
+def _dropout_of_answers(spec: Spec) -> Complaint:
+    if spec.grpo is None or spec.training.lora is None or not spec.training.lora.dropout:
+        return None
+    return (
+        f"dropout {spec.training.lora.dropout} gives answers other probabilities in training than when they were "
+        "generated, and GRPO's ratios compare the two; set lora.dropout: 0"
     )
 
 
@@ -152,10 +179,46 @@ def _warmup_within_run(spec: Spec) -> Complaint:
     return f"warmupSteps {warmup} is longer than the run of maxSteps {steps}"
 
 
+def _minimum_below_peak(spec: Spec) -> Complaint:
+    scheduler, peak = spec.training.scheduler, spec.training.optimizer.learning_rate
+    if scheduler.minimum_learning_rate <= peak:
+        return None
+    return (
+        f"minimumLearningRate {scheduler.minimum_learning_rate:g} is above the peak, optimizer.learningRate {peak:g}, "
+        "so the rate would rise where it should decay; lower it"
+    )
+
+
 def _evaluation_data(spec: Spec) -> Complaint:
     if spec.training.eval_every is None or spec.data.eval:
         return None
     return f"evalEvery {spec.training.eval_every} has nothing to evaluate; add data.eval or remove it"
+
+
+def _deterministic_answers(spec: Spec) -> Complaint:
+    if spec.method is Method.SFT or not spec.training.deterministic:
+        return None
+    return (
+        "GRPO cannot be deterministic: engines batch answers as they arrive, and each batch is summed in another "
+        "order; remove deterministic"
+    )
+
+
+def _profiled_steps(spec: Spec) -> Complaint:
+    profile, steps = spec.training.profile, spec.training.max_steps
+    if profile is None or steps is None or profile.first_step + profile.steps - 1 <= steps:
+        return None
+    return (
+        f"firstStep {profile.first_step} and steps {profile.steps} end after maxSteps {steps}; set firstStep to "
+        f"{max(1, steps - profile.steps + 1)}" + (f" and steps to {steps}" if profile.steps > steps else "")
+    )
+
+
+def _profiled_ranks(spec: Spec) -> Complaint:
+    profile, count = spec.training.profile, gpus(spec.parallelism)
+    if profile is None or max(profile.ranks) < count:
+        return None
+    return f"ranks name rank {max(profile.ranks)}, and parallelism has ranks 0 to {count - 1}; remove it"
 
 
 def _recompute_settings(spec: Spec) -> Complaint:
@@ -186,6 +249,56 @@ def _one_reward_source(spec: Spec) -> Complaint:
         if len(given) != 1:
             return f"reward {index} has {' and '.join(given) or 'no source'}; give exactly one of name, module and url"
     return None
+
+
+def _reward_pattern(spec: Spec) -> Complaint:
+    for index, reward in enumerate(spec.grpo.rewards if spec.grpo else ()):
+        is_format = reward.name is BuiltInReward.FORMAT
+        if is_format and reward.pattern is None:
+            return f"reward {index} is format and has no pattern; give the regular expression that answers must match"
+        if not is_format and reward.pattern is not None:
+            return f"reward {index} has a pattern, which only the reward format reads; remove it"
+    return None
+
+
+def _whole_vocabulary(spec: Spec) -> Complaint:
+    if spec.grpo is None or spec.grpo.top_p == 1:
+        return None
+    return (
+        f"topP {spec.grpo.top_p} samples from a part of the vocabulary, and the trainer's probabilities are over all "
+        "of it: their ratios would be wrong; remove it, or lower temperature. evaluation.topP may be less than 1"
+    )
+
+
+def _mismatch_minimum(spec: Spec) -> Complaint:
+    mismatch = None if spec.grpo is None else spec.grpo.mismatch
+    if mismatch is None or mismatch.minimum == 0:
+        return None
+    if mismatch.mode is not MismatchMode.MASK:
+        return f"minimum {mismatch.minimum} is for mode Mask; Truncate bounds weights from above: remove it"
+    if mismatch.minimum < mismatch.maximum:
+        return None
+    return f"minimum {mismatch.minimum} is not below maximum {mismatch.maximum}, so every weight would be masked"
+
+
+def _staleness(spec: Spec) -> Complaint:
+    if spec.grpo is None or spec.grpo.rollout.staleness == 0:
+        return None
+    return (
+        f"staleness {spec.grpo.rollout.staleness} asks for answers from older weights, and this version generates with "
+        "the newest only; remove it"
+    )
+
+
+def _reference_of_resumed(spec: Spec) -> Complaint:
+    if spec.grpo is None or spec.grpo.kl.coefficient == 0 or spec.checkpoint.resume_from is None:
+        return None
+    if spec.training.lora is not None:
+        return None
+    return (
+        f"kl.coefficient {spec.grpo.kl.coefficient} needs the weights that training began with as its reference, and "
+        "they come from model.source, not from a checkpoint; name the export of that job as model.source, or set 0"
+    )
 
 
 def _room_for_prompt(spec: Spec) -> Complaint:
@@ -221,19 +334,12 @@ def _rollout_sync(spec: Spec) -> Complaint:
 # --- mixture of experts and memory ----------------------------------------------------------------------------------
 
 
-def _sequence_balancing(spec: Spec) -> Complaint:
-    if spec.moe.balancing is Balancing.SEQ_AUX_LOSS and spec.data.packing:
-        return (
-            "SeqAuxLoss balances within a sequence, and a packed row holds several that it cannot tell apart; use "
-            "AuxLoss or GlobalAuxLoss, or set data.packing: false"
-        )
-    return None
+def _trained_dispatcher(spec: Spec) -> Complaint:
+    return UNTRAINED_DISPATCHERS.get(spec.moe.dispatcher)
 
 
-def _flex_on_cpu(spec: Spec) -> Complaint:
-    if spec.moe.dispatcher is Dispatcher.FLEX and spec.resources.accelerator is Accelerator.CPU:
-        return "dispatcher Flex needs GPUs; on CPU use AllToAll"
-    return None
+def _trained_routing(spec: Spec) -> Complaint:
+    return UNTRAINED_ROUTING_REPLAY if spec.grpo is not None and spec.grpo.routing_replay else None
 
 
 def _gather_of_dynamic_batches(spec: Spec) -> Complaint:
@@ -245,22 +351,23 @@ def _gather_of_dynamic_batches(spec: Spec) -> Complaint:
 
 
 def _fully_sharded(spec: Spec) -> Complaint:
-    if spec.memory.sharding is not Sharding.FSDP:
+    sharding = spec.memory.sharding
+    if not sharding.divides_weights:
         return None
     if spec.parallelism.pipeline > 1:
         return (
-            "FSDP gathers every layer on every GPU and does not combine with pipeline "
+            f"{sharding} gathers every layer on every GPU and does not combine with pipeline "
             f"{spec.parallelism.pipeline}; use pipeline: 1 with more data, or DistributedOptimizer"
         )
     if spec.training.lora is not None:
         return (
-            "FSDP divides weights that are trained, not those under adapters; use DistributedOptimizer for LoRA, "
-            "whose optimizer state is small anyway"
+            f"{sharding} divides weights that are trained, not those under adapters; use DistributedOptimizer for "
+            "LoRA, whose optimizer state is small anyway"
         )
     if spec.memory.offload_optimizer > 0:
         return (
-            "FSDP keeps the float32 weights that it divides on the GPU and has no host copy for offloadOptimizer "
-            f"{spec.memory.offload_optimizer:g}; set it to 0 or use DistributedOptimizer"
+            f"{sharding} keeps the float32 weights that it divides on the GPU and has no host copy for "
+            f"offloadOptimizer {spec.memory.offload_optimizer:g}; set it to 0 or use DistributedOptimizer"
         )
     return None
 
@@ -467,6 +574,8 @@ def _with_gpus(condition: str) -> str:
     return f"[self.parallelism].all(p, [{_GPUS}].all(g, g > {MAX_GPUS}.0 || [int(g)].all(n, {condition})))"
 
 
+_HAS_SHAPE_OF_FORMAT = "!has(d.shape) || d.format == 'Chat' || (d.format != 'Text' && d.shape != 'ShareGPT')"
+
 OBJECT_RULES: tuple[ObjectRule, ...] = (
     ObjectRule(
         Rule.METHOD,
@@ -491,12 +600,27 @@ OBJECT_RULES: tuple[ObjectRule, ...] = (
         "GRPO takes data of format Prompts, SFT of any other",
     ),
     ObjectRule(
+        Rule.CONFLICT,
+        "spec.data",
+        _shapes_of_formats,
+        f"self.train.all(d, {_HAS_SHAPE_OF_FORMAT}) && self.eval.all(d, {_HAS_SHAPE_OF_FORMAT})",
+        "shape ShareGPT becomes Chat; Alpaca and GSM8K become Chat, PromptCompletion or Prompts",
+        on="spec.data",
+    ),
+    ObjectRule(
         Rule.OFFLOAD,
         "spec.memory",
         _phases_for_offload,
         f"[self.memory].all(m, !m.offloadParameters && !m.offloadGradients) || {_IS_GRPO}",
         "offloadParameters and offloadGradients only help between the phases of GRPO; use offloadOptimizer, "
         "FSDP or recompute for SFT",
+    ),
+    ObjectRule(
+        Rule.LORA,
+        "spec.training.lora.dropout",
+        _dropout_of_answers,
+        f"!({_IS_GRPO}) || [self.training].all(t, !has(t.lora) || t.lora.dropout == 0.0)",
+        "GRPO takes no lora.dropout",
     ),
     ObjectRule(
         Rule.OFFLOAD,
@@ -540,10 +664,40 @@ OBJECT_RULES: tuple[ObjectRule, ...] = (
     ),
     ObjectRule(
         Rule.CONFLICT,
+        "spec.training.scheduler.minimumLearningRate",
+        _minimum_below_peak,
+        "self.scheduler.minimumLearningRate <= self.optimizer.learningRate",
+        "minimumLearningRate is above optimizer.learningRate",
+        on="spec.training",
+    ),
+    ObjectRule(
+        Rule.CONFLICT,
         "spec.training.evalEvery",
         _evaluation_data,
         "!has(self.training.evalEvery) || size(self.data.eval) > 0",
         "evalEvery needs data.eval",
+    ),
+    ObjectRule(
+        Rule.CONFLICT,
+        "spec.training.deterministic",
+        _deterministic_answers,
+        f"!({_IS_GRPO}) || !self.training.deterministic",
+        "GRPO cannot be deterministic",
+    ),
+    ObjectRule(
+        Rule.CONFLICT,
+        "spec.training.profile",
+        _profiled_steps,
+        "!has(self.profile) || !has(self.maxSteps) || self.profile.firstStep + self.profile.steps - 1 <= self.maxSteps",
+        "profile ends after maxSteps",
+        on="spec.training",
+    ),
+    ObjectRule(
+        Rule.CONFLICT,
+        "spec.training.profile.ranks",
+        _profiled_ranks,
+        _with_gpus("!has(self.training.profile) || self.training.profile.ranks.all(r, r < n)"),
+        "profile names a rank that parallelism does not have",
     ),
     ObjectRule(
         Rule.RECOMPUTE,
@@ -568,6 +722,47 @@ OBJECT_RULES: tuple[ObjectRule, ...] = (
         "self.rewards.all(r, (has(r.name) ? 1 : 0) + (has(r.module) ? 1 : 0) + (has(r.url) ? 1 : 0) == 1)",
         "every reward has exactly one of name, module and url",
         on="spec.grpo",
+    ),
+    ObjectRule(
+        Rule.CONFLICT,
+        "spec.grpo.rewards",
+        _reward_pattern,
+        "self.rewards.all(r, (has(r.name) && r.name == 'format') == has(r.pattern))",
+        "the reward format has a pattern, and no other",
+        on="spec.grpo",
+    ),
+    ObjectRule(
+        Rule.CONFLICT,
+        "spec.grpo.topP",
+        _whole_vocabulary,
+        "self.topP == 1.0",
+        "training samples from all of the vocabulary: topP is 1",
+        on="spec.grpo",
+    ),
+    ObjectRule(
+        Rule.CONFLICT,
+        "spec.grpo.mismatch.minimum",
+        _mismatch_minimum,
+        "!has(self.mismatch) || [self.mismatch].all(m, m.minimum == 0.0 || (m.mode == 'Mask' && m.minimum < "
+        "m.maximum))",
+        "minimum is for mode Mask and below maximum",
+        on="spec.grpo",
+    ),
+    ObjectRule(
+        Rule.ROLLOUT,
+        "spec.grpo.rollout.staleness",
+        _staleness,
+        "self.rollout.staleness == 0",
+        "staleness is 0 in this version",
+        on="spec.grpo",
+    ),
+    ObjectRule(
+        Rule.CONFLICT,
+        "spec.grpo.kl.coefficient",
+        _reference_of_resumed,
+        "!has(self.grpo) || self.grpo.kl.coefficient == 0.0 || !has(self.checkpoint.resumeFrom) || "
+        "has(self.training.lora)",
+        "with resumeFrom there is no reference model; name the export as model.source",
     ),
     ObjectRule(
         Rule.SEQUENCE_LENGTH,
@@ -595,17 +790,19 @@ OBJECT_RULES: tuple[ObjectRule, ...] = (
     ),
     ObjectRule(
         Rule.ROUTING,
-        "spec.moe.balancing",
-        _sequence_balancing,
-        "[self.moe].all(m, !has(m.balancing) || m.balancing != 'SeqAuxLoss') || !self.data.packing",
-        "SeqAuxLoss cannot tell the sequences of a packed row apart",
+        "spec.moe.dispatcher",
+        _trained_dispatcher,
+        f"!has(self.dispatcher) || !(self.dispatcher in {sorted(map(str, UNTRAINED_DISPATCHERS))})",
+        "; ".join(UNTRAINED_DISPATCHERS.values()),
+        on="spec.moe",
     ),
     ObjectRule(
         Rule.ROUTING,
-        "spec.moe.dispatcher",
-        _flex_on_cpu,
-        f"self.moe.dispatcher != 'Flex' || {_ON_GPU}",
-        "dispatcher Flex needs GPUs",
+        "spec.grpo.routingReplay",
+        _trained_routing,
+        "!has(self.routingReplay) || !self.routingReplay",
+        UNTRAINED_ROUTING_REPLAY,
+        on="spec.grpo",
     ),
     ObjectRule(
         Rule.ROUTING,
@@ -618,9 +815,9 @@ OBJECT_RULES: tuple[ObjectRule, ...] = (
         Rule.SHARDING,
         "spec.memory.sharding",
         _fully_sharded,
-        "self.memory.sharding != 'FSDP' || (self.parallelism.pipeline == 1 && "
+        "self.memory.sharding == 'DistributedOptimizer' || (self.parallelism.pipeline == 1 && "
         "!has(self.training.lora) && self.memory.offloadOptimizer == 0.0)",
-        "FSDP does not combine with pipeline, LoRA or offloadOptimizer",
+        "ZeRO2 and FSDP do not combine with pipeline, LoRA or offloadOptimizer",
     ),
     ObjectRule(
         Rule.OFFLOAD,

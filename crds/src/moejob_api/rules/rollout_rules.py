@@ -1,40 +1,15 @@
-"""Where the engines of GRPO fit: on the trainer's GPUs or on their own."""
+"""Rules for the engines of GRPO: on the trainer's GPUs or on their own."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
-from moejob_api.arithmetic import ceil_div, divisors
+from moejob_api.arithmetic import divisors
 from moejob_api.job import Spec
 from moejob_api.job.grpo import Grpo, Placement
 from moejob_api.layout.sizes import Layout
 from moejob_api.models.shape import Experts, GroupedAttention, LatentAttention, ModelShape
 from moejob_api.problems import Problem, Rule
-
-
-@dataclass(frozen=True, slots=True)
-class RolloutLayout:
-    """Engines of a GRPO job; `gpus` and `nodes` count only what the trainer does not have already."""
-
-    engines: int
-    tensor: int
-    gpus: int
-    nodes: int
-
-
-def rollout_layout(spec: Spec, layout: Layout) -> RolloutLayout | None:
-    """The engines that follow from the job; None for SFT."""
-    if spec.grpo is None:
-        return None
-    rollout = spec.grpo.rollout
-    match rollout.placement:
-        case Placement.COLOCATED:
-            return RolloutLayout(max(1, layout.gpus // rollout.tensor), rollout.tensor, gpus=0, nodes=0)
-        case Placement.SEPARATE:
-            engines = rollout.replicas or 1
-            per_node = max(1, spec.resources.gpus_per_node // rollout.tensor)
-            return RolloutLayout(engines, rollout.tensor, engines * rollout.tensor, ceil_div(engines, per_node))
 
 
 def rollout_problems(spec: Spec, layout: Layout, shape: ModelShape | None) -> Iterator[Problem]:

@@ -11,12 +11,15 @@ from collections.abc import Callable, Mapping
 
 from moejob_api.models.families.deepseek import deepseek_v2, deepseek_v3
 from moejob_api.models.families.dense import llama, qwen2, qwen3
+from moejob_api.models.families.keys import refuse_unknown_meanings
 from moejob_api.models.families.mixtures import glm4_moe, gpt_oss, mixtral, qwen2_moe, qwen3_moe, qwen3_next
+from moejob_api.models.families.rotary import refuse_unknown_rotary
 from moejob_api.models.reader import ConfigReader, refused, shown
 from moejob_api.models.shape import Family, ModelShape
 from moejob_api.problems import InvalidSpec, Rule
+from moejob_api.trainable import UNTRAINED_FAMILIES
 
-_READERS: Mapping[str, Callable[[ConfigReader], ModelShape]] = {
+_READERS: Mapping[Family, Callable[[ConfigReader], ModelShape]] = {
     Family.LLAMA: llama,
     Family.QWEN2: qwen2,
     Family.QWEN3: qwen3,
@@ -26,10 +29,16 @@ _READERS: Mapping[str, Callable[[ConfigReader], ModelShape]] = {
     Family.QWEN3_NEXT: qwen3_next,
     Family.DEEPSEEK_V2: deepseek_v2,
     Family.DEEPSEEK_V3: deepseek_v3,
-    # Kimi-K2 is DeepSeek-V3 with other numbers.
-    "kimi_k2": deepseek_v3,
     Family.GLM4_MOE: glm4_moe,
     Family.GPT_OSS: gpt_oss,
+}
+
+# Models that people ask for, and what they need that is not there.
+_KNOWN_BY_NAME: Mapping[str, str] = {
+    "kimi_k2": "Kimi-K2 (model_type kimi_k2) needs a tokenizer of its own code and is not in Transformers",
+    "deepseek": "DeepSeek-MoE v1 (model_type deepseek) is not in Transformers, which every run is compared with",
+    "llama4": "Llama 4 (model_type llama4) reads more than text, and only text is trained",
+    "llama4_text": "Llama 4 (model_type llama4_text) needs attention in chunks and layers without positions",
 }
 
 
@@ -37,20 +46,28 @@ def shape_of(config: object, origin: str = "config.json") -> ModelShape:
     """The shape that a parsed config.json describes; InvalidSpec, beginning with `origin`, when it describes none."""
     if not isinstance(config, Mapping):
         raise refused(Rule.MODEL_CONFIG, f"{origin} holds {shown(config)}; expected a JSON object")
-    if config.get("text_config") is not None:
-        raise _unsupported(f"{origin}: text_config says that this model reads more than text")
     name = config.get("model_type")
+    if isinstance(name, str) and name in _KNOWN_BY_NAME:
+        raise _unsupported(f"{origin}: {_KNOWN_BY_NAME[name]}")
+    if config.get("text_config") is not None or config.get("vision_config") is not None:
+        raise _unsupported(f"{origin}: model_type {shown(name)} reads more than text, and only text is trained")
     if not isinstance(name, str):
         raise refused(Rule.MODEL_CONFIG, f"{origin}: model_type is {shown(name)}; expected one of {_known()}")
-    read = _READERS.get(name)
-    if read is None:
+    if name not in _READERS:
         raise _unsupported(f"{origin}: model_type {shown(name)} is not supported")
-    return read(ConfigReader(config, origin))
+    reader = ConfigReader(config, origin)
+    shape = _READERS[Family(name)](reader)
+    refuse_unknown_meanings(reader, shape.family)
+    refuse_unknown_rotary(reader, shape)
+    return shape
 
 
 def _unsupported(what: str) -> InvalidSpec:
-    return refused(Rule.MODEL_FAMILY, f"{what}; use a model whose model_type is one of {_known()}")
+    return refused(
+        Rule.MODEL_FAMILY,
+        f"{what}; use a model whose model_type is one of {_known()}, or add it as docs/add-a-model.md says",
+    )
 
 
 def _known() -> str:
-    return ", ".join(_READERS)
+    return ", ".join(family for family in Family if family not in UNTRAINED_FAMILIES)

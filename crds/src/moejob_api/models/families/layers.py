@@ -1,4 +1,4 @@
-"""What the families have in common: heads, windows, which layers hold experts, and the finished model."""
+"""The common parts of the families: heads, windows, which layers hold experts, and the finished model."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def model(config: ConfigReader, family: Family, layers: tuple[Layer, ...], mtp: 
 
 
 def layer_count(config: ConfigReader) -> int:
-    """How many layers the model has."""
+    """Return how many layers the model has."""
     return config.size("num_hidden_layers", largest=MOST_LAYERS)
 
 
@@ -49,7 +49,7 @@ def stacked(attentions: Iterable[Attention], mlps: Iterable[FeedForward]) -> tup
 
 
 def mtp_count(config: ConfigReader) -> int:
-    """How many further layers predict further tokens; Transformers takes one when the file does not say."""
+    """Return how many further layers predict further tokens; Transformers takes one when the file does not say."""
     key = "num_mtp_layers" if "num_nextn_predict_layers" not in config.values else "num_nextn_predict_layers"
     return config.size(key, absent=1, smallest=0, largest=MOST_LAYERS)
 
@@ -109,17 +109,37 @@ def mixed(config: ConfigReader, experts: Experts, sparse: list[bool]) -> list[Fe
 
 
 def sparse_by_step(config: ConfigReader) -> list[bool]:
-    """Which layers hold experts in Qwen's way: every n-th, except those listed as plain."""
+    """Return which layers hold experts in Qwen's way: every n-th, except those listed as plain."""
     step = config.size("decoder_sparse_step", absent=1)
     plain = config.indices("mlp_only_layers")
     return [index not in plain and (index + 1) % step == 0 for index in range(layer_count(config))]
 
 
 def sparse_after(config: ConfigReader, absent: int) -> list[bool]:
-    """Which layers hold experts in DeepSeek's way: all but the first few."""
+    """Return which layers hold experts in DeepSeek's way: all but the first few."""
     config.only("moe_layer_freq", 1, "Transformers builds experts in every layer whatever it says")
     dense = config.size("first_k_dense_replace", absent=absent, smallest=0)
     return [index >= dense for index in range(layer_count(config))]
+
+
+def refuse_uneven_groups(
+    config: ConfigReader, experts: Experts, *, absent_groups: int | None = None, absent_kept: int | None = None
+) -> None:
+    """Refuse groups of experts that a token cannot choose from; Transformers would fail at the first token."""
+    groups, kept = config.size("n_group", absent_groups), config.size("topk_group", absent_kept)
+    each, rest = divmod(experts.count, groups)
+    if rest:
+        config.refuse_model(f"n_group {groups} does not divide the {experts.count} experts")
+    if kept > groups:
+        config.refuse_model(f"topk_group {kept} is more than n_group {groups}")
+    # Groups of sigmoid scores are compared by the best two of each.
+    if experts.sigmoid_scores and each < 2:
+        config.refuse_model(f"n_group {groups} leaves one of {experts.count} experts to a group; two are needed")
+    if experts.per_token > kept * each:
+        config.refuse_model(
+            f"num_experts_per_tok {experts.per_token} is more than the {kept * each} experts of the {kept} groups that "
+            "topk_group keeps"
+        )
 
 
 def optional_window(config: ConfigReader) -> int | None:

@@ -12,6 +12,7 @@ from moejob_api.models.families.layers import (
     model,
     mtp_count,
     optional_window,
+    refuse_uneven_groups,
     sparse_after,
     sparse_by_step,
     stacked,
@@ -67,7 +68,9 @@ def glm4_moe(config: ConfigReader) -> ModelShape:
     """GLM-4.5: DeepSeek's experts behind grouped attention."""
     plain = grouped_attention(config)
     attention = replace(plain, qkv_bias=config.flag("attention_bias"), head_norm=config.flag("use_qk_norm"))
-    mlps = mixed(config, shared_experts(config, absent=1, sigmoid=True), sparse_after(config, absent=1))
+    experts = shared_experts(config, absent=1, sigmoid=True)
+    refuse_uneven_groups(config, experts, absent_groups=1, absent_kept=1)
+    mlps = mixed(config, experts, sparse_after(config, absent=1))
     return model(config, Family.GLM4_MOE, stacked([attention] * len(mlps), mlps), mtp_count(config))
 
 

@@ -1,0 +1,68 @@
+"""The JSON by which the trainer tells `moejob data` about a job's data: neither may import the other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field
+
+from moejob_api.job.base import ApiModel, CountOrZero
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Bounds on what is read and shown of each data set."""
+
+    records: int
+    examples: int
+
+
+class PreviewedText(ApiModel):
+    """A run of tokens that are all trained on, or all not."""
+
+    text: str
+    trained: bool
+
+
+class PreviewedExample(ApiModel):
+    """A record as the model sees it."""
+
+    place: str
+    tokens: CountOrZero
+    trained_tokens: CountOrZero
+    parts: tuple[PreviewedText, ...]
+
+
+class LeftOut(ApiModel):
+    """A record of which the model sees nothing, or not all."""
+
+    place: str
+    reason: str
+
+
+class DatasetPreview(ApiModel):
+    """One data set: what became of the records that were read, and some of them."""
+
+    part: Annotated[str, Field(description="train or eval, and its index.")]
+    source: str
+    split: str
+    format: str
+    records: CountOrZero
+    # False where there are more records than were to be read.
+    is_whole: bool
+    kept: CountOrZero
+    truncated: CountOrZero
+    dropped: CountOrZero
+    tokens: CountOrZero
+    trained_tokens: CountOrZero
+    # Tokens of the shortest, the median and the longest sample that is seen; none where nothing is.
+    lengths: tuple[CountOrZero, CountOrZero, CountOrZero] | None
+    left_out: tuple[LeftOut, ...]
+    examples: tuple[PreviewedExample, ...]
+
+
+class DataPreview(ApiModel):
+    """Every data set of a job, in its order."""
+
+    datasets: tuple[DatasetPreview, ...]

@@ -1,0 +1,137 @@
+"""Settings that a job leaves open, as they follow from it. The estimate and the trainer both read them here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import assert_never
+
+from moejob_api.arithmetic import ceil_div, round_up
+from moejob_api.engines import colocated_per_pod
+from moejob_api.job import Method, Spec
+from moejob_api.job.grpo import Placement
+from moejob_api.job.moe import Balancing
+from moejob_api.job.training import Recompute, RecomputeGranularity, RecomputeModule
+from moejob_api.layout.sizes import Layout
+from moejob_api.models.shape import ModelShape
+
+DEFAULT_MODULES = frozenset({RecomputeModule.NORMS, RecomputeModule.EXPERT_ACTIVATION, RecomputeModule.MLP})
+NO_MODULES: frozenset[RecomputeModule] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The batch of one optimizer update, seen from one data-parallel rank."""
+
+    sequences: int
+    micro_sequences: int
+    micro_tokens: int
+    microbatches: int
+    updates_per_step: int
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutLayout:
+    """Engines of a GRPO job; `gpus` and `nodes` count only what the trainer does not have already."""
+
+    engines: int
+    tensor: int
+    gpus: int
+    nodes: int
+
+
+def batch(spec: Spec, layout: Layout) -> Batch:
+    """Return the division of the global batch over ranks; sizes that do not divide are rounded up."""
+    training = spec.training
+    sequences = global_batch_size(spec)
+    of_rank = max(1, sequences // layout.data)
+    micro = training.micro_batch_size
+    tokens = training.dynamic_batch_tokens
+    if tokens is None:
+        count = -(-of_rank // micro)
+    else:
+        # Only the longest samples are known before the data is; shorter ones give fewer microbatches.
+        count = round_up(
+            -(-of_rank * spec.data.max_length // tokens), layout.pipeline if layout.virtual_pipeline > 1 else 1
+        )
+    return Batch(
+        sequences=sequences,
+        micro_sequences=micro,
+        micro_tokens=tokens or micro * spec.data.max_length,
+        microbatches=count,
+        updates_per_step=updates_per_step(spec),
+    )
+
+
+def global_batch_size(spec: Spec) -> int:
+    """Sequences of one optimizer update."""
+    if spec.training.global_batch_size is not None:
+        return spec.training.global_batch_size
+    return max(1, spec.grpo.answers_per_step // (spec.grpo.updates_per_step or 1)) if spec.grpo else 1
+
+
+def updates_per_step(spec: Spec) -> int:
+    """Updates of the weights that a step makes: its answers are cut into as many parts, once in each epoch."""
+    if spec.grpo is None:
+        return 1
+    return max(1, spec.grpo.answers_per_step // global_batch_size(spec)) * spec.grpo.epochs_per_step
+
+
+def sequence_divisor(layout: Layout) -> int:
+    """Return what a sequence length must be a multiple of.
+
+    Context ranks each take two chunks, one from the front and one from the back, so that causal attention costs them
+    the same; sequence parallelism divides what a context rank holds once more.
+    """
+    chunks = 2 * layout.context if layout.context > 1 else 1
+    return chunks * (layout.tensor if layout.sequence_parallel else 1)
+
+
+def balancing(spec: Spec) -> Balancing:
+    """Return how the load of the experts is kept even."""
+    if spec.moe.balancing is not None:
+        return spec.moe.balancing
+    return Balancing.NONE if spec.method is Method.GRPO else Balancing.AUX_LOSS
+
+
+def counts_choices(spec: Spec) -> bool:
+    """True when the global batch passes through the model once more, to count what its tokens choose."""
+    return balancing(spec) is Balancing.GLOBAL_AUX_LOSS and spec.moe.aux_loss_coefficient > 0
+
+
+def router_is_frozen(spec: Spec) -> bool:
+    """Return whether the router keeps its weights."""
+    if spec.training.lora is not None:
+        return True
+    return spec.method is Method.GRPO if spec.moe.freeze_router is None else spec.moe.freeze_router
+
+
+def trained_shape(shape: ModelShape, spec: Spec) -> ModelShape:
+    """The model as a job trains it: without modules for further tokens where nothing is learned of these."""
+    is_learned = spec.method is Method.SFT and spec.training.lora is None and spec.training.mtp_loss_coefficient > 0
+    return shape if is_learned or not shape.mtp_layers else replace(shape, mtp_layers=())
+
+
+def recomputed_modules(recompute: Recompute) -> frozenset[RecomputeModule]:
+    """The modules that Selective drops; whole layers are not among them."""
+    match recompute.granularity:
+        case RecomputeGranularity.SELECTIVE:
+            return frozenset(recompute.modules) or DEFAULT_MODULES
+        case RecomputeGranularity.NONE | RecomputeGranularity.FULL:
+            return NO_MODULES
+        case _:
+            assert_never(recompute.granularity)
+
+
+def rollout_layout(spec: Spec, layout: Layout) -> RolloutLayout | None:
+    """The engines that follow from the job; None for SFT."""
+    if spec.grpo is None:
+        return None
+    rollout = spec.grpo.rollout
+    match rollout.placement:
+        case Placement.COLOCATED:
+            engines = layout.nodes * colocated_per_pod(spec, layout.gpus_per_pod)
+            return RolloutLayout(max(1, engines), rollout.tensor, gpus=0, nodes=0)
+        case Placement.SEPARATE:
+            engines = rollout.replicas or 1
+            per_node = max(1, spec.resources.gpus_per_node // rollout.tensor)
+            return RolloutLayout(engines, rollout.tensor, engines * rollout.tensor, ceil_div(engines, per_node))

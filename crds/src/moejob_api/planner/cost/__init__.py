@@ -1,0 +1,9 @@
+"""The time of a step on a layout, worked out from shapes and published speeds. Formulas only, no torch.
+
+Good for ranking layouts, and within a factor of 1.5 of what was measured; docs/cost.md has the table.
+"""
+
+from moejob_api.planner.cost.estimate import Cost, CostPart, model_flops, step_cost, step_seconds
+from moejob_api.planner.cost.step import Spent
+
+__all__ = ["Cost", "CostPart", "Spent", "model_flops", "step_cost", "step_seconds"]

@@ -1,0 +1,38 @@
+"""Explanations of the parts of a step's time: one short formula each, with its numbers."""
+
+from __future__ import annotations
+
+from moejob_api.derived import balancing
+from moejob_api.planner.cost.step import Spent
+from moejob_api.planner.memory.case import Case
+
+
+def why(case: Case, spent: Spent, share: float) -> str:
+    """The reason behind one part, with its share of the step."""
+    return f"{share:.0%}: {_reason(case, spent)}"
+
+
+def _reason(case: Case, spent: Spent) -> str:
+    layout, batch, part = case.layout, case.batch, case.share
+    match spent:
+        case Spent.BUBBLE:
+            chunks = f" / {layout.virtual_pipeline} chunks" if layout.virtual_pipeline > 1 else ""
+            return f"({layout.pipeline} stages - 1){chunks} beside {batch.microbatches} microbatches"
+        case Spent.DISPATCH:
+            return f"{part.sequence_tokens:,} tokens to experts on {layout.expert} GPUs and back"
+        case Spent.TENSOR:
+            return f"{part.tokens:,} x {part.hidden:,} gathered and scattered over {layout.tensor} GPUs"
+        case Spent.DATA:
+            return f"{layout.data * layout.context} replicas, {layout.expert_data} of the experts"
+        case Spent.OPTIMIZER:
+            moved = case.spec.memory.offload_optimizer
+            return f"{moved:.0%} of it on the host" if moved else "its state read and written once"
+        case Spent.RECOMPUTE | Spent.COUNTING:
+            recompute = f"recompute {case.spec.training.recompute.granularity}"
+            return recompute if spent is Spent.RECOMPUTE else f"one more forward pass for {balancing(case.spec)}"
+        case Spent.EXPERTS:
+            experts = case.shape.experts
+            rows = part.rows(experts.per_token) * layout.expert // experts.count if experts else 0
+            return f"{rows:,} rows an expert"
+        case _:
+            return f"{batch.microbatches} microbatches of {part.tokens:,} tokens"

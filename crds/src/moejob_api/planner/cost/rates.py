@@ -1,0 +1,100 @@
+"""The share of a GPU's published speed that is reached, and the time of collectives; docs/cost.md has the measurements.
+
+Every formula saturates: more rows or wider matrices never make an operation less efficient.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moejob_api.hardware import Hardware
+
+# Plain matrix products: 796 of 989 TFLOP/s at 8192^3, about half of the peak on matrices of 2048 columns.
+GEMM_SHARE, GEMM_ROWS, GEMM_WIDTH = 0.80, 512, 1024
+# Products of many experts at once: 487 TFLOP/s at 256 rows an expert and 666 at 1,024, of 768 columns.
+GROUPED_SHARE, GROUPED_ROWS, GROUPED_WIDTH = 0.78, 120, 128
+# Flash attention with both passes: 303 TFLOP/s on documents of 1,024 tokens, 425 within a training step at 4,096.
+ATTENTION_SHARE, ATTENTION_TOKENS = 0.50, 700
+# Chunked linear attention is many small products.
+LINEAR_ATTENTION_SHARE = 0.15
+# Norms, rotary embedding, gates, permutations and copies read and write what a layer keeps about ten times over.
+ELEMENTWISE_PASSES = 10
+# Streaming kernels: the optimizer 3.7 of 4.8 TB/s; adding weight gradients into their buffer 2.6.
+OPTIMIZER_SHARE, ACCUMULATION_SHARE = 0.75, 0.55
+# All-to-all reached 262 of 450 GB/s while it ran and less with the waiting of uneven ranks.
+NVLINK_SHARE, ALL_TO_ALL_SHARE, NETWORK_SHARE = 0.75, 0.48, 0.80
+IN_NODE_LATENCY_SECONDS, NETWORK_LATENCY_SECONDS = 15e-6, 40e-6
+# A host's memory serves all its GPUs; Adam there reads and writes 28 bytes a parameter.
+HOST_ADAM_BYTES, HOST_ADAM_BYTES_PER_SECOND = 28, 30e9
+# Of the exchange with replicas, what neither the backward pass nor the next forward pass hides.
+DATA_EXPOSED = 0.3
+# vLLM without CUDA graphs: 70 ms for one token of each of 512 sequences through 48 layers, 13 ms of it reading weights.
+ENGINE_LAYER_SECONDS, ENGINE_GEMM_SHARE = 1.1e-3, 0.40
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A GPU and how many of them share a node."""
+
+    hardware: Hardware
+    gpus_per_node: int
+
+    def members_in_node(self, stride: int, size: int) -> int:
+        """Members of a group that share a node, when neighbours in the group are `stride` ranks apart."""
+        return max(1, min(size, self.gpus_per_node // stride))
+
+
+def gemm_seconds(flops: float, rows: float, width: float, hardware: Hardware) -> float:
+    """A plain matrix product; width is the smaller of its inner and its output dimension."""
+    share = GEMM_SHARE * rows / (rows + GEMM_ROWS) * width / (width + GEMM_WIDTH)
+    return flops / (share * hardware.bf16_flops_per_second)
+
+
+def grouped_seconds(flops: float, rows_per_expert: float, width: float, hardware: Hardware) -> float:
+    """One product for all experts of a GPU."""
+    if flops == 0:
+        return 0.0
+    share = GROUPED_SHARE * rows_per_expert / (rows_per_expert + GROUPED_ROWS) * width / (width + GROUPED_WIDTH)
+    return flops / (share * hardware.bf16_flops_per_second)
+
+
+def attention_seconds(flops: float, tokens: int, hardware: Hardware) -> float:
+    """Flash attention over documents of that many tokens."""
+    share = ATTENTION_SHARE * tokens / (tokens + ATTENTION_TOKENS)
+    return flops / (share * hardware.bf16_flops_per_second)
+
+
+def gather_seconds(amount: float, stride: int, size: int, machine: Machine) -> float:
+    """An all-gather to `amount` bytes on every rank, or a reduce-scatter from that; inside and outside at once."""
+    if size == 1 or amount == 0:
+        return 0.0
+    members = machine.members_in_node(stride, size)
+    hardware = machine.hardware
+    inside = amount * (size - 1) / size / (hardware.nvlink_bytes_per_second * NVLINK_SHARE) if members > 1 else 0.0
+    if members == size:
+        return inside + IN_NODE_LATENCY_SECONDS
+    # Every member brings its own network card.
+    nodes = size / members
+    across = amount * (nodes - 1) / nodes / members / (hardware.network_bytes_per_second * NETWORK_SHARE)
+    return max(inside, across) + NETWORK_LATENCY_SECONDS
+
+
+def all_to_all_seconds(amount: float, stride: int, size: int, machine: Machine) -> float:
+    """Every rank sends `amount` bytes, an equal share to each member of the group, itself included."""
+    if size == 1 or amount == 0:
+        return 0.0
+    members = machine.members_in_node(stride, size)
+    hardware = machine.hardware
+    inside = amount * (members - 1) / size / (hardware.nvlink_bytes_per_second * ALL_TO_ALL_SHARE)
+    if members == size:
+        return inside + IN_NODE_LATENCY_SECONDS
+    across = amount * (size - members) / size / (hardware.network_bytes_per_second * NETWORK_SHARE)
+    return max(inside, across) + NETWORK_LATENCY_SECONDS
+
+
+def send_seconds(amount: float, stride: int, machine: Machine) -> float:
+    """One message to the rank `stride` further on."""
+    hardware = machine.hardware
+    if stride < machine.gpus_per_node:
+        return amount / (hardware.nvlink_bytes_per_second * NVLINK_SHARE) + IN_NODE_LATENCY_SECONDS
+    return amount / (hardware.network_bytes_per_second * NETWORK_SHARE) + NETWORK_LATENCY_SECONDS

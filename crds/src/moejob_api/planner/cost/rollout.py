@@ -1,0 +1,43 @@
+"""Seconds that GRPO spends beside its updates: scoring, generating, moving weights."""
+
+from __future__ import annotations
+
+from moejob_api.arithmetic import ceil_div
+from moejob_api.derived import rollout_layout
+from moejob_api.job.grpo import Grpo
+from moejob_api.models.parameters import active_parameters
+from moejob_api.planner.cost.rates import ENGINE_GEMM_SHARE, ENGINE_LAYER_SECONDS, Machine, gather_seconds
+from moejob_api.planner.cost.step import Seconds, Spent, Update
+from moejob_api.planner.memory.case import Case
+from moejob_api.planner.memory.engine import Engine, engine
+
+
+def rollout_seconds(case: Case, update: Update, machine: Machine) -> Seconds:
+    """Return what a step of GRPO adds to its updates; nothing for SFT."""
+    grpo = case.spec.grpo
+    one = engine(case.spec, case.shape, case.layout)
+    if grpo is None or one is None:
+        return {}
+    # The policy's own probabilities, and the reference's where it differs.
+    passes = 1 + (grpo.kl.coefficient > 0)
+    return {
+        Spent.SCORING: passes * case.batch.updates_per_step * update.forward_seconds,
+        Spent.GENERATION: _generation(case, grpo, one, machine),
+        Spent.SYNC: one.weights / machine.hardware.host_bytes_per_second,
+    }
+
+
+def _generation(case: Case, grpo: Grpo, one: Engine, machine: Machine) -> float:
+    """Tokens come one after the other; each round reads the weights and the caches of all running sequences."""
+    sizes = rollout_layout(case.spec, case.layout)
+    engines = sizes.engines if sizes is not None else 1
+    answers = ceil_div(grpo.prompts_per_step * grpo.group_size, engines)
+    at_once = max(1, min(answers, one.sequences if one.sequences is not None else one.useful_sequences))
+    hardware, layers = machine.hardware, len(case.shape.layers)
+    reading = (one.weights + at_once * one.sequence_bytes / 2) / hardware.memory_bytes_per_second
+    flops = 2.0 * active_parameters(case.shape) * at_once / one.gpus
+    computing = flops / (ENGINE_GEMM_SHARE * hardware.bf16_flops_per_second)
+    summed = at_once * case.shape.hidden * case.element_bytes
+    talking = 4 * layers * gather_seconds(summed, 1, one.gpus, machine)
+    of_round = max(reading, computing) + layers * ENGINE_LAYER_SECONDS + talking
+    return ceil_div(answers, at_once) * grpo.max_new_tokens * of_round

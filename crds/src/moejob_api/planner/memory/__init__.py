@@ -1,0 +1,28 @@
+"""The memory that a job takes: on each GPU, in each pod's host memory, on the volume. Formulas only, no torch.
+
+docs/memory.md explains every formula and compares it with measurements.
+"""
+
+from moejob_api.planner.memory.engine import Engine
+from moejob_api.planner.memory.estimate import MemoryEstimate, Part, PhasePeak, estimate
+from moejob_api.planner.memory.phases import Name, Phase
+from moejob_api.planner.memory.remedies import Change, Remedy, remedies
+from moejob_api.planner.memory.storage import VolumeNeed, checkpoint_bytes, download_bytes, export_bytes, volume_need
+
+__all__ = [
+    "Change",
+    "Engine",
+    "MemoryEstimate",
+    "Name",
+    "Part",
+    "Phase",
+    "PhasePeak",
+    "Remedy",
+    "VolumeNeed",
+    "checkpoint_bytes",
+    "download_bytes",
+    "estimate",
+    "export_bytes",
+    "remedies",
+    "volume_need",
+]

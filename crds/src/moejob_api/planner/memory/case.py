@@ -1,0 +1,198 @@
+"""One job on one layout, prepared: everything that the estimates of its stages have in common."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moejob_api.arithmetic import ceil_div, round_up
+from moejob_api.derived import Batch, batch, router_is_frozen, trained_shape
+from moejob_api.job import Spec
+from moejob_api.job.moe import Sharding
+from moejob_api.job.training import Lora
+from moejob_api.layout.sizes import Layout
+from moejob_api.models.parameters import Weights, layer_weights, mtp_weights
+from moejob_api.models.shape import Layer, ModelShape
+from moejob_api.planner.memory.adapters import adapter_weights
+from moejob_api.planner.memory.constants import VOCABULARY_MULTIPLE
+from moejob_api.planner.memory.kept_activations import FLOAT32_BYTES
+from moejob_api.planner.memory.kinds import Kinds, Stage, distinct_stages, layers_by_kind, router_parameters
+from moejob_api.planner.memory.microbatch_share import Keeping, Share, keeping, share
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """Parameters on one GPU: those that all data-parallel ranks share, and routed ones, which fewer share."""
+
+    dense: int = 0
+    routed: int = 0
+
+    def __add__(self, other: Parameters) -> Parameters:
+        return Parameters(self.dense + other.dense, self.routed + other.routed)
+
+    def __mul__(self, count: int) -> Parameters:
+        return Parameters(self.dense * count, self.routed * count)
+
+    def __floordiv__(self, parts: int) -> Parameters:
+        return Parameters(self.dense // parts, self.routed // parts)
+
+    @property
+    def total(self) -> int:
+        """Both."""
+        return self.dense + self.routed
+
+
+@dataclass(frozen=True, slots=True)
+class Portion:
+    """Parameters of something on one GPU, and those of them that are trained."""
+
+    held: Parameters = Parameters()
+    trained: Parameters = Parameters()
+
+    def __add__(self, other: Portion) -> Portion:
+        return Portion(self.held + other.held, self.trained + other.trained)
+
+    def __mul__(self, count: int) -> Portion:
+        return Portion(self.held * count, self.trained * count)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A job on a layout. layers: parameters of one layer of each kind on one GPU; vocabulary: of the embedding."""
+
+    spec: Spec
+    shape: ModelShape
+    layout: Layout
+    kinds: Kinds
+    share: Share
+    keeping: Keeping
+    batch: Batch
+    stages: tuple[Stage, ...]
+    layers: tuple[Portion, ...]
+    vocabulary: int
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of a weight that computes, and of an activation."""
+        return self.share.element_bytes
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of a weight that is kept: replicas that divide them keep float32 ones and round what they gather."""
+        return FLOAT32_BYTES if self.divides_weights else self.element_bytes
+
+    @property
+    def summed_bytes(self) -> int:
+        """Bytes of a gradient that is kept: shares of weights have gradients of their own type."""
+        return FLOAT32_BYTES if self.divides_weights else self.gradient_bytes
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of a gradient that travels to be summed."""
+        return self.spec.training.precision.gradients.size_bytes
+
+    @property
+    def divides_weights(self) -> bool:
+        """Return whether weights and gradients are divided like the optimizer's state."""
+        return self.spec.memory.sharding.divides_weights
+
+    @property
+    def keeps_gathered(self) -> bool:
+        """Return whether gathered weights stay until the update."""
+        return self.spec.memory.sharding is Sharding.ZERO2
+
+
+def prepared(spec: Spec, shape: ModelShape, layout: Layout, kinds: Kinds | None = None) -> Case:
+    """The case of a job; `kinds` saves grouping the layers again where many layouts of one model are tried."""
+    shape, grouped = trained_shape(shape, spec), kinds or layers_by_kind(shape)
+    of_rank = batch(spec, layout)
+    return Case(
+        spec=spec,
+        shape=shape,
+        layout=layout,
+        kinds=grouped,
+        share=share(spec, shape, layout, of_rank.micro_tokens),
+        keeping=keeping(spec),
+        batch=of_rank,
+        stages=distinct_stages(spec.parallelism, grouped),
+        layers=tuple(
+            [
+                _layer(spec, layout, shape.hidden, layer, weights)
+                for layer, weights in zip(grouped.layers, grouped.weights, strict=True)
+            ]
+        ),
+        vocabulary=round_up(shape.vocabulary, VOCABULARY_MULTIPLE * layout.tensor) // layout.tensor * shape.hidden,
+    )
+
+
+def stage_parameters(case: Case, stage: Stage) -> Portion:
+    """Parameters on one GPU of a stage."""
+    total = Portion()
+    for chunk in stage.chunks:
+        for part, count in zip(case.layers, case.kinds.counts(chunk.start, chunk.stop), strict=True):
+            if count:
+                total += part * count
+    ends = Parameters(dense=_end_parameters(case, stage))
+    total += Portion(ends, Parameters() if case.spec.training.lora else ends)
+    return total + _mtp(case) if stage.output and case.shape.mtp_layers else total
+
+
+def model_parameters(case: Case) -> Portion:
+    """Parameters of all layers together, divided as on one GPU of a single stage."""
+    total = Portion()
+    for part, of_kind in zip(case.layers, case.kinds.before, strict=True):
+        total += part * of_kind[-1]
+    return total
+
+
+def output_parameters(case: Case) -> int:
+    """Trained parameters of the output projection on one GPU of the last stage."""
+    return 0 if case.spec.training.lora else case.vocabulary
+
+
+def _end_parameters(case: Case, stage: Stage) -> int:
+    """The embedding, the output projection and the norm before it, as far as the stage has them."""
+    alone = case.layout.pipeline == 1
+    output = case.vocabulary + case.shape.hidden if stage.output else 0
+    if alone and case.shape.tied_embeddings:
+        return output
+    # Predicting further tokens embeds them where the output is.
+    embeds_there = stage.output and not alone and not case.shape.tied_embeddings and len(case.shape.mtp_layers) > 0
+    return output + (int(stage.embedding) + int(embeds_there)) * case.vocabulary
+
+
+def _mtp(case: Case) -> Portion:
+    """The layers that predict further tokens, and what combines the embedding with the hidden state before each."""
+    beside = mtp_weights(case.shape)
+    layers = Portion()
+    for layer in case.shape.mtp_layers:
+        weights = layer_weights(case.shape, layer)
+        layers += _layer(case.spec, case.layout, case.shape.hidden, layer, weights)
+        beside += weights * -1
+    rest = local_parameters(beside, case.layout)
+    return layers + Portion(rest, rest)
+
+
+def _layer(spec: Spec, layout: Layout, hidden: int, layer: Layer, weights: Weights) -> Portion:
+    held = local_parameters(weights, layout)
+    lora = spec.training.lora
+    if lora is not None:
+        adapters = _adapters(hidden, layer, layout, lora)
+        return Portion(held + adapters, adapters)
+    frozen = router_parameters(hidden, layer) if router_is_frozen(spec) else 0
+    return Portion(held, Parameters(held.dense - frozen, held.routed))
+
+
+def _adapters(hidden: int, layer: Layer, layout: Layout, lora: Lora) -> Parameters:
+    return local_parameters(adapter_weights(hidden, layer, lora), layout)
+
+
+def local_parameters(weights: Weights, layout: Layout) -> Parameters:
+    """Parameters of `weights` on one GPU.
+
+    Megatron divides the projections of keys and values by columns, also below one head a rank; what more ranks than
+    heads hold copies of is the activations.
+    """
+    return Parameters(
+        dense=ceil_div(weights.tensor + weights.key_value, layout.tensor) + weights.replicated,
+        routed=ceil_div(weights.routed, layout.expert * layout.expert_tensor),
+    )

@@ -1,0 +1,36 @@
+"""The memory of NCCL on a GPU: buffers of each communicator, and of peers that are sent to alone."""
+
+from __future__ import annotations
+
+from moejob_api.job.moe import Dispatcher
+from moejob_api.layout.sizes import Layout
+from moejob_api.planner.memory.constants import COMMUNICATOR_BYTES, PEER_BYTES
+
+
+def communicators(layout: Layout) -> int:
+    """Communicators of one rank: the world, and every group of more than one."""
+    groups = (
+        layout.tensor,
+        layout.pipeline,
+        layout.context,
+        layout.data,
+        layout.expert,
+        layout.expert_tensor,
+        layout.expert_data,
+    )
+    return 1 + sum(size > 1 for size in groups) if layout.gpus > 1 else 0
+
+
+def peers(layout: Layout, dispatcher: Dispatcher) -> int:
+    """Ranks of the same node that are sent to one by one: all of the expert group in an all-to-all, both neighbours in
+    the pipeline. Collectives of a whole group need none."""
+    stage = layout.gpus // layout.pipeline
+    neighbours = min(2, layout.pipeline - 1) if stage < layout.gpus_per_pod else 0
+    if dispatcher is Dispatcher.ALL_GATHER:
+        return neighbours
+    return neighbours + max(1, min(layout.expert, layout.gpus_per_pod // layout.expert_tensor)) - 1
+
+
+def communication_bytes(layout: Layout, dispatcher: Dispatcher) -> int:
+    """All of it on one GPU."""
+    return communicators(layout) * COMMUNICATOR_BYTES + peers(layout, dispatcher) * PEER_BYTES

@@ -1,0 +1,137 @@
+"""The memory estimate of a job: the fullest stage in its fullest phase, part by part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from moejob_api.arithmetic import ceil_div
+from moejob_api.job import Spec
+from moejob_api.job.resources import Accelerator
+from moejob_api.layout.sizes import Layout
+from moejob_api.models.shape import ModelShape
+from moejob_api.planner.memory.activations import layer_bytes
+from moejob_api.planner.memory.case import Case, prepared
+from moejob_api.planner.memory.constants import HOST_PROCESS_BYTES
+from moejob_api.planner.memory.engine import Engine
+from moejob_api.planner.memory.explained import why
+from moejob_api.planner.memory.phases import Amounts, Load, Name, Phase, load, phases
+from moejob_api.planner.memory.storage import checkpoint_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One use of memory on one GPU, and the formula behind it."""
+
+    name: Name
+    bytes: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class PhasePeak:
+    """The fullest stage of one phase."""
+
+    phase: Phase
+    stage: int
+    parts: tuple[Part, ...]
+
+    @property
+    def bytes(self) -> int:
+        """All parts."""
+        return sum(part.bytes for part in self.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryEstimate:
+    """Memory of one GPU where it is fullest. phases holds the peak of every phase, `peak` is the highest of them.
+
+    host_bytes_per_pod: what the ranks of one pod keep in host memory. On CPU everything is there.
+    """
+
+    peak: PhasePeak
+    phases: tuple[PhasePeak, ...]
+    host_bytes_per_pod: int
+    engine: Engine | None
+
+    @property
+    def bytes(self) -> int:
+        """The highest peak."""
+        return self.peak.bytes
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """Return what the highest peak is made of."""
+        return self.peak.parts
+
+    @property
+    def stage(self) -> int:
+        """The fullest pipeline stage."""
+        return self.peak.stage
+
+    def fits(self, limit_bytes: int) -> bool:
+        """Return whether every phase stays within a GPU's memory and the engine, if any, has room for a sequence."""
+        return self.bytes <= limit_bytes and (self.engine is None or self.engine.runs)
+
+
+def estimate(spec: Spec, shape: ModelShape, layout: Layout) -> MemoryEstimate:
+    """The memory that a job takes on each GPU and in each pod; its layout must keep moejob_api.rules."""
+    case = prepared(spec, shape, layout)
+    layers = layer_bytes(case)
+    loads = tuple(load(case, stage, layers) for stage in case.stages)
+    peaks = tuple(_explained(*fullest) for fullest in _fullest(loads))
+    return MemoryEstimate(
+        peak=max(peaks, key=lambda peak: peak.bytes),
+        phases=peaks,
+        host_bytes_per_pod=_host_bytes(case, loads, max(peak.bytes for peak in peaks)),
+        engine=loads[0].engine,
+    )
+
+
+def fits(case: Case, limit_bytes: int) -> bool:
+    """Return whether every stage is within the limit in every phase; the estimate without its words, for searches."""
+    layers = layer_bytes(case)
+    for stage in case.stages:
+        of = load(case, stage, layers)
+        if of.engine is not None and not of.engine.runs:
+            return False
+        if any(sum(amounts.values()) > limit_bytes for _, amounts in phases(of)):
+            return False
+    return True
+
+
+def peak_bytes(case: Case) -> int:
+    """The highest peak alone, without its words, for searches."""
+    layers = layer_bytes(case)
+    loads = (load(case, stage, layers) for stage in case.stages)
+    return max(sum(amounts.values()) for of in loads for _, amounts in phases(of))
+
+
+def _fullest(loads: tuple[Load, ...]) -> Iterator[tuple[Phase, Load, Amounts]]:
+    """The fullest stage of each phase."""
+    of_stages = [(of, dict(phases(of))) for of in loads]
+    for phase in of_stages[0][1]:
+        yield max(((phase, of, amounts[phase]) for of, amounts in of_stages), key=lambda entry: sum(entry[2].values()))
+
+
+def _explained(phase: Phase, of: Load, amounts: Amounts) -> PhasePeak:
+    parts = tuple(Part(name, amount, why(of, name)) for name, amount in amounts.items() if amount)
+    return PhasePeak(phase, of.stage.index, parts)
+
+
+def _host_bytes(case: Case, loads: tuple[Load, ...], peak: int) -> int:
+    """Host memory of a pod: its ranks' own, what is offloaded, and the copy of a checkpoint that is being written."""
+    ranks = case.layout.gpus_per_pod
+    if case.spec.resources.accelerator is Accelerator.CPU:
+        return ranks * peak
+    fullest = max(of.states.host + of.activations.offloaded + _parked(of) for of in loads)
+    if not case.spec.checkpoint.asynchronous:
+        return ranks * (HOST_PROCESS_BYTES + fullest)
+    copy = ceil_div(checkpoint_bytes(case.shape, case.spec), case.layout.gpus)
+    return ranks * (HOST_PROCESS_BYTES + fullest + copy)
+
+
+def _parked(of: Load) -> int:
+    """Weights that wait in host memory: the reference's, and the trainer's own during generation."""
+    own = of.states.weights if of.case.spec.memory.offload_parameters else 0
+    return own + (of.states.weights if of.has_reference else 0)

@@ -1,0 +1,206 @@
+"""Bytes that one layer keeps for the backward pass of one microbatch, and bytes that come and go while it is computed.
+
+Counted tensor by tensor along the forward pass of Megatron's layer with our modules on plain torch. Flash attention
+keeps no matrix of scores; norms, rotary embedding and gated activations keep their inputs and recompute the rest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import assert_never
+
+from moejob_api.arithmetic import ceil_div
+from moejob_api.job.training import LoraTarget, RecomputeModule
+from moejob_api.models.shape import (
+    DenseMLP,
+    Experts,
+    GroupedAttention,
+    LatentAttention,
+    Layer,
+    LinearAttention,
+)
+from moejob_api.planner.memory.constants import INDEX_BYTES
+from moejob_api.planner.memory.microbatch_share import Keeping, Share
+
+FLOAT32_BYTES = 4
+# The chunked delta rule keeps one state for each chunk of tokens.
+LINEAR_CHUNK_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Bytes kept for the backward pass: inputs of norms and matrices, attention, feed-forward networks, experts."""
+
+    stream: int = 0
+    attention: int = 0
+    feed_forward: int = 0
+    routed: int = 0
+    routing: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.stream + self.attention + self.feed_forward + self.routed + self.routing
+
+    def __add__(self, other: Kept) -> Kept:
+        return Kept(
+            self.stream + other.stream,
+            self.attention + other.attention,
+            self.feed_forward + other.feed_forward,
+            self.routed + other.routed,
+            self.routing + other.routing,
+        )
+
+    def __mul__(self, count: int) -> Kept:
+        return Kept(
+            self.stream * count,
+            self.attention * count,
+            self.feed_forward * count,
+            self.routed * count,
+            self.routing * count,
+        )
+
+
+def kept(layer: Layer, share: Share, keeping: Keeping) -> Kept:
+    """Return what one layer keeps of one microbatch."""
+    return Kept(
+        stream=_stream(layer, share, keeping),
+        attention=_attention(layer, share, keeping),
+        feed_forward=_feed_forward(layer, share, keeping),
+        routed=_routed(layer, share, keeping),
+        routing=_routing(layer, share, keeping),
+    )
+
+
+def layer_input(share: Share) -> int:
+    """Return what a recomputed layer keeps: its input."""
+    return share.sequence_tokens * share.hidden * share.element_bytes
+
+
+def _stream(layer: Layer, share: Share, keeping: Keeping) -> int:
+    """The inputs of both norms, and their outputs, which the matrices behind them need."""
+    inputs = 2 * layer_input(share) + share.sequence_tokens * 2 * FLOAT32_BYTES
+    if RecomputeModule.NORMS in keeping.recomputed:
+        return inputs
+    # What is computed again as a whole begins with its norm.
+    whole = RecomputeModule.MLP if isinstance(layer.mlp, DenseMLP) else RecomputeModule.EXPERTS
+    return inputs + (1 if whole in keeping.recomputed else 2) * layer_input(share)
+
+
+# --- attention ------------------------------------------------------------------------------------------------------
+
+
+def _attention(layer: Layer, share: Share, keeping: Keeping) -> int:
+    match layer.attention:
+        case GroupedAttention():
+            bytes_of_token = _grouped(layer.attention, share, keeping)
+        case LatentAttention():
+            bytes_of_token = _latent(layer.attention, share, keeping)
+        case LinearAttention():
+            bytes_of_token = _linear(layer.attention, share)
+        case _:
+            assert_never(layer.attention)
+    adapters = keeping.adapter_rank * share.element_bytes * len(ATTENTION_TARGETS & keeping.inputs)
+    return share.tokens * (bytes_of_token + adapters)
+
+
+ATTENTION_TARGETS = frozenset({LoraTarget.QUERY_KEY_VALUE, LoraTarget.ATTENTION_OUTPUT})
+
+
+def _grouped(attention: GroupedAttention, share: Share, keeping: Keeping) -> int:
+    heads, groups = ceil_div(attention.heads, share.tensor), max(1, ceil_div(attention.key_value_heads, share.tensor))
+    # Values are a view of the projection's output, so all of it stays; queries and keys are kept once more, rotated.
+    # The head norm reads queries from a contiguous copy.
+    wide = heads * (1 + attention.output_gate) + 2 * groups + heads + groups + heads * attention.head_norm
+    # The attention's output is the input of the output projection. A gate adds its sigmoid and the gated product.
+    wide += heads * (3 if attention.output_gate else 1)
+    statistics = FLOAT32_BYTES * (heads + groups) * attention.head_norm
+    if RecomputeModule.CORE_ATTENTION not in keeping.recomputed:
+        statistics += FLOAT32_BYTES * heads
+        wide += _gathered(2 * groups, share)
+    return wide * attention.head_dim * share.element_bytes + statistics
+
+
+def _latent(attention: LatentAttention, share: Share, keeping: Keeping) -> int:
+    heads = ceil_div(attention.heads, share.tensor)
+    key_width = attention.nope_dim + attention.rope_dim
+    # Both compressed vectors before and after their norms.
+    compressed = 2 * (attention.query_rank or 0) + 2 * attention.key_value_rank + attention.rope_dim
+    wide = heads * attention.value_dim
+    if RecomputeModule.LATENT_UP_PROJECTION not in keeping.recomputed:
+        wide += heads * (2 * key_width + attention.value_dim)
+    statistics = 0
+    if RecomputeModule.CORE_ATTENTION not in keeping.recomputed:
+        statistics = FLOAT32_BYTES * heads
+        wide += _gathered(heads * (key_width + attention.value_dim), share)
+    return (ceil_div(compressed, share.sequence) + wide) * share.element_bytes + statistics
+
+
+def _linear(attention: LinearAttention, share: Share) -> int:
+    keys = attention.key_heads * attention.key_dim // share.tensor
+    values = attention.value_heads * attention.value_dim // share.tensor
+    heads = attention.value_heads // share.tensor
+    projected = 2 * keys + 2 * values + 2 * heads
+    convolved = 2 * (2 * keys + values)
+    normalized = 2 * keys
+    outputs = 3 * values
+    states = FLOAT32_BYTES * heads * attention.key_dim * attention.value_dim // LINEAR_CHUNK_TOKENS
+    return (projected + convolved + normalized + outputs) * share.element_bytes + states
+
+
+def _gathered(width: int, share: Share) -> int:
+    """Keys and values of the whole sequence, which context ranks gather from each other."""
+    return width * share.context if share.context > 1 else 0
+
+
+# --- feed-forward ---------------------------------------------------------------------------------------------------
+
+
+def _feed_forward(layer: Layer, share: Share, keeping: Keeping) -> int:
+    match layer.mlp:
+        case DenseMLP():
+            if RecomputeModule.MLP in keeping.recomputed:
+                return 0
+            return _gated(layer.mlp.intermediate, share, keeping)
+        case Experts():
+            if layer.mlp.shared_intermediate == 0 or _SHARED & keeping.recomputed:
+                return 0
+            gate = layer.mlp.shared_gate * share.sequence_tokens * share.hidden * share.element_bytes
+            return gate + _gated(layer.mlp.shared_intermediate, share, keeping)
+        case _:
+            assert_never(layer.mlp)
+
+
+_SHARED = frozenset({RecomputeModule.SHARED_EXPERTS, RecomputeModule.EXPERTS})
+FEED_FORWARD_TARGETS = frozenset({LoraTarget.GATE_UP, LoraTarget.DOWN})
+EXPERT_TARGETS = frozenset({LoraTarget.EXPERT_GATE_UP, LoraTarget.EXPERT_DOWN})
+
+
+def _gated(intermediate: int, share: Share, keeping: Keeping) -> int:
+    """Gate and up, which the activation needs, and the activation, which the down projection needs to be trained."""
+    width = ceil_div(intermediate, share.tensor) * (3 if LoraTarget.DOWN in keeping.inputs else 2)
+    adapters = keeping.adapter_rank * len(FEED_FORWARD_TARGETS & keeping.inputs)
+    return share.tokens * (width + adapters) * share.element_bytes
+
+
+def _routed(layer: Layer, share: Share, keeping: Keeping) -> int:
+    if not isinstance(layer.mlp, Experts) or RecomputeModule.EXPERTS in keeping.recomputed:
+        return 0
+    intermediate = ceil_div(layer.mlp.intermediate, share.expert_tensor)
+    width = 2 * intermediate + keeping.adapter_rank * len(EXPERT_TARGETS & keeping.inputs)
+    if LoraTarget.EXPERT_GATE_UP in keeping.inputs:
+        width += share.hidden
+    if LoraTarget.EXPERT_DOWN in keeping.inputs and RecomputeModule.EXPERT_ACTIVATION not in keeping.recomputed:
+        width += intermediate
+    # Rows are put in the order of experts when they leave, and once more where they arrive from other GPUs.
+    indices = INDEX_BYTES * (2 if share.expert * share.expert_tensor == 1 else 4)
+    return share.rows(layer.mlp.per_token) * (width * share.element_bytes + FLOAT32_BYTES + indices)
+
+
+def _routing(layer: Layer, share: Share, keeping: Keeping) -> int:
+    """Scores of every expert for the balancing loss, probabilities and the map of choices; the choices themselves."""
+    if not isinstance(layer.mlp, Experts) or RecomputeModule.EXPERTS in keeping.recomputed:
+        return 0
+    of_every_expert = FLOAT32_BYTES + keeping.router_bytes + 1
+    of_every_choice = 4 * INDEX_BYTES + 2 * FLOAT32_BYTES
+    return share.sequence_tokens * (layer.mlp.count * of_every_expert + layer.mlp.per_token * of_every_choice)

@@ -1,0 +1,100 @@
+"""The layers of a model grouped by kind, and what each pipeline stage holds of them.
+
+A model of 61 layers has two kinds: whatever is known of a kind is worked out once and multiplied.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+
+from moejob_api.job.parallelism import Parallelism
+from moejob_api.layout.stages import stages
+from moejob_api.models.parameters import Weights, layer_kinds, layer_weights
+from moejob_api.models.shape import Experts, Layer, ModelShape
+
+
+@dataclass(frozen=True, slots=True)
+class Kinds:
+    """Each kind of layer with its parameters. before[k][i]: layers of kind k among the first i."""
+
+    layers: tuple[Layer, ...]
+    weights: tuple[Weights, ...]
+    before: tuple[tuple[int, ...], ...]
+
+    def counts(self, start: int, stop: int) -> tuple[int, ...]:
+        """Layers of each kind in a range of layers."""
+        return tuple([of_kind[stop] - of_kind[start] for of_kind in self.before])
+
+
+def layers_by_kind(shape: ModelShape) -> Kinds:
+    """The model's layers, grouped."""
+    found = tuple(layer for layer, _ in layer_kinds(shape))
+    return Kinds(
+        layers=found,
+        weights=tuple(layer_weights(shape, layer) for layer in found),
+        before=tuple(
+            tuple(accumulate((layer is kind or layer == kind for layer in shape.layers), initial=0)) for kind in found
+        ),
+    )
+
+
+def router_parameters(hidden: int, layer: Layer) -> int:
+    """Parameters of the router of a layer."""
+    return layer.mlp.count * (hidden + layer.mlp.router_bias) if isinstance(layer.mlp, Experts) else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """The contents of a pipeline stage: ranges of layers, one a chunk, and perhaps the embedding or the output.
+
+    alike: how many stages hold as much; this is the first of them, and the one with the most microbatches in flight.
+    """
+
+    index: int
+    chunks: tuple[range, ...]
+    embedding: bool
+    output: bool
+    alike: int = 1
+
+
+def distinct_stages(parallelism: Parallelism, kinds: Kinds) -> tuple[Stage, ...]:
+    """One of each sort of stage: among these are the fullest and the slowest."""
+    return _distinct_stages(
+        kinds.before,
+        parallelism.pipeline,
+        parallelism.virtual_pipeline,
+        (parallelism.first_stage_layers, parallelism.last_stage_layers),
+        (parallelism.embedding_counts_as_layer, parallelism.loss_counts_as_layer),
+    )
+
+
+@lru_cache(maxsize=1024)
+def _distinct_stages(
+    before: tuple[tuple[int, ...], ...],
+    pipeline: int,
+    virtual_pipeline: int | None,
+    ends: tuple[int | None, int | None],
+    counted: tuple[bool, bool],
+) -> tuple[Stage, ...]:
+    parallelism = Parallelism(
+        pipeline=pipeline,
+        virtual_pipeline=virtual_pipeline,
+        first_stage_layers=ends[0],
+        last_stage_layers=ends[1],
+        embedding_counts_as_layer=counted[0],
+        loss_counts_as_layer=counted[1],
+    )
+    depth = len(before[0]) - 1
+    cut = stages(parallelism, depth)
+    if cut is None:
+        raise ValueError(f"{depth} layers do not divide over {pipeline} stages: moejob_api.rules refuses such a layout")
+    sorts: dict[object, list[Stage]] = {}
+    for index, stage in enumerate(cut):
+        layers = tuple(tuple(of_kind[c.stop] - of_kind[c.start] for of_kind in before) for c in stage.chunks)
+        one = Stage(index, stage.chunks, embedding=index == 0, output=index == pipeline - 1)
+        sorts.setdefault((layers, one.embedding, one.output), []).append(one)
+    return tuple(
+        Stage(same[0].index, same[0].chunks, same[0].embedding, same[0].output, len(same)) for same in sorts.values()
+    )

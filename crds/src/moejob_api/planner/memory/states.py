@@ -1,0 +1,92 @@
+"""Weights, gradients and optimizer state of one pipeline stage, on the GPU and in host memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moejob_api.arithmetic import ceil_div
+from moejob_api.planner.memory.case import Case, Parameters, Portion
+from moejob_api.planner.memory.constants import FSDP_UNITS
+from moejob_api.planner.memory.kept_activations import FLOAT32_BYTES
+from moejob_api.planner.memory.kinds import Stage
+from moejob_api.planner.memory.temporaries import largest_matrix
+
+
+@dataclass(frozen=True, slots=True)
+class States:
+    """Bytes of one stage on one GPU; host is the part of the optimizer in host memory.
+
+    gathered: weights and gradients of the layers at work, whole, where they are otherwise divided. step: what the
+    optimizer's update needs for a moment.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    gathered: int
+    step: int
+    host: int
+
+
+def states(case: Case, stage: Stage, part: Portion) -> States:
+    """Return what a stage with these parameters holds between and during steps."""
+    mine = divided(case, part.trained)
+    on_host = case.spec.memory.offload_optimizer
+    optimizer = mine * optimizer_bytes(case)
+    weights, gradients, gathered = part.held.total, part.trained.total, 0
+    if case.divides_weights:
+        weights, gradients = divided(case, part.held), mine
+        gathered = _whole(case, part) if case.keeps_gathered else _units(case, stage)
+    return States(
+        weights=weights * case.weight_bytes,
+        gradients=gradients * case.summed_bytes,
+        optimizer=round(optimizer * (1 - on_host)),
+        gathered=gathered,
+        step=round(_step(case, mine) * (1 - on_host)),
+        # Gradients arrive in host memory in float32 too.
+        host=round((optimizer + mine * FLOAT32_BYTES) * on_host),
+    )
+
+
+def divided(case: Case, parameters: Parameters) -> int:
+    """Parameters of a GPU when they are divided over the ranks that share them."""
+    layout = case.layout
+    return ceil_div(parameters.dense, layout.data * layout.context) + ceil_div(parameters.routed, layout.expert_data)
+
+
+def optimizer_bytes(case: Case) -> int:
+    """Bytes of optimizer state for each trained parameter: two moments, and a float32 copy of lower weights."""
+    master = 0 if case.weight_bytes == FLOAT32_BYTES else FLOAT32_BYTES
+    return master + 2 * case.spec.training.precision.moments.size_bytes
+
+
+def _step(case: Case, mine: int) -> int:
+    """float32 copies of lower gradients, and the product of the largest one with the clipping factor."""
+    copies = mine * FLOAT32_BYTES if case.summed_bytes < FLOAT32_BYTES else 0
+    if case.spec.training.clip_grad == 0 or case.spec.training.lora is not None:
+        return copies
+    largest = max(largest_matrix(layer, case.share) for layer in case.kinds.layers)
+    return copies + min(mine, max(largest, case.vocabulary)) * FLOAT32_BYTES
+
+
+def _whole(case: Case, part: Portion) -> int:
+    """All weights, from the first forward pass of a step to its update; the largest layer's gradients, and a copy.
+
+    The copy is laid out to be summed.
+    """
+    layer = max(part.held.total for part in case.layers)
+    return part.held.total * case.element_bytes + max(layer, case.vocabulary) * (
+        case.element_bytes + case.gradient_bytes
+    )
+
+
+def _units(case: Case, stage: Stage) -> int:
+    """Return the peak of what is whole for a while: in the backward pass of the largest layer, or after the first.
+
+    A layer's weights and those of the next one on its way, its gradients, and a copy of either laid out to be summed.
+    The vocabulary's matrices stay whole through both passes, and their gradients are summed last.
+    """
+    layer = max(part.held.total for part in case.layers)
+    matrices = (stage.embedding + (stage.output and not case.shape.tied_embeddings)) * case.vocabulary
+    passing = layer * ((FSDP_UNITS + 1) * case.element_bytes + case.gradient_bytes)
+    return 2 * matrices * case.element_bytes + max(passing, matrices * case.gradient_bytes)

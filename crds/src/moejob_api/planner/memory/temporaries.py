@@ -1,0 +1,114 @@
+"""Bytes that come and go while one layer is computed: gradients of its tensors, copies on their way, one new gradient
+of a matrix. Knows one layer at a time."""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+from moejob_api.arithmetic import ceil_div
+from moejob_api.models.shape import (
+    Attention,
+    DenseMLP,
+    Experts,
+    GroupedAttention,
+    LatentAttention,
+    Layer,
+    LinearAttention,
+)
+from moejob_api.planner.memory.kept_activations import FLOAT32_BYTES
+from moejob_api.planner.memory.microbatch_share import Keeping, Share
+
+
+def working(layer: Layer, share: Share, keeping: Keeping) -> int:
+    """The most that is alive at once in the backward pass of one layer, beside what was kept."""
+    gradients = 3 * share.sequence_tokens * share.hidden * share.element_bytes
+    if share.sequence > 1:
+        # The input of a matrix is gathered again for its gradient; the gradient of the input is whole, then scattered.
+        gradients += 2 * share.tokens * share.hidden * share.element_bytes
+    busiest = max(_attention(layer.attention, share), _feed_forward(layer, share, keeping))
+    return gradients + busiest + (0 if keeping.adapter_rank else _new_gradients(layer, share))
+
+
+def _new_gradients(layer: Layer, share: Share) -> int:
+    """Weight gradients before they are added into their buffer, with the transposed copies that the products make."""
+    largest = largest_matrix(layer, share)
+    if isinstance(layer.mlp, Experts):
+        # The second matrix of all experts is not yet added when the first is computed.
+        columns = ceil_div(layer.mlp.intermediate, share.expert_tensor)
+        experts = 3 * share.hidden * columns * ceil_div(layer.mlp.count, share.expert)
+        largest = max(largest, experts)
+    return 2 * largest * share.element_bytes
+
+
+def largest_matrix(layer: Layer, share: Share) -> int:
+    """Elements of the largest tensor of parameters on one GPU; the experts of a GPU are one tensor."""
+    match layer.mlp:
+        case DenseMLP():
+            inner = 2 * ceil_div(layer.mlp.intermediate, share.tensor)
+        case Experts():
+            of_expert = 2 * ceil_div(layer.mlp.intermediate, share.expert_tensor)
+            inner = max(
+                ceil_div(layer.mlp.count, share.expert) * of_expert, 2 * layer.mlp.shared_intermediate // share.tensor
+            )
+        case _:
+            assert_never(layer.mlp)
+    return share.hidden * max(inner, _projection_width(layer.attention, share))
+
+
+def _projection_width(attention: Attention, share: Share) -> int:
+    match attention:
+        case GroupedAttention():
+            groups = max(1, ceil_div(attention.key_value_heads, share.tensor))
+            return (
+                ceil_div(attention.heads, share.tensor) * (1 + attention.output_gate) + 2 * groups
+            ) * attention.head_dim
+        case LatentAttention():
+            return ceil_div(attention.heads, share.tensor) * (attention.nope_dim + attention.rope_dim)
+        case LinearAttention():
+            keys, values = attention.key_heads * attention.key_dim, attention.value_heads * attention.value_dim
+            return ceil_div(2 * keys + 2 * values, share.tensor)
+        case _:
+            assert_never(attention)
+
+
+def _attention(attention: Attention, share: Share) -> int:
+    """Gradients of queries, keys and values, before and after rotation, and of the output."""
+    match attention:
+        case GroupedAttention():
+            heads = ceil_div(attention.heads, share.tensor)
+            groups = max(1, ceil_div(attention.key_value_heads, share.tensor))
+            width = (2 * (heads + 2 * groups) + heads) * attention.head_dim
+        case LatentAttention():
+            of_head = 2 * (2 * (attention.nope_dim + attention.rope_dim) + attention.value_dim) + attention.value_dim
+            width = ceil_div(attention.heads, share.tensor) * of_head
+        case LinearAttention():
+            width = 2 * _projection_width(attention, share)
+        case _:
+            assert_never(attention)
+    return share.tokens * width * share.element_bytes
+
+
+def _feed_forward(layer: Layer, share: Share, keeping: Keeping) -> int:
+    match layer.mlp:
+        case DenseMLP():
+            return share.tokens * 3 * ceil_div(layer.mlp.intermediate, share.tensor) * share.element_bytes
+        case Experts():
+            shared = share.tokens * 3 * ceil_div(layer.mlp.shared_intermediate, share.tensor) * share.element_bytes
+            return max(shared, _experts(layer.mlp, share, keeping))
+        case _:
+            assert_never(layer.mlp)
+
+
+def _experts(experts: Experts, share: Share, keeping: Keeping) -> int:
+    """Gradients of every row around the first matrix, or a row where it comes from and where it goes."""
+    inner = 2 * ceil_div(experts.intermediate, share.expert_tensor)
+    rows = share.rows(experts.per_token)
+    moved = rows * (share.hidden + max(inner, share.hidden)) * share.element_bytes
+    if share.expert_tensor == 1 and not keeping.gathers:
+        return moved
+    # Sums over ranks are formed in float32, the type of the probabilities.
+    summed = rows * share.hidden * FLOAT32_BYTES
+    if not keeping.gathers:
+        return moved + summed
+    everyone = share.sequence_tokens * share.expert * share.expert_tensor * share.hidden
+    return moved + everyone * (share.element_bytes + FLOAT32_BYTES)

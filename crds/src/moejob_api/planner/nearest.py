@@ -1,0 +1,212 @@
+"""Layouts on given numbers of GPUs, nearest to an asked one first, found by A* over the group sizes.
+
+Sizes are chosen one after another: the GPU count, tensor, pipeline with its split, expert, context; data is the rest.
+Distance is a sum over the sizes, so what is chosen costs what it costs, and what is open costs at the least what its
+product is off:
+
+    bound = chosen sizes + |log2(GPUs left / product of the sizes asked for and still open)|
+
+A spec is foreign text: highly composite sizes have millions of layouts. The work is bounded by a count of the sizes
+considered and not by a clock, so that a job gets the same layouts on every machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from heapq import heappop, heappush
+from math import gcd, log2
+
+from moejob_api.arithmetic import divisors
+from moejob_api.job import Spec
+from moejob_api.job.parallelism import ExpertLayout, Parallelism
+from moejob_api.layout.sizes import gpus
+from moejob_api.layout.stages import StageSplit, stage_splits
+from moejob_api.models.shape import ModelShape
+from moejob_api.planner.pruning import batch_divides, matrices_divide, sequences_divide
+
+# Sizes put beside the others before the search ends with what it has; some 10 ms.
+SIZES_CONSIDERED = 2000
+GPU_DOUBLING_COST = 2.0
+SPLIT_COST = 0.5
+
+# Sizes that are chosen; data follows.
+_COMPLETE = 4
+_PLAIN = StageSplit()
+
+
+def distance(asked: Parallelism, candidate: Parallelism, wanted_gpus: int) -> float:
+    """Return the stated cost of a suggestion."""
+    sizes = ("tensor", "pipeline", "expert", "context", "data")
+    moved = sum(_doublings(getattr(candidate, name), getattr(asked, name)) for name in sizes)
+    if asked.expert_tensor is not None and asked.expert_layout is ExpertLayout.FOLDED:
+        moved += _doublings(candidate.expert_tensor or 1, asked.expert_tensor)
+    splits = ((asked.virtual_pipeline or 1) != (candidate.virtual_pipeline or 1)) + (
+        _split_of(asked) != _split_of(candidate)
+    )
+    return moved + SPLIT_COST * splits + GPU_DOUBLING_COST * _doublings(gpus(candidate), wanted_gpus)
+
+
+def nearest_layouts(
+    spec: Spec, shape: ModelShape | None, counts: Sequence[int], wanted_gpus: int
+) -> Iterator[Parallelism]:
+    """Yield layouts on any of the counts whose sizes divide what they must divide, nearest first."""
+    search = _Search(spec, shape)
+    # Among equals the deepest first, then the smallest sizes: an answer is reached before its siblings are opened.
+    queue: list[_Entry] = []
+    for count in counts:
+        search.push(queue, _Choice((), count, count, GPU_DOUBLING_COST * _doublings(count, wanted_gpus)))
+    considered = 0
+    while queue:
+        choice = heappop(queue)[-1]
+        if len(choice.sizes) == _COMPLETE:
+            yield search.parallelism(choice)
+        elif considered < SIZES_CONSIDERED:
+            considered += len(search.options(choice))
+            for opened in search.opened(choice):
+                search.push(queue, opened)
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """Sizes chosen so far and what they cost. left: GPUs that the open sizes share."""
+
+    sizes: tuple[int, ...]
+    count: int
+    left: int
+    cost: float
+    virtual_pipeline: int | None = None
+    split: StageSplit = _PLAIN
+
+
+# No two choices have the same key.
+_Entry = tuple[tuple[float, int, tuple[int, ...], int, int], _Choice]
+
+
+@dataclass(frozen=True, slots=True)
+class _Search:
+    spec: Spec
+    shape: ModelShape | None
+
+    @property
+    def _asked(self) -> Parallelism:
+        return self.spec.parallelism
+
+    @property
+    def _is_folded(self) -> bool:
+        return self._asked.expert_layout is ExpertLayout.FOLDED
+
+    def push(self, queue: list[_Entry], choice: _Choice) -> None:
+        """Queue a choice under the least that any layout with these sizes costs."""
+        bound = choice.cost + self._least_left(choice)
+        key = (round(bound, 6), -len(choice.sizes), choice.sizes, choice.count, choice.virtual_pipeline or 0)
+        heappush(queue, (key, choice))
+
+    def options(self, choice: _Choice) -> Sequence[int]:
+        """Return the values that the next size may have by the GPUs alone."""
+        tensor = choice.sizes[0] if choice.sizes else 1
+        match len(choice.sizes):
+            case 0:
+                return divisors(gcd(choice.count, min(choice.count, self.spec.resources.gpus_per_node)))
+            case 2 if self.shape is not None:
+                inside = choice.left * tensor if self._is_folded else choice.left
+                return divisors(gcd(inside, self.shape.experts.count if self.shape.experts else 1))
+            case 2 if self._is_folded:
+                return divisors(choice.left * tensor)
+            case _:
+                return divisors(choice.left)
+
+    def opened(self, choice: _Choice) -> Iterator[_Choice]:
+        """Yield the choice with its next size, for every value that divides what it must divide."""
+        for size in self.options(choice):
+            match len(choice.sizes):
+                case 0 if self.shape is None or matrices_divide(self.spec, self.shape, size):
+                    yield self._with(choice, size, choice.left // size)
+                case 1:
+                    yield from self._cuts(self._with(choice, size, choice.left // size))
+                case 2:
+                    yield self._with(choice, size, choice.left if self._is_folded else choice.left // size)
+                case 3 if sequences_divide(self.spec, self.shape, choice.sizes[0], size):
+                    data = choice.left // size
+                    if batch_divides(self.spec, data, self.spec.training.micro_batch_size):
+                        yield self._completed(self._with(choice, size, data))
+                case _:
+                    pass
+
+    def parallelism(self, choice: _Choice) -> Parallelism:
+        """Return the complete choice as a job would have it."""
+        tensor, pipeline, expert, context = choice.sizes
+        return self._asked.model_copy(
+            update={
+                "tensor": tensor,
+                "pipeline": pipeline,
+                "context": context,
+                "expert": expert,
+                "data": choice.left,
+                "expert_tensor": self._expert_tensor(choice),
+                "virtual_pipeline": choice.virtual_pipeline,
+                "first_stage_layers": choice.split.first_stage_layers,
+                "last_stage_layers": choice.split.last_stage_layers,
+                "embedding_counts_as_layer": choice.split.embedding_counts_as_layer,
+                "loss_counts_as_layer": choice.split.loss_counts_as_layer,
+            }
+        )
+
+    def _with(self, choice: _Choice, size: int, left: int) -> _Choice:
+        asked = (self._asked.tensor, self._asked.pipeline, self._asked.expert, self._asked.context)
+        moved = _doublings(size, asked[len(choice.sizes)])
+        return replace(choice, sizes=(*choice.sizes, size), left=left, cost=choice.cost + moved)
+
+    def _cuts(self, choice: _Choice) -> Iterator[_Choice]:
+        """Yield the ways to cut the layers, first with the chunks that were asked for, then without."""
+        asked, pipeline = self._asked, choice.sizes[-1]
+        for chunks in dict.fromkeys((asked.virtual_pipeline if pipeline > 1 else None, None)):
+            for split in self._splits(pipeline, chunks or 1):
+                differs = ((asked.virtual_pipeline or 1) != (chunks or 1)) + (_split_of(asked) != split)
+                yield replace(choice, virtual_pipeline=chunks, split=split, cost=choice.cost + SPLIT_COST * differs)
+
+    def _splits(self, pipeline: int, chunks: int) -> tuple[StageSplit, ...]:
+        if self.shape is None:
+            return (_split_of(self._asked),)
+        return stage_splits(len(self.shape.layers), pipeline, chunks)[:1]
+
+    def _completed(self, choice: _Choice) -> _Choice:
+        moved = _doublings(choice.left, self._asked.data)
+        if self._asked.expert_tensor is not None and self._is_folded:
+            moved += _doublings(self._expert_tensor(choice) or 1, self._asked.expert_tensor)
+        return replace(choice, cost=choice.cost + moved)
+
+    def _expert_tensor(self, choice: _Choice) -> int | None:
+        _, pipeline, expert, _ = choice.sizes
+        share = self._asked.expert_tensor or 1
+        if not self._is_folded or share == 1 or choice.count // pipeline % (share * expert):
+            return None
+        return share
+
+    def _least_left(self, choice: _Choice) -> float:
+        """Return the least that the sizes still open are off together; the experts of Folded share no GPUs."""
+        if len(choice.sizes) == _COMPLETE:
+            return 0.0
+        asked = (
+            self._asked.tensor,
+            self._asked.pipeline,
+            1 if self._is_folded else self._asked.expert,
+            self._asked.context,
+        )
+        still_open = self._asked.data
+        for size in asked[len(choice.sizes) :]:
+            still_open *= size
+        return _doublings(choice.left, still_open)
+
+
+def _doublings(one: int, other: int) -> float:
+    return abs(log2(one / other))
+
+
+def _split_of(parallelism: Parallelism) -> StageSplit:
+    return StageSplit(
+        parallelism.first_stage_layers,
+        parallelism.last_stage_layers,
+        parallelism.embedding_counts_as_layer,
+        parallelism.loss_counts_as_layer,
+    )

@@ -1,0 +1,237 @@
+"""The plan of a job: what it takes, why it is refused, what would be accepted instead.
+
+The same function answers `moejob plan`, the admission webhook and the reconciler. It reads nothing: the model's shape
+is handed in, or None when the model could not be read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from moejob_api.arithmetic import ceil_div
+from moejob_api.derived import RolloutLayout, batch, rollout_layout
+from moejob_api.hardware import memory_limit_bytes
+from moejob_api.job import Spec
+from moejob_api.job.resources import Accelerator
+from moejob_api.layout.sizes import Layout, gpus, layout
+from moejob_api.models.shape import ModelShape
+from moejob_api.planner.memory import MemoryEstimate, VolumeNeed, estimate, remedies, volume_need
+from moejob_api.planner.memory.case import prepared
+from moejob_api.planner.memory.estimate import fits
+from moejob_api.planner.suggestions import Fit, Suggestion, suggestions
+from moejob_api.problems import Problem, Rule
+from moejob_api.quantities import GIB, bytes_of, readable
+from moejob_api.rules import GRID_RULES, layout_problems
+from moejob_api.rules.idle_fields import idle_fields
+from moejob_api.rules.object_rules import MAX_GPUS
+
+# Above this share of idle time a pipeline is worth a word.
+NOTABLE_BUBBLE = 0.25
+REMEDIES_NAMED = 3
+# A change of parallelism cannot mend these, so looking for one would only take time.
+MENDED_ELSEWHERE = frozenset(
+    {Rule.METHOD, Rule.EXACTLY_ONE, Rule.CONFLICT, Rule.ENVIRONMENT, Rule.OFFLOAD, Rule.STORAGE, Rule.LORA}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything that follows from a job; accepted when there are no problems."""
+
+    spec: Spec
+    shape: ModelShape | None
+    layout: Layout | None
+    rollout: RolloutLayout | None
+    memory: MemoryEstimate | None
+    volume: VolumeNeed | None
+    limit_bytes: int | None
+    problems: tuple[Problem, ...]
+    warnings: tuple[Problem, ...]
+    suggestions: tuple[Suggestion, ...]
+
+    @property
+    def accepted(self) -> bool:
+        """Return whether the job may run."""
+        return not self.problems
+
+
+def plan(spec: Spec, shape: ModelShape | None, available_gpus: int | None = None) -> Plan:
+    """The plan of a spec for a model of this shape, on exactly `available_gpus` trainer GPUs when given."""
+    verdict = _verdict(spec, shape)
+    problems = (*_count_problems(spec, available_gpus), *verdict.problems)
+    return Plan(
+        spec=spec,
+        shape=shape,
+        layout=verdict.layout,
+        rollout=rollout_layout(spec, verdict.layout) if verdict.layout else None,
+        memory=verdict.memory,
+        volume=verdict.volume,
+        limit_bytes=memory_limit_bytes(spec.resources),
+        problems=problems,
+        warnings=(*_warnings(spec, shape, verdict.layout), *idle_fields(spec, shape)),
+        suggestions=_suggestions(spec, shape, problems, available_gpus or gpus(spec.parallelism)),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Verdict:
+    problems: tuple[Problem, ...]
+    layout: Layout | None
+    memory: MemoryEstimate | None
+    volume: VolumeNeed | None
+
+
+def _verdict(spec: Spec, shape: ModelShape | None) -> _Verdict:
+    problems = layout_problems(spec, shape)
+    volume = None if shape is None else volume_need(shape, spec)
+    if volume is not None:
+        problems += tuple(_storage_problems(spec, volume))
+    if any(problem.rule in GRID_RULES for problem in problems):
+        return _Verdict(problems, None, None, volume)
+    sizes = layout(spec.parallelism, spec.resources.gpus_per_node)
+    # An estimate of a layout that cannot be built would only mislead.
+    if shape is None or any(problem.path.startswith("spec.parallelism") for problem in problems):
+        return _Verdict(problems, sizes, None, volume)
+    need = estimate(spec, shape, sizes)
+    problems += (
+        *_memory_problems(spec, shape, sizes, need),
+        *_host_problems(spec, shape, sizes, need),
+    )
+    return _Verdict(problems, sizes, need, volume)
+
+
+def _count_problems(spec: Spec, available: int | None) -> Iterator[Problem]:
+    needed = gpus(spec.parallelism)
+    if available is not None and needed != available:
+        yield Problem(
+            Rule.GPU_COUNT,
+            "spec.parallelism",
+            f"parallelism takes {needed} GPUs, {available} are there; see the suggestions for layouts on {available}",
+        )
+
+
+def _memory_problems(spec: Spec, shape: ModelShape, sizes: Layout, need: MemoryEstimate) -> Iterator[Problem]:
+    limit = memory_limit_bytes(spec.resources)
+    if limit is None or need.fits(limit):
+        return
+    ways = [f"{remedy} ({readable(remedy.bytes)})" for remedy in remedies(spec, shape, sizes, limit)[:REMEDIES_NAMED]]
+    advice = f"it would fit with {'; or '.join(ways)}" if ways else "no memory setting makes it fit: use more GPUs"
+    if need.bytes > limit:
+        what = f"a GPU of stage {need.stage} needs {readable(need.bytes)} during {need.peak.phase}"
+        yield Problem(Rule.MEMORY, "spec.parallelism", f"{what}, {_has(spec)} {readable(limit)}; {advice}")
+    if need.engine is not None and not need.engine.runs:
+        what = f"an engine of {need.engine.gpus} GPUs needs {readable(need.engine.least_bytes)} of each"
+        yield Problem(
+            Rule.MEMORY,
+            "spec.grpo.rollout",
+            f"{what} for weights and one sequence, gpuMemoryUtilization leaves it "
+            f"{readable(need.engine.reserved or 0)}; {advice}",
+        )
+
+
+def _has(spec: Spec) -> str:
+    return f"{spec.resources.gpu_type} has" if spec.resources.gpu_type else "gpuMemoryGiB says"
+
+
+def _host_problems(spec: Spec, shape: ModelShape, sizes: Layout, need: MemoryEstimate) -> Iterator[Problem]:
+    if spec.resources.memory is None or _fits_host(spec, need):
+        return
+    needed = _host_bytes(spec, need)
+    waiting = spec.model_copy(update={"checkpoint": spec.checkpoint.model_copy(update={"asynchronous": False})})
+    fits_when_waiting = _fits_host(spec, estimate(waiting, shape, sizes))
+    yield Problem(
+        Rule.MEMORY,
+        "spec.resources.memory",
+        f"a pod needs {readable(needed)} of host memory, sharedMemory {spec.resources.shared_memory} included, "
+        f"and would be killed at {spec.resources.memory}; set memory to {ceil_div(needed, GIB)}Gi"
+        + (", or checkpoint.async to false" if fits_when_waiting else ""),
+    )
+
+
+def _host_bytes(spec: Spec, need: MemoryEstimate) -> int:
+    # /dev/shm is memory-backed and counts against the pod's limit.
+    return need.host_bytes_per_pod + bytes_of(spec.resources.shared_memory)
+
+
+def _fits_host(spec: Spec, need: MemoryEstimate) -> bool:
+    return spec.resources.memory is None or _host_bytes(spec, need) <= bytes_of(spec.resources.memory)
+
+
+def _storage_problems(spec: Spec, need: VolumeNeed) -> Iterator[Problem]:
+    storage = spec.storage
+    if storage.size is None:
+        return
+    if bytes_of(storage.size) < need.bytes:
+        further = {"the export": need.export, "the downloaded model": need.download}
+        beside = "".join(f", {what} ({readable(size)})" for what, size in further.items() if size)
+        yield Problem(
+            Rule.STORAGE,
+            "spec.storage.size",
+            f"{storage.size} cannot hold {need.checkpoints} checkpoints of {readable(need.checkpoint)} (keep "
+            f"{spec.checkpoint.keep} and the one being written){beside}; set size to {ceil_div(need.bytes, GIB)}Gi or "
+            "lower checkpoint.keep",
+        )
+
+
+def _warnings(spec: Spec, shape: ModelShape | None, sizes: Layout | None) -> Iterator[Problem]:
+    if shape is not None and spec.data.max_length > shape.positions:
+        yield Problem(
+            Rule.POSITIONS,
+            "spec.data.maxLength",
+            f"maxLength {spec.data.max_length} is beyond the {shape.positions} positions the model was made for",
+        )
+    if sizes is None:
+        return
+    if sizes.nodes > 1 and "ReadWriteMany" not in spec.storage.access_modes and spec.storage.claim_name is None:
+        yield Problem(
+            Rule.STORAGE,
+            "spec.storage.accessModes",
+            f"{sizes.nodes} nodes share the volume, which most storage allows with ReadWriteMany only",
+        )
+    yield from _bubble_warnings(spec, sizes)
+    if spec.resources.accelerator is Accelerator.GPU and memory_limit_bytes(spec.resources) is None:
+        yield Problem(
+            Rule.MEMORY,
+            "spec.resources.gpuType",
+            "without gpuType or gpuMemoryGiB nothing is refused for memory; compare the need below with your GPUs",
+        )
+
+
+def _bubble_warnings(spec: Spec, sizes: Layout) -> Iterator[Problem]:
+    if sizes.pipeline == 1:
+        return
+    count = batch(spec, sizes).microbatches
+    waiting = (sizes.pipeline - 1) / sizes.virtual_pipeline
+    bubble = waiting / (waiting + count)
+    if bubble >= NOTABLE_BUBBLE:
+        yield Problem(
+            Rule.MICROBATCHES,
+            "spec.training.globalBatchSize",
+            f"{count} microbatches on {sizes.pipeline} stages leave the GPUs idle for {bubble:.0%} of a step; raise "
+            "globalBatchSize, lower pipeline or set virtualPipeline",
+        )
+
+
+def _suggestions(
+    spec: Spec, shape: ModelShape | None, problems: tuple[Problem, ...], wanted: int
+) -> tuple[Suggestion, ...]:
+    hopeless = any(p.rule in MENDED_ELSEWHERE and "parallelism" not in p.path for p in problems)
+    if not problems or hopeless or wanted > MAX_GPUS:
+        return ()
+    return suggestions(spec, shape, wanted, partial(_fit, shape))
+
+
+def _fit(shape: ModelShape | None, spec: Spec) -> Fit | None:
+    """Return what an accepted job takes; the verdict without its words, because hundreds of layouts are judged."""
+    if layout_problems(spec, shape):
+        return None
+    sizes = layout(spec.parallelism, spec.resources.gpus_per_node)
+    if shape is None:
+        return Fit(sizes.gpus, sizes.nodes, None)
+    limit = memory_limit_bytes(spec.resources)
+    if limit is not None and not fits(prepared(spec, shape, sizes), limit):
+        return None
+    need = estimate(spec, shape, sizes)
+    return Fit(sizes.gpus, sizes.nodes, need.bytes) if _fits_host(spec, need) else None

@@ -1,0 +1,315 @@
+"""The best layouts of a job on a number of GPUs: every valid one is weighed, memory decides, then time.
+
+What may change: the parallel sizes and how layers are cut, microBatchSize, recomputation, and, when nothing else fits,
+offloadOptimizer. Everything else stays as the job has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from moejob_api.arithmetic import divisors
+from moejob_api.derived import global_batch_size
+from moejob_api.hardware import GIB, Hardware, memory_limit_bytes
+from moejob_api.job import Spec
+from moejob_api.job.moe import Sharding
+from moejob_api.job.parallelism import ExpertLayout, Parallelism
+from moejob_api.job.training import Recompute, RecomputeGranularity
+from moejob_api.layout.sizes import Layout, layout
+from moejob_api.layout.stages import stage_splits
+from moejob_api.models.shape import ModelShape
+from moejob_api.planner.cost import Cost, step_cost
+from moejob_api.planner.cost.estimate import least_step_seconds, step_seconds
+from moejob_api.planner.cost.rates import Machine
+from moejob_api.planner.memory import MemoryEstimate, estimate
+from moejob_api.planner.memory.case import Case, model_parameters, prepared
+from moejob_api.planner.memory.estimate import fits, peak_bytes
+from moejob_api.planner.memory.kinds import Kinds, layers_by_kind
+from moejob_api.planner.pruning import batch_divides, experts_divide, matrices_divide, sequences_divide
+from moejob_api.problems import Problem
+from moejob_api.rules import layout_problems
+
+# More chunks a stage send more messages for ever smaller gains.
+CHUNKS = (1, 2, 3, 4)
+MICRO_BATCH_SIZES = (1, 2, 4, 8, 16)
+# What is chosen leaves this much of a GPU to what the estimate does not know.
+HEADROOM = 0.05
+# From cheap to dear; a dearer one is looked at only where a cheaper one does not fit.
+RECOMPUTATIONS = (RecomputeGranularity.NONE, RecomputeGranularity.SELECTIVE, RecomputeGranularity.FULL)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One layout with the settings that make it fit, and why it ranks where it does."""
+
+    spec: Spec
+    layout: Layout
+    memory: MemoryEstimate
+    cost: Cost
+    reasons: tuple[str, ...]
+
+
+def best_layouts(spec: Spec, shape: ModelShape, gpus: int, hardware: Hardware, limit: int = 5) -> tuple[Choice, ...]:
+    """The fastest layouts on exactly `gpus` trainer GPUs that keep every rule and fit, fastest first.
+
+    One choice for each set of group sizes, with its best cut, microbatch and recomputation.
+    """
+    memory = int((memory_limit_bytes(spec.resources) or hardware.memory_bytes) * (1 - HEADROOM))
+    question = _Question(spec, shape, layers_by_kind(shape), hardware, memory, set(layout_problems(spec, shape)))
+    ranking = _Ranking(limit)
+    for offload in (spec.memory.offload_optimizer, 1.0):
+        # Most promising first: the sooner five fast ones are known, the more of the others need no closer look.
+        for promise in sorted(_promises(question, gpus, offload), key=lambda promise: promise.least_seconds):
+            _weigh(question, promise, offload, ranking)
+        if ranking.found or not _may_offload(spec):
+            break
+    return tuple(_choice(question, entry) for entry in ranking.sorted())
+
+
+@dataclass(frozen=True, slots=True)
+class Leanest:
+    """The layout that needs the least of a GPU, whatever it costs in time."""
+
+    parallelism: Parallelism
+    bytes: int
+    layouts: int
+
+
+def leanest(spec: Spec, shape: ModelShape, gpus: int) -> Leanest | None:
+    """Return what is needed at the least, for those who get no layout at all; None when the GPUs cannot be divided."""
+    offload = 1.0 if _may_offload(spec) else spec.memory.offload_optimizer
+    kinds = layers_by_kind(shape)
+    needs: list[tuple[int, Parallelism]] = []
+    for cuts in layouts(spec, shape, gpus):
+        frugal = _candidate(spec, cuts[0], (1, RecomputeGranularity.FULL, offload))
+        sizes = layout(cuts[0], spec.resources.gpus_per_node)
+        needs.append((peak_bytes(prepared(frugal, shape, sizes, kinds)), cuts[0]))
+    if not needs:
+        return None
+    least, parallelism = min(needs, key=lambda need: need[0])
+    return Leanest(parallelism, least, len(needs))
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """The inputs that are the same for every candidate. asked: problems the job has whatever its layout."""
+
+    spec: Spec
+    shape: ModelShape
+    kinds: Kinds
+    hardware: Hardware
+    memory: int
+    asked: set[Problem]
+
+
+@dataclass(frozen=True, slots=True)
+class _Promise:
+    """A grid with all its cuts and one microbatch, and what none of the cuts can be faster than."""
+
+    least_seconds: float
+    cuts: tuple[Parallelism, ...]
+    micro: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    seconds: float
+    spec: Spec
+    layout: Layout
+
+
+@dataclass(slots=True)
+class _Ranking:
+    """The fastest entries so far, one for each set of group sizes."""
+
+    limit: int
+    found: dict[tuple[int, ...], _Entry] = field(default_factory=dict)
+
+    def bar(self, sizes: tuple[int, ...]) -> float:
+        """Seconds that a candidate of these sizes must stay under to be ranked."""
+        mine = self.found.get(sizes)
+        if mine is not None:
+            return mine.seconds
+        if len(self.found) < self.limit:
+            return float("inf")
+        return max(entry.seconds for entry in self.found.values())
+
+    def add(self, sizes: tuple[int, ...], entry: _Entry) -> None:
+        """Rank an entry that stays under the bar."""
+        self.found[sizes] = entry
+        if len(self.found) > self.limit:
+            del self.found[max(self.found, key=lambda key: self.found[key].seconds)]
+
+    def sorted(self) -> list[_Entry]:
+        """Fastest first."""
+        return sorted(self.found.values(), key=lambda entry: entry.seconds)
+
+
+# --- candidates -----------------------------------------------------------------------------------------------------
+
+
+def layouts(spec: Spec, shape: ModelShape, gpus: int) -> Iterator[tuple[Parallelism, ...]]:
+    """Every way to factor the GPUs into groups that model and batch divide over, each with all cuts of the layers."""
+    per_node = spec.resources.gpus_per_node
+    if gpus > per_node and gpus % per_node:
+        return
+    for tensor in divisors(min(gpus, per_node)):
+        if not matrices_divide(spec, shape, tensor):
+            continue
+        for pipeline in divisors(gpus // tensor):
+            if pipeline > 1 and spec.memory.sharding.divides_weights:
+                break
+            cuts = tuple(_cuts(len(shape.layers), pipeline))
+            for sizes in _inside_stage(spec, shape, tensor, gpus // tensor // pipeline) if cuts else ():
+                grid = {"tensor": tensor, "pipeline": pipeline, **sizes}
+                yield tuple(spec.parallelism.model_copy(update={**grid, **cut}) for cut in cuts)
+
+
+def _cuts(layers: int, pipeline: int) -> Iterator[dict[str, object]]:
+    """Ways to cut the layers into stages and chunks."""
+    for chunks in CHUNKS if pipeline > 1 else (1,):
+        for split in stage_splits(layers, pipeline, chunks):
+            yield {
+                "virtual_pipeline": chunks if chunks > 1 else None,
+                "first_stage_layers": split.first_stage_layers,
+                "last_stage_layers": split.last_stage_layers,
+                "embedding_counts_as_layer": split.embedding_counts_as_layer,
+                "loss_counts_as_layer": split.loss_counts_as_layer,
+            }
+
+
+def _inside_stage(spec: Spec, shape: ModelShape, tensor: int, rest: int) -> Iterator[dict[str, object]]:
+    """Sizes of the groups inside a pipeline stage of tensor x rest GPUs, each pair of grids once.
+
+    Product is written where it says the same as Folded.
+    """
+    for context in divisors(rest):
+        data = rest // context
+        if not sequences_divide(spec, shape, tensor, context) or not batch_divides(spec, data, micro=1):
+            continue
+        for expert, expert_tensor in _expert_sizes(spec, shape, tensor, tensor * rest):
+            sizes: dict[str, object] = {"context": context, "expert": expert}
+            if expert_tensor == tensor and data % expert == 0:
+                yield {**sizes, "data": data // expert, "expert_layout": ExpertLayout.PRODUCT, "expert_tensor": None}
+                continue
+            share = expert_tensor if expert_tensor > 1 else None
+            yield {**sizes, "data": data, "expert_layout": ExpertLayout.FOLDED, "expert_tensor": share}
+
+
+def _expert_sizes(spec: Spec, shape: ModelShape, tensor: int, in_stage: int) -> Iterator[tuple[int, int]]:
+    """Sizes of the expert and the expert tensor groups. Without experts there is one choice."""
+    experts = shape.experts
+    if experts is None:
+        yield 1, tensor
+        return
+    for share in divisors(tensor):
+        for expert in divisors(experts.count):
+            if in_stage % (share * expert) == 0 and experts_divide(spec, shape, expert, share):
+                yield expert, share
+
+
+# --- weighing -------------------------------------------------------------------------------------------------------
+
+
+def _promises(question: _Question, gpus: int, offload: float) -> Iterator[_Promise]:
+    """Every grid with every microbatch whose weights and gradients leave any room."""
+    for cuts in layouts(question.spec, question.shape, gpus):
+        sizes = layout(cuts[0], question.spec.resources.gpus_per_node)
+        machine = Machine(question.hardware, sizes.gpus_per_pod)
+        chunks = max(cut.virtual_pipeline or 1 for cut in cuts)
+        for micro in _micro_batch_sizes(question.spec, sizes):
+            plain = _candidate(question.spec, cuts[0], (micro, RecomputeGranularity.NONE, offload))
+            case = prepared(plain, question.shape, sizes, question.kinds)
+            if _states_overflow(case, question.memory):
+                break
+            yield _Promise(least_step_seconds(case, machine, chunks), cuts, micro)
+
+
+def _weigh(question: _Question, promise: _Promise, offload: float, ranking: _Ranking) -> None:
+    """Rank the best cut and recomputation of a grid, if it can be fast enough to be ranked at all."""
+    for cut in promise.cuts:
+        sizes = layout(cut, question.spec.resources.gpus_per_node)
+        if promise.least_seconds >= ranking.bar(_key(sizes)):
+            return
+        if _chunks_divide(question.spec, sizes, promise.micro):
+            _weigh_cut(question, (cut, sizes), (promise.micro, offload), ranking)
+
+
+def _weigh_cut(
+    question: _Question, cut: tuple[Parallelism, Layout], settings: tuple[int, float], ranking: _Ranking
+) -> None:
+    (parallelism, sizes), (micro, offload) = cut, settings
+    machine = Machine(question.hardware, sizes.gpus_per_pod)
+    for granularity in RECOMPUTATIONS:
+        candidate = _candidate(question.spec, parallelism, (micro, granularity, offload))
+        case = prepared(candidate, question.shape, sizes, question.kinds)
+        seconds = sum(step_seconds(case, machine).values())
+        # Recomputing more takes longer: what is too slow now stays too slow.
+        if seconds >= ranking.bar(_key(sizes)):
+            return
+        if not fits(case, question.memory):
+            continue
+        if not set(layout_problems(candidate, question.shape)) - question.asked:
+            ranking.add(_key(sizes), _Entry(seconds, candidate, sizes))
+        return
+
+
+def _key(sizes: Layout) -> tuple[int, ...]:
+    """The sizes that make two layouts different to a reader of the ranking."""
+    return (sizes.tensor, sizes.pipeline, sizes.context, sizes.data, sizes.expert, sizes.expert_tensor)
+
+
+def _states_overflow(case: Case, memory_bytes: int) -> bool:
+    """Return whether weights and gradients alone, spread evenly over the stages, leave no room: no cut helps then."""
+    total = model_parameters(case)
+    if case.divides_weights:
+        return case.keeps_gathered and total.held.total * case.element_bytes > memory_bytes
+    states = total.held.total * case.element_bytes + total.trained.total * case.gradient_bytes
+    return states > memory_bytes * case.layout.pipeline
+
+
+def _micro_batch_sizes(spec: Spec, sizes: Layout) -> Iterator[int]:
+    if spec.training.dynamic_batch_tokens is not None:
+        yield 1
+        return
+    of_rank = global_batch_size(spec) // sizes.data
+    yield from (micro for micro in MICRO_BATCH_SIZES if of_rank % micro == 0)
+
+
+def _chunks_divide(spec: Spec, sizes: Layout, micro: int) -> bool:
+    """Return whether an interleaved schedule gets microbatches in multiples of its stages."""
+    if sizes.virtual_pipeline == 1 or spec.training.dynamic_batch_tokens is not None:
+        return True
+    return global_batch_size(spec) // sizes.data // micro % sizes.pipeline == 0
+
+
+def _candidate(spec: Spec, grid: Parallelism, settings: tuple[int, RecomputeGranularity, float]) -> Spec:
+    micro, granularity, offload = settings
+    training = spec.training.model_copy(
+        update={"micro_batch_size": micro, "recompute": Recompute(granularity=granularity)}
+    )
+    memory = spec.memory.model_copy(update={"offload_optimizer": offload})
+    return spec.model_copy(update={"parallelism": grid, "training": training, "memory": memory})
+
+
+def _may_offload(spec: Spec) -> bool:
+    return spec.memory.sharding is Sharding.DISTRIBUTED_OPTIMIZER and spec.memory.offload_optimizer < 1
+
+
+def _choice(question: _Question, entry: _Entry) -> Choice:
+    memory = estimate(entry.spec, question.shape, entry.layout)
+    cost = step_cost(entry.spec, question.shape, entry.layout, question.hardware)
+    return Choice(entry.spec, entry.layout, memory, cost, _reasons(memory, cost, question.memory))
+
+
+def _reasons(memory: MemoryEstimate, cost: Cost, limit_bytes: int) -> tuple[str, ...]:
+    """Return what takes the time, what the pipeline wastes, and how much memory is left."""
+    largest = ", ".join(f"{part.name} {part.seconds / cost.seconds:.0%}" for part in cost.parts[:3])
+    bubble = (f"pipeline bubble {cost.bubble:.0%}",) if cost.bubble > 0 else ()
+    left = (limit_bytes - memory.bytes) / GIB
+    return (
+        f"time: {largest}",
+        *bubble,
+        f"memory: {memory.bytes / GIB:.1f} of {limit_bytes / GIB:.1f} GiB, {left:.1f} GiB left",
+    )

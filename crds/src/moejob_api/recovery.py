@@ -1,0 +1,140 @@
+"""The state machine of recovery: actions after failures, and what is kept so that every failure is charged once.
+
+The operator keeps the state in a job's status, `moejob run` in its process; both go through these transitions and none
+of their own. moejob_api.restarts chooses the rung of the ladder. Here failures that belong to a recovery under way are
+parted from new ones, and a rung that cannot hold gives way to a larger one. Knows neither pods, processes nor clocks.
+
+A pod that is replaced, of a gang of three with backoffLimit 6:
+
+    pod 1 fails              ReplacePods(1), spent 1, replacing {1}
+    pod 2 fails meanwhile    ReplacePods(2), spent 1, replacing {1, 2}: it stood beside the one being replaced
+    all three are ready      replacing {}: the next failure is a new one
+    a checkpoint is saved    spent 0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from moejob_api.job.status import MAX_REPLACED
+from moejob_api.restarts import (
+    Budget,
+    Failure,
+    GiveUp,
+    RecoveryAction,
+    ReplaceGang,
+    ReplacePods,
+    RestartRanks,
+    recovery_action,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RecoveryState:
+    """The state between two failures."""
+
+    budget: Budget
+    # Pods being replaced, until the gang is whole and ready again.
+    replacing: frozenset[int] = frozenset()
+    # Restarts in place of the present pods that were charged; None until every pod has reported.
+    rank_restarts: int | None = None
+    checkpoint_step: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GangReport:
+    """The facts about the present gang on which recovery depends."""
+
+    # Pods that ended well: they cannot join the rendezvous with a new pod.
+    succeeded: frozenset[int] = frozenset()
+    # Restarts in place of all pods together; None unless each of them has reported.
+    rank_restarts: int | None = None
+    is_ready: bool = False
+    # Some gang schedulers keep a pod, and so its name, until the whole gang has ended.
+    can_replace_pods: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """The action after failures, and the state after it. One that continues another costs nothing."""
+
+    action: RecoveryAction
+    state: RecoveryState
+    continues: bool = False
+
+
+def recover(failures: Sequence[Failure], gang: GangReport, state: RecoveryState) -> Recovery | None:
+    """Return what to do about everything that failed since the last decision; None when nothing did."""
+    action = recovery_action(tuple(failures), state.budget)
+    if action is None:
+        return None
+    continues = _continues(failures, state) and not isinstance(action, GiveUp)
+    if continues:
+        action = _continued(failures, state)
+    action = _feasible(action, gang, state)
+    return Recovery(action, _after(action, gang, state, continues=continues), continues)
+
+
+def settled(gang: GangReport, state: RecoveryState) -> RecoveryState:
+    """Return the state after a report without failures: a gang that is ready again ends the recovery under way."""
+    if state.replacing and not gang.is_ready:
+        # Ranks beside the replaced pod are still being restarted for it: their counts are not known yet.
+        return state
+    state = replace(state, replacing=frozenset())
+    known = state.rank_restarts
+    if gang.rank_restarts is None or (known is not None and known <= gang.rank_restarts):
+        return state
+    return replace(state, rank_restarts=gang.rank_restarts)
+
+
+def renewed(state: RecoveryState, saved_step: int | None) -> RecoveryState:
+    """Return the state after a checkpoint: one that is newer than any before renews the budget."""
+    known = state.checkpoint_step
+    if saved_step is None or saved_step == known:
+        return state
+    # A lower one is an older one: the newest could not be read. What was spent stays spent.
+    is_older = known is not None and saved_step < known
+    return replace(state, checkpoint_step=saved_step, budget=state.budget if is_older else state.budget.renewed())
+
+
+def _continues(failures: Sequence[Failure], state: RecoveryState) -> bool:
+    """Return whether only pods failed that stood beside one being replaced: its peers do not always survive it.
+
+    A pod that has been replaced and fails again is a new failure, and so is any failure once the gang was whole again.
+    """
+    return bool(state.replacing) and all(
+        not failure.pod_alive and failure.pod not in state.replacing for failure in failures
+    )
+
+
+def _continued(failures: Sequence[Failure], state: RecoveryState) -> RecoveryAction:
+    pods = tuple(failure.pod for failure in failures)
+    reason = f"pod {pods[0]} failed with the one being replaced"
+    if 0 in pods:
+        return ReplaceGang(0.0, state.budget.with_new_pods(), reason)
+    return ReplacePods(pods, 0.0, state.budget, reason)
+
+
+def _feasible(action: RecoveryAction, gang: GangReport, state: RecoveryState) -> RecoveryAction:
+    """Return the action, or the whole gang's replacement where pods cannot be replaced alone."""
+    if not isinstance(action, ReplacePods):
+        return action
+    others_run = not gang.succeeded - frozenset(action.pods)
+    if gang.can_replace_pods and others_run and len(state.replacing | frozenset(action.pods)) <= MAX_REPLACED:
+        return action
+    return ReplaceGang(action.after_seconds, action.budget.with_new_pods(), action.reason)
+
+
+def _after(action: RecoveryAction, gang: GangReport, state: RecoveryState, *, continues: bool) -> RecoveryState:
+    match action:
+        case RestartRanks(budget=budget):
+            # The launchers have restarted their ranks already: only the charge is left to be written.
+            return replace(state, budget=budget, rank_restarts=gang.rank_restarts)
+        case ReplacePods(pods=pods, budget=budget):
+            known = state.rank_restarts if continues else None
+            return replace(state, budget=budget, rank_restarts=known, replacing=state.replacing | frozenset(pods))
+        case ReplaceGang(budget=budget):
+            return replace(state, budget=budget, rank_restarts=None, replacing=frozenset())
+        case GiveUp():
+            return state

@@ -1,0 +1,173 @@
+"""Fields of an accepted job that do nothing beside its others: each is a warning that names it.
+
+A value that is the field's default counts as not given, for the API server writes defaults into every job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pydantic import BaseModel
+from pydantic.alias_generators import to_camel
+
+from moejob_api.derived import balancing
+from moejob_api.job import Method, Spec
+from moejob_api.job.grpo import Grpo, PolicyLoss, Reward
+from moejob_api.job.model import DataFormat, Dataset, is_place
+from moejob_api.job.moe import Balancing
+from moejob_api.job.resources import Accelerator
+from moejob_api.job.training import SchedulerKind
+from moejob_api.models.shape import ModelShape
+from moejob_api.problems import Problem, Rule
+
+
+def idle_fields(spec: Spec, shape: ModelShape | None) -> Iterator[Problem]:
+    """Every field that was given and that nothing will read."""
+    yield from _of_experts(spec, shape)
+    yield from _of_schedule(spec)
+    yield from _of_data(spec)
+    yield from _of_places(spec)
+    yield from _of_layout(spec)
+    yield from _of_further_tokens(spec, shape)
+    if spec.grpo is not None:
+        yield from _of_policy(spec, spec.grpo)
+        for index, reward in enumerate(spec.grpo.rewards):
+            yield from _of_reward(f"grpo.rewards[{index}]", reward)
+
+
+def _of_experts(spec: Spec, shape: ModelShape | None) -> Iterator[Problem]:
+    if shape is not None and shape.experts is None:
+        for name in type(spec.moe).model_fields:
+            if _is_given(spec.moe, name):
+                yield _idle(f"moe.{to_camel(name)}", f"{shape.family} has no experts")
+        return
+    kind = balancing(spec)
+    if kind in (Balancing.NONE, Balancing.EXPERT_BIAS) and _is_given(spec.moe, "aux_loss_coefficient"):
+        other = "; ExpertBias takes seqAuxLossCoefficient" if kind is Balancing.EXPERT_BIAS else ""
+        yield _idle("moe.auxLossCoefficient", f"balancing {kind} has no such loss{other}")
+    if kind is Balancing.EXPERT_BIAS:
+        return
+    if _is_given(spec.moe, "expert_bias_update_rate"):
+        yield _idle("moe.expertBiasUpdateRate", f"balancing {kind} moves no bias")
+    if _is_given(spec.moe, "seq_aux_loss_coefficient"):
+        yield _idle("moe.seqAuxLossCoefficient", f"balancing {kind} has one loss; auxLossCoefficient is its weight")
+
+
+def _of_schedule(spec: Spec) -> Iterator[Problem]:
+    scheduler, path = spec.training.scheduler, "training.scheduler"
+    if scheduler.kind is SchedulerKind.CONSTANT:
+        for name in ("decay_steps", "minimum_learning_rate"):
+            if _is_given(scheduler, name):
+                yield _idle(f"{path}.{to_camel(name)}", "kind Constant does not decay")
+        return
+    steps = spec.training.max_steps
+    if (
+        steps is not None
+        and scheduler.decay_steps is not None
+        and scheduler.warmup_steps + scheduler.decay_steps > steps
+    ):
+        yield Problem(
+            Rule.IDLE,
+            f"spec.{path}.decaySteps",
+            f"decaySteps {scheduler.decay_steps} after warmupSteps {scheduler.warmup_steps} is more than maxSteps "
+            f"{steps}: the decay never ends; lower it to {max(1, steps - scheduler.warmup_steps)}",
+        )
+
+
+def _of_data(spec: Spec) -> Iterator[Problem]:
+    for part, datasets in (("train", spec.data.train), ("eval", spec.data.eval)):
+        for index, dataset in enumerate(datasets):
+            if is_place(dataset.source):
+                yield from _of_place(f"data.{part}[{index}]", dataset)
+    for index, dataset in enumerate(spec.data.eval):
+        if _is_given(dataset, "weight"):
+            yield _idle(f"data.eval[{index}].weight", "every record of evaluation data counts once")
+    formats = {dataset.format for dataset in (*spec.data.train, *spec.data.eval)}
+    if spec.data.chat_template is not None and not formats & {DataFormat.CHAT, DataFormat.PROMPTS}:
+        yield _idle("data.chatTemplate", "no data set has format Chat or Prompts")
+
+
+def _of_place(path: str, dataset: Dataset) -> Iterator[Problem]:
+    what = f"{dataset.source} is a file or folder, which has no"
+    for name, of_hub in (("split", "splits"), ("configuration", "configurations")):
+        if _is_given(dataset, name):
+            yield _idle(f"{path}.{name}", f"{what} {of_hub}")
+
+
+def _of_places(spec: Spec) -> Iterator[Problem]:
+    if spec.model.revision is not None and spec.model.is_folder:
+        yield _idle("model.revision", f"{spec.model.source} is a folder, which has no revisions")
+    if spec.method is Method.SFT and spec.resources.rollout_image is not None:
+        yield _idle("resources.rolloutImage", "method SFT generates no answers")
+    if spec.resources.accelerator is Accelerator.CPU and _is_given(spec.resources, "gpu_resource"):
+        yield _idle("resources.gpuResource", "accelerator CPU takes no GPUs")
+    if spec.storage.claim_name is not None:
+        for name in ("storage_class", "access_modes"):
+            if _is_given(spec.storage, name):
+                yield _idle(f"storage.{to_camel(name)}", f"claim {spec.storage.claim_name} exists already")
+
+
+def _of_layout(spec: Spec) -> Iterator[Problem]:
+    sizes = spec.parallelism
+    if sizes.sequence and sizes.tensor == 1:
+        yield _idle("parallelism.sequence", "tensor 1 has no group to split the sequence over")
+    if sizes.pipeline > 1:
+        return
+    for name in ("embedding_counts_as_layer", "loss_counts_as_layer"):
+        if _is_given(sizes, name):
+            yield _idle(f"parallelism.{to_camel(name)}", "pipeline 1 has one stage, which takes all layers")
+
+
+def _of_further_tokens(spec: Spec, shape: ModelShape | None) -> Iterator[Problem]:
+    if not spec.training.mtp_loss_coefficient or not _is_given(spec.training, "mtp_loss_coefficient"):
+        return
+    whys = (
+        (shape is not None and not shape.mtp_layers, "the model has no MTP modules"),
+        (spec.training.lora is not None, "LoRA trains and exports without MTP modules"),
+        (spec.method is Method.GRPO, "GRPO trains and exports without MTP modules"),
+    )
+    for is_so, why in whys:
+        if is_so:
+            yield _idle("training.mtpLossCoefficient", why)
+            return
+
+
+def _of_policy(spec: Spec, grpo: Grpo) -> Iterator[Problem]:
+    on_cpu = spec.resources.accelerator is Accelerator.CPU
+    cases: tuple[tuple[bool, str, BaseModel, tuple[str, ...], str], ...] = (
+        (grpo.kl.coefficient == 0, "kl.", grpo.kl, ("kind", "apply_to"), "kl.coefficient 0 takes no penalty"),
+        (grpo.policy_loss is PolicyLoss.CISPO, "", grpo, ("dual_clip",), "policyLoss CISPO bounds by clipHigh alone"),
+        (grpo.overlong.penalty == 0, "overlong.", grpo.overlong, ("penalty_tokens",), "overlong.penalty is 0"),
+        (
+            not spec.data.eval,
+            "evaluation.",
+            grpo.evaluation,
+            tuple(type(grpo.evaluation).model_fields),
+            "there is no data.eval to answer",
+        ),
+        (on_cpu, "rollout.", grpo.rollout, ("gpu_memory_utilization",), "engines on CPUs have no GPU memory to share"),
+    )
+    for is_idle, path, section, names, why in cases:
+        for name in names if is_idle else ():
+            if _is_given(section, name):
+                yield _idle(f"grpo.{path}{to_camel(name)}", why)
+
+
+def _of_reward(path: str, reward: Reward) -> Iterator[Problem]:
+    wanted_by = (
+        ("module_path", reward.module is not None, "module"),
+        ("retries", reward.url is not None, "url"),
+        ("batch_size", reward.name is None, "module and url"),
+    )
+    for name, is_wanted, kinds in wanted_by:
+        if not is_wanted and _is_given(reward, name):
+            yield _idle(f"{path}.{to_camel(name)}", f"only rewards of {kinds} read it")
+
+
+def _is_given(section: BaseModel, name: str) -> bool:
+    value = getattr(section, name)
+    return bool(value != type(section).model_fields[name].default)
+
+
+def _idle(path: str, why: str) -> Problem:
+    return Problem(Rule.IDLE, f"spec.{path}", f"{path} does nothing: {why}; remove it")

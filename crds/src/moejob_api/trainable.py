@@ -1,0 +1,21 @@
+"""The features that this version trains, as data: plan, webhook and trainer read the same tables.
+
+A model family may be planned with (its shape is known) and still not be trained. What one job's settings exclude of one
+another is in rules/; here is what no job can have at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from moejob_api.job.moe import Dispatcher
+from moejob_api.models.shape import Family
+
+# Families whose shape is read and whose layers are not all there, each with what is missing.
+UNTRAINED_FAMILIES: Mapping[Family, str] = {
+    Family.QWEN3_NEXT: "Qwen3-Next needs layers of the gated delta rule, and the trainer has none",
+}
+UNTRAINED_DISPATCHERS: Mapping[Dispatcher, str] = {
+    Dispatcher.FLEX: "dispatcher Flex needs DeepEP, which the trainer does not have; use AllToAll",
+}
+UNTRAINED_ROUTING_REPLAY = "the trainer cannot replay the experts that an engine chose; remove routingReplay"

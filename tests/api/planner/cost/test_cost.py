@@ -1,0 +1,148 @@
+"""The cost of a step: against measured throughput, by hand where a hand can, and never the wrong way round."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from builders import dense_model, latent_model, moe_model, spec
+from moejob_api.hardware import H100, H200, Hardware
+from moejob_api.job import Spec
+from moejob_api.layout.sizes import layout
+from moejob_api.models.shape import ModelShape
+from moejob_api.planner.cost import Cost, Spent, step_cost
+
+
+def cost(job: Spec, shape: ModelShape, hardware: Hardware = H200) -> Cost:
+    return step_cost(job, shape, layout(job.parallelism, job.resources.gpus_per_node), hardware)
+
+
+def seconds(answer: Cost, spent: Spent) -> float:
+    return sum(part.seconds for part in answer.parts if part.name is spent)
+
+
+def training(micro: int, batches: int, expert: int = 1, gradients: str = "bfloat16", **parallelism: int) -> Spec:
+    return spec(
+        parallelism={"expert": expert, **parallelism},
+        training={
+            "microBatchSize": micro,
+            "globalBatchSize": micro * batches * expert,
+            "precision": {"gradients": gradients},
+        },
+    )
+
+
+@pytest.mark.parametrize(
+    ("job", "layers", "measured"),
+    [
+        pytest.param(training(2, 4, gradients="float32"), 8, 53_642, id="8 layers, 2 x 4"),
+        pytest.param(training(4, 4, gradients="float32"), 8, 68_110, id="8 layers, 4 x 4"),
+        pytest.param(training(4, 4), 8, 70_566, id="8 layers, 4 x 4, bfloat16 gradients"),
+        pytest.param(training(4, 4), 6, 87_362, id="6 layers, 4 x 4"),
+        pytest.param(training(8, 2), 6, 92_001, id="6 layers, 8 x 2"),
+        pytest.param(training(4, 2, expert=4), 24, 25_565, id="4 GPUs, 24 layers, 4 x 2"),
+        pytest.param(training(4, 2, expert=2, tensor=2), 12, 32_262, id="4 GPUs, 12 layers, 4 x 2, tensor 2"),
+        pytest.param(training(2, 8, expert=2, pipeline=2), 16, 27_032, id="4 GPUs, 16 layers, 2 x 8, pipeline 2"),
+    ],
+)
+def test_throughput_measured_on_h200_is_met_within_ten_percent(job: Spec, layers: int, measured: int) -> None:
+    assert cost(job, moe_model(layers=layers)).tokens_per_second_per_gpu == pytest.approx(measured, rel=0.10)
+
+
+def test_throughput_published_for_eight_h100_is_met_within_a_third() -> None:
+    job = spec(
+        parallelism={"expert": 8},
+        training={"microBatchSize": 2, "globalBatchSize": 128, "recompute": {"granularity": "Selective"}},
+    )
+    assert cost(job, moe_model(), H100).tokens_per_second_per_gpu == pytest.approx(12_040, rel=0.34)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "chunks", "batch", "expected"),
+    [
+        pytest.param(4, None, 16, 3 / 16, id="three waits beside sixteen microbatches"),
+        pytest.param(4, 2, 16, 1.5 / 16, id="half as long in two chunks"),
+        pytest.param(1, None, 16, 0.0, id="one stage never waits"),
+    ],
+)
+def test_the_bubble_by_hand(pipeline: int, chunks: int | None, batch: int, expected: float) -> None:
+    sizes = {"pipeline": pipeline, "virtualPipeline": chunks}
+    answer = cost(spec(parallelism=sizes, training={"globalBatchSize": batch}), dense_model())
+    stage = sum(p.seconds for p in answer.parts if p.name not in {Spent.BUBBLE, Spent.DATA, Spent.OPTIMIZER})
+    assert seconds(answer, Spent.BUBBLE) == pytest.approx(expected * stage)
+
+
+def test_one_gpu_talks_to_nobody() -> None:
+    answer = cost(training(1, 4), moe_model(layers=4))
+    talking = {Spent.TENSOR, Spent.DISPATCH, Spent.CONTEXT, Spent.PIPELINE, Spent.DATA, Spent.BUBBLE}
+    assert not talking & {part.name for part in answer.parts}
+
+
+@pytest.mark.parametrize(
+    ("change", "spent"),
+    [
+        pytest.param({"tensor": 2}, Spent.TENSOR, id="tensor"),
+        pytest.param({"expert": 2}, Spent.DISPATCH, id="expert"),
+        pytest.param({"context": 2}, Spent.CONTEXT, id="context"),
+        pytest.param({"pipeline": 2}, Spent.PIPELINE, id="pipeline"),
+        pytest.param({"data": 2}, Spent.DATA, id="data"),
+    ],
+)
+def test_every_group_has_its_price(change: dict[str, Any], spent: Spent) -> None:
+    assert seconds(cost(spec(parallelism=change), moe_model(layers=4)), spent) > 0
+
+
+def test_full_recomputation_costs_a_forward_pass() -> None:
+    plain = cost(spec(), dense_model(layers=8))
+    again = cost(spec(training={"recompute": {"granularity": "Full"}}), dense_model(layers=8))
+    layers = sum(
+        seconds(plain, spent) for spent in (Spent.PROJECTIONS, Spent.ATTENTION, Spent.FEED_FORWARD, Spent.ELEMENTWISE)
+    )
+    assert again.seconds - plain.seconds == pytest.approx(layers / 3)
+
+
+@pytest.mark.parametrize(
+    ("moe", "passes"),
+    [
+        pytest.param({"balancing": "GlobalAuxLoss"}, 1, id="counted first"),
+        pytest.param({"balancing": "GlobalAuxLoss", "auxLossCoefficient": 0.0}, 0, id="without weight"),
+        pytest.param({"balancing": "AuxLoss"}, 0, id="by document"),
+    ],
+)
+def test_balancing_over_the_global_batch_costs_a_forward_pass(moe: dict[str, Any], passes: int) -> None:
+    plain = cost(spec(), moe_model(layers=4))
+    counted = cost(spec(moe=moe), moe_model(layers=4))
+    # On one GPU the backward pass is two forward passes.
+    beside = (Spent.ACCUMULATION, Spent.DATA, Spent.OPTIMIZER)
+    once = sum(part.seconds for part in plain.parts if part.name not in beside) / 3
+    assert counted.seconds - plain.seconds == pytest.approx(passes * once)
+
+
+JOBS = st.builds(
+    lambda tensor, pipeline, expert, data, context: spec(
+        parallelism={"tensor": tensor, "pipeline": pipeline, "expert": expert, "data": data, "context": context},
+        training={"globalBatchSize": 256},
+    ),
+    *(st.sampled_from((1, 2, 4)) for _ in range(5)),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(JOBS, st.sampled_from(("nvlink_bytes_per_second", "network_bytes_per_second", "bf16_flops_per_second")))
+def test_faster_hardware_is_never_slower(job: Spec, rate: str) -> None:
+    faster = replace(H100, **{rate: 2 * getattr(H100, rate)})
+    shape = moe_model(layers=16)
+    assert cost(job, shape, faster).seconds <= cost(job, shape, H100).seconds
+
+
+@settings(max_examples=40, deadline=None)
+@given(JOBS)
+def test_parts_add_up_and_say_why(job: Spec) -> None:
+    answer = cost(job, latent_model(layers=16))
+    assert answer.seconds == pytest.approx(sum(part.seconds for part in answer.parts))
+    assert all(part.seconds > 0 and part.why for part in answer.parts)
+    assert 0 < answer.mfu < 1

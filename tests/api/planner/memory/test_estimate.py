@@ -1,0 +1,310 @@
+"""The memory estimate: numbers worked out by hand, published anchors, and what must never happen."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from builders import dense_model, latent_model, moe_model, spec
+from moejob_api.derived import trained_shape
+from moejob_api.job import Spec
+from moejob_api.layout.sizes import layout
+from moejob_api.models.parameters import mtp_parameters, parameters
+from moejob_api.models.shape import DenseMLP, Experts, Family, GroupedAttention, Layer, ModelShape
+from moejob_api.planner.memory import (
+    MemoryEstimate,
+    Name,
+    VolumeNeed,
+    checkpoint_bytes,
+    download_bytes,
+    estimate,
+    export_bytes,
+    remedies,
+    volume_need,
+)
+from moejob_api.planner.memory.case import prepared, stage_parameters
+
+GIB = 2**30
+# 2 heads of 4, so queries 8x8, keys and values 8x4 each, output 8x8; a network of 3 x 8x16; two norms of 8.
+TINY_LAYER = 64 + 2 * 32 + 64 + 3 * 128 + 16
+TINY = ModelShape(Family.LLAMA, 8, 256, False, 1024, (Layer(GroupedAttention(2, 1, head_dim=4), DenseMLP(16)),) * 2)
+# The same attention; 4 experts of 3 x 8x16 and a router of 8x4.
+TINY_MIXTURE = ModelShape(
+    Family.MIXTRAL, 8, 256, False, 1024, (Layer(GroupedAttention(2, 1, head_dim=4), Experts(4, 2, 16)),) * 2
+)
+TINY_ROUTED = 4 * 3 * 128
+ENDS = 2 * 256 * 8 + 8
+
+
+def needs(job: Spec, shape: ModelShape) -> MemoryEstimate:
+    return estimate(job, shape, layout(job.parallelism, job.resources.gpus_per_node))
+
+
+def part(answer: MemoryEstimate, name: Name) -> int:
+    return sum(part.bytes for part in answer.parts if part.name is name)
+
+
+def test_a_tiny_dense_model_by_hand() -> None:
+    held = 2 * TINY_LAYER + ENDS
+    answer = needs(spec(), TINY)
+    assert part(answer, Name.WEIGHTS) == 2 * held
+    assert part(answer, Name.GRADIENTS) == 4 * held
+    assert part(answer, Name.OPTIMIZER) == 12 * held
+
+
+def test_a_tiny_mixture_by_hand() -> None:
+    dense = 2 * (TINY_LAYER - 3 * 128 + 8 * 4) + ENDS
+    routed = 2 * TINY_ROUTED
+    # Two groups of experts, each once more: dense parts have four replicas, experts two.
+    answer = needs(spec(parallelism={"expert": 2, "data": 2}), TINY_MIXTURE)
+    assert part(answer, Name.WEIGHTS) == 2 * (dense + routed // 2)
+    assert part(answer, Name.OPTIMIZER) == 12 * (-(-dense // 4) + routed // 2 // 2)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "gradients"),
+    [("bfloat16", "float32"), ("bfloat16", "bfloat16"), ("float32", "float32")],
+)
+def test_divided_weights_are_float32_and_whole_layers_are_not(dtype: str, gradients: str) -> None:
+    dense = 2 * (TINY_LAYER - 3 * 128 + 8 * 4) + ENDS
+    routed = 2 * TINY_ROUTED
+    precision = {"training": {"precision": {"gradients": gradients}}, "model": {"dtype": dtype}}
+    job = spec(parallelism={"expert": 2, "data": 2}, memory={"sharding": "FSDP"}, **precision)
+    answer = needs(job, TINY_MIXTURE)
+    mine = -(-dense // 4) + routed // 2 // 2
+    assert part(answer, Name.WEIGHTS) == 4 * mine
+    assert part(answer, Name.GRADIENTS) == 4 * mine
+    assert part(answer, Name.OPTIMIZER) == 8 * mine
+    element, summed = (2 if dtype == "bfloat16" else 4), (2 if gradients == "bfloat16" else 4)
+    # Two layers on their way, one's gradients and what they are summed in; embedding and output beside them.
+    layer = TINY_LAYER - 3 * 128 + 8 * 4 + TINY_ROUTED // 2
+    behind_the_first_layer = 2 * 256 * 8 * summed
+    assert part(answer, Name.GATHERED) == 2 * 2 * 256 * 8 * element + max(
+        layer * (3 * element + summed), behind_the_first_layer
+    )
+
+
+def test_weights_that_stay_gathered_are_whole_in_the_models_type() -> None:
+    job = spec(parallelism={"expert": 2, "data": 2}, memory={"sharding": "ZeRO2"}, model={"dtype": "bfloat16"})
+    answer = needs(job, TINY_MIXTURE)
+    layer = TINY_LAYER - 3 * 128 + 8 * 4 + TINY_ROUTED // 2
+    held = 2 * layer + ENDS
+    dense, routed = held - TINY_ROUTED, TINY_ROUTED
+    mine = -(-dense // 4) + routed // 2
+    assert part(answer, Name.WEIGHTS) == 4 * mine
+    assert part(answer, Name.OPTIMIZER) == 8 * mine
+    # Beside them the largest layer's gradients, and what these are summed in.
+    assert part(answer, Name.GATHERED) == 2 * held + max(layer, 256 * 8) * (2 + 4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "bytes_a_parameter"),
+    [
+        pytest.param({}, 2 + 4 + 12, id="mixed precision"),
+        pytest.param({"training": {"precision": {"gradients": "bfloat16"}}}, 2 + 2 + 12, id="bfloat16 gradients"),
+        pytest.param({"training": {"precision": {"moments": "bfloat16"}}}, 2 + 4 + 8, id="bfloat16 moments"),
+        pytest.param({"memory": {"offloadOptimizer": 1.0}}, 2 + 4, id="optimizer in host memory"),
+        pytest.param({"memory": {"offloadOptimizer": 0.5}}, 2 + 4 + 6, id="half of it"),
+        pytest.param({"model": {"dtype": "float32"}}, 4 + 4 + 8, id="float32 needs no second copy"),
+    ],
+)
+def test_a_parameter_of_one_gpu_takes_this_many_bytes(changes: dict[str, Any], bytes_a_parameter: int) -> None:
+    shape = dense_model(layers=2)
+    answer = needs(spec(**changes), shape)
+    states = sum(part(answer, name) for name in (Name.WEIGHTS, Name.GRADIENTS, Name.OPTIMIZER))
+    # Half a percent for the rows that pad the vocabulary.
+    assert states == pytest.approx(bytes_a_parameter * parameters(shape), rel=0.005)
+
+
+def test_llama_70b_on_16_gpus_takes_18_bytes_a_parameter_as_published() -> None:
+    answer = needs(spec(parallelism={"tensor": 8, "pipeline": 2}), dense_model())
+    states = sum(part(answer, name) for name in (Name.WEIGHTS, Name.GRADIENTS, Name.OPTIMIZER))
+    assert states / GIB == pytest.approx(73.9, rel=0.02)
+
+
+def test_deepseek_v3_on_64_gpus_holds_four_layers_by_hand() -> None:
+    """The published 58.6 GiB are 671 B parameters shared evenly; a stage of four layers with experts holds more."""
+    attention = 7168 * 1536 + 1536 + 1536 * 128 * 192 + 7168 * 576 + 512 + 512 * 128 * 256 + 128 * 128 * 7168
+    beside = attention + 2 * 7168 + 3 * 7168 * 2048 + 256 * 7168
+    of_gpu = 4 * (beside + 256 * 3 * 7168 * 2048 // 4)
+    sizes = {
+        "expertLayout": "Folded",
+        "pipeline": 16,
+        "data": 4,
+        "expert": 4,
+        "firstStageLayers": 3,
+        "lastStageLayers": 2,
+    }
+    answer = needs(spec(parallelism=sizes, training={"recompute": {"granularity": "Full"}}), latent_model())
+    assert answer.stage not in {0, 15}
+    assert part(answer, Name.WEIGHTS) + part(answer, Name.GRADIENTS) == 6 * of_gpu
+
+
+def test_mixtral_on_16_gpus_takes_what_was_published() -> None:
+    mixtral = ModelShape(
+        Family.MIXTRAL, 4096, 32_000, False, 32_768, (Layer(GroupedAttention(32, 8, 128), Experts(8, 2, 14_336)),) * 32
+    )
+    answer = needs(spec(parallelism={"tensor": 2, "pipeline": 2, "expert": 4}), mixtral)
+    states = sum(part(answer, name) for name in (Name.WEIGHTS, Name.GRADIENTS, Name.OPTIMIZER))
+    assert states / GIB == pytest.approx(48.9, rel=0.07)
+
+
+SIZES = st.sampled_from((1, 2, 4))
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> Spec:
+    recompute = draw(st.sampled_from(("None", "Selective", "Full")))
+    method = draw(st.sampled_from(("SFT", "GRPO")))
+    return spec(
+        method=method,
+        parallelism={"tensor": draw(SIZES), "pipeline": draw(SIZES), "expert": draw(SIZES), "data": draw(SIZES)},
+        training={
+            "globalBatchSize": 256,
+            "microBatchSize": draw(st.sampled_from((1, 2))),
+            "recompute": {"granularity": recompute},
+            "lora": draw(st.sampled_from((None, {"rank": 16}))),
+        },
+        memory={"offloadActivations": draw(st.booleans()) and recompute != "Full"},
+        moe={"dispatcher": draw(st.sampled_from(("AllToAll", "AllGather")))},
+    )
+
+
+@settings(max_examples=80, deadline=None)
+@given(jobs())
+def test_parts_are_positive_and_add_up(job: Spec) -> None:
+    answer = needs(job, moe_model(layers=16, experts=16))
+    assert all(part.bytes > 0 for part in answer.parts)
+    assert answer.bytes == sum(part.bytes for part in answer.parts) == max(peak.bytes for peak in answer.phases)
+    assert all(part.why for part in answer.parts)
+
+
+LIGHTER: dict[str, dict[str, Any]] = {
+    "bfloat16 moments": {"training": {"precision": {"moments": "bfloat16"}}},
+    "optimizer in host memory": {"memory": {"offloadOptimizer": 1.0}},
+    "more replicas": {"parallelism": {"data": 8}},
+}
+
+
+@settings(max_examples=60, deadline=None)
+@given(jobs(), st.sampled_from(sorted(LIGHTER)))
+def test_what_should_save_memory_never_costs_any(job: Spec, name: str) -> None:
+    shape = moe_model(layers=16, experts=16)
+    parsed = job.model_dump(mode="json", by_alias=True, exclude_none=True)
+    lighter = spec(
+        **{key: {**parsed.get(key, {}), **value} for key, value in LIGHTER[name].items()}, **rest(parsed, name)
+    )
+    assert without_communicators(needs(lighter, shape)) <= without_communicators(needs(job, shape))
+
+
+def without_communicators(answer: MemoryEstimate) -> int:
+    """More replicas talk to each other, which takes buffers of its own."""
+    return max(sum(p.bytes for p in peak.parts if p.name is not Name.COMMUNICATORS) for peak in answer.phases)
+
+
+def rest(parsed: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in parsed.items() if key not in LIGHTER[name]}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "groups", "alone"),
+    [
+        pytest.param({}, 0, 0, id="one GPU talks to nobody"),
+        pytest.param({"expert": 4}, 3, 3, id="the world, the data and the expert group of four"),
+        pytest.param({"expert": 16}, 3, 7, id="of an expert group on two nodes, those of the own node"),
+        pytest.param({"pipeline": 2, "tensor": 4}, 4, 1, id="one neighbour in the same node"),
+        pytest.param({"pipeline": 2, "tensor": 8}, 4, 0, id="the neighbour on another node"),
+    ],
+)
+def test_nccl_takes_what_was_measured(sizes: dict[str, int], groups: int, alone: int) -> None:
+    answer = needs(spec(parallelism=sizes), moe_model(layers=4))
+    assert part(answer, Name.COMMUNICATORS) == (groups * 484 + alone * 384) * 2**20
+
+
+def test_a_remedy_makes_the_job_fit() -> None:
+    job, shape = spec(parallelism={"expert": 8}, resources={"gpuType": "H100"}), moe_model()
+    sizes, limit = layout(job.parallelism, 8), 79 * GIB
+    found = remedies(job, shape, sizes, limit)
+    assert found
+    for remedy in found:
+        assert estimate(remedy.spec, shape, sizes).fits(limit)
+        assert str(remedy)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"training": {"mtpLossCoefficient": 0.0}}, id="a coefficient of 0"),
+        pytest.param({"training": {"lora": {}}}, id="adapters"),
+        pytest.param({"method": "GRPO", "training": {"globalBatchSize": None}}, id="reinforcement learning"),
+    ],
+)
+def test_modules_for_further_tokens_take_nothing_where_nothing_is_learned_of_them(changes: dict[str, Any]) -> None:
+    plain = latent_model(layers=4)
+    further = replace(plain, mtp_layers=plain.layers[-1:])
+    job = spec(**changes)
+    assert trained_shape(further, job) == plain
+    assert needs(job, further) == needs(job, plain)
+    assert checkpoint_bytes(further, job) == checkpoint_bytes(plain, job)
+    assert export_bytes(further, job) == export_bytes(plain, job)
+    assert checkpoint_bytes(further, spec()) - checkpoint_bytes(plain, spec()) == 14 * mtp_parameters(further)
+
+
+def test_an_embedding_is_held_at_both_ends_where_further_tokens_are_predicted() -> None:
+    plain = latent_model(layers=4)
+    further = replace(plain, mtp_layers=plain.layers[-1:])
+    for pipeline, copies in ((1, 0), (2, 1)):
+        job = spec(parallelism={"pipeline": pipeline})
+        last = [prepared(job, shape, layout(job.parallelism, 8)) for shape in (plain, further)]
+        before, after = (stage_parameters(case, case.stages[-1]).held.total for case in last)
+        assert after - before == mtp_parameters(further) + copies * 129_280 * 7168
+
+
+def test_a_checkpoint_holds_weights_and_optimizer_state() -> None:
+    shape = moe_model(layers=2)
+    whole = parameters(shape) + mtp_parameters(shape)
+    assert checkpoint_bytes(shape, spec()) == whole * (2 + 12)
+    assert export_bytes(shape, spec()) == whole * 2
+
+
+def test_the_volume_holds_one_checkpoint_more_than_is_kept_beside_export_and_download() -> None:
+    shape = moe_model(layers=2)
+    job = spec(model={"source": "Qwen/Qwen3-30B-A3B"}, checkpoint={"keep": 3})
+    one = parameters(shape) * (2 + 12)
+    assert volume_need(shape, job) == VolumeNeed(one, 4, export=2 * parameters(shape), download=2 * parameters(shape))
+    assert volume_need(shape, job).bytes == 4 * one + 4 * parameters(shape)
+    without = spec(model={"source": "/models/a"}, checkpoint={"exportHuggingFace": False})
+    assert volume_need(shape, without).bytes == 3 * one
+
+
+@pytest.mark.parametrize(("source", "weights"), [("Qwen/Qwen3-30B-A3B", 2), ("pvc://models/a", 0), ("/models/a", 0)])
+def test_a_model_of_the_hub_takes_room_on_the_volume(source: str, weights: int) -> None:
+    shape = moe_model(layers=2)
+    assert download_bytes(shape, spec(model={"source": source})) == parameters(shape) * weights
+
+
+def test_a_checkpoint_of_adapters_holds_weights_that_another_job_may_have_trained() -> None:
+    shape = moe_model(layers=2)
+    lora: dict[str, Any] = {"lora": {}}
+    apart = checkpoint_bytes(shape, spec(training=lora))
+    beside = checkpoint_bytes(shape, spec(training=lora, checkpoint={"resumeFrom": "another"}))
+    assert beside - apart == export_bytes(shape, spec())
+    assert 0 < apart < beside / 10
+
+
+def test_an_engine_without_room_for_a_sequence_does_not_fit() -> None:
+    job = spec(
+        method="GRPO",
+        parallelism={"expert": 8},
+        resources={"gpuType": "H100"},
+        memory={"offloadOptimizer": 1.0, "offloadParameters": True, "offloadGradients": True},
+        grpo={"rewards": [{"name": "math"}], "rollout": {"gpuMemoryUtilization": 0.3}},
+    )
+    answer = needs(job, moe_model())
+    assert answer.engine is not None
+    assert not answer.engine.runs
+    assert not answer.fits(1024 * GIB)

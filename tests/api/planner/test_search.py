@@ -1,0 +1,89 @@
+"""The search for the best layout: exact in spite of all it skips, and its answers can be used as they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from builders import dense_model, latent_model, moe_model, spec
+from moejob_api.hardware import H100, H200
+from moejob_api.job import Spec
+from moejob_api.job.training import Recompute, RecomputeGranularity
+from moejob_api.layout.sizes import gpus, layout
+from moejob_api.models.shape import ModelShape
+from moejob_api.planner.cost import step_cost
+from moejob_api.planner.memory import estimate
+from moejob_api.planner.plan import plan
+from moejob_api.planner.search import HEADROOM, MICRO_BATCH_SIZES, best_layouts, layouts
+from moejob_api.rules import layout_problems
+
+QUESTIONS: list[Any] = [
+    pytest.param(moe_model(layers=8, experts=16), {}, 8, id="experts"),
+    pytest.param(dense_model(layers=6, heads=16, key_value_heads=2, intermediate=4096), {}, 8, id="dense"),
+    pytest.param(moe_model(layers=7, experts=8), {"training": {"lora": {"rank": 8}}}, 4, id="adapters, odd layers"),
+]
+
+
+@pytest.mark.parametrize(("shape", "sections", "count"), QUESTIONS)
+def test_the_best_is_the_best_of_all(shape: ModelShape, sections: dict[str, Any], count: int) -> None:
+    asked = spec(**sections, resources={"gpuMemoryGiB": 24})
+    best = best_layouts(asked, shape, count, H100)[0]
+    assert best.cost.seconds == pytest.approx(min(exhaustive(asked, shape, count)))
+
+
+def exhaustive(asked: Spec, shape: ModelShape, count: int) -> list[float]:
+    """The cost of every layout, microbatch and recomputation that keeps the rules and fits, with nothing skipped."""
+    limit = int(24 * 2**30 * (1 - HEADROOM))
+    found = []
+    for cuts in layouts(asked, shape, count):
+        for parallelism in cuts:
+            for micro in MICRO_BATCH_SIZES:
+                for granularity in RecomputeGranularity:
+                    recompute = Recompute(granularity=granularity)
+                    training = asked.training.model_copy(update={"micro_batch_size": micro, "recompute": recompute})
+                    job = asked.model_copy(update={"parallelism": parallelism, "training": training})
+                    sizes = layout(parallelism, 8)
+                    if not layout_problems(job, shape) and estimate(job, shape, sizes).fits(limit):
+                        found.append(step_cost(job, shape, sizes, H100).seconds)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("shape", "sections", "count"),
+    [
+        pytest.param(moe_model(), {"resources": {"gpuType": "H100"}}, 16, id="Qwen3-30B"),
+        pytest.param(
+            latent_model(),
+            {"resources": {"gpuType": "H100"}, "training": {"globalBatchSize": 4096}},
+            1024,
+            id="DeepSeek-V3",
+        ),
+        pytest.param(dense_model(), {"resources": {"gpuType": "H100"}}, 16, id="offloaded as a last resort"),
+        pytest.param(moe_model(), {"method": "GRPO", "resources": {"gpuType": "H200"}}, 8, id="GRPO"),
+    ],
+)
+def test_every_choice_is_accepted_as_it_stands(shape: ModelShape, sections: dict[str, Any], count: int) -> None:
+    asked = spec(**sections, storage={"claimName": "mine", "size": None})
+    choices = best_layouts(asked, shape, count, H200 if "H200" in str(sections) else H100)
+    assert choices
+    assert [choice.cost.seconds for choice in choices] == sorted(choice.cost.seconds for choice in choices)
+    for choice in choices:
+        assert gpus(choice.spec.parallelism) == count
+        assert plan(choice.spec, shape, count).accepted
+        assert choice.reasons
+
+
+def test_layouts_are_enumerated_once() -> None:
+    seen = [cut for cuts in layouts(spec(), moe_model(), 16) for cut in cuts]
+    assert len(seen) == len(set(seen))
+    for parallelism in seen:
+        assert gpus(parallelism) == 16
+
+
+def test_too_few_gpus_have_no_layout() -> None:
+    assert best_layouts(spec(resources={"gpuType": "A100"}), latent_model(), 8, H100) == ()
+
+
+def test_gpus_that_do_not_fill_nodes_have_no_layout() -> None:
+    assert best_layouts(spec(), moe_model(), 12, H100) == ()

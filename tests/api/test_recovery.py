@@ -1,0 +1,118 @@
+"""The state machine of recovery: every failure is charged once, whichever of both callers drives it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moejob_api.job.status import MAX_REPLACED
+from moejob_api.recovery import GangReport, Recovery, RecoveryState, recover, renewed, settled
+from moejob_api.restarts import Budget, Cause, Failure, GiveUp, ReplaceGang, ReplacePods, RestartRanks
+
+FRESH = RecoveryState(Budget(limit=6), rank_restarts=0)
+RUNNING = GangReport(rank_restarts=0)
+
+
+def lost(*pods: int) -> list[Failure]:
+    return [Failure(pod, Cause.POD_FAILED) for pod in pods]
+
+
+def recovered(failures: list[Failure], gang: GangReport = RUNNING, state: RecoveryState = FRESH) -> Recovery:
+    found = recover(failures, gang, state)
+    assert found is not None
+    return found
+
+
+def test_nothing_follows_from_no_failure() -> None:
+    assert recover([], RUNNING, FRESH) is None
+
+
+def test_a_replaced_pod_is_charged_once_until_its_gang_is_ready_and_forgiven_by_a_checkpoint() -> None:
+    first = recovered(lost(1))
+    assert (first.action.__class__, first.state.budget.spent, first.continues) == (ReplacePods, 1, False)
+    beside = recovered(lost(2), state=first.state)
+    assert (beside.action.__class__, beside.state.budget.spent, beside.continues) == (ReplacePods, 1, True)
+    assert beside.state.replacing == {1, 2}
+    assert settled(RUNNING, beside.state) == beside.state
+    ready = settled(replace(RUNNING, is_ready=True), beside.state)
+    assert ready.replacing == frozenset()
+    again = recovered(lost(2), state=ready)
+    assert (again.state.budget.spent, again.continues) == (2, False)
+    assert renewed(again.state, 10).budget.spent == 0
+
+
+@pytest.mark.parametrize(
+    ("failures", "gang", "state", "action", "spent"),
+    [
+        pytest.param(lost(1), RUNNING, FRESH, ReplacePods, 1, id="one pod"),
+        pytest.param(lost(0), RUNNING, FRESH, ReplaceGang, 1, id="pod 0"),
+        pytest.param(lost(1), replace(RUNNING, can_replace_pods=False), FRESH, ReplaceGang, 1, id="names are kept"),
+        pytest.param(lost(1), replace(RUNNING, succeeded=frozenset({2})), FRESH, ReplaceGang, 1, id="another is done"),
+        pytest.param(lost(*range(1, MAX_REPLACED + 1)), RUNNING, FRESH, ReplacePods, 1, id="as many as are kept"),
+        pytest.param(lost(*range(1, MAX_REPLACED + 2)), RUNNING, FRESH, ReplaceGang, 1, id="more than are kept"),
+        pytest.param(
+            [Failure(1, Cause.RANK_FAILED, pod_alive=True)],
+            GangReport(rank_restarts=1),
+            FRESH,
+            RestartRanks,
+            1,
+            id="ranks restarted in place",
+        ),
+        pytest.param(
+            lost(0), RUNNING, replace(FRESH, replacing=frozenset({1})), ReplaceGang, 0, id="pod 0 beside another"
+        ),
+        pytest.param(
+            [Failure(2, Cause.BAD_CONFIGURATION)],
+            RUNNING,
+            replace(FRESH, replacing=frozenset({1})),
+            GiveUp,
+            0,
+            id="a wrong configuration beside another",
+        ),
+        pytest.param(
+            lost(1), RUNNING, replace(FRESH, replacing=frozenset({1})), ReplacePods, 1, id="the replaced one again"
+        ),
+    ],
+)
+def test_the_action_and_its_price(
+    failures: list[Failure], gang: GangReport, state: RecoveryState, action: type, spent: int
+) -> None:
+    found = recovered(failures, gang, state)
+    assert (type(found.action), found.state.budget.spent) == (action, spent)
+
+
+@pytest.mark.parametrize(
+    ("known", "reported", "ready", "kept"),
+    [
+        pytest.param(None, 3, False, 3, id="the first report is no failure"),
+        pytest.param(3, 2, False, 2, id="a pod was replaced, and its count with it"),
+        pytest.param(2, 3, False, 2, id="a restart that is still to be charged"),
+        pytest.param(2, None, True, 2, id="not every pod has reported"),
+    ],
+)
+def test_the_count_of_restarts_in_place(known: int | None, reported: int | None, ready: bool, kept: int) -> None:
+    state = settled(GangReport(rank_restarts=reported, is_ready=ready), replace(FRESH, rank_restarts=known))
+    assert state.rank_restarts == kept
+
+
+def test_restarts_beside_a_replaced_pod_are_no_failures() -> None:
+    state = recovered(lost(1)).state
+    assert settled(GangReport(rank_restarts=0), state).rank_restarts is None
+    assert settled(GangReport(rank_restarts=2, is_ready=True), state).rank_restarts == 2
+
+
+@given(
+    pods=st.lists(st.sets(st.integers(1, 7), min_size=1), min_size=1, max_size=6),
+    ready=st.lists(st.booleans(), min_size=6, max_size=6),
+)
+def test_only_a_failure_that_continues_no_other_is_charged(pods: list[set[int]], ready: list[bool]) -> None:
+    state, spent = replace(FRESH, budget=Budget(limit=100)), 0
+    for failed, is_ready in zip(pods, ready, strict=False):
+        found = recovered(lost(*sorted(failed)), state=state)
+        spent += not found.continues
+        assert found.state.budget.spent == spent
+        assert found.continues == (bool(state.replacing) and not failed & state.replacing)
+        state = settled(replace(RUNNING, is_ready=is_ready), found.state)

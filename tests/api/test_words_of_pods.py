@@ -1,0 +1,65 @@
+"""A pod's answer is foreign text: it is bounded and made printable where it is read."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from moejob_api.contract import LastWord, Outcome, PodProgress, RankFault, printable
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        pytest.param("loss is nan", "loss is nan", id="plain"),
+        pytest.param("\x1b[2J\x1b]0;owned\x07", " [2J ]0;owned ", id="terminal escapes"),
+        pytest.param("a\r\nb\tc", "a  b c", id="line ends and tabs"),
+        pytest.param("\u202egnirts\u2066", " gnirts ", id="direction of writing"),
+        pytest.param("\x9b31m", " 31m", id="escapes in one character"),
+        pytest.param("Größe 大 \U0001f600", "Größe 大 \U0001f600", id="other scripts"),
+    ],
+)
+def test_words_reach_terminals_without_what_terminals_obey(said: str, shown: str) -> None:
+    assert printable(said) == shown
+    word = LastWord.model_validate_json(json.dumps({"outcome": "Hung", "message": said}))
+    assert word.message == RankFault(outcome=Outcome.HUNG, message=said).message == shown
+
+
+@given(st.text())
+def test_words_stay_as_long_and_are_printable_ever_after(said: str) -> None:
+    shown = printable(said)
+    assert len(shown) == len(said)
+    assert printable(shown) == shown
+
+
+HUGE = 10**400
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        pytest.param({"attempt": HUGE}, id="attempt"),
+        pytest.param({"restarts": HUGE}, id="restarts"),
+        pytest.param({"run": {"step": HUGE}}, id="step"),
+        pytest.param({"run": {"step": 1, "totalSteps": 2**31}}, id="total steps"),
+        pytest.param({"run": {"step": 1, "lastCheckpointStep": HUGE}}, id="checkpoint"),
+        pytest.param({"run": {"step": 1, "saveSeconds": 1e300}}, id="seconds of a save"),
+        pytest.param({"run": {"step": 1, "loss": HUGE}}, id="loss"),
+        pytest.param({"run": {"step": 1, "epoch": 1e300}}, id="epoch"),
+        pytest.param({"ranks": [{"rank": HUGE, "pid": 1, "step": 1, "ageSeconds": 1.0}]}, id="rank"),
+        pytest.param({"ranks": [{"rank": 0, "pid": 1, "step": 1, "ageSeconds": 1e300}]}, id="age"),
+        pytest.param({"fault": {"outcome": "Hung", "exitCode": -HUGE}}, id="exit code"),
+    ],
+)
+def test_absurd_numbers_are_a_refused_message(said: dict[str, object]) -> None:
+    with pytest.raises(ValidationError):
+        PodProgress.model_validate_json(json.dumps({"attempt": 1, "index": 0, **said}))
+
+
+def test_a_run_that_diverges_still_reports() -> None:
+    said = {"attempt": 1, "index": 0, "run": {"step": 1, "loss": 3.4e38, "gradientNorm": 3.4e38}}
+    assert PodProgress.model_validate_json(json.dumps(said)).run is not None
