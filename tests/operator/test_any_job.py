@@ -16,8 +16,8 @@ from fake_world import World
 from moejob_api.job import Spec
 from moejob_api.job.status import ConditionStatus, ConditionType
 from moejob_operator.actions import Kind
-from moejob_operator.judging import MOST_PODS, Judge, Judgement, judgement
 from moejob_operator.planning.objects import CREATED_AT_ONCE
+from moejob_operator.validation import MOST_PODS, Validation, Validator, validation_of
 
 SEEDS = 100
 JOBS_OF_A_SEED = 100 if os.environ.get("HYPOTHESIS_PROFILE") == "explore" else 20
@@ -44,20 +44,20 @@ def test_a_job_of_any_spec_and_any_status_is_looked_at_without_an_error(seed: in
 def looked_at(spec: dict[str, Any], status: dict[str, Any] | None) -> World:
     """The world of such a job after a few looks."""
     world = World()
-    world.judge = Judge(small)
+    world.validator = Validator(small)
     world.apply_spec(spec)
     if status is not None:
         world.cluster.change(world.job | {"status": status})
     for _ in range(3):
-        world.look()
+        world.reconcile()
         if world.is_gone:
             break
     return world
 
 
-def small(spec: Spec) -> Judgement:
+def small(spec: Spec) -> Validation:
     """The real answer; gangs that are too large for a fake cluster get a layout of one pod."""
-    found = judgement(spec)
+    found = validation_of(spec)
     if found.layout is None or found.layout.nodes <= FEW_PODS:
         return found
     return replace(found, layout=replace(found.layout, nodes=1), rollout=None)
@@ -80,10 +80,10 @@ def test_a_large_gang_is_created_in_several_looks_so_that_other_jobs_need_not_wa
     world.apply(parallelism={"data": 1200}, training={"globalBatchSize": 1200})
     counts = []
     for _ in range(3):
-        again = world.look()
+        again = world.reconcile()
         counts.append((len(world.names()), again))
-    # The Service and the claim are made first.
-    assert counts == [(CREATED_AT_ONCE - 2, 0.0), (2 * CREATED_AT_ONCE - 2, 0.0), (1200, None)]
+    # The Service and the claim are made first, the Secret before the pods of each look.
+    assert counts == [(CREATED_AT_ONCE - 3, 0.0), (2 * CREATED_AT_ONCE - 4, 0.0), (1200, None)]
     assert world.condition(ConditionType.PODS_CREATED) == "True AllPodsExist"
 
 

@@ -1,4 +1,4 @@
-"""When pods are asked how they are: it is a conversation with each of them, and those that are silent take longest."""
+"""Polls of pods: a poll is a conversation with each of them, and those that are silent take longest."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def running() -> World:
 def test_silent_pods_are_asked_when_it_is_time_and_not_at_every_look() -> None:
     world = running()
     for _ in range(5):
-        world.look()
+        world.reconcile()
     assert world.cluster.questions == 2
     world.wait(POLL_SECONDS)
-    world.look()
+    world.reconcile()
     assert world.cluster.questions == 4
 
 
@@ -61,8 +61,9 @@ def test_a_pod_that_nobody_hears_of_is_waited_for_once_and_not_before_every_acti
     before = world.cluster.questions
     world.settle()
     assert world.names() == ["0-0", "0-1"]
-    assert world.cluster.log[-3:] == [
+    assert world.cluster.log[-4:] == [
         "force-delete Pod job-trainer-0-00001",
+        "create Secret job-uid-1",
         "create Pod job-trainer-0-00001",
         "write status",
     ]
@@ -73,5 +74,5 @@ def test_what_is_remembered_of_a_job_goes_with_it() -> None:
     world = running()
     assert len(world.asked) == 1
     world.delete_job()
-    world.look()
+    world.reconcile()
     assert len(world.asked) == 0

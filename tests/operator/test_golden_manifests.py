@@ -1,4 +1,4 @@
-"""What the operator creates is what was reviewed; and every pod of it keeps to the restricted Pod Security profile."""
+"""Manifests are those that were reviewed, and every pod keeps to the restricted Pod Security profile."""
 
 from __future__ import annotations
 
@@ -40,6 +40,32 @@ def test_pods_keep_to_the_restricted_profile(golden: Golden) -> None:
         # The one exception, and only where memory has to be pinned for a network card.
         has_card = any(name.startswith("rdma/") for name in container["resources"].get("limits", {}))
         assert security["capabilities"].get("add", []) == (["IPC_LOCK"] if has_card else [])
+
+
+@EVERY
+def test_pods_share_one_secret_that_no_manifest_holds(golden: Golden) -> None:
+    made = [*yaml.safe_load_all(text(golden))]
+    [secret] = (one for one in made if one["kind"] == "Secret")
+    assert not secret.keys() & {"data", "stringData"}
+    reference = {"secretKeyRef": {"name": secret["metadata"]["name"], "key": "secret"}}
+    for pod in pods(golden):
+        # The last of a name wins: not the job's own variable.
+        found = [one for one in pod["spec"]["containers"][0]["env"] if one["name"] == "MOEJOB_SECRET"]
+        assert found[-1] == {"name": "MOEJOB_SECRET", "valueFrom": reference}
+
+
+@EVERY
+def test_the_policy_of_a_job_is_for_all_of_its_pods_and_lets_in_no_others_but_the_operator(golden: Golden) -> None:
+    [policy] = (one for one in yaml.safe_load_all(text(golden)) if one["kind"] == "NetworkPolicy")
+    spec, uid = policy["spec"], {"moejob.dev/job-uid": "6f1c"}
+    assert spec["podSelector"] == {"matchLabels": uid}
+    assert all(uid.items() <= pod["metadata"]["labels"].items() for pod in pods(golden))
+    assert spec["policyTypes"] == ["Ingress"]
+    one_another, observers = spec["ingress"]
+    assert one_another == {"from": [{"podSelector": {"matchLabels": uid}}]}
+    [operator] = observers["from"]
+    assert operator["namespaceSelector"] == {"matchLabels": {"kubernetes.io/metadata.name": "moejob-system"}}
+    assert observers["ports"] == [{"port": 9400, "protocol": "TCP"}]
 
 
 def pods(golden: Golden) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Where the time of a job went: what its owner is told of it, second by second."""
+"""The goodput of a job, second by second."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ GPUS = 2
 HOUR = 3600.0
 
 
-def looks(world: World) -> None:
-    """What follows at once; no time passes."""
+def reconcile_often(world: World) -> None:
+    """Return what follows at once; no time passes."""
     for _ in range(6):
-        world.look()
+        world.reconcile()
         world.kubelets_delete()
         world.cluster.controllers_act()
 
@@ -35,7 +35,7 @@ def said(world: World, step: int, stepping_seconds: float, after: float, **more:
     """Pods answer so long after what was before."""
     world.wait(after)
     world.say(step, stepping_seconds=stepping_seconds, **more)
-    looks(world)
+    reconcile_often(world)
     return told(world)
 
 
@@ -43,10 +43,10 @@ def running(**sections: Any) -> World:
     """Pods wait a minute for their nodes, and run."""
     world = World()
     world.apply(**sections)
-    looks(world)
+    reconcile_often(world)
     world.wait(60)
     world.run()
-    looks(world)
+    reconcile_often(world)
     return world
 
 
@@ -61,19 +61,19 @@ def stepping(**sections: Any) -> World:
 def started_again(world: World, after: float) -> None:
     """The next pods are made, and run so much later."""
     world.wait(after)
-    looks(world)
+    reconcile_often(world)
     world.run()
-    looks(world)
+    reconcile_often(world)
 
 
 def pause(world: World) -> None:
     """Suspended five seconds later, for a thousand; then the next pods are made, and run after thirty."""
     world.wait(5)
     world.set_lifecycle(suspend=True)
-    looks(world)
+    reconcile_often(world)
     world.wait(1000)
     world.set_lifecycle(suspend=False)
-    looks(world)
+    reconcile_often(world)
     started_again(world, after=30)
 
 
@@ -88,7 +88,7 @@ def test_from_then_on_all_time_is_productive_to_the_end() -> None:
     world.wait(20)
     word = RunProgress(step=100, total_steps=100, last_checkpoint_step=100, stepping_seconds=101)
     world.end_all(0, LastWord(outcome=Outcome.COMPLETED, run=word))
-    looks(world)
+    reconcile_often(world)
     assert world.status.phase is Phase.SUCCEEDED
     assert (told(world).starting_seconds, told(world).productive_seconds, told(world).lost_seconds) == (75, 120, 0)
 
@@ -97,7 +97,7 @@ def test_what_a_failure_costs_is_lost_until_the_next_step_with_the_steps_that_ar
     world = stepping()
     world.wait(10)
     world.end(0, 1)
-    looks(world)
+    reconcile_often(world)
     assert told(world).lost_seconds == 10
     started_again(world, after=60)
     found = said(world, step=80, stepping_seconds=5, after=20)
@@ -112,7 +112,7 @@ def test_a_hang_is_lost_from_the_last_news_on() -> None:
     world = stepping()
     world.wait(1800)
     world.say(100, stepping_seconds=100, restarts=1, fault=RankFault(outcome=Outcome.HUNG, message="no step"))
-    looks(world)
+    reconcile_often(world)
     assert world.status.restarts.since_checkpoint == 1
     assert (told(world).productive_seconds, told(world).lost_seconds) == (100, 1800)
     assert told(world).lost_gpu_hours == GPUS * 0.5
@@ -125,7 +125,7 @@ def test_gangs_that_fail_before_their_first_step_are_lost_time() -> None:
     for _ in range(2):
         world.wait(30)
         world.end_all(1)
-        looks(world)
+        reconcile_often(world)
         started_again(world, after=120)
     assert (told(world).starting_seconds, told(world).lost_seconds) == (60, 2 * (30 + 120))
     assert told(world).lost_gpu_hours == pytest.approx(2 * 30 * GPUS / HOUR, abs=0.001)
@@ -134,7 +134,7 @@ def test_gangs_that_fail_before_their_first_step_are_lost_time() -> None:
 def test_pods_that_wait_for_another_hold_their_gpus_meanwhile() -> None:
     world = stepping()
     world.end(1, 1)
-    looks(world)
+    reconcile_often(world)
     assert world.names() == ["0-0", "0-1"]
     started_again(world, after=600)
     assert told(world).lost_seconds == 600
@@ -145,14 +145,14 @@ def test_ranks_on_cpus_lose_no_gpu_hours() -> None:
     world = stepping(resources={"accelerator": "CPU", "cpu": 1, "memory": "8Gi", "sharedMemory": "1Gi"})
     world.wait(3600)
     world.end_all(1)
-    looks(world)
+    reconcile_often(world)
     assert (told(world).lost_seconds, told(world).lost_gpu_hours) == (3600, 0)
 
 
 def test_engines_that_wait_for_a_gang_hold_their_gpus_meanwhile() -> None:
     world = stepping(**GRPO)
     world.end_all(1)
-    looks(world)
+    reconcile_often(world)
     assert world.names(Role.ROLLOUT) == ["0-0", "0-1"]
     started_again(world, after=600)
     assert told(world).lost_gpu_hours == pytest.approx(600 * 2 / HOUR, abs=0.001)
@@ -169,7 +169,7 @@ def test_a_pause_is_neither_lost_nor_productive_and_the_start_after_it_is_a_star
 def test_a_failure_before_a_pause_has_nothing_to_do_with_the_start_after_it() -> None:
     world = stepping()
     world.end_all(1)
-    looks(world)
+    reconcile_often(world)
     pause(world)
     assert (told(world).lost_seconds, told(world).suspended_seconds, told(world).starting_seconds) == (5, 1000, 105)
 
@@ -177,17 +177,17 @@ def test_a_failure_before_a_pause_has_nothing_to_do_with_the_start_after_it() ->
 def test_a_pause_before_the_first_pods_is_nobodys_time_and_moves_no_deadline() -> None:
     world = World()
     world.apply(lifecycle={"suspend": True, "activeDeadlineSeconds": 300})
-    looks(world)
+    reconcile_often(world)
     world.wait(1000)
     world.set_lifecycle(suspend=False)
-    looks(world)
+    reconcile_often(world)
     world.run()
-    looks(world)
+    reconcile_often(world)
     world.wait(299)
-    looks(world)
+    reconcile_often(world)
     before = world.status.phase
     world.wait(1)
-    looks(world)
+    reconcile_often(world)
     assert (before, world.status.phase) == (Phase.RUNNING, Phase.FAILED)
     assert told(world).suspended_seconds == 0
 
@@ -197,6 +197,6 @@ def test_the_clock_of_the_next_operator_may_be_behind() -> None:
     before = told(world)
     world.wait(-50)
     world.end_all(1)
-    looks(world)
+    reconcile_often(world)
     assert told(world).updated_at == before.updated_at
     assert told(world).lost_seconds == 0

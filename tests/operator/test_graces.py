@@ -1,4 +1,4 @@
-"""How long pods get to end: their own grace where they can save, and seconds where there is nothing to be saved."""
+"""Grace periods of pods: their own grace where they can save, and seconds where there is nothing to be saved."""
 
 from __future__ import annotations
 

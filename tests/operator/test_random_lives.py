@@ -1,4 +1,4 @@
-"""Lives that nobody would think of: failures, lagging watches, conflicts and crashes in any order.
+"""Lives drawn at random: failures, lagging watches, conflicts and crashes in any order.
 
 While it lasts nothing forbidden may happen; when it is over the job must find its way back.
 """
@@ -24,7 +24,7 @@ from scenarios import GRPO, assert_all_time_is_told
 
 LONG_SECONDS = 400.0
 COUNTED = (1, 137)
-# A look has seldom more halves of changes than this.
+# A reconcile has seldom more halves of changes than this.
 HALVES = 24
 
 
@@ -34,7 +34,7 @@ class WatchedCluster(FakeCluster):
 
     counted_ends: int = 0
     charges: int = 0
-    # Somebody else changes the job right before the next status is written.
+    # Another client changes the job right before the next status is written.
     interloper: bool = False
     failed_for: list[str] = field(default_factory=list)
 
@@ -74,7 +74,7 @@ class WatchedCluster(FakeCluster):
 
     def _judge(self, before: Status, after: Status) -> None:
         charged = after.restarts.since_checkpoint - before.restarts.since_checkpoint
-        assert charged <= 1, "one look charged more than one failure"
+        assert charged <= 1, "one reconcile charged more than one failure"
         self.charges += max(0, charged)
         assert self.charges <= self.counted_ends, "more was charged than has failed"
         assert after.attempt >= before.attempt
@@ -118,7 +118,7 @@ class Lives(RuleBasedStateMachine):
     def the_operator_looks(self) -> None:
         crashes = self.world.crashes
         with suppress(Retryable):
-            self.world.look()
+            self.world.reconcile()
         if self.world.crashes > crashes:
             # The next process lists everything before it begins.
             self.cluster.sync()
@@ -252,10 +252,10 @@ class Lives(RuleBasedStateMachine):
 
     def _rests(self) -> None:
         self.world.settle()
-        before = (self.cluster.versions, len(self.cluster.notices))
+        before = (self.cluster.versions, len(self.cluster.events))
         for _ in range(2):
-            self.world.look()
-        assert (self.cluster.versions, len(self.cluster.notices)) == before
+            self.world.reconcile()
+        assert (self.cluster.versions, len(self.cluster.events)) == before
 
     # --- what is there -----------------------------------------------------------------------------------------------
 

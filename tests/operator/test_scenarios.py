@@ -30,11 +30,11 @@ def test_a_job_lives_like_this(scenario: Scenario) -> None:
 @EVERY
 def test_nothing_is_written_at_rest(scenario: Scenario) -> None:
     world = lived(scenario)
-    before = (world.cluster.versions, len(world.cluster.notices), world.cluster.lists)
+    before = (world.cluster.versions, len(world.cluster.events), world.cluster.lists)
     for seconds in (0.0, 0.1, 0.1):
         world.wait(seconds)
-        world.look()
-    assert (world.cluster.versions, len(world.cluster.notices), world.cluster.lists) == before
+        world.reconcile()
+    assert (world.cluster.versions, len(world.cluster.events), world.cluster.lists) == before
 
 
 @EVERY
@@ -54,8 +54,8 @@ def test_what_pods_saved_while_they_were_stopped_is_told() -> None:
         world.settle()
         happens()
     # One look writes the next attempt, another asks the pods to end; they save before they do.
-    world.look()
-    world.look()
+    world.reconcile()
+    world.reconcile()
     run = RunProgress(step=7, last_checkpoint_step=7)
     world.end_all(ExitCode.SAVED_AND_STOPPED, LastWord(outcome=Outcome.PREEMPTED, run=run))
     world.settle()

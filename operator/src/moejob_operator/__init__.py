@@ -1,1 +1,3 @@
-"""Owns the pods and the status of every MoETrainingJob; knows nothing of torch or of how a step is computed."""
+"""Runs MoETrainingJobs on Kubernetes. Importing it registers the handlers, as `kopf run -m moejob_operator` expects."""
+
+from moejob_operator import handlers as handlers

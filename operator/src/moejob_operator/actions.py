@@ -1,4 +1,4 @@
-"""What a reconcile may do to the cluster. Planning returns these; performing carries them out; nothing else acts."""
+"""Actions of a reconcile on the cluster. Planning returns these; performing carries them out; nothing else acts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,13 @@ class Kind(StrEnum):
     SERVICE = "Service"
     CLAIM = "PersistentVolumeClaim"
     POD_GROUP = "PodGroup"
+    SECRET = "Secret"
+    NETWORK_POLICY = "NetworkPolicy"
     JOB = "MoETrainingJob"
+
+
+# Created and never read: a right to read Secrets knows no names, so it would be one to read every Secret there is.
+WRITE_ONLY = frozenset({Kind.SECRET, Kind.NETWORK_POLICY})
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +45,14 @@ class Ensure:
 
 @dataclass(frozen=True, slots=True)
 class Delete:
-    """Delete exactly this object. A pod gets its own grace unless told otherwise; with 0 no kubelet is asked."""
+    """Delete exactly this object. A pod gets its own grace unless another is given; with 0 no kubelet is asked."""
 
     ref: Ref
     grace_seconds: int | None = None
 
     @property
     def is_forced(self) -> bool:
-        """Whether its kubelet, with the node that is gone, will never confirm it."""
+        """Return whether its kubelet, with the node that is gone, will never confirm it."""
         return self.grace_seconds == 0
 
 
@@ -60,9 +66,29 @@ class Severity(StrEnum):
     WARNING = "Warning"
 
 
+class EventReason(StrEnum):
+    """Reasons of events about a job; one that waits also gets the reason of its condition Running."""
+
+    ACCEPTED = "Accepted"
+    NOT_ACCEPTED = "NotAccepted"
+    MODEL_UNCHECKED = "ModelUnchecked"
+    CHECKPOINTED = "Checkpointed"
+    RUNNING = "Running"
+    SUSPENDED = "Suspended"
+    RESUMED = "Resumed"
+    SUCCEEDED = "Succeeded"
+    FAILED = "Failed"
+    GANG_RESTARTED = "GangRestarted"
+    PODS_REPLACED = "PodsReplaced"
+    RANKS_RESTARTED = "RanksRestarted"
+    POD_FORCE_DELETED = "PodForceDeleted"
+    ROLLOUT_REPLACED = "RolloutReplaced"
+    UNKNOWN_POD_DELETED = "UnknownPodDeleted"
+
+
 @dataclass(frozen=True, slots=True)
-class Notice:
-    """An event about the job, posted only after the status that it tells of is written."""
+class Event:
+    """An event about the job, posted only after the status that it is about is written."""
 
     severity: Severity
     reason: str

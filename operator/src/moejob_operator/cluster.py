@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from moejob_api.contract import PodProgress
-from moejob_operator.actions import Manifest, Notice, Ref
+from moejob_operator.actions import Event, Manifest, Ref
 
 Raw = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class JobKey:
-    """Which job: what the work queue holds."""
+    """The namespace and name of a job: the key of the work queue."""
 
     namespace: str
     name: str
@@ -39,7 +39,7 @@ class Children:
 
 
 class Conflict(Exception):
-    """The object changed since it was read: read again and decide anew."""
+    """The object changed since it was read: read and decide again."""
 
 
 class Retryable(Exception):
@@ -51,7 +51,7 @@ class Forbidden(Exception):
 
 
 class Cluster(Protocol):
-    """What a reconcile may ask and do. Every method raises Retryable when the API server does not answer."""
+    """The reads and writes of a reconcile. Every method raises Retryable when the API server does not answer."""
 
     async def job(self, key: JobKey) -> Raw | None:
         """The job as it is now; None when it is gone."""
@@ -60,7 +60,7 @@ class Cluster(Protocol):
         """The job's objects: from the watch cache, or listed now before anything that cannot be taken back."""
 
     async def ensure(self, manifest: Manifest) -> None:
-        """Create an object. One that exists and belongs to the same owner UID is fine; another one is Forbidden."""
+        """Create an object. One that exists and is as it was created is fine; another one is Forbidden."""
 
     async def delete(self, ref: Ref, *, grace_seconds: int | None) -> None:
         """Delete the object with exactly this UID; one that is gone or was replaced is fine."""
@@ -68,8 +68,8 @@ class Cluster(Protocol):
     async def write_status(self, job: Raw, status: Raw) -> None:
         """Write the status of the job as it was read; Conflict when it changed since."""
 
-    async def post(self, job: Raw, notice: Notice) -> None:
+    async def post(self, job: Raw, event: Event) -> None:
         """Post an event about the job; losing one is no error."""
 
     async def progress(self, pod: Raw) -> PodProgress | None:
-        """What a pod says of itself; None when it does not answer in time or says nothing that can be read."""
+        """Return what a pod says of itself; None when it does not answer in time or says nothing that can be read."""

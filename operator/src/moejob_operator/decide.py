@@ -1,4 +1,4 @@
-"""The whole decision about a job: what to do, what its status says then, and what to tell about it."""
+"""The whole decision about a job: actions, the status that follows, and the events about it."""
 
 from __future__ import annotations
 
@@ -6,60 +6,65 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from moejob_api.job.status import Phase, Status
-from moejob_operator.actions import Action, Delete, Notice
-from moejob_operator.judging import Judgement
+from moejob_operator.actions import Action, Delete, Event
 from moejob_operator.observed import Observed
+from moejob_operator.planning.decision import Decision
 from moejob_operator.planning.guards import GUARDS, seconds_to_deadline
-from moejob_operator.planning.situation import Setting, Situation, situation
-from moejob_operator.planning.step import Step
+from moejob_operator.planning.observed_state import ObservedState, Setting, observed_state
 from moejob_operator.planning.times import soonest
-from moejob_operator.status.notices import notices
-from moejob_operator.status.whole import settles_after_seconds, status_of
+from moejob_operator.status.events import events
+from moejob_operator.status.job_status import settles_after_seconds, status_of
+from moejob_operator.validation import Validation
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
-    """Actions come first, then the status, then the notices; a crash between any two of them is made good later.
+class Reconciliation:
+    """Actions come first, then the status, then the events; a crash in between is repaired by a later reconcile.
 
     `needs_live` says that this may only be done when it was decided on objects listed now.
     """
 
     actions: tuple[Action, ...]
     status: Status
-    notices: tuple[Notice, ...]
-    look_again_after_seconds: float | None
+    events: tuple[Event, ...]
+    requeue_after_seconds: float | None
     needs_live: bool
 
 
-def decide(seen: Observed, judged: Judgement, setting: Setting, now: datetime, refusal: str | None = None) -> Decision:
-    """What to do about a job. `refusal` is what the API server said to the actions of this decision."""
-    s = situation(seen, judged, setting, now, refusal)
-    step = next(step for step in (guard(s) for guard in GUARDS) if step is not None)
-    if step.phase is None:
-        return Decision((), s.status, (), None, needs_live=False)
-    status = status_of(s, step)
-    return Decision(
-        actions=step.actions,
+def decide(
+    seen: Observed, validation: Validation, setting: Setting, now: datetime, refusal: str | None = None
+) -> Reconciliation:
+    """Decide about a job. `refusal` is the answer of the API server to the actions of this decision."""
+    s = observed_state(seen, validation, setting, now, refusal)
+    decision = next(decision for decision in (guard(s) for guard in GUARDS) if decision is not None)
+    if decision.phase is None:
+        return Reconciliation((), s.status, (), None, needs_live=False)
+    status = status_of(s, decision)
+    return Reconciliation(
+        actions=decision.actions,
         status=status,
-        notices=(*notices(s.status, status), *step.notices),
-        look_again_after_seconds=soonest(
-            step.look_again_after_seconds, _deadline(s, step), settles_after_seconds(s, status), _sequel(s, step)
+        events=(*events(s.status, status), *decision.events),
+        requeue_after_seconds=soonest(
+            decision.requeue_after_seconds,
+            _deadline(s, decision),
+            settles_after_seconds(s, status),
+            _sequel(s, decision),
         ),
-        needs_live=step.needs_live,
+        needs_live=decision.needs_live,
     )
 
 
-def _sequel(s: Situation, step: Step) -> float | None:
-    """At once after a deletion, and when the job has ended: what follows is for another look.
+def _sequel(s: ObservedState, decision: Decision) -> float | None:
+    """Requeue at once after a deletion, and when the job has ended: what follows is for another reconcile.
 
-    No watch asks for that look. It tells of what others do, and a pod of a lost node ends for nobody.
+    No watch asks for that one: watches report what others do, and a pod of a lost node never ends.
     """
     if s.refusal is not None:
         return None
-    is_over = step.phase is not None and step.phase.is_finished and step.phase is not s.status.phase
-    return 0.0 if is_over or any(isinstance(action, Delete) for action in step.actions) else None
+    is_over = decision.phase is not None and decision.phase.is_finished and decision.phase is not s.status.phase
+    return 0.0 if is_over or any(isinstance(action, Delete) for action in decision.actions) else None
 
 
-def _deadline(s: Situation, step: Step) -> float | None:
-    is_active = step.phase in (Phase.PENDING, Phase.RUNNING, Phase.RESTARTING) and s.judged.is_accepted
+def _deadline(s: ObservedState, decision: Decision) -> float | None:
+    is_active = decision.phase in (Phase.PENDING, Phase.RUNNING, Phase.RESTARTING) and s.validation.is_accepted
     return seconds_to_deadline(s) if is_active else None

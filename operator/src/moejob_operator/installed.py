@@ -18,12 +18,12 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from moejob_api.job import KIND
 from moejob_operator.actions import Kind
-from moejob_operator.admission import HOOK
-from moejob_operator.api_client import Absent, ApiClient, Exists, configuration
+from moejob_operator.admission.review import HOOK
 from moejob_operator.cluster import Conflict, Forbidden, Retryable
-from moejob_operator.leases import ApiLeaseStore, Lease
-from moejob_operator.lists import JOBS, collection
-from moejob_operator.metrics import Metrics
+from moejob_operator.runtime.api_client import Absent, ApiClient, Exists, configuration
+from moejob_operator.runtime.leader_election import ApiLeaseStore, Lease
+from moejob_operator.runtime.lists import JOBS, collection
+from moejob_operator.runtime.metrics import Metrics
 
 # What is wrong; None when nothing is.
 Problem = str | None
@@ -44,7 +44,7 @@ _WRONG_SPEC = {**_SPEC, "parallelism": {"tensor": 3}, "resources": {"accelerator
 
 
 class Installation(BaseSettings):
-    """Where to look."""
+    """The installation that is checked."""
 
     model_config = SettingsConfigDict(
         cli_prog_name="python -m moejob_operator.installed",
@@ -74,7 +74,7 @@ class Check:
 
 
 def checks(installation: Installation, api: ApiClient, http: aiohttp.ClientSession) -> tuple[Check, ...]:
-    """What has to be so of an installation, in the order in which it comes about."""
+    """Return what has to be so of an installation, in the order in which it comes about."""
     lease = ApiLeaseStore(api, installation.own_namespace, installation.lease_name)
     path = f"{collection(Kind.JOB, installation.namespace)}?dryRun=All&fieldValidation=Strict"
     versions: set[str] = set()
@@ -113,7 +113,7 @@ def checks(installation: Installation, api: ApiClient, http: aiohttp.ClientSessi
 
 
 async def lasting_problem(check: Check, until: float) -> Problem:
-    """What is still wrong at the end; None as soon as nothing is."""
+    """Return what is still wrong at the end; None as soon as nothing is."""
     while True:
         try:
             problem = await check.problem()
@@ -125,7 +125,7 @@ async def lasting_problem(check: Check, until: float) -> Problem:
 
 
 async def examined(installation: Installation, say: Callable[[str], object]) -> bool:
-    """Whether all is well; each claim is said with what came of it."""
+    """Return whether all is well; each claim is said with what came of it."""
     until = asyncio.get_running_loop().time() + installation.seconds
     found = await configuration(installation.kubeconfig)
     api = ApiClient(found, Metrics(), concurrency=1, seconds=_REQUEST_SECONDS)

@@ -1,4 +1,4 @@
-"""Requests to an API server: what its refusals mean, deadlines, pages, and what the metrics are told."""
+"""Requests to an API server: what its refusals mean, deadlines, pages, and metrics."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from kubernetes.aio import client
 
-from moejob_operator.api_client import Absent, ApiClient, Exists, configuration, resource_of
 from moejob_operator.cluster import Conflict, Forbidden, Retryable
+from moejob_operator.runtime.api_client import Absent, ApiClient, Exists, configuration, resource_of
 from stand_in_api import Answer, listed, refused, stand_in
 
 POD = "/api/v1/namespaces/default/pods/a"

@@ -1,32 +1,31 @@
-"""The cluster as a reconcile sees it, over an API server that says what it is told to."""
+"""The cluster as a reconcile sees it, over an API server with given answers."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-import aiohttp
 import pytest
-from aiohttp import web
 
-from moejob_api.contract import Label, PodProgress
-from moejob_operator.actions import Kind, Notice, Ref, Severity
-from moejob_operator.api_server import PROGRESS_BYTES, ApiServer
-from moejob_operator.cache import Cache
+from moejob_api.contract import Label
+from moejob_operator.actions import Event, Kind, Ref, Severity
 from moejob_operator.children.gangs import GangApi
 from moejob_operator.cluster import Conflict, Forbidden, JobKey, Retryable
-from moejob_operator.lists import GangApis, Lists
+from moejob_operator.runtime.api_server import ApiServer
+from moejob_operator.runtime.cache import Cache
+from moejob_operator.runtime.lists import GangApis, Lists
+from moejob_operator.runtime.pod_client import PodClient
 from stand_in_api import Answer, StandIn, listed, refused, stand_in, stored
 
 KEY = JobKey("default", "job")
-LABELS = {Label.JOB.value: "job"}
+LABELS = {Label.JOB.value: "job", Label.JOB_UID.value: "uid-job"}
 JOBS = "/apis/moejob.dev/v1alpha1/namespaces/default/moetrainingjobs"
 PODS = "/api/v1/namespaces/default/pods"
+SECRETS = "/api/v1/namespaces/default/secrets"
 GROUPS = "/apis/scheduling.k8s.io/v1alpha2/namespaces/default/podgroups"
 PAST = (datetime.now(UTC) - timedelta(minutes=5)).strftime("%Y-%m-%dT%H:%M:%SZ")
 FUTURE = (datetime.now(UTC) + timedelta(minutes=5)).strftime("%Y-%m-%dT%H:%M:%SZ")
@@ -45,14 +44,13 @@ class World:
 
 @asynccontextmanager
 async def world(*gangs: GangApi, progress_seconds: float = 0.5) -> AsyncIterator[World]:
-    timeout = aiohttp.ClientTimeout(total=progress_seconds)
-    async with stand_in() as (server, api), aiohttp.ClientSession(timeout=timeout, auto_decompress=False) as pods:
+    async with stand_in() as (server, api):
         cache = Cache()
         cluster = ApiServer(
             api=api,
             cache=cache,
             lists=Lists(api, cache, None, GangApis(api, frozenset(gangs))),
-            pods=pods,
+            pods=PodClient(progress_seconds),
             identity="replica-1",
             remaining_seconds=lambda: here.remaining,
             status_written=lambda before, after: here.written.append((before, after)),
@@ -174,6 +172,29 @@ def test_what_was_created_is_known_before_the_watch_tells_of_it() -> None:
         [seen] = (await here.cluster.children(KEY, live=False)).pods
         assert seen["metadata"]["resourceVersion"] == "7"
         assert seen["kind"] == "Pod"
+
+    played(story)
+
+
+def test_each_secret_gets_a_value_of_its_own_which_is_not_kept_here() -> None:
+    async def story(here: World) -> None:
+        here.server.say(f"POST {SECRETS}", (201, {"metadata": {"name": "job-uid"}}))
+        manifest = {"apiVersion": "v1", "kind": "Secret", "metadata": pod()["metadata"], "immutable": True}
+        await here.cluster.ensure(manifest)
+        await here.cluster.ensure(manifest)
+        first, second = (asked.body.pop("stringData")["secret"] for asked in here.server.asked)
+        assert len(first) == len(second) == 64
+        assert first != second
+        assert [asked.body for asked in here.server.asked] == [manifest, manifest]
+
+    played(story)
+
+
+def test_a_secret_that_is_there_is_neither_read_nor_replaced() -> None:
+    async def story(here: World) -> None:
+        here.server.say(f"POST {SECRETS}", refused(409, "AlreadyExists"))
+        await here.cluster.ensure({"apiVersion": "v1", "kind": "Secret", "metadata": pod()["metadata"]})
+        assert [str(asked) for asked in here.server.asked] == [f"POST {SECRETS}"]
 
     played(story)
 
@@ -376,13 +397,13 @@ EVENTS = "/apis/events.k8s.io/v1/namespaces/default/events"
 def test_an_event_is_about_the_job() -> None:
     async def story(here: World) -> None:
         here.server.say(f"POST {EVENTS}", (201, {}))
-        await here.cluster.post(job(), Notice(Severity.WARNING, "GangRestarted", "ü" * 1000))
+        await here.cluster.post(job(), Event(Severity.WARNING, "GangRestarted", "ü" * 1000))
         [asked] = here.server.asked
         assert asked.body["regarding"]["uid"] == "uid-job"
         assert (asked.body["type"], asked.body["reason"]) == ("Warning", "GangRestarted")
         assert len(asked.body["note"].encode()) <= 1024
         assert set(asked.body["note"]) == {"ü"}
-        await here.cluster.post(job(), Notice(Severity.NORMAL, "GangRestarted", ""))
+        await here.cluster.post(job(), Event(Severity.NORMAL, "GangRestarted", ""))
         first, second = (asked.body["metadata"]["name"] for asked in here.server.asked)
         assert first != second
 
@@ -395,7 +416,7 @@ def test_events_are_listed_in_the_order_in_which_things_happened() -> None:
         started = datetime(2030, 1, 1, tzinfo=UTC)
         for seconds in (0.0, 0.000001, 9.9, 3600.0):
             cluster = replace(here.cluster, clock=lambda: started + timedelta(seconds=seconds))  # noqa: B023
-            await cluster.post(job(), Notice(Severity.NORMAL, "Started", ""))
+            await cluster.post(job(), Event(Severity.NORMAL, "Started", ""))
         names = [asked.body["metadata"]["name"] for asked in here.server.asked]
         # The API server lists by name, and kubectl keeps that order.
         assert names == sorted(names)
@@ -407,80 +428,6 @@ def test_events_are_listed_in_the_order_in_which_things_happened() -> None:
 def test_an_event_that_is_lost_is_no_error(answer: Answer) -> None:
     async def story(here: World) -> None:
         here.server.say(f"POST {EVENTS}", answer)
-        await here.cluster.post(job(), Notice(Severity.NORMAL, "Started", ""))
-
-    played(story)
-
-
-# --- progress -------------------------------------------------------------------------------------------------------
-
-PROGRESS = json.dumps({"attempt": 2, "index": 0, "ready": True})
-
-
-@asynccontextmanager
-async def launcher(
-    here: World, answer: Callable[[web.Request], Any]
-) -> AsyncIterator[Callable[[], Coroutine[Any, Any, PodProgress | None]]]:
-    """A pod on loopback that answers on its progress port."""
-    app = web.Application()
-    app.add_routes([web.get("/progress", answer)])
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    cluster = replace(here.cluster, progress_port=runner.addresses[0][1])
-    try:
-        yield lambda: cluster.progress(pod(status={"podIP": "127.0.0.1"}))
-    finally:
-        await runner.cleanup()
-
-
-async def says(text: str, status: int = 200) -> web.Response:
-    return web.Response(text=text, status=status, headers={"Location": "/elsewhere"} if status == 302 else {})
-
-
-async def drips(request: web.Request) -> web.StreamResponse:
-    response = web.StreamResponse()
-    await response.prepare(request)
-    for _ in range(100):
-        await response.write(b" ")
-        await asyncio.sleep(0.05)
-    return response
-
-
-@pytest.mark.parametrize(
-    ("answer", "expected"),
-    [
-        pytest.param(lambda _: says(PROGRESS), PodProgress(attempt=2, index=0, ready=True), id="what it says"),
-        pytest.param(lambda _: says(PROGRESS, 503), None, id="not ready to say anything"),
-        pytest.param(lambda _: says(PROGRESS, 302), None, id="sent elsewhere"),
-        pytest.param(lambda _: says("{"), None, id="no JSON"),
-        pytest.param(lambda _: says('{"attempt": -1, "index": 0}'), None, id="no progress"),
-        pytest.param(lambda _: says("[" * 50_000), None, id="nested without end"),
-        pytest.param(lambda _: says(PROGRESS + " " * PROGRESS_BYTES), None, id="too long"),
-        pytest.param(drips, None, id="too slow"),
-    ],
-)
-def test_a_pod_is_asked_and_not_believed(answer: Callable[[web.Request], Any], expected: PodProgress | None) -> None:
-    async def story(here: World) -> None:
-        async with launcher(here, answer) as ask:
-            assert await ask() == expected
-
-    played(story)
-
-
-def test_a_pod_without_an_address_is_not_asked() -> None:
-    async def story(here: World) -> None:
-        assert await here.cluster.progress(pod()) is None
-        assert await here.cluster.progress(pod(status={})) is None
-
-    played(story)
-
-
-def test_a_pod_where_nobody_listens_says_nothing() -> None:
-    async def story(here: World) -> None:
-        async with launcher(here, lambda _: says("")) as ask:
-            pass
-        assert await ask() is None
-        assert await here.cluster.progress(pod(status={"podIP": "::1"})) is None
+        await here.cluster.post(job(), Event(Severity.NORMAL, "Started", ""))
 
     played(story)

@@ -1,4 +1,4 @@
-"""What is believed of objects seen in any order."""
+"""The cache, of objects seen in any order."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from moejob_api.contract import Label
 from moejob_operator.actions import Kind
-from moejob_operator.cache import Cache, slim
 from moejob_operator.cluster import JobKey
+from moejob_operator.runtime.cache import Cache, slim
 from stand_in_api import stored
 
 KEY = JobKey("default", "job")
@@ -148,7 +148,7 @@ def test_the_spec_of_a_job_is_kept_whole() -> None:
 
 @given(seed=st.integers(0, 2**32), objects=st.integers(1, 4), changes=st.integers(0, 25))
 def test_whatever_is_repeated_late_or_in_disorder_the_end_is_the_truth(seed: int, objects: int, changes: int) -> None:
-    """Every event is told at least once, any of them again and in any order, and a list at the end."""
+    """Every event arrives at least once, any of them again and in any order, and a list at the end."""
     chance = random.Random(seed)
     truth: dict[str, dict[str, Any]] = {}
     events: list[tuple[bool, dict[str, Any]]] = []
@@ -161,10 +161,10 @@ def test_whatever_is_repeated_late_or_in_disorder_the_end_is_the_truth(seed: int
             uid = truth[name]["metadata"]["uid"] if name in truth else f"{name}-{version}"
             truth[name] = pod(version, name, uid)
             events.append((False, truth[name]))
-    told = events + chance.choices(events, k=len(events)) if events else []
-    chance.shuffle(told)
+    received = events + chance.choices(events, k=len(events)) if events else []
+    chance.shuffle(received)
     cache = Cache()
-    for is_gone, raw in told:
+    for is_gone, raw in received:
         (cache.gone if is_gone else cache.seen)(Kind.POD, raw)
     cache.listed(Kind.POD, KEY, truth.values(), at_version=changes)
     assert {found["metadata"]["name"]: found["metadata"] for found in cache.children(KEY).pods} == {

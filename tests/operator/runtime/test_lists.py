@@ -7,10 +7,10 @@ from typing import Any
 
 from moejob_api.contract import Label
 from moejob_operator.actions import Kind
-from moejob_operator.cache import CHILD_KINDS, Cache
 from moejob_operator.children.gangs import GangApi
 from moejob_operator.cluster import JobKey, Raw
-from moejob_operator.lists import GangApis, Lists, collection
+from moejob_operator.runtime.cache import CHILD_KINDS, Cache
+from moejob_operator.runtime.lists import GangApis, Lists, collection
 from stand_in_api import StandIn, listed, refused, stand_in, stored
 
 JOBS = "/apis/moejob.dev/v1alpha1/moetrainingjobs"
@@ -65,6 +65,27 @@ def test_an_operator_of_one_namespace_lists_that_one() -> None:
     asyncio.run(story())
 
 
+def test_a_gang_scheduler_that_was_just_uninstalled_has_no_pod_groups() -> None:
+    async def story() -> None:
+        async with stand_in() as (server, api):
+            server.say(
+                f"GET {collection(Kind.POD_GROUP, None, GangApi.NATIVE)}",
+                listed(
+                    stored("PodGroup", "job", 3, labels={Label.JOB.value: "job"}),
+                    kind="PodGroupList",
+                    api=GangApi.NATIVE,
+                    version="100",
+                ),
+            )
+            server.say(f"GET {collection(Kind.POD_GROUP, None, GangApi.VOLCANO)}", refused(404, "NotFound"))
+            cache = Cache()
+            lists = Lists(api, cache, None, GangApis(api, frozenset({GangApi.NATIVE, GangApi.VOLCANO})))
+            assert await lists.fill(Kind.POD_GROUP) == 100
+            assert len(cache.children(KEY).pod_groups) == 1
+
+    asyncio.run(story())
+
+
 def test_what_is_in_another_namespace_is_not_missed_in_this_one() -> None:
     async def story() -> None:
         async with stand_in() as (server, api):
@@ -88,7 +109,7 @@ def test_the_version_of_a_list_is_where_a_watch_begins() -> None:
 
 
 def test_of_several_lists_the_oldest_says_what_is_gone() -> None:
-    """What came after the first list, and is not in the second, may be of the first's kind."""
+    """Objects seen after the first list and missing in the second may be of the first kind."""
 
     async def story() -> None:
         async with stand_in() as (server, api):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from moejob_operator.cluster import JobKey
-from moejob_operator.logs import Log, LogFormat, configure
+from moejob_operator.runtime.logs import Log, LogFormat, configure
 
 log = Log("moejob_operator.test")
 
@@ -88,3 +88,13 @@ def test_a_person_reads_text() -> None:
     log.debug("nor this")
     log.warning("lost a pod", pod="a-0", node="n1")
     assert stream.getvalue().rstrip("\n")[9:] == "warning lost a pod pod=a-0 node=n1"
+
+
+@pytest.mark.usefixtures("root")
+def test_a_denied_job_is_no_error_of_the_operator() -> None:
+    stream = io.StringIO()
+    configure("INFO", LogFormat.JSON, stream)
+    logging.getLogger("kopf.objects").error("Webhook 'validate' failed permanently: spec: no")
+    logging.getLogger("kopf.objects").error("Handler 'job_event' failed with an exception")
+    levels = [json.loads(line)["level"] for line in stream.getvalue().splitlines()]
+    assert levels == ["info", "error"]

@@ -1,4 +1,4 @@
-"""What Prometheus is told."""
+"""The operator's metrics."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 import aiohttp
 import pytest
 
-from moejob_operator.health import application, served
-from moejob_operator.metrics import Metrics
-from moejob_operator.work_queue import Outcome
+from moejob_operator.runtime.health import application, served
+from moejob_operator.runtime.metrics import Metrics
+from moejob_operator.runtime.work_queue import Outcome
 from stand_in_api import stored
 
 
@@ -90,7 +90,7 @@ def test_the_queue_the_requests_and_the_reviews_are_measured() -> None:
     metrics.ended(0.01, Outcome.DONE)
     metrics.ended(0.01, Outcome.RETRIED)
     metrics.requested("list", "pods", "200", 0.1)
-    metrics.judged("denied", 0.1)
+    metrics.reviewed("denied", 0.1)
     metrics.leads(True)
     metrics.certificate_ends(1.8e9)
     assert value(metrics, "moejob_queue_depth") == 3
@@ -102,12 +102,13 @@ def test_the_queue_the_requests_and_the_reviews_are_measured() -> None:
     assert value(metrics, "moejob_certificate_expiry_timestamp_seconds") == 1.8e9
 
 
-def test_alive_is_who_answers_and_ready_who_lacks_nothing() -> None:
+def test_alive_is_who_has_no_trouble_and_ready_who_lacks_nothing() -> None:
     lacks: dict[str, str] = {"webhook": "the Secret x holds no certificate yet"}
+    troubles: dict[str, str] = {}
 
     async def story() -> None:
         async with (
-            served(application(Metrics(), lambda: lacks), 0, "127.0.0.1") as port,
+            served(application(Metrics(), lambda: troubles, lambda: lacks), 0, "127.0.0.1") as port,
             aiohttp.ClientSession() as session,
         ):
 
@@ -116,6 +117,8 @@ def test_alive_is_who_answers_and_ready_who_lacks_nothing() -> None:
                     return said.status, await said.text()
 
             assert await get("/healthz") == (200, "ok\n")
+            troubles["election"] = "has ended"
+            assert await get("/healthz") == (503, "election: has ended\n")
             assert await get("/readyz") == (503, "webhook: the Secret x holds no certificate yet\n")
             lacks.clear()
             assert await get("/readyz") == (200, "ok\n")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from moejob_operator.leases import Terms
-from moejob_operator.settings import read_settings, unique
+from moejob_operator.runtime.leader_election import LeaseDurations
+from moejob_operator.runtime.settings import read_settings, unique
 
 
 @pytest.fixture(autouse=True)
@@ -16,7 +16,7 @@ def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_a_word_everything_is_set() -> None:
     found = read_settings([])
     assert found.namespaces == ()
-    assert found.terms == Terms()
+    assert found.terms == LeaseDurations()
     assert found.webhook_certificates == "SelfSigned"
 
 

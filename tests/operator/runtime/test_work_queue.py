@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moejob_operator.work_queue import Agenda, Backoff, Outcome, Pace, WorkQueue
+from moejob_operator.runtime.work_queue import Backoff, Outcome, RateLimiter, Schedule, WorkQueue
 from virtual_time import run_virtually
 
 KEYS = ["a", "b", "c"]
@@ -19,7 +19,7 @@ KEYS = ["a", "b", "c"]
 
 @dataclass
 class Metrics:
-    """Remembers what it was told."""
+    """Records every number."""
 
     depths: list[int] = field(default_factory=list)
     waits: list[float] = field(default_factory=list)
@@ -71,12 +71,14 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def worked(work: Worked, story: Callable[[WorkQueue[str]], Awaitable[None]], pace: Pace | None = None) -> Metrics:
+def worked(
+    work: Worked, story: Callable[[WorkQueue[str]], Awaitable[None]], pace: RateLimiter | None = None
+) -> Metrics:
     """Runs a queue while a story happens, and until it has nothing more to do."""
     metrics = Metrics()
 
     async def play() -> None:
-        queue = WorkQueue(work, metrics, pace or Pace(workers=2), expected=(TryAgain,))
+        queue = WorkQueue(work, metrics, pace or RateLimiter(workers=2), expected=(TryAgain,))
         running = asyncio.create_task(queue.run())
         await story(queue)
         queue.stop()
@@ -87,7 +89,7 @@ def worked(work: Worked, story: Callable[[WorkQueue[str]], Awaitable[None]], pac
 
 
 class TryAgain(Exception):
-    """What the queue expects to be told."""
+    """An error that the queue expects."""
 
 
 # --- what is worked on when -----------------------------------------------------------------------------------------
@@ -159,7 +161,7 @@ def test_no_more_keys_are_in_hand_than_there_are_workers() -> None:
             queue.add(f"job-{number}")
         await asyncio.sleep(10)
 
-    worked(work, story, Pace(workers=3))
+    worked(work, story, RateLimiter(workers=3))
     assert work.most_in_hand == 3
     assert work.times == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3]
 
@@ -173,7 +175,7 @@ def test_two_looks_at_one_key_lie_apart_and_others_do_not_wait_for_that() -> Non
             queue.add("b")
             await asyncio.sleep(0.3)
 
-    worked(work, story, Pace(workers=1, spacing_seconds=0.5))
+    worked(work, story, RateLimiter(workers=1, spacing_seconds=0.5))
     assert [(round(at, 6), key) for at, key in work.begun] == [
         (0, "a"),
         (0, "b"),
@@ -213,14 +215,14 @@ def test_a_failed_key_is_tried_again_ever_later_until_it_works_and_then_starts_a
         queue.add("a")
         await asyncio.sleep(200)
 
-    metrics = worked(work, story, Pace(backoff=Backoff(1, 60), chance=lambda: 1.0))
+    metrics = worked(work, story, RateLimiter(backoff=Backoff(1, 60), chance=lambda: 1.0))
     assert work.times == [0, 1, 3, 7, 107, 108]
     assert [outcome for _, outcome in metrics.endings] == [
         Outcome.RETRIED, Outcome.RETRIED, Outcome.RETRIED, Outcome.DONE, Outcome.RETRIED, Outcome.DONE,
     ]  # fmt: skip
 
 
-def test_a_bug_in_the_work_on_one_key_is_told_and_no_other_key_notices(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_bug_in_the_work_on_one_key_is_logged_and_no_other_key_notices(caplog: pytest.LogCaptureFixture) -> None:
     def answer(key: str, _: int) -> float | None:
         if key == "a":
             raise ZeroDivisionError
@@ -233,7 +235,7 @@ def test_a_bug_in_the_work_on_one_key_is_told_and_no_other_key_notices(caplog: p
         queue.add("b")
         await asyncio.sleep(10.5)
 
-    metrics = worked(work, story, Pace(workers=1, backoff=Backoff(4, 4), chance=lambda: 1.0))
+    metrics = worked(work, story, RateLimiter(workers=1, backoff=Backoff(4, 4), chance=lambda: 1.0))
     assert work.keys.count("b") == 11
     assert [at for at, key in work.begun if key == "a"] == [0, 4, 8]
     assert sum(outcome is Outcome.BROKEN for _, outcome in metrics.endings) == 3
@@ -253,7 +255,7 @@ def test_news_about_a_failed_key_does_not_wait_for_its_delay() -> None:
         queue.add("a")
         await asyncio.sleep(99)
 
-    worked(work, story, Pace(backoff=Backoff(50, 50), chance=lambda: 1.0))
+    worked(work, story, RateLimiter(backoff=Backoff(50, 50), chance=lambda: 1.0))
     assert work.times == [0, 1]
 
 
@@ -269,7 +271,7 @@ def test_a_stop_waits_for_the_work_in_hand_and_begins_no_more() -> None:
         await asyncio.sleep(3)
         queue.stop()
 
-    worked(work, story, Pace(workers=2))
+    worked(work, story, RateLimiter(workers=2))
     assert work.ended == [(10, "a"), (10, "b")]
 
 
@@ -277,7 +279,7 @@ def test_a_cancelled_queue_ends_at_once_and_its_keys_are_not_lost() -> None:
     work = Worked(seconds=10)
 
     async def play() -> None:
-        queue = WorkQueue(work, Metrics(), Pace(workers=2))
+        queue = WorkQueue(work, Metrics(), RateLimiter(workers=2))
         for key in KEYS:
             queue.add(key)
         running = asyncio.create_task(queue.run())
@@ -300,7 +302,7 @@ def test_what_is_added_while_nothing_runs_is_worked_on_later() -> None:
     work = Worked()
 
     async def play() -> None:
-        queue = WorkQueue(work, Metrics(), Pace())
+        queue = WorkQueue(work, Metrics(), RateLimiter())
         queue.add("a")
         await asyncio.sleep(50)
         running = asyncio.create_task(queue.run())
@@ -320,7 +322,7 @@ def test_metrics_say_how_many_wait_for_how_long_and_how_it_went() -> None:
             queue.add(key)
         await asyncio.sleep(10)
 
-    metrics = worked(work, story, Pace(workers=1))
+    metrics = worked(work, story, RateLimiter(workers=1))
     assert metrics.waits == [0, 2, 4]
     assert metrics.endings == [(2, Outcome.DONE)] * 3
     assert max(metrics.depths) == 3
@@ -364,13 +366,13 @@ def test_whatever_happens_every_add_is_followed_by_a_look_that_succeeds(
             adds.append((now(), act.key))
         await asyncio.sleep(10_000)
 
-    metrics = worked(work, story, Pace(workers, spacing, Backoff(0.5, 2)))
+    metrics = worked(work, story, RateLimiter(workers, spacing, Backoff(0.5, 2)))
     for at, key in adds:
-        assert any(begun >= at - 1e-6 for begun, looked in successes if looked == key)
+        assert any(begun >= at - 1e-6 for begun, found in successes if found == key)
     assert not metrics.depths or metrics.depths[-1] == 0
     assert work.most_in_hand <= workers
     for key in KEYS:
-        starts = [begun for begun, looked in work.begun if looked == key]
+        starts = [begun for begun, found in work.begun if found == key]
         assert all(later - earlier >= spacing - 1e-6 for earlier, later in pairwise(starts))
 
 
@@ -386,14 +388,14 @@ def test_nobody_overtakes_a_key_that_is_due(bursts: list[list[str]], workers: in
             await asyncio.sleep(0.5)
         await asyncio.sleep(1000)
 
-    metrics = worked(work, story, Pace(workers))
+    metrics = worked(work, story, RateLimiter(workers))
     # Eight keys, one of them possibly in hand when it is added, before it at most all the seven others twice.
     assert all(wait <= 8 * 2 / workers + 1 for wait in metrics.waits)
 
 
 @dataclass
 class Ledger:
-    """What an agenda should do, kept in the simplest way there is."""
+    """A reference schedule, kept in the simplest way there is."""
 
     due: dict[str, tuple[float, int]] = field(default_factory=dict)
     again: dict[str, float] = field(default_factory=dict)
@@ -422,7 +424,7 @@ class Ledger:
 
 @given(st.lists(st.tuples(st.sampled_from(["add", "take", "done"]), st.sampled_from(KEYS), TIMES), max_size=60))
 def test_an_agenda_hands_out_what_is_due_longest_and_never_one_key_twice(steps: list[tuple[str, str, float]]) -> None:
-    agenda: Agenda[str] = Agenda()
+    agenda: Schedule[str] = Schedule()
     ledger = Ledger()
     clock = 0.0
     for step, key, seconds in steps:
@@ -440,7 +442,7 @@ def test_an_agenda_hands_out_what_is_due_longest_and_never_one_key_twice(steps: 
 
 
 def test_an_agenda_does_not_grow_with_times_that_no_longer_count() -> None:
-    agenda: Agenda[str] = Agenda()
+    agenda: Schedule[str] = Schedule()
     for second in range(10_000):
         agenda.add("a", second + 1_000_000)
         agenda.add("a", second)
@@ -450,7 +452,7 @@ def test_an_agenda_does_not_grow_with_times_that_no_longer_count() -> None:
 
 
 def test_an_agenda_forgets_when_it_last_handed_out_a_key() -> None:
-    agenda: Agenda[str] = Agenda(spacing_seconds=10)
+    agenda: Schedule[str] = Schedule(spacing_seconds=10)
     for second in range(1000):
         agenda.add(f"job-{second}", second)
         agenda.take(second)

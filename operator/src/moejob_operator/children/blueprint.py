@@ -1,19 +1,19 @@
-"""What the manifests of one attempt follow from, and the names that they share."""
+"""The inputs of the manifests of one attempt, and the names that they share."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from moejob_api.contract import MANAGED_BY, Label, Role, pod_name
+from moejob_api.derived import RolloutLayout
 from moejob_api.job import GROUP, KIND, VERSION, Spec
 from moejob_api.job.grpo import Placement
 from moejob_api.job.lifecycle import Gang
 from moejob_api.layout.sizes import Layout
-from moejob_api.rules.rollout_rules import RolloutLayout
 
-# Engines outlive gangs: loading a model takes minutes, and the trainer syncs its weights to whoever is there.
+# Engines outlive gangs: loading a model takes minutes, and the trainer syncs its weights to those that are there.
 ROLLOUT_ATTEMPT = 0
 # An engine has nothing to save.
 ENGINE_GRACE_SECONDS = 30
@@ -21,10 +21,20 @@ ENGINE_GRACE_SECONDS = 30
 
 @dataclass(frozen=True, slots=True)
 class Images:
-    """What runs where the job does not say."""
+    """The images of jobs that name none."""
 
     trainer: str
+    # Of pods that engines share; it holds their environment too.
+    trainer_colocated: str
     rollout: str
+
+
+@dataclass(frozen=True, slots=True)
+class JobNetwork:
+    """Peers from outside a job that its NetworkPolicy lets read how its pods are."""
+
+    operator_namespace: str
+    metrics_from: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +51,8 @@ class Blueprint:
     gang: Gang
     images: Images
     trainer_grace_seconds: int
+    # None: the cluster's own policies are all there are.
+    network: JobNetwork | None = None
 
     @property
     def service(self) -> str:
@@ -51,6 +63,11 @@ class Blueprint:
     def claim(self) -> str:
         """The claim that checkpoints live on."""
         return claim_of(self.name, self.spec)
+
+    @property
+    def access(self) -> str:
+        """The Secret and the NetworkPolicy of the job. With its UID in the name, one that is there is this job's."""
+        return f"{self.name}-{self.uid[:8]}"
 
     @property
     def pod_group(self) -> str:
@@ -69,7 +86,7 @@ class Blueprint:
         return pod_name(self.name, role, self.attempt_of(role), index)
 
     def grace_seconds(self, role: Role) -> int:
-        """How long a pod gets between being asked to stop and being killed."""
+        """Return how long a pod gets between being asked to stop and being killed."""
         return self.trainer_grace_seconds if role is Role.TRAINER else ENGINE_GRACE_SECONDS
 
     def attempt_of(self, role: Role) -> int:

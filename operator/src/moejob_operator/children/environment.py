@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from moejob_api.contract import Environment, Port, Role
+from moejob_api.engines import colocated_per_pod, engine_urls
 from moejob_api.job import Spec
 from moejob_api.job.resources import EnvSource, EnvVar, KeyReference
 from moejob_api.pod_environment import Address, PodOrders, contract_environment
 from moejob_operator.children.blueprint import Blueprint
+from moejob_operator.children.shared import SECRET_KEY
 
 
 def environment(blueprint: Blueprint, role: Role, index: int) -> list[dict[str, Any]]:
@@ -17,6 +19,10 @@ def environment(blueprint: Blueprint, role: Role, index: int) -> list[dict[str, 
     return [
         *(_variable(given) for given in blueprint.spec.resources.env),
         *({"name": name.value, "value": value} for name, value in contract.items()),
+        {
+            "name": Environment.SECRET.value,
+            "valueFrom": {"secretKeyRef": {"name": blueprint.access, "key": SECRET_KEY}},
+        },
     ]
 
 
@@ -58,10 +64,13 @@ def ranks_per_pod(blueprint: Blueprint, role: Role) -> int:
 
 
 def _engines(blueprint: Blueprint) -> dict[Environment, str]:
-    if not blueprint.engines:
-        return {}
-    urls = (f"http://{host}:{Port.ROLLOUT.value}" for host in blueprint.hosts(Role.ROLLOUT))
-    return {Environment.ROLLOUT_URLS: ",".join(urls)}
+    colocated = colocated_per_pod(blueprint.spec, blueprint.layout.gpus_per_pod)
+    urls = (
+        engine_urls(blueprint.hosts(Role.TRAINER), colocated, Port.ROLLOUT)
+        if colocated
+        else engine_urls(blueprint.hosts(Role.ROLLOUT), 1, Port.ROLLOUT)
+    )
+    return {Environment.ROLLOUT_URLS: ",".join(urls)} if urls else {}
 
 
 def _variable(given: EnvVar) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Who makes sure that all pods start or none: which gang scheduler, its object, and what it reads from the pods.
+"""Gang schedulers, which start all pods or none: the API of each, its object, and what it reads from the pods.
 
 Fields are those of the published APIs: scheduling.k8s.io/v1alpha2 (Kubernetes 1.36), scheduling.volcano.sh/v1beta1,
 scheduling.x-k8s.io/v1alpha1 (scheduler-plugins), and Kueue's labels for groups of plain pods.
@@ -18,7 +18,7 @@ from moejob_operator.children.placement import pods_per_group
 
 
 class GangApi(StrEnum):
-    """What a cluster has to serve for each of them."""
+    """The API that a cluster has to serve for each of them."""
 
     NATIVE = "scheduling.k8s.io/v1alpha2"
     VOLCANO = "scheduling.volcano.sh/v1beta1"
@@ -38,7 +38,7 @@ _SCHEDULERS = {Gang.VOLCANO: "volcano", Gang.COSCHEDULING: "scheduler-plugins-sc
 
 @dataclass(frozen=True, slots=True)
 class GangMarks:
-    """What a gang scheduler reads from a pod."""
+    """The fields of a pod that a gang scheduler reads."""
 
     labels: dict[str, str] = field(default_factory=dict)
     annotations: dict[str, str] = field(default_factory=dict)
@@ -75,7 +75,7 @@ def pod_group(blueprint: Blueprint) -> dict[str, Any] | None:
 
 
 def gang_marks(blueprint: Blueprint, role: Role) -> GangMarks:
-    """What a pod says to the gang scheduler."""
+    """Return what a pod says to the gang scheduler."""
     if role is Role.ROLLOUT:
         return _marks_of_engine(blueprint)
     scheduler = _scheduler(blueprint)
@@ -146,7 +146,7 @@ def _kueue(blueprint: Blueprint) -> GangMarks:
             "kueue.x-k8s.io/pod-group-total-count": str(blueprint.layout.nodes),
             "kueue.x-k8s.io/pod-group-pod-index-label": Label.INDEX.value,
             # Kueue holds an ended pod by a finalizer until another takes its place in the group, which no pod of ours
-            # does. So told, it lets go of all of them once the last has ended, and of their quota.
+            # does. With it, Kueue lets go of all of them once the last has ended, and of their quota.
             "kueue.x-k8s.io/retriable-in-group": "false",
         }
         | _kueue_topology(blueprint),

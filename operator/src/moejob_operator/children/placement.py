@@ -1,4 +1,4 @@
-"""Where a pod may run: taints it accepts for how long, and which pods belong into one network domain."""
+"""Placement of pods: taints they accept for how long, and which pods belong into one network domain."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from moejob_api.contract import HttpPath, Label, Path, Port, Role
+from moejob_api.engines import colocated_per_pod
 from moejob_api.job import Spec
 from moejob_api.job.resources import Accelerator
 from moejob_operator.actions import Kind
@@ -18,14 +19,16 @@ from moejob_operator.children.volumes import mounts, volumes
 GROUP_ID = 65532
 # Autoscalers that tidy up half-empty nodes would restart a whole gang each time; a job's own word wins.
 _STAYS = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false", "karpenter.sh/do-not-disrupt": "true"}
-# An engine loads for minutes, half an hour at most; then one that says nothing for five is started anew in its place.
+# An engine loads for minutes, half an hour at most; then one that says nothing for five is started again in its place.
 _LOADING_PROBES, _LIVING_PROBES = 180, 10
 _NETWORKS = "k8s.v1.cni.cncf.io/networks"
 
 
 def trainer_pod(blueprint: Blueprint, index: int) -> dict[str, Any]:
     """One pod of the gang. It never restarts by itself: whether a failed one is replaced is decided for the gang."""
-    image = blueprint.spec.resources.image or blueprint.images.trainer
+    shared = colocated_per_pod(blueprint.spec, blueprint.layout.gpus_per_pod)
+    own = blueprint.images.trainer_colocated if shared else blueprint.images.trainer
+    image = blueprint.spec.resources.image or own
     ready = {"httpGet": {"path": HttpPath.READY.value, "port": Port.PROGRESS.value}, "periodSeconds": 2}
     ports = [_port("progress", Port.PROGRESS), _port("rendezvous", Port.RENDEZVOUS)]
     container = {"image": image, "ports": ports, "readinessProbe": ready}
@@ -36,10 +39,11 @@ def trainer_pod(blueprint: Blueprint, index: int) -> dict[str, Any]:
 def rollout_pod(blueprint: Blueprint, index: int) -> dict[str, Any]:
     """One engine. The kubelet restarts it in its place; only one that lost its place is replaced."""
     image = blueprint.spec.resources.rollout_image or blueprint.images.rollout
-    health = {"httpGet": {"path": "/health", "port": Port.ROLLOUT.value}}
+    # The one path that asks for no secret; vLLM's own says that it is healthy before it can generate.
+    health = {"httpGet": {"path": HttpPath.READY.value, "port": Port.ROLLOUT.value}}
     container = {
         "image": image,
-        "ports": [_port("rollout", Port.ROLLOUT), _port("weights", Port.WEIGHTS)],
+        "ports": [_port("rollout", Port.ROLLOUT)],
         "startupProbe": health | {"periodSeconds": 10, "failureThreshold": _LOADING_PROBES},
         "livenessProbe": health | {"periodSeconds": 30, "timeoutSeconds": 10, "failureThreshold": _LIVING_PROBES},
         "readinessProbe": health | {"periodSeconds": 5},

@@ -1,4 +1,4 @@
-"""What a pod mounts: the job's volume, claims that its sources name, shared memory and a writable /tmp."""
+"""The mounts of a pod: the job's volume, claims that its sources name, shared memory and a writable /tmp."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from moejob_operator.children.blueprint import Blueprint
 
 _SCHEME = "pvc://"
 _STORAGE = "storage"
+# Compiled kernels take a few GiB. Without a limit one pod fills its node's disk, and the kubelet evicts others for it.
+_TEMPORARY_SIZE = "100Gi"
 
 
 def volumes(blueprint: Blueprint) -> list[dict[str, Any]]:
@@ -18,13 +20,13 @@ def volumes(blueprint: Blueprint) -> list[dict[str, Any]]:
     shared = {"medium": "Memory", "sizeLimit": blueprint.spec.resources.shared_memory}
     return [
         {"name": "shared-memory", "emptyDir": shared},
-        {"name": "temporary", "emptyDir": {}},
+        {"name": "temporary", "emptyDir": {"sizeLimit": _TEMPORARY_SIZE}},
         *({"name": name, "persistentVolumeClaim": {"claimName": claim}} for claim, name in _claims(blueprint).items()),
     ]
 
 
 def mounts(blueprint: Blueprint) -> list[dict[str, Any]]:
-    """Where the container sees them. What a source names is read and never written."""
+    """Return where the container sees them. What a source names is read and never written."""
     storage = blueprint.spec.storage.mount_path
     return [
         {"name": "shared-memory", "mountPath": Path.SHARED_MEMORY.value},

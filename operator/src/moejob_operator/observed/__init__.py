@@ -1,4 +1,4 @@
-"""What a reconcile knows when it decides: API bodies, parsed at the edge into facts. Decides nothing, never raises.
+"""The facts on which a reconcile decides: API bodies, parsed at the edge into facts. Decides nothing, never raises.
 
 A body that cannot be read becomes a fact about it: an unreadable last word is no last word, a job whose spec does not
 parse has problems.
@@ -6,7 +6,7 @@ parse has problems.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from types import MappingProxyType
@@ -15,6 +15,7 @@ from moejob_api.contract import PodProgress
 from moejob_operator.cluster import Children, Raw
 from moejob_operator.observed import reading
 from moejob_operator.observed.jobs import Job, Specs, job
+from moejob_operator.observed.ownership import Controller, controller, is_as_made, is_pod_of_earlier, place
 from moejob_operator.observed.pods import TAKEN_BY_TAINT, Ended, Pod, PodPhase, Waiting, is_unheard, pod, taken_by_taint
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "PodPhase",
     "Specs",
     "Waiting",
+    "is_as_made",
     "is_unheard",
     "observed",
     "taken_by_taint",
@@ -57,14 +59,14 @@ class Claim:
 class Observed:
     """The job and everything that belongs to it.
 
-    `strangers` are objects that carry the job's label but belong to another object: a job of the same name that is
-    still being cleaned away. `is_live` says that the objects were listed now and not taken from the watch cache;
+    `earlier_pods` belong to another job of the same name that is still being cleaned away. Objects that only look like
+    the job's are none of these. `is_live` says that the objects were listed now and not taken from the watch cache;
     `was_polled` that every trainer pod was asked, and `progress` is what they answered, by pod UID.
     """
 
     job: Job
     pods: tuple[Pod, ...]
-    strangers: tuple[str, ...]
+    earlier_pods: tuple[str, ...]
     services: frozenset[str]
     claims: tuple[Claim, ...]
     pod_groups: frozenset[str]
@@ -77,13 +79,14 @@ class Observed:
 def observed(raw: Raw, children: Children, specs: Specs, *, is_live: bool) -> Observed:
     """Everything that two answers of the API server say."""
     about = job(raw, specs)
+    owner = Controller(about.name, about.uid)
     return Observed(
         job=about,
-        pods=tuple(sorted((pod(body) for body in _ours(children.pods, about)), key=lambda found: found.name)),
-        strangers=tuple(sorted(_name(body) for body in children.pods if not reading.is_owned_by(body, about.uid))),
-        services=frozenset(_name(body) for body in _ours(children.services, about)),
-        claims=tuple(_claim(body) for body in _ours(children.claims, about)),
-        pod_groups=frozenset(_name(body) for body in _ours(children.pod_groups, about)),
+        pods=tuple(sorted(_pods(children.pods, owner), key=lambda found: found.name)),
+        earlier_pods=tuple(sorted(_name(body) for body in children.pods if is_pod_of_earlier(body, owner))),
+        services=frozenset(_name(body) for body in _ours(children.services, owner)),
+        claims=tuple(_claim(body) for body in _ours(children.claims, owner)),
+        pod_groups=frozenset(_name(body) for body in _ours(children.pod_groups, owner)),
         lost_nodes=children.lost_nodes,
         is_live=is_live,
     )
@@ -101,8 +104,13 @@ def with_progress(seen: Observed, answers: Mapping[str, PodProgress]) -> Observe
     return replace(seen, was_polled=True, progress=MappingProxyType(heard))
 
 
-def _ours(bodies: tuple[Raw, ...], about: Job) -> tuple[Raw, ...]:
-    return tuple(body for body in bodies if reading.is_owned_by(body, about.uid))
+def _pods(bodies: tuple[Raw, ...], owner: Controller) -> Iterator[Pod]:
+    places = ((body, place(body, owner)) for body in bodies)
+    return (pod(body, found) for body, found in places if found is not None)
+
+
+def _ours(bodies: tuple[Raw, ...], owner: Controller) -> Iterator[Raw]:
+    return (body for body in bodies if controller(body) == owner)
 
 
 def _name(body: Raw) -> str:

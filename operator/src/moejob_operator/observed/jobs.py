@@ -16,8 +16,8 @@ from moejob_api.job.base import ApiModel
 from moejob_api.job.status import Status
 from moejob_api.problems import InvalidSpec, Problem, Rule
 from moejob_operator.cluster import JobKey, Raw
+from moejob_operator.expiring_cache import ExpiringCache
 from moejob_operator.observed import reading
-from moejob_operator.remembered import Remembered
 
 # What a job asks for, or what is wrong with it.
 Asked = tuple[Spec | None, tuple[Problem, ...]]
@@ -42,25 +42,25 @@ class Job:
 
     @property
     def key(self) -> JobKey:
-        """What the work queue calls it."""
+        """Return what the work queue calls it."""
         return JobKey(self.namespace, self.name)
 
     @property
     def identity(self) -> tuple[str, int]:
-        """What a judgement of its spec may be remembered by."""
+        """Return what a validation of its spec may be remembered by."""
         return self.uid, self.generation
 
 
 class Specs:
     """Remembers what each job asks for, for as long as its generation lasts: it is looked at again and again."""
 
-    def __init__(self, known: Remembered[Asked] | None = None) -> None:
-        self._known: Remembered[Asked] = Remembered() if known is None else known
+    def __init__(self, known: ExpiringCache[Asked] | None = None) -> None:
+        self._known: ExpiringCache[Asked] = ExpiringCache() if known is None else known
         # By the section's name and its JSON. Nothing is kept here that no job holds.
         self._sections: WeakValueDictionary[tuple[str, bytes], ApiModel] = WeakValueDictionary()
 
     def asked(self, raw: Raw) -> Asked:
-        """What a job asks for, or why it cannot be read."""
+        """Return what a job asks for, or why it cannot be read."""
         about = reading.metadata(raw)
         key = JobKey(reading.text(about.get("namespace")), reading.text(about.get("name")))
         identity = (reading.text(about.get("uid")), _generation(about))

@@ -1,4 +1,4 @@
-"""What a pod's API body says, as facts. Nothing in a body can make this fail: what cannot be read is absent."""
+"""The facts in a pod's API body. Nothing in a body can make this fail: what cannot be read is absent."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from enum import StrEnum
 
 from pydantic import ValidationError
 
-from moejob_api.contract import TERMINATION_BYTES, Label, LastWord, Role
+from moejob_api.contract import TERMINATION_BYTES, LastWord, Role
 from moejob_operator.cluster import Raw
 from moejob_operator.observed import reading
+from moejob_operator.observed.ownership import Place
 
 _MESSAGE_CHARACTERS = 2048
 # The reason for which the node controller takes pods away.
 TAKEN_BY_TAINT = "DeletionByTaintManager"
-# Conditions of a pod that somebody wants gone: Kubernetes' own, and Kueue's.
+# Conditions of a pod that is to go: Kubernetes' own, and Kueue's.
 _TAKEN_AWAY = ("DisruptionTarget", "TerminationTarget")
 
 
@@ -30,13 +31,13 @@ class PodPhase(StrEnum):
 
     @property
     def has_ended(self) -> bool:
-        """Whether its containers will never run again."""
+        """Return whether its containers will never run again."""
         return self in (PodPhase.SUCCEEDED, PodPhase.FAILED)
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How the container ended. `word` is None when the launcher left none that can be read; `message` is then raw."""
+    """The end of a container. `word` is None when the launcher left none that can be read; `message` is then raw."""
 
     exit_code: int | None
     reason: str
@@ -47,7 +48,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """Why a container has not started, in the kubelet's words."""
+    """The reason why a container has not started, in the kubelet's words."""
 
     reason: str
     message: str
@@ -59,9 +60,9 @@ class Pod:
 
     name: str
     uid: str
-    role: Role | None
-    attempt: int | None
-    index: int | None
+    role: Role
+    attempt: int
+    index: int
     phase: PodPhase
     node: str | None
     created_at: datetime | None
@@ -85,12 +86,12 @@ class Pod:
 
     @property
     def is_terminating(self) -> bool:
-        """Whether somebody has asked for its deletion."""
+        """Return whether its deletion was requested."""
         return self.ends_by is not None
 
 
-def pod(raw: Raw) -> Pod:
-    """The facts of one pod."""
+def pod(raw: Raw, place: Place) -> Pod:
+    """The facts of the pod in one place."""
     about, status = reading.metadata(raw), reading.mapping(raw.get("status"))
     ready = reading.condition(status, "Ready")
     scheduled = reading.condition(status, "PodScheduled")
@@ -98,9 +99,9 @@ def pod(raw: Raw) -> Pod:
     return Pod(
         name=reading.text(about.get("name")),
         uid=reading.text(about.get("uid")),
-        role=_role(raw),
-        attempt=reading.count(reading.label(raw, Label.ATTEMPT)),
-        index=reading.count(reading.label(raw, Label.INDEX)),
+        role=place.role,
+        attempt=place.attempt,
+        index=place.index,
         phase=_phase(status),
         node=reading.text(reading.mapping(raw.get("spec")).get("nodeName")) or None,
         created_at=reading.time(about.get("creationTimestamp")),
@@ -123,7 +124,7 @@ def pod(raw: Raw) -> Pod:
 
 
 def is_unheard(raw: Raw) -> bool:
-    """Whether the cluster calls a pod unready whose containers are ready.
+    """Return whether the cluster calls a pod unready whose containers are ready.
 
     No kubelet says so: it is how the node controller marks the pods of a node that it has not heard of.
     """
@@ -133,18 +134,13 @@ def is_unheard(raw: Raw) -> bool:
 
 
 def taken_by_taint(raw: Raw) -> bool:
-    """Whether a pod is deleted for what is wrong with its node."""
+    """Return whether a pod is deleted for what is wrong with its node."""
     return _disruption(reading.mapping(raw.get("status"))) == TAKEN_BY_TAINT
 
 
 def _disruption(status: Raw) -> str | None:
     found = (reading.condition(status, kind) for kind in _TAKEN_AWAY)
     return next((reading.text(taken.get("reason")) for taken in found if taken.get("status") == "True"), None)
-
-
-def _role(raw: Raw) -> Role | None:
-    named = reading.text(reading.label(raw, Label.ROLE))
-    return Role(named) if named in list(Role) else None
 
 
 def _phase(status: Raw) -> PodPhase:
@@ -176,7 +172,7 @@ def _started_at(status: Raw) -> datetime | None:
 
 
 def _changed_at(raw: Raw, status: Raw) -> datetime | None:
-    """When the pod last changed, as far as its body says: seconds, by the clocks of the API server and of its node."""
+    """Return when the pod last changed by its body: to the second, by the clocks of the API server and of its node."""
     times = [
         reading.time(reading.metadata(raw).get("creationTimestamp")),
         _started_at(status),

@@ -6,9 +6,12 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
+from moejob_api.contract import printable
 from moejob_operator.cluster import Raw
 
 _NOTHING: Raw = {}
+# Of the largest number that every reader of JSON holds exactly.
+_MOST_DIGITS = 16
 
 
 def mapping(value: object) -> Raw:
@@ -22,8 +25,8 @@ def mappings(value: object) -> tuple[Raw, ...]:
 
 
 def text(value: object) -> str:
-    """A text; an empty one when the value is something else."""
-    return value if isinstance(value, str) else ""
+    """A text without control characters; an empty one when the value is something else."""
+    return printable(value) if isinstance(value, str) else ""
 
 
 def whole(value: object) -> int | None:
@@ -34,7 +37,7 @@ def whole(value: object) -> int | None:
 def count(value: object) -> int | None:
     """A whole number that labels write as text."""
     written = text(value)
-    return int(written) if written.isascii() and written.isdigit() and len(written) < 10 else None
+    return int(written) if written.isascii() and written.isdigit() and len(written) <= _MOST_DIGITS else None
 
 
 def time(value: object) -> datetime | None:
@@ -59,8 +62,3 @@ def metadata(raw: Raw) -> Raw:
 def label(raw: Raw, key: str) -> Any:
     """One label; None when it is not there."""
     return mapping(metadata(raw).get("labels")).get(key)
-
-
-def is_owned_by(raw: Raw, uid: str) -> bool:
-    """Whether the object says that it belongs to this very job, and not to one of the same name before it."""
-    return any(owner.get("uid") == uid for owner in mappings(metadata(raw).get("ownerReferences")))

@@ -1,1 +1,1 @@
-"""What to do about a job, given what was observed and the time. Pure: imports neither kopf nor kubernetes."""
+"""Decisions about a job, given what was observed and the time. Pure: imports neither kopf nor kubernetes."""

@@ -1,4 +1,4 @@
-"""What has failed in the present gang and has not been answered for: ends, losses, silence. Decides nothing."""
+"""Failures of the present gang that no decision covers yet: ends, losses, silence. Decides nothing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from moejob_api.contract import ExitCode, PodProgress, RankFault, Role, pod_name
 from moejob_api.restarts import LAUNCHER_FIRST_SECONDS, Cause, Failure, cause_of_exit, restarted_in_place
 from moejob_operator.observed import TAKEN_BY_TAINT, Pod, PodPhase
-from moejob_operator.planning.situation import Situation, spec_and_layout
+from moejob_operator.planning.observed_state import ObservedState, spec_and_layout
 from moejob_operator.planning.times import seconds_since
 
 # A kubelet that lives deletes a pod within its grace period; this much later it does not live.
@@ -33,14 +33,14 @@ class Loss:
     exit_code: int | None = None
 
 
-def losses(s: Situation) -> tuple[Loss, ...]:
+def losses(s: ObservedState) -> tuple[Loss, ...]:
     """Everything that has failed since the last decision."""
     lost = tuple(_lost_pods(s))
     return lost or tuple(_silent_pods(s)) or tuple(_restarted_ranks(s))
 
 
-def is_on_lost_node(pod: Pod, s: Situation) -> bool:
-    """Whether its kubelet can no longer confirm anything.
+def is_on_lost_node(pod: Pod, s: ObservedState) -> bool:
+    """Return whether its kubelet can no longer confirm anything.
 
     Without a right to see nodes only the pod itself can tell: the node controller took it away, and well after its
     grace period it is still there.
@@ -54,7 +54,7 @@ def is_on_lost_node(pod: Pod, s: Situation) -> bool:
 # --- pods that ended or are gone ------------------------------------------------------------------------------------
 
 
-def _lost_pods(s: Situation) -> Iterator[Loss]:
+def _lost_pods(s: ObservedState) -> Iterator[Loss]:
     _, layout = spec_and_layout(s)
     answered = {entry.index: entry.uid for entry in s.ladder.replacing}
     for index in range(layout.nodes):
@@ -71,7 +71,7 @@ def _lost_pods(s: Situation) -> Iterator[Loss]:
             yield Loss(Failure(index, cause, message=_why(pod)), pod.name, pod, _rank(pod), code)
 
 
-def _cause(pod: Pod, s: Situation) -> Cause | None:
+def _cause(pod: Pod, s: ObservedState) -> Cause | None:
     code = None if pod.ended is None else pod.ended.exit_code
     if code == ExitCode.BAD_CONFIGURATION:
         return Cause.BAD_CONFIGURATION
@@ -85,8 +85,8 @@ def _cause(pod: Pod, s: Situation) -> Cause | None:
     return _cause_of_failed(pod)
 
 
-def _is_out_of_reach(pod: Pod, s: Situation) -> bool:
-    """Whether nobody hears of it: neither the cluster of its node, nor we of itself.
+def _is_out_of_reach(pod: Pod, s: ObservedState) -> bool:
+    """Return whether a pod is unreachable: the cluster hears nothing of its node, nor we of the pod.
 
     A run outlives a kubelet, and a node that is cut off from the API server alone: such a pod still answers us.
     """
@@ -108,9 +108,9 @@ def _cause_of_failed(pod: Pod) -> Cause:
 
 
 def _why(pod: Pod) -> str:
-    said = "" if pod.ended is None else pod.ended.message
-    if said:
-        return said
+    message = "" if pod.ended is None else pod.ended.message
+    if message:
+        return message
     if pod.ended is None and pod.is_unheard:
         return f"nothing is heard of node {pod.node}"
     if pod.message or pod.reason:
@@ -127,12 +127,12 @@ def _rank(pod: Pod) -> int | None:
 # --- ranks that are silent or were restarted -------------------------------------------------------------------------
 
 
-def _silent_pods(s: Situation) -> Iterator[Loss]:
+def _silent_pods(s: ObservedState) -> Iterator[Loss]:
     spec, _ = spec_and_layout(s)
     limit = spec.lifecycle.progress_deadline_seconds + LAUNCHER_FIRST_SECONDS
     if not s.seen.was_polled or not _all_run(s):
         return
-    # Until the last pod has come there is nobody to meet, and nothing to be silent about.
+    # Until the last pod has come the rendezvous is not complete, and no rank is late.
     whole_seconds = min(seconds_since(pod.started_at, s.now) for pod in s.trainers.values())
     if whole_seconds < limit:
         return
@@ -148,8 +148,8 @@ def _silent_pods(s: Situation) -> Iterator[Loss]:
             yield Loss(Failure(index, Cause.HUNG, message="no rank has been heard"), pod.name, pod)
 
 
-def _all_run(s: Situation) -> bool:
-    """Whether nobody has ended, is ending or is about to be replaced: only then is silence a sign."""
+def _all_run(s: ObservedState) -> bool:
+    """Return whether no pod has ended, is ending or is about to be replaced: only then is silence a sign."""
     answered = {entry.uid for entry in s.ladder.replacing}
     return s.gang_runs and all(
         pod.phase is PodPhase.RUNNING and not pod.is_terminating and pod.uid not in answered
@@ -157,20 +157,20 @@ def _all_run(s: Situation) -> bool:
     )
 
 
-def _silent_ranks(heard: PodProgress | None, limit: float) -> tuple[int, ...]:
-    beats = () if heard is None else heard.ranks
-    return tuple(sorted(beat.rank for beat in beats if beat.age_seconds >= limit))
+def _silent_ranks(answer: PodProgress | None, limit: float) -> tuple[int, ...]:
+    heartbeats = () if answer is None else answer.ranks
+    return tuple(sorted(heartbeat.rank for heartbeat in heartbeats if heartbeat.age_seconds >= limit))
 
 
-def _is_mute(pod: Pod, s: Situation, limit: float) -> bool:
+def _is_mute(pod: Pod, s: ObservedState, limit: float) -> bool:
     """Neither the kubelet's probe nor a question of ours has been answered by any rank for that long."""
-    heard = s.seen.progress.get(pod.uid)
-    if pod.is_ready or (heard is not None and heard.ranks):
+    answer = s.seen.progress.get(pod.uid)
+    if pod.is_ready or (answer is not None and answer.ranks):
         return False
     return seconds_since(pod.ready_changed_at or pod.started_at, s.now) >= limit
 
 
-def _restarted_ranks(s: Situation) -> Iterator[Loss]:
+def _restarted_ranks(s: ObservedState) -> Iterator[Loss]:
     """Restarts in place that pods report beyond those known. While a gang comes together they belong to that."""
     known = s.ladder.rank_restarts
     reported = rank_restarts(s)
@@ -181,12 +181,12 @@ def _restarted_ranks(s: Situation) -> Iterator[Loss]:
 
 
 def loss_of_ranks(index: int, pod: Pod, fault: RankFault | None) -> Loss:
-    """What made a launcher restart its ranks, and whom it blames."""
+    """Return what made a launcher restart its ranks, and whom it blames."""
     failure = restarted_in_place(index, fault)
     return Loss(failure, pod.name, pod) if fault is None else Loss(failure, pod.name, pod, fault.rank, fault.exit_code)
 
 
-def rank_restarts(s: Situation) -> int | None:
+def rank_restarts(s: ObservedState) -> int | None:
     """Restarts in place of the present pods; None unless every one of them has answered."""
     if not s.gang_runs or any(pod.uid not in s.seen.progress for pod in s.trainers.values()):
         return None

@@ -1,4 +1,4 @@
-"""What a job should consist of, compared with what there is: what to create, what to delete."""
+"""Objects of a job, compared with those that exist: which to create, which to delete."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from moejob_operator.actions import Action, Delete, Ensure, Kind, Manifest, Ref
 from moejob_operator.children.blueprint import Blueprint
 from moejob_operator.children.gangs import pod_group
 from moejob_operator.children.pods import rollout_pod, trainer_pod
-from moejob_operator.children.shared import claim, service
+from moejob_operator.children.shared import claim, network_policy, secret, service
 from moejob_operator.observed import Pod
 from moejob_operator.planning.failures import is_on_lost_node
-from moejob_operator.planning.situation import Situation, blueprint
+from moejob_operator.planning.observed_state import ObservedState, blueprint
 from moejob_operator.planning.times import seconds_since, seconds_until
 
 # Nothing else is done while manifests are made, half a millisecond each: a larger gang is created in several looks.
@@ -24,40 +24,41 @@ BROKEN_GANG_SECONDS = 5
 ENGINE_LIFE_SECONDS = 30.0
 
 
-def missing(s: Situation) -> tuple[Ensure, ...]:
-    """What to create next, in the order in which it is needed."""
+def missing(s: ObservedState) -> tuple[Ensure, ...]:
+    """Return what to create next, in the order in which it is needed."""
     plan = blueprint(s)
-    wanted = chain(_missing_shared(s, plan), _missing_trainers(s, plan), _missing_engines(s, plan))
+    pods = chain(_missing_trainers(s, plan), _missing_engines(s, plan))
+    wanted = chain(_missing_shared(s, plan), _with_access(plan, pods))
     return tuple(islice(wanted, CREATED_AT_ONCE))
 
 
-def deletions(pods: Iterable[Pod], s: Situation, grace_seconds: int | None = None) -> tuple[Delete, ...]:
-    """Deletes of pods that nobody has asked to end yet, and forced ones where no kubelet can."""
+def deletions(pods: Iterable[Pod], s: ObservedState, grace_seconds: int | None = None) -> tuple[Delete, ...]:
+    """Deletes of pods that are not terminating yet, and forced ones where no kubelet can."""
     return tuple(_delete(pod, s, grace_seconds) for pod in pods if not pod.is_terminating or is_on_lost_node(pod, s))
 
 
-def answered_pods(s: Situation) -> tuple[Pod, ...]:
+def answered_pods(s: ObservedState) -> tuple[Pod, ...]:
     """Pods whose failure has been charged, and whose name the next one needs."""
     uids = {entry.uid for entry in s.ladder.replacing}
     return tuple(pod for pod in s.trainers.values() if pod.uid in uids)
 
 
-def spent_engines(s: Situation) -> tuple[Pod, ...]:
+def spent_engines(s: ObservedState) -> tuple[Pod, ...]:
     """Engines that lost their place; one that came to nothing at once keeps its name for a while."""
     return tuple(pod for pod in s.rollouts if is_lost_engine(pod, s) and engine_wait_seconds(pod, s) <= 0)
 
 
-def is_lost_engine(pod: Pod, s: Situation) -> bool:
-    """Whether no kubelet will start it again."""
+def is_lost_engine(pod: Pod, s: ObservedState) -> bool:
+    """Return whether no kubelet will start it again."""
     return pod.phase.has_ended or (pod.is_terminating and is_on_lost_node(pod, s))
 
 
-def engine_wait_seconds(pod: Pod, s: Situation) -> float:
+def engine_wait_seconds(pod: Pod, s: ObservedState) -> float:
     """Seconds until a lost engine may be replaced, so that a node that evicts every one is not flooded."""
     return max(0.0, ENGINE_LIFE_SECONDS - seconds_since(pod.created_at, s.now))
 
 
-def _missing_shared(s: Situation, plan: Blueprint) -> Iterator[Ensure]:
+def _missing_shared(s: ObservedState, plan: Blueprint) -> Iterator[Ensure]:
     wanted_claim, wanted_group = claim(plan), pod_group(plan)
     if plan.service not in s.seen.services:
         yield Ensure(service(plan))
@@ -67,27 +68,40 @@ def _missing_shared(s: Situation, plan: Blueprint) -> Iterator[Ensure]:
         yield Ensure(wanted_group)
 
 
-def _missing_trainers(s: Situation, plan: Blueprint) -> Iterator[Ensure]:
+def _with_access(plan: Blueprint, pods: Iterator[Ensure]) -> Iterator[Ensure]:
+    """Yield pods behind what they need and what guards them, which the operator cannot see and creates each time."""
+    first = next(pods, None)
+    if first is None:
+        return
+    policy = network_policy(plan)
+    yield Ensure(secret(plan))
+    if policy is not None:
+        yield Ensure(policy)
+    yield first
+    yield from pods
+
+
+def _missing_trainers(s: ObservedState, plan: Blueprint) -> Iterator[Ensure]:
     if seconds_until(s.ladder.start_after, s.now) > 0:
         return
     # A pod that still ends keeps its name; it will be missing when it is gone.
     yield from (Ensure(trainer_pod(plan, index)) for index in range(plan.layout.nodes) if index not in s.trainers)
 
 
-def _missing_engines(s: Situation, plan: Blueprint) -> Iterator[Ensure]:
+def _missing_engines(s: ObservedState, plan: Blueprint) -> Iterator[Ensure]:
     there = {pod.name for pod in s.rollouts}
     for index in range(plan.engines):
         if plan.pod(Role.ROLLOUT, index) not in there:
             yield Ensure(rollout_pod(plan, index))
 
 
-def _delete(pod: Pod, s: Situation, grace_seconds: int | None) -> Delete:
+def _delete(pod: Pod, s: ObservedState, grace_seconds: int | None) -> Delete:
     ref = Ref(Kind.POD, s.seen.job.namespace, pod.name, pod.uid)
     return Delete(ref, 0 if pod.is_terminating and is_on_lost_node(pod, s) else grace_seconds)
 
 
 def pods_among(actions: Iterable[Action], role: Role) -> int:
-    """How many pods of a role would be created."""
+    """Return how many pods of a role would be created."""
     return sum(isinstance(action, Ensure) and _is_pod(action.manifest, role) for action in actions)
 
 

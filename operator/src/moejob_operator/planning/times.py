@@ -28,7 +28,7 @@ def read(text: str | None) -> datetime | None:
 
 
 def later(now: datetime, seconds: float) -> str:
-    """So many seconds from now, and not a moment before."""
+    """A number of seconds from now, and not a moment before."""
     moment = now.timestamp() + seconds
     return written(datetime.fromtimestamp(math.ceil(moment) if seconds > 0 else moment, UTC))
 

@@ -1,4 +1,4 @@
-"""Why the gang does not run yet, in one reason and one sentence: whatever a person could do something about first."""
+"""The reason why the gang does not run yet: first whatever a person could do something about."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from moejob_operator.children.gangs import missing_api
 from moejob_operator.observed import ClaimPhase, Pod
-from moejob_operator.planning.situation import Situation, gang_of
-from moejob_operator.planning.step import Reason
+from moejob_operator.planning.decision import Reason
+from moejob_operator.planning.observed_state import ObservedState, gang_of
 from moejob_operator.planning.times import seconds_until
 
 # What a kubelet says while all is well.
@@ -18,14 +18,14 @@ _UNBOUND = "unbound immediate PersistentVolumeClaims"
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """What the job waits for. `reason` is ours, or the kubelet's own word such as ImagePullBackOff."""
+    """The reason of a wait. `reason` is ours, or the kubelet's own word such as ImagePullBackOff."""
 
     reason: str
     message: str
 
 
-def hold(s: Situation) -> Hold:
-    """What the gang waits for."""
+def hold(s: ObservedState) -> Hold:
+    """Return what the gang waits for."""
     pods = tuple(s.trainers[index] for index in sorted(s.trainers))
     return (
         _refused(s)
@@ -40,19 +40,19 @@ def hold(s: Situation) -> Hold:
     )
 
 
-def rollout_hold(s: Situation) -> Hold | None:
-    """What separate engines wait for, worth telling when nothing holds the gang itself."""
+def rollout_hold(s: ObservedState) -> Hold | None:
+    """Return what separate engines wait for, shown when nothing holds the gang itself."""
     return _image(s.rollouts) or _node(s.rollouts)
 
 
-def _refused(s: Situation) -> Hold | None:
+def _refused(s: ObservedState) -> Hold | None:
     if s.refusal is None:
         return None
     reason = Reason.QUOTA_EXCEEDED if "exceeded quota" in s.refusal else Reason.CREATION_REFUSED
     return Hold(reason, s.refusal)
 
 
-def _gang_api(s: Situation) -> Hold | None:
+def _gang_api(s: ObservedState) -> Hold | None:
     gang = gang_of(s)
     api = missing_api(gang, s.setting.gang_apis)
     if api is None:
@@ -64,16 +64,16 @@ def _gang_api(s: Situation) -> Hold | None:
     )
 
 
-def _taken_name(s: Situation) -> Hold | None:
-    if not s.seen.strangers:
+def _taken_name(s: ObservedState) -> Hold | None:
+    if not s.seen.earlier_pods:
         return None
     return Hold(
         Reason.NAME_TAKEN,
-        f"pod {s.seen.strangers[0]} belongs to an earlier job of this name; waiting until it is gone",
+        f"pod {s.seen.earlier_pods[0]} belongs to an earlier job of this name; waiting until it is gone",
     )
 
 
-def _delay(s: Situation) -> Hold | None:
+def _delay(s: ObservedState) -> Hold | None:
     if seconds_until(s.ladder.start_after, s.now) <= 0:
         return None
     return Hold(Reason.BACKING_OFF, f"starts again at {s.ladder.start_after}")
@@ -82,8 +82,8 @@ def _delay(s: Situation) -> Hold | None:
 def _image(pods: tuple[Pod, ...]) -> Hold | None:
     for pod in pods:
         if pod.waiting is not None and pod.waiting.reason not in _USUAL:
-            said = f": {pod.waiting.message}" if pod.waiting.message else ""
-            return Hold(pod.waiting.reason, f"{pod.name}{said}")
+            message = f": {pod.waiting.message}" if pod.waiting.message else ""
+            return Hold(pod.waiting.reason, f"{pod.name}{message}")
     return None
 
 
@@ -95,7 +95,7 @@ def _node(pods: tuple[Pod, ...]) -> Hold | None:
     return None
 
 
-def _claim(s: Situation) -> Hold | None:
+def _claim(s: ObservedState) -> Hold | None:
     for claim in s.seen.claims:
         if claim.phase is ClaimPhase.LOST:
             return Hold(Reason.CLAIM_LOST, f"the volume of claim {claim.name} is gone")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from moejob_api.job.status import Display, Progress
-from moejob_operator.planning.situation import Situation
+from moejob_operator.planning.observed_state import ObservedState
 from moejob_operator.planning.times import read, seconds_since
 
 _UNITS = ((86_400, "d"), (3_600, "h"), (60, "m"), (1, "s"))
 
 
-def display(s: Situation, progress: Progress | None) -> Display | None:
+def display(s: ObservedState, progress: Progress | None) -> Display | None:
     """The texts; as they were while the progress is as it was."""
     before = s.status.progress
     if progress is None or progress == before:
@@ -61,12 +61,12 @@ def _eta(progress: Progress, seconds_per_step: float | None) -> str:
     return duration((progress.total_steps - progress.step) * seconds_per_step)
 
 
-def _seconds_per_step(s: Situation, before: Progress | None, now: Progress) -> float | None:
+def _seconds_per_step(s: ObservedState, before: Progress | None, now: Progress) -> float | None:
     if before is None or now.step <= before.step:
         return None
     since = read(before.updated_at)
     first = s.trainers.get(0)
-    # The time in which a gang was started anew says nothing about the speed of its steps.
+    # The time in which a gang was started again says nothing about the speed of its steps.
     if since is None or first is None or first.started_at is None or first.started_at > since:
         return None
     return seconds_since(since, s.now) / (now.step - before.step)

@@ -1,6 +1,6 @@
-"""Where the time went: each second since pods were first created is productive, lost, starting or suspended.
+"""Goodput: each second since pods were first created is productive, lost, starting or suspended.
 
-Told whenever the phase changes, something fails, or there is news of the run, which is written anyway. Of a time in
+Reported whenever the phase changes, something fails, or there is news of the run, which is written anyway. Of a time in
 which ranks were started the trainer says how long they have done steps. Steps are taken to last equally long.
 """
 
@@ -11,8 +11,8 @@ from enum import StrEnum
 
 from moejob_api.job.resources import Accelerator
 from moejob_api.job.status import ConditionType, Goodput, Phase, Progress
-from moejob_operator.planning.situation import Situation, started_at
-from moejob_operator.planning.step import Step
+from moejob_operator.planning.decision import Decision
+from moejob_operator.planning.observed_state import ObservedState, started_at
 from moejob_operator.planning.times import read, seconds_since, whole, written
 from moejob_operator.status.conditions import condition
 
@@ -28,17 +28,17 @@ class _Use(StrEnum):
     SUSPENDED = "suspended_seconds"
 
 
-def goodput(s: Situation, step: Step, progress: Progress | None) -> Goodput | None:
+def goodput(s: ObservedState, decision: Decision, progress: Progress | None) -> Goodput | None:
     """The sums until now; as they were when nothing has happened that tells what the time was used for."""
     before = s.status.goodput or Goodput()
-    told_until = read(before.updated_at) or started_at(s)
-    if told_until is None or not _is_told(s, step, progress):
+    reported_until = read(before.updated_at) or started_at(s)
+    if reported_until is None or not _is_reported(s, decision, progress):
         return s.status.goodput
     # Another operator's clock may have been ahead of this one's.
-    now = max(told_until, whole(s.now))
-    seconds = seconds_since(told_until, now)
+    now = max(reported_until, whole(s.now))
+    seconds = seconds_since(reported_until, now)
     stepping = min(seconds, _stepping_seconds(s, progress))
-    rest, use = seconds - stepping, _use_of_rest(s, step)
+    rest, use = seconds - stepping, _use_of_rest(s, decision)
     redone = _redone_seconds(s, before, progress)
     sums = {each: getattr(before, each) for each in _Use}
     sums[_Use.PRODUCTIVE] += stepping - redone
@@ -54,68 +54,68 @@ def goodput(s: Situation, step: Step, progress: Progress | None) -> Goodput | No
     )
 
 
-def _is_told(s: Situation, step: Step, progress: Progress | None) -> bool:
+def _is_reported(s: ObservedState, decision: Decision, progress: Progress | None) -> bool:
     if s.status.phase is Phase.SUSPENDED:
-        return step.phase is not Phase.SUSPENDED
-    return step.phase is not s.status.phase or step.failure is not None or progress != s.status.progress
+        return decision.phase is not Phase.SUSPENDED
+    return decision.phase is not s.status.phase or decision.failure is not None or progress != s.status.progress
 
 
-def _stepping_seconds(s: Situation, progress: Progress | None) -> float:
-    """How long the present ranks have done steps, when that is news."""
+def _stepping_seconds(s: ObservedState, progress: Progress | None) -> float:
+    """Return how long the present ranks have done steps, when that is news."""
     is_news = progress is not None and progress != s.status.progress and s.status.phase is not Phase.SUSPENDED
     return (s.run.stepping_seconds or 0.0) if is_news and s.run is not None else 0.0
 
 
-def _use_of_rest(s: Situation, step: Step) -> _Use:
+def _use_of_rest(s: ObservedState, decision: Decision) -> _Use:
     if s.status.phase is Phase.SUSPENDED:
         return _Use.SUSPENDED
-    if step.failure is not None or _is_recovering(s):
+    if decision.failure is not None or _is_recovering(s):
         return _Use.LOST
-    if _is_unheard_of(s) and step.phase is not Phase.SUCCEEDED:
+    if _is_unheard_of(s) and decision.phase is not Phase.SUCCEEDED:
         return _Use.STARTING
     return _Use.PRODUCTIVE
 
 
-def _is_recovering(s: Situation) -> bool:
-    """Whether nothing has been heard of the run since it failed; one that was suspended since starts as others do."""
+def _is_recovering(s: ObservedState) -> bool:
+    """Return whether the run has not reported since it failed; one that was suspended since starts as others do."""
     failed = read(None if s.status.last_failure is None else s.status.last_failure.time)
     pause = condition(s.status, ConditionType.SUSPENDED)
     since = (_heard_at(s), read(None if pause is None else pause.last_transition_time))
     return failed is not None and all(time is None or time <= failed for time in since)
 
 
-def _is_unheard_of(s: Situation) -> bool:
-    """Whether nothing has been heard of a run of these pods."""
+def _is_unheard_of(s: ObservedState) -> bool:
+    """Return whether nothing has been heard of a run of these pods."""
     heard = _heard_at(s)
     newest = max((pod.created_at for pod in s.trainers.values() if pod.created_at is not None), default=None)
     return heard is None or (newest is not None and heard < newest)
 
 
-def _redone_seconds(s: Situation, before: Goodput, progress: Progress | None) -> float:
+def _redone_seconds(s: ObservedState, before: Goodput, progress: Progress | None) -> float:
     known = s.status.progress
     if known is None or progress is None or progress.step >= known.step:
         return 0.0
     return before.productive_seconds * (known.step - progress.step) / known.step
 
 
-def _held_gpu_seconds(s: Situation, seconds: float) -> float:
-    """What the pods that are there have held in the last so many seconds: one that waits for a node holds nothing."""
-    layout, rollout = s.judged.layout, s.judged.rollout
+def _held_gpu_seconds(s: ObservedState, seconds: float) -> float:
+    """Return what the existing pods have held in the last seconds: one that waits for a node holds nothing."""
+    layout, rollout = s.validation.layout, s.validation.rollout
     trainers = 0 if layout is None else layout.gpus_per_pod
     engines = 0 if rollout is None else rollout.tensor
     held = [(pod, trainers) for pod in s.trainers.values()] + [(pod, engines) for pod in s.rollouts]
     return sum(min(seconds, seconds_since(pod.started_at, s.now)) * gpus for pod, gpus in held)
 
 
-def _heard_at(s: Situation) -> datetime | None:
+def _heard_at(s: ObservedState) -> datetime | None:
     return None if s.status.progress is None else read(s.status.progress.updated_at)
 
 
-def _has_gpus(s: Situation) -> bool:
+def _has_gpus(s: ObservedState) -> bool:
     spec = s.seen.job.spec
     return spec is not None and spec.resources.accelerator is Accelerator.GPU
 
 
-def _gpus(s: Situation) -> int:
-    layout, rollout = s.judged.layout, s.judged.rollout
+def _gpus(s: ObservedState) -> int:
+    layout, rollout = s.validation.layout, s.validation.rollout
     return (0 if layout is None else layout.gpus) + (0 if rollout is None else rollout.gpus)

@@ -1,17 +1,17 @@
-"""Where the run is, as pod 0 says; written seldom, because every write goes through etcd to everybody who watches."""
+"""The progress of the run, as pod 0 reports it; written seldom, as every write goes through etcd to all watchers."""
 
 from __future__ import annotations
 
 from moejob_api.contract import RunProgress
 from moejob_api.job.status import Phase, Progress
-from moejob_operator.planning.situation import Situation
-from moejob_operator.planning.step import Step
+from moejob_operator.planning.decision import Decision
+from moejob_operator.planning.observed_state import ObservedState
 from moejob_operator.planning.times import read, seconds_since, written
 
 REPORT_SECONDS = 30.0
 
 
-def progress(s: Situation, step: Step) -> Progress | None:
+def progress(s: ObservedState, decision: Decision) -> Progress | None:
     """The progress to write: the last one unless there is news, and enough time has passed or a checkpoint is new."""
     before = s.status.progress
     heard = s.run
@@ -23,7 +23,7 @@ def progress(s: Situation, step: Step) -> Progress | None:
     if now.model_copy(update={"updated_at": before.updated_at}) == before:
         return before
     is_due = seconds_since(read(before.updated_at), s.now) >= REPORT_SECONDS
-    return now if is_due or step.phase is Phase.SUCCEEDED else before
+    return now if is_due or decision.phase is Phase.SUCCEEDED else before
 
 
 def _progress(heard: RunProgress, updated_at: str) -> Progress:

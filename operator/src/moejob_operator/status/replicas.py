@@ -1,4 +1,4 @@
-"""How many pods of each role are in which state."""
+"""The number of pods of each role in each state."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Iterable
 from moejob_api.contract import Role
 from moejob_api.job.status import ReplicaStatus, Status
 from moejob_operator.observed import Pod, PodPhase
+from moejob_operator.planning.decision import Decision
 from moejob_operator.planning.objects import pods_among
-from moejob_operator.planning.situation import Situation
-from moejob_operator.planning.step import Step
+from moejob_operator.planning.observed_state import ObservedState
 
 
-def replica_statuses(s: Situation, step: Step) -> tuple[ReplicaStatus, ...]:
+def replica_statuses(s: ObservedState, decision: Decision) -> tuple[ReplicaStatus, ...]:
     """One entry for each role that the job has."""
-    sizes, rollout = s.judged.layout, s.judged.rollout
+    sizes, rollout = s.validation.layout, s.validation.rollout
     if sizes is None:
         return s.status.replica_statuses
-    is_next_attempt = step.attempt is not None and step.attempt != s.attempt
+    is_next_attempt = decision.attempt is not None and decision.attempt != s.attempt
     # Pods that this very step creates need no second write to be counted.
-    created = {role: pods_among(step.actions, role) if s.refusal is None else 0 for role in Role}
+    created = {role: pods_among(decision.actions, role) if s.refusal is None else 0 for role in Role}
     trainers = () if is_next_attempt else s.trainers.values()
     gang = _counted(Role.TRAINER, sizes.nodes, trainers, created[Role.TRAINER])
     engines = rollout.engines if rollout is not None and rollout.gpus else 0
@@ -44,7 +44,7 @@ def _counted(role: Role, desired: int, pods: Iterable[Pod], created: int) -> Rep
 
 
 def _kept(counted: ReplicaStatus, status: Status) -> ReplicaStatus:
-    """How the pods of a finished job ended, also when somebody has cleared them away since."""
+    """Return how the pods of a finished job ended, also when they have been cleared away since."""
     before = next((found for found in status.replica_statuses if found.role == counted.role), counted)
     return counted.model_copy(
         update={

@@ -1,0 +1,69 @@
+"""Keeps the certificate that the admission webhook serves with the one that is right at the time."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from moejob_operator.admission.certificates import CertificateStore, KeyPair, load, utc_now
+from moejob_operator.cluster import Conflict, Forbidden, Retryable
+from moejob_operator.runtime.api_client import Exists
+from moejob_operator.runtime.logs import Log
+
+log = Log(__name__)
+
+
+def _context() -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    return context
+
+
+@dataclass
+class CertificateKeeper:
+    """Loads the certificate into `context`. `makes_certificates` is asked each time: only the leader does."""
+
+    store: CertificateStore
+    hosts: tuple[str, ...]
+    makes_certificates: Callable[[], bool]
+    loaded: Callable[[float], None]
+    tick_seconds: float = 1.0
+    check_seconds: float = 60.0
+    context: ssl.SSLContext = field(default_factory=_context)
+    # Set once the context has a certificate.
+    certified: asyncio.Event = field(default_factory=asyncio.Event)
+    pair: KeyPair | None = field(default=None, init=False)
+
+    async def run(self) -> NoReturn:
+        """Look for another certificate now and then, for ever."""
+        checked_as_leader, checked_at = False, float("-inf")
+        while True:
+            is_ours, now = self.makes_certificates(), asyncio.get_running_loop().time()
+            # A new leader may find a certificate that a new webhook configuration does not trust yet.
+            if self.pair is None or is_ours != checked_as_leader or now - checked_at >= self.check_seconds:
+                checked_as_leader, checked_at = is_ours, now
+                self._load(await self._current(is_ours=is_ours))
+            await asyncio.sleep(self.tick_seconds)
+
+    def _load(self, pair: KeyPair | None) -> None:
+        if pair is None or pair == self.pair:
+            return
+        load(self.context, pair)
+        self.loaded(pair.ends.timestamp())
+        self.pair = pair
+        self.certified.set()
+        log.info("loaded a certificate for the webhook", ends=pair.ends.isoformat())
+
+    async def _current(self, *, is_ours: bool) -> KeyPair | None:
+        try:
+            if is_ours:
+                return await self.store.keep(self.hosts, utc_now())
+            return await self.store.read()
+        except (Conflict, Exists, Retryable) as error:
+            log.info("the certificate was not looked at", error=str(error))
+        except Forbidden as error:
+            log.warning("the certificate is not ours to read; see the chart's role", error=str(error))
+        return None

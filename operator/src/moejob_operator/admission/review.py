@@ -1,0 +1,108 @@
+"""The validating webhook's verdict: the full check of a job, said to kopf and to the API server.
+
+What is validated here is validated again by the reconciler: a webhook can be down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import kopf
+
+from moejob_api.documents import parse_job
+from moejob_api.problems import InvalidSpec, Problem, Rule
+from moejob_operator.validation import Validation, validation_of
+
+# kopf calls the handler of this name for a review that comes to this path.
+HANDLER = "validate"
+PATH = f"/{HANDLER}"
+# What a denial is signed with.
+HOOK = "validate.moejob.dev"
+# What is longer, the API server cuts off; all warnings together may have 4096.
+_WARNING_CHARACTERS = 256
+_WARNINGS = 15
+
+
+@dataclass
+class Denial:
+    """The status of a denial. kopf keeps only message and code of it, so its reason and causes go past kopf."""
+
+    status: dict[str, Any] = field(default_factory=dict)
+
+
+# Of the review at hand; kopf hands the context of a request on to the thread of its handler.
+denial: ContextVar[Denial] = ContextVar("denial")
+
+
+def validate(operation: str, old: Any, new: Any, warnings: list[str]) -> None:
+    """Warn of what is unwise; raise when the job is denied."""
+    found = reviewed(operation, _plain(old), _plain(new))
+    warnings += warnings_of(found)
+    if not found.problems:
+        return
+    status = status_of(found)
+    said = denial.get(None)
+    if said is not None:
+        said.status = status
+    raise kopf.AdmissionError(status["message"], code=status["code"])
+
+
+def reviewed(operation: object, old: object, new: object) -> Validation:
+    """Return what is to be said of a request."""
+    if operation not in ("CREATE", "UPDATE"):
+        return Validation()
+    if not isinstance(old, Mapping):
+        return verdict(new)
+    # A job that is labelled, finished or being deleted may be of a time when other rules held.
+    if isinstance(new, Mapping) and _has_same_spec(old, new):
+        return Validation()
+    found = verdict(new)
+    # Nor does suspending such a job ask for a repair of what was wrong with it before.
+    known = set(verdict(old).problems) if found.problems else set()
+    return replace(found, problems=tuple(problem for problem in found.problems if problem not in known))
+
+
+def verdict(raw: object) -> Validation:
+    """Return what is to be said about a job, as the reconciler will say it."""
+    if not isinstance(raw, Mapping):
+        return Validation((Problem(Rule.FIELD, "", "is no object"),))
+    try:
+        return validation_of(parse_job(raw).spec)
+    except InvalidSpec as refused:
+        return Validation(refused.problems)
+
+
+def status_of(found: Validation) -> dict[str, Any]:
+    """Return the Status that a denial carries."""
+    causes = [
+        {"reason": "FieldValueInvalid", "field": problem.path, "message": problem.message} for problem in found.problems
+    ]
+    # Not 422: kubectl would print the causes alone, and not say that a webhook refused.
+    return {"code": 403, "reason": "Forbidden", "message": _message(found), "details": {"causes": causes}}
+
+
+def warnings_of(found: Validation) -> list[str]:
+    """Return what the API server passes on as warnings."""
+    return [text[:_WARNING_CHARACTERS] for text in _warnings(found)][:_WARNINGS]
+
+
+def _plain(body: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    return None if body is None else dict(body)
+
+
+def _has_same_spec(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    return "spec" in new and old.get("spec") == new["spec"]
+
+
+def _message(found: Validation) -> str:
+    text = "; ".join(map(str, found.problems))
+    return f"{text}. What would be accepted: {'; '.join(found.suggestions)}" if found.suggestions else text
+
+
+def _warnings(found: Validation) -> Iterator[str]:
+    if found.unseen is not None:
+        yield f"spec.model.source: not checked against the model: {found.unseen}"
+    yield from map(str, found.warnings)

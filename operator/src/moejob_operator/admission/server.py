@@ -1,0 +1,172 @@
+"""The server of kopf's admission webhook: over TLS, with bounds on what strangers may send, and with whole denials.
+
+kopf's own server takes bodies of 1 MiB where etcd's largest objects make reviews of 4, has no bound on connections and
+time, and its denials have neither a reason nor causes. kopf finds the handler, runs it and writes the answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+import time
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import kopf
+from aiohttp import web
+
+from moejob_api.job import GROUP, PLURAL, VERSION
+from moejob_operator.admission.listener import BoundedServer, Limits, listening
+from moejob_operator.admission.review import HANDLER, PATH, Denial, denial
+
+# Two objects of the most that etcd holds, as JSON in JSON.
+BODY_BYTES = 4 * 1024 * 1024
+# Of all reviews at hand. One that finds no room is not validated: the reconciler does it.
+_ALL_BODIES_BYTES = 32 * 1024 * 1024
+_RESOURCE = {"group": GROUP, "version": VERSION, "resource": PLURAL}
+
+
+class AdmissionMetrics(Protocol):
+    """The counters of answers."""
+
+    def reviewed(self, answer: str, seconds: float) -> None:
+        """Count a review that was answered with allowed, denied or unreadable."""
+
+
+class NotAReview(ValueError):
+    """The body is no AdmissionReview of a job: its sender is no API server that the chart has set up."""
+
+
+@dataclass
+class AdmissionServer:
+    """Serves once there is a certificate. `served_port` is the port asked for, or the one that was given for 0."""
+
+    context: ssl.SSLContext
+    certified: asyncio.Event
+    port: int
+    metrics: AdmissionMetrics
+    # All addresses of this machine.
+    host: str | None = None
+    limits: Limits = field(default_factory=Limits)
+    body_seconds: float = 5.0
+    served_port: int | None = field(default=None, init=False)
+    # Of all bodies at hand.
+    held_bytes: int = field(default=0, init=False)
+
+    async def __call__(self, fn: kopf.WebhookFn) -> AsyncIterator[kopf.WebhookClientConfig]:
+        """Serve for as long as kopf iterates. `fn` answers a review."""
+        await self.certified.wait()
+
+        async def handle(request: web.BaseRequest) -> web.StreamResponse:
+            return await self._handle(request, fn)
+
+        server = BoundedServer(handle, self.limits)
+        async with listening(server, self.host, self.port, self.context) as self.served_port:
+            # The chart owns the webhook configuration: where the API server finds us is not for kopf to write.
+            yield kopf.WebhookClientConfig()
+            await asyncio.Event().wait()
+
+    @property
+    def is_serving(self) -> bool:
+        """True from the first moment on at which a review would be answered."""
+        return self.served_port is not None
+
+    async def _handle(self, request: web.BaseRequest, fn: kopf.WebhookFn) -> web.StreamResponse:
+        if (request.method, request.path) != ("POST", PATH):
+            return web.Response(status=404, text=f"there is only POST {PATH} here\n")
+        held, started, answer = bytearray(), time.monotonic(), "unreadable"
+        try:
+            await self._read(request, held)
+            answered = await _answered(await asyncio.to_thread(read_review, bytes(held)), fn)
+            answer = "allowed" if answered["response"]["allowed"] else "denied"
+            return web.json_response(answered)
+        except NotAReview as refused:
+            return web.Response(status=400, text=f"{refused}\n")
+        except _Refused as refused:
+            return web.Response(status=refused.status, text=f"{refused}\n")
+        finally:
+            self.held_bytes -= len(held)
+            self.metrics.reviewed(answer, time.monotonic() - started)
+
+    async def _read(self, request: web.BaseRequest, held: bytearray) -> None:
+        try:
+            async with asyncio.timeout(self.body_seconds):
+                async for chunk in request.content.iter_any():
+                    held += chunk
+                    self.held_bytes += len(chunk)
+                    if len(held) > BODY_BYTES:
+                        raise _Refused(413, f"the body has more than {BODY_BYTES} bytes")
+                    if self.held_bytes > _ALL_BODIES_BYTES:
+                        raise _Refused(503, "there is no room for another review now")
+        except TimeoutError:
+            raise _Refused(408, f"the body has not arrived within {self.body_seconds:g} s") from None
+
+
+class IdleServer:
+    """No server, where an installation has no webhook: kopf insists on one because there is a handler."""
+
+    is_serving = False
+
+    async def __call__(self, _: kopf.WebhookFn) -> AsyncIterator[kopf.WebhookClientConfig]:
+        """Serve nothing, for as long as kopf iterates."""
+        yield kopf.WebhookClientConfig()
+        await asyncio.Event().wait()
+
+
+class _Refused(Exception):
+    """A request that is not read to its end."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def read_review(body: bytes) -> Any:
+    """Return the AdmissionReview in a body, as kopf needs it; NotAReview when it is none of a job."""
+    try:
+        found = json.loads(body)
+    # ValueError is all of: not UTF-8, not JSON, and a number of more digits than Python reads.
+    except (ValueError, RecursionError) as error:
+        raise NotAReview(f"the body is not JSON: {error}") from None
+    request = found.get("request") if isinstance(found, Mapping) else None
+    if not isinstance(request, Mapping) or not isinstance(request.get("uid"), str):
+        raise NotAReview("the body is no AdmissionReview with a request and its uid")
+    resource = request.get("resource")
+    if resource != _RESOURCE or not isinstance(request.get("userInfo"), Mapping):
+        raise NotAReview(f"the review is not of a user's request about {_RESOURCE}, but about {str(resource)[:200]}")
+    objects = {name: _anonymous(request.get(name)) for name in ("object", "oldObject")}
+    if objects["object"] is None and objects["oldObject"] is None:
+        raise NotAReview("the review is of no object")
+    return {**found, "request": {**request, **objects}}
+
+
+def _anonymous(raw: object) -> dict[str, Any] | None:
+    """Return an object without its UID: kopf would remember each UID that it was ever asked about."""
+    if raw is None:
+        return None
+    if not isinstance(raw, Mapping):
+        raise NotAReview("the object in the review is none")
+    metadata = raw.get("metadata")
+    if metadata is None:
+        return dict(raw)
+    if not isinstance(metadata, Mapping):
+        raise NotAReview("the metadata of the object in the review are none")
+    return {**raw, "metadata": {name: value for name, value in metadata.items() if name != "uid"}}
+
+
+async def _answered(found: Any, fn: kopf.WebhookFn) -> Any:
+    """Return kopf's answer, with all of the denial's status."""
+    said = Denial()
+    token = denial.set(said)
+    try:
+        answered: Any = await fn(found, webhook=HANDLER)
+    except RecursionError:
+        # kopf copies what it is shown. The API server prunes what no job has, so this comes from someone else.
+        raise NotAReview("the object in the review is nested too deeply") from None
+    finally:
+        denial.reset(token)
+    if said.status:
+        answered["response"]["status"] = said.status
+    return answered

@@ -1,0 +1,42 @@
+"""A cache of one value for each job, until the job is gone. Knows no job, only its key."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable
+from typing import Generic, TypeVar
+
+from moejob_operator.cluster import JobKey
+
+Value = TypeVar("Value")
+
+# More jobs than one operator runs; of those whose end it did not see, no more stay.
+_MOST = 4096
+
+
+class ExpiringCache(Generic[Value]):
+    """One value for each job. It counts for one identity only: a job of the same name may be another."""
+
+    def __init__(self, most: int = _MOST) -> None:
+        self._most = most
+        self._known: OrderedDict[JobKey, tuple[Hashable, Value]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def of(self, key: JobKey, identity: Hashable) -> Value | None:
+        """Return what was kept of a job, if it was of this identity."""
+        known, value = self._known.get(key, (None, None))
+        return value if known == identity else None
+
+    def keep(self, key: JobKey, identity: Hashable, value: Value) -> Value:
+        """Keep a value in place of any other of the job. Returns it."""
+        self._known[key] = (identity, value)
+        self._known.move_to_end(key)
+        if len(self._known) > self._most:
+            self._known.popitem(last=False)
+        return value
+
+    def forget(self, key: JobKey) -> None:
+        """The job is gone."""
+        self._known.pop(key, None)

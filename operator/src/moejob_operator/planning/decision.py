@@ -1,0 +1,64 @@
+"""The decision of one guard: the phase and its reason, the actions, and what the status has to keep."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from moejob_api.job.status import LastFailure, Phase, Restarts
+from moejob_operator.actions import Action, Event
+
+
+class Reason(StrEnum):
+    """The reason of a job's phase; part of conditions and events."""
+
+    # Pending
+    STARTING = "Starting"
+    QUEUED = "Queued"
+    UNSCHEDULABLE = "Unschedulable"
+    CLAIM_PENDING = "ClaimPending"
+    CLAIM_LOST = "ClaimLost"
+    QUOTA_EXCEEDED = "QuotaExceeded"
+    CREATION_REFUSED = "CreationRefused"
+    DELETION_REFUSED = "DeletionRefused"
+    GANG_API_MISSING = "GangApiMissing"
+    NAME_TAKEN = "NameTaken"
+    INVALID = "Invalid"
+    # Restarting
+    BACKING_OFF = "BackingOff"
+    OLD_PODS_LEFT = "OldPodsLeft"
+    GANG_RESTARTED = "GangRestarted"
+    PODS_REPLACED = "PodsReplaced"
+    # Running
+    ALL_PODS_RUN = "AllPodsRun"
+    POD_ENDING = "PodEnding"
+    # Suspended
+    SUSPENDED = "SuspendRequested"
+    # The end
+    COMPLETED = "Completed"
+    DEADLINE_EXCEEDED = "DeadlineExceeded"
+    BACKOFF_LIMIT_EXCEEDED = "BackoffLimitExceeded"
+    BAD_CONFIGURATION = "BadConfiguration"
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """One decision. Fields that are None leave the status as it is; `phase` None leaves all of it.
+
+    `needs_live` asks for a decision on objects listed now: what is planned here cannot be taken back. One that
+    changes the attempt or ends the job has no actions: the pods of the old attempt are deleted by a later reconcile,
+    which reads what this one wrote. A crash in between must not refund a restart.
+    """
+
+    phase: Phase | None
+    reason: str = ""
+    message: str = ""
+    actions: tuple[Action, ...] = ()
+    attempt: int | None = None
+    restarts: Restarts | None = None
+    failure: LastFailure | None = None
+    # Whether every pod of the gang exists once the actions are done.
+    pods_created: bool = False
+    needs_live: bool = False
+    requeue_after_seconds: float | None = None
+    events: tuple[Event, ...] = ()

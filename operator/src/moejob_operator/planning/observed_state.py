@@ -1,0 +1,201 @@
+"""Everything that guards look at, worked out once: whose pods are whose, and what the status remembers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from datetime import datetime
+from types import MappingProxyType
+
+from moejob_api.contract import Role, RunProgress
+from moejob_api.job import Spec
+from moejob_api.job.lifecycle import Gang
+from moejob_api.job.status import Ladder, Phase, Restarts, Status
+from moejob_api.layout.sizes import Layout
+from moejob_api.recovery import renewed
+from moejob_operator.children.blueprint import Blueprint, Images, JobNetwork
+from moejob_operator.children.gangs import GangApi, chosen_gang
+from moejob_operator.observed import Observed, Pod, PodPhase
+from moejob_operator.planning.recovery_state import recovery_state, with_state
+from moejob_operator.planning.times import read
+from moejob_operator.validation import Validation
+
+# Until a save was measured. What is left of it when the save is done is not waited for.
+DEFAULT_GRACE_SECONDS = 300
+_SHORTEST_GRACE_SECONDS = 60
+_LONGEST_GRACE_SECONDS = 3600
+# No job gets there: a gang a minute takes two years.
+_MOST_ATTEMPTS = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """The operator's own configuration: images for jobs that name none, gang APIs, and who may reach pods."""
+
+    images: Images
+    gang_apis: frozenset[GangApi] = frozenset()
+    network: JobNetwork | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedState:
+    """One look at one job. `trainers` are those of the present attempt by index, `old` those of earlier ones.
+
+    `unplanned` pods are named as the job's and have no place in it: of an attempt that has not begun, or beyond the
+    size of the gang. The operator creates none such, so another did.
+    """
+
+    seen: Observed
+    validation: Validation
+    setting: Setting
+    now: datetime
+    attempt: int
+    restarts: Restarts
+    trainers: Mapping[int, Pod]
+    old: tuple[Pod, ...]
+    rollouts: tuple[Pod, ...]
+    unplanned: tuple[Pod, ...]
+    # What the API server said to the actions of this very look, which is then decided again.
+    refusal: str | None = None
+
+    @property
+    def status(self) -> Status:
+        """The status as it was written last."""
+        return self.seen.job.status
+
+    @property
+    def ladder(self) -> Ladder:
+        """Return the ladder's state between reconciles, after a new checkpoint has renewed the budget."""
+        return self.restarts.ladder
+
+    @property
+    def gang_runs(self) -> bool:
+        """Return whether every trainer pod runs, or has ended well while others still run."""
+        layout = self.validation.layout
+        return (
+            layout is not None
+            and len(self.trainers) == layout.nodes
+            and all(pod.phase in (PodPhase.RUNNING, PodPhase.SUCCEEDED) for pod in self.trainers.values())
+        )
+
+    @property
+    def gang_succeeded(self) -> bool:
+        """Return whether every trainer pod has ended well."""
+        layout = self.validation.layout
+        return (
+            layout is not None
+            and len(self.trainers) == layout.nodes
+            and all(pod.phase is PodPhase.SUCCEEDED for pod in self.trainers.values())
+        )
+
+    @property
+    def run(self) -> RunProgress | None:
+        """Return pod 0's report of the run: its answer, or its termination message, also of a stopped gang."""
+        first = self.trainers.get(0) or self._last_first
+        if first is None:
+            return None
+        answer = self.seen.progress.get(first.uid)
+        last = None if first.ended is None else first.ended.word
+        return answer.run if answer is not None else None if last is None else last.run
+
+    @property
+    def _last_first(self) -> Pod | None:
+        """Pod 0 of the gang before the next one: no other pod reports what it saved while it was stopped."""
+        before = (pod for pod in self.old if pod.index == 0 and pod.attempt == self.attempt - 1)
+        return next(before, None)
+
+
+def observed_state(
+    seen: Observed, validation: Validation, setting: Setting, now: datetime, refusal: str | None = None
+) -> ObservedState:
+    """Return what guards decide on."""
+    attempt = _attempt(seen)
+    gang = tuple(pod for pod in seen.pods if pod.role is Role.TRAINER)
+    nodes = validation.layout.nodes if validation.layout is not None else 0
+    present = {pod.index: pod for pod in gang if pod.attempt == attempt and pod.index < nodes}
+    found = ObservedState(
+        seen=seen,
+        validation=validation,
+        setting=setting,
+        now=now,
+        attempt=attempt,
+        restarts=seen.job.status.restarts,
+        trainers=MappingProxyType(present),
+        old=tuple(pod for pod in gang if pod.attempt < attempt),
+        rollouts=tuple(pod for pod in seen.pods if pod.role is Role.ROLLOUT),
+        unplanned=tuple(pod for pod in gang if pod.attempt >= attempt and present.get(pod.index) is not pod),
+        refusal=refusal,
+    )
+    return replace(found, restarts=_renewed(found))
+
+
+def _attempt(seen: Observed) -> int:
+    """Return the attempt that runs or is about to: what the status says, which is written before any of its pods.
+
+    Only a status that was lost does not know it. Then the pods say it, for the present gang must not become an old one.
+    """
+    if seen.job.status.phase is not None:
+        return seen.job.status.attempt
+    attempts = (pod.attempt for pod in seen.pods if pod.role is Role.TRAINER)
+    return max((attempt for attempt in attempts if attempt <= _MOST_ATTEMPTS), default=seen.job.status.attempt)
+
+
+def _renewed(s: ObservedState) -> Restarts:
+    """The budget, renewed when a checkpoint is newer than any before."""
+    spec = s.seen.job.spec
+    state = recovery_state(s.restarts, 0 if spec is None else spec.lifecycle.backoff_limit)
+    moved = renewed(state, None if s.run is None else s.run.last_checkpoint_step)
+    return s.restarts if moved == state else with_state(s.restarts, moved)
+
+
+def spec_and_layout(s: ObservedState) -> tuple[Spec, Layout]:
+    """Return what an accepted job has; guards behind `invalid` may rely on it."""
+    spec, layout = s.seen.job.spec, s.validation.layout
+    if spec is None or layout is None:
+        raise AssertionError(f"{s.seen.job.namespace}/{s.seen.job.name} was planned without being accepted")
+    return spec, layout
+
+
+def gang_of(s: ObservedState) -> Gang:
+    """The gang scheduler of the job."""
+    spec, _ = spec_and_layout(s)
+    return chosen_gang(spec.lifecycle, s.setting.gang_apis)
+
+
+def blueprint(s: ObservedState) -> Blueprint:
+    """Return what the manifests of the present attempt follow from."""
+    spec, layout = spec_and_layout(s)
+    job = s.seen.job
+    return Blueprint(
+        name=job.name,
+        namespace=job.namespace,
+        uid=job.uid,
+        spec=spec,
+        layout=layout,
+        rollout=s.validation.rollout,
+        attempt=s.attempt,
+        gang=gang_of(s),
+        images=s.setting.images,
+        trainer_grace_seconds=grace_seconds(s.status),
+        network=s.setting.network,
+    )
+
+
+def grace_seconds(status: Status) -> int:
+    """Return the grace of a pod that is asked to stop: twice what the last save took, and time to stop ranks."""
+    measured = None if status.progress is None else status.progress.save_seconds
+    if measured is None:
+        return DEFAULT_GRACE_SECONDS
+    return max(_SHORTEST_GRACE_SECONDS, min(_LONGEST_GRACE_SECONDS, round(2 * measured) + 30))
+
+
+def started_at(s: ObservedState) -> datetime | None:
+    """Return when pods of the job were first created."""
+    known = read(s.status.start_time)
+    created = [pod.created_at for pod in s.seen.pods if pod.created_at is not None]
+    return known if known is not None else min(created, default=None)
+
+
+def restarting_or_pending(s: ObservedState) -> Phase:
+    """The phase of a gang that does not run."""
+    return Phase.RESTARTING if s.ladder.start_after is not None else Phase.PENDING

@@ -1,0 +1,49 @@
+"""Decides which pods of a job are asked how they are, and when: asking costs a request each.
+
+Pure: knows what was observed and when was last asked, and asks nothing itself.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+from moejob_api.contract import Role
+from moejob_api.restarts import LAUNCHER_FIRST_SECONDS
+from moejob_operator.observed import Observed, Pod, PodPhase
+from moejob_operator.planning.guards import FIRST_POLL_SECONDS, POLL_SECONDS
+from moejob_operator.planning.times import read, seconds_since
+
+
+def pods_to_ask(seen: Observed, asked: datetime | None, now: datetime) -> tuple[Pod, ...]:
+    """Return the pods to ask how they are: not at every event, but before concluding from a silence or an end.
+
+    `asked` is when this process asked last; the status tells when another did and was answered.
+    """
+    status = seen.job.status
+    gang = [pod for pod in seen.pods if pod.role is Role.TRAINER and pod.attempt == status.attempt]
+    running = tuple(pod for pod in gang if pod.phase is PodPhase.RUNNING)
+    if status.phase is None or status.phase.is_finished or not running:
+        return ()
+    replaced = {entry.uid for entry in status.restarts.ladder.replacing}
+    if any((pod.phase is PodPhase.FAILED or pod.is_unheard) and pod.uid not in replaced for pod in gang):
+        return running
+    youngest = min(seconds_since(pod.started_at, now) for pod in running)
+    if len(running) < len(gang) or (youngest < FIRST_POLL_SECONDS and not all(pod.is_ready for pod in running)):
+        return ()
+    answered = None if status.progress is None else read(status.progress.updated_at)
+    last = max((time for time in (asked, answered) if time is not None), default=None)
+    is_due = last is None or _is_due(seconds_since(last, now), youngest)
+    return running if is_due or _may_be_mute(seen, running, youngest) else ()
+
+
+def _is_due(since: float, youngest: float) -> bool:
+    """Say whether to ask again, this long after the last time: soon while pods are young, and new pods at once."""
+    return since > youngest or since >= min(POLL_SECONDS, max(FIRST_POLL_SECONDS, youngest))
+
+
+def _may_be_mute(seen: Observed, running: tuple[Pod, ...], youngest: float) -> bool:
+    """Say whether this reconcile would take a silence for a hang."""
+    spec = seen.job.spec
+    if spec is None or all(pod.is_ready for pod in running):
+        return False
+    return youngest >= spec.lifecycle.progress_deadline_seconds + LAUNCHER_FIRST_SECONDS

@@ -1,0 +1,341 @@
+"""Requests to the API server as JSON, and what its refusals mean. Knows paths and verbs, no kinds and no jobs.
+
+Of the client library only two parts are used: how it finds and renews credentials, and what TLS follows from them. Its
+generated models would parse every pod into objects, only to be dumped again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import urlencode
+
+import aiohttp
+import orjson
+from kubernetes.aio import client, config
+from kubernetes.aio.client.rest import RESTClientObject
+
+from moejob_operator.cluster import Conflict, Forbidden, Raw, Retryable
+
+PAGE = 250
+JSON = "application/json"
+_MERGE_PATCH = "application/merge-patch+json"
+# Of what we wrote ourselves all but the metadata is known; parsing it again would cost more than the request.
+METADATA = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
+# Looking for fields that it does not know takes the API server a second decoding; those of ours are held against the
+# published types by tests.
+_AS_GIVEN = "fieldValidation=Ignore"
+_SHOWN_CHARACTERS = 500
+# The API server's own choice, at most this long; not all watches of all replicas at once.
+_WATCH_SECONDS = 600.0
+_SILENCE_SECONDS = 75.0
+_USER_AGENT = "moejob-operator"
+# An event of a watch is a whole object, of up to 1.5 MB.
+_READ_AHEAD_BYTES = 2 * 1024 * 1024
+
+
+class Absent(Exception):
+    """There is no such object, or no such API."""
+
+
+class Exists(Exception):
+    """There is an object of that name already."""
+
+
+class Expired(Retryable):
+    """The version that was asked for is too old to continue from: list again."""
+
+
+class Verb(StrEnum):
+    """The verb of a request, as RBAC calls it."""
+
+    GET = "get"
+    LIST = "list"
+    WATCH = "watch"
+    CREATE = "create"
+    UPDATE = "update"
+    PATCH = "patch"
+    DELETE = "delete"
+
+
+_METHODS = {
+    Verb.GET: "GET",
+    Verb.LIST: "GET",
+    Verb.WATCH: "GET",
+    Verb.CREATE: "POST",
+    Verb.UPDATE: "PUT",
+    Verb.PATCH: "PATCH",
+    Verb.DELETE: "DELETE",
+}
+
+
+class RequestMetrics(Protocol):
+    """The counters of requests."""
+
+    def requested(self, verb: str, resource: str, code: str, seconds: float) -> None:
+        """One request, with the code of its answer or a word for why there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """Some of the objects in a collection, and the version of the whole."""
+
+    items: tuple[Raw, ...]
+    version: str
+
+
+def listing_of(page: Raw) -> Listing:
+    """Return a page of a list. Lists leave out what is the same for all their items."""
+    common = {"apiVersion": page["apiVersion"], "kind": page["kind"].removesuffix("List")}
+    return Listing(tuple(common | item for item in page.get("items") or ()), page["metadata"]["resourceVersion"])
+
+
+async def configuration(kubeconfig: Path | None) -> client.Configuration:
+    """Return how to reach the API server: the given file, else as a pod, else as kubectl would."""
+    found = client.Configuration()
+    if kubeconfig is None and "KUBERNETES_SERVICE_HOST" in os.environ:
+        config.load_incluster_config(client_configuration=found)  # type: ignore[no-untyped-call]
+    else:
+        await config.load_kube_config(  # type: ignore[no-untyped-call]
+            config_file=None if kubeconfig is None else str(kubeconfig), client_configuration=found
+        )
+    return found
+
+
+class ApiClient:
+    """Sends requests, a bounded number at once, each with a deadline."""
+
+    def __init__(
+        self, settings: client.Configuration, metrics: RequestMetrics, *, concurrency: int, seconds: float
+    ) -> None:
+        self._settings = settings
+        # Without trust_env, which would look for a proxy in files and variables, in a thread, before every request.
+        self._http = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=concurrency, ssl=RESTClientObject(settings).ssl_context),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            read_bufsize=_READ_AHEAD_BYTES,
+        )
+        self._metrics = metrics
+        self.seconds = seconds
+        self._patience = aiohttp.ClientTimeout(total=None)
+        self._free = asyncio.Semaphore(concurrency)
+
+    async def close(self) -> None:
+        """Close its connections."""
+        await self._http.close()
+
+    @property
+    def host(self) -> str:
+        """Return where the API server is."""
+        return str(self._settings.host)
+
+    def session(self, middleware: aiohttp.ClientMiddlewareType) -> aiohttp.ClientSession:
+        """Return another session with the same server and credentials, for who closes it."""
+
+        async def sign(request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
+            bearer = await self._settings.get_api_key_with_prefix("BearerToken")
+            if bearer:
+                request.headers["Authorization"] = bearer
+            if self._settings.tls_server_name:
+                request.server_hostname = self._settings.tls_server_name
+            return await handler(request)
+
+        return aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, ssl=RESTClientObject(self._settings).ssl_context),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            read_bufsize=_READ_AHEAD_BYTES,
+            headers={"User-Agent": _USER_AGENT},
+            proxy=self._settings.proxy,
+            middlewares=(middleware, sign),
+        )
+
+    async def get(self, path: str) -> Raw:
+        """The object at a path; Absent when there is none."""
+        return await self._call(_Request(Verb.GET, path))
+
+    async def create(self, path: str, body: Raw, within: float | None = None) -> Raw:
+        """Add to the collection at a path; Exists when there is one of that name. Answers with the metadata."""
+        return await self._call(_Request(Verb.CREATE, _as_given(path), body, accept=METADATA), within)
+
+    async def replace(self, path: str, body: Raw, within: float | None = None) -> Raw:
+        """Put an object in place of the one whose version it carries, else Conflict. Answers with the metadata."""
+        return await self._call(_Request(Verb.UPDATE, _as_given(path), body, accept=METADATA), within)
+
+    async def merge(self, path: str, body: Raw, content_type: str = _MERGE_PATCH) -> Raw:
+        """Lay a part over the object at a path; Conflict when it carries another resourceVersion."""
+        return await self._call(_Request(Verb.PATCH, path, body, content_type))
+
+    async def delete(self, path: str, options: Raw, within: float | None = None) -> Raw:
+        """Delete what is at a path; Conflict when its UID is another. Answers with the metadata, or a Status."""
+        return await self._call(_Request(Verb.DELETE, path, options, accept=METADATA), within)
+
+    async def pages(self, path: str, query: Mapping[str, str]) -> AsyncIterator[Listing]:
+        """The collection at a path as it is now, in pages of one version: 10,000 pods at once would fill our memory."""
+        more = version = ""
+        while True:
+            asked = dict(query) | {"limit": str(PAGE)} | ({"continue": more} if more else {})
+            page = await self._call(_Request(Verb.LIST, f"{path}?{urlencode(asked)}"))
+            listing = listing_of(page)
+            version = version or listing.version
+            yield Listing(listing.items, version)
+            more = page["metadata"].get("continue") or ""
+            if not more:
+                return
+
+    async def watch(self, path: str, query: Mapping[str, str], version: str) -> AsyncIterator[Raw]:
+        """Events of the collection at a path from a version on, until the connection ends; Expired if that is too old.
+
+        A silence of more than a minute is a dead connection: there is a bookmark in each.
+        """
+        lasting = random.uniform(0.5, 1.0) * _WATCH_SECONDS
+        asked = dict(query) | {
+            "watch": "true",
+            "allowWatchBookmarks": "true",
+            "resourceVersion": version,
+            "timeoutSeconds": f"{lasting:.0f}",
+        }
+        request = _Request(Verb.WATCH, f"{path}?{urlencode(asked)}")
+        patience = aiohttp.ClientTimeout(total=None, sock_connect=self.seconds, sock_read=_SILENCE_SECONDS)
+        try:
+            async with self._measured(request) as answer:
+                response = await self._opened(request, patience)
+                answer.code = str(response.status)
+            async with response:
+                if response.status != 200:
+                    understood(str(response.status), await response.read(), f"watch {path}")
+                async for line in lines(response.content):
+                    yield watch_event(line)
+        except (aiohttp.ClientError, OSError) as error:
+            raise Retryable(f"the watch of {path} broke: {error!r}") from error
+
+    async def _call(self, request: _Request, within: float | None = None) -> Raw:
+        seconds = self.seconds if within is None else min(self.seconds, within)
+        async with self._measured(request) as answer:
+            try:
+                # The wait for a free connection counts: the caller has until then, not longer.
+                async with asyncio.timeout(seconds), self._free:
+                    answer.code, content = await self._sent(request)
+            except (TimeoutError, aiohttp.ClientError, OSError) as error:
+                answer.code = "timeout" if isinstance(error, TimeoutError) else "unreachable"
+                said = str(error) or f"{seconds:g} s passed"
+                raise Retryable(f"the API server does not answer: {said}") from error
+        return understood(answer.code, content, f"{request.verb} {request.path.partition('?')[0]}")
+
+    async def _sent(self, request: _Request) -> tuple[str, bytes]:
+        async with await self._opened(request) as response:
+            return str(response.status), await response.read()
+
+    async def _opened(self, request: _Request, patience: aiohttp.ClientTimeout | None = None) -> aiohttp.ClientResponse:
+        headers = {"Content-Type": request.content_type, "Accept": request.accept, "User-Agent": _USER_AGENT}
+        bearer = await self._settings.get_api_key_with_prefix("BearerToken")
+        if bearer:
+            headers["Authorization"] = bearer
+        return await self._http.request(
+            _METHODS[request.verb],
+            self._settings.host + request.path,
+            headers=headers,
+            data=None if request.body is None else orjson.dumps(request.body),
+            timeout=patience or self._patience,
+            proxy=self._settings.proxy,
+            proxy_headers=self._settings.proxy_headers,
+            server_hostname=self._settings.tls_server_name,
+        )
+
+    @asynccontextmanager
+    async def _measured(self, request: _Request) -> AsyncIterator[_Answer]:
+        started, answer = time.monotonic(), _Answer()
+        try:
+            yield answer
+        finally:
+            self._metrics.requested(request.verb, resource_of(request.path), answer.code, time.monotonic() - started)
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    verb: Verb
+    path: str
+    body: Raw | None = None
+    content_type: str = JSON
+    accept: str = JSON
+
+
+@dataclass(slots=True)
+class _Answer:
+    code: str = "cancelled"
+
+
+def resource_of(path: str) -> str:
+    """The plural in a path, with the subresource: pods, moetrainingjobs/status. Never a name: metrics live for ever."""
+    parts = path.partition("?")[0].strip("/").split("/")
+    # /api/v1 or /apis/GROUP/VERSION in front.
+    rest = parts[2:] if parts[0] == "api" else parts[3:]
+    if len(rest) > 2 and rest[0] == "namespaces":
+        rest = rest[2:]
+    return "/".join([*rest[:1], *rest[2:3]]) or "discovery"
+
+
+async def lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """Yield whole lines, however long; the reader's own have a limit. What a broken connection leaves is no line."""
+    held = b""
+    async for chunk in content.iter_any():
+        *lines, held = (held + chunk).split(b"\n")
+        for line in lines:
+            yield line
+
+
+def _as_given(path: str) -> str:
+    """Return the query of a write: a caller that asks for a validation of its own has it in the path."""
+    return path if "?" in path else f"{path}?{_AS_GIVEN}"
+
+
+def watch_event(line: bytes) -> Raw:
+    """Return the event that a line of a watch is; Expired, or another refusal, when it is an error."""
+    try:
+        event = orjson.loads(line)
+        kind, raw = event["type"], event["object"]
+        if kind == "ERROR":
+            raise _refusal(raw.get("code") or 500, raw.get("reason") or "", str(raw.get("message")))
+        int(raw["metadata"]["resourceVersion"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Retryable(f"no event of a watch: {line[:_SHOWN_CHARACTERS]!r}") from error
+    return {"type": kind, "object": raw}
+
+
+def understood(code: str, content: bytes, asked: str) -> Raw:
+    """Return the object in an answer, or raise what the refusal means."""
+    number = int(code)
+    try:
+        answer = orjson.loads(content)
+    except ValueError:
+        answer = None
+    if number < 300 and isinstance(answer, dict):
+        return answer
+    status: Mapping[str, Any] = answer if isinstance(answer, dict) else {}
+    message = status.get("message") or f"{asked}: {code} {content[:_SHOWN_CHARACTERS].decode(errors='replace')}"
+    raise _refusal(number, status.get("reason") or "", str(message))
+
+
+def _refusal(code: int, reason: str, message: str) -> Exception:
+    match code, reason:
+        case 404, _:
+            return Absent(message)
+        case 409, "AlreadyExists":
+            return Exists(message)
+        case 409, _:
+            return Conflict(message)
+        case 410, _:
+            return Expired(message)
+        case (401 | 408 | 429, _):
+            return Retryable(message)
+        case _ if code < 300 or code >= 500:
+            return Retryable(message)
+        case _:
+            return Forbidden(message)

@@ -1,0 +1,227 @@
+"""The Cluster that is a real one: reads from the cache, everything else through the API server and the pods' HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from secrets import token_hex
+from typing import Any
+from uuid import uuid4
+
+from moejob_api.contract import PodProgress
+from moejob_api.job import KIND
+from moejob_operator.actions import WRITE_ONLY, Event, Kind, Manifest, Ref
+from moejob_operator.children.shared import SECRET_KEY
+from moejob_operator.cluster import Children, Conflict, Forbidden, JobKey, Raw, Retryable
+from moejob_operator.observed import is_as_made, is_unheard, taken_by_taint
+from moejob_operator.runtime.api_client import Absent, ApiClient, Exists
+from moejob_operator.runtime.cache import CHILD_KINDS, Cache
+from moejob_operator.runtime.lists import JOBS, Lists, collection
+from moejob_operator.runtime.logs import Log
+from moejob_operator.runtime.pod_client import Mute, PodClient
+
+log = Log(__name__)
+
+# The API server refuses more.
+_NOTE_BYTES = 1024
+_SECRET_BYTES = 32
+_REPORTER = "moejob.dev/operator"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ApiServer:
+    """Implements moejob_operator.cluster.Cluster.
+
+    `remaining_seconds` says for how long this process may still write; `clock` tells
+    the time in UTC.
+    """
+
+    api: ApiClient
+    cache: Cache
+    lists: Lists
+    pods: PodClient
+    identity: str
+    remaining_seconds: Callable[[], float]
+    status_written: Callable[[Mapping[str, Any], Mapping[str, Any]], None]
+    clock: Callable[[], datetime] = lambda: datetime.now(UTC)
+
+    # --- reading --------------------------------------------------------------------------------------------------
+
+    async def job(self, key: JobKey) -> Raw | None:
+        """The job as the watches and our own writes last showed it; an older one cannot be written anyway."""
+        return self.cache.job(key)
+
+    async def children(self, key: JobKey, *, live: bool) -> Children:
+        """From the cache; or listed now, which the cache then knows as well."""
+        if live:
+            pods, services, claims, groups = await asyncio.gather(
+                *(self.lists.of_job(kind, key) for kind in CHILD_KINDS)
+            )
+            found = Children(pods, services, claims, groups)
+        else:
+            found = self.cache.children(key)
+        doubted = {node for pod in found.pods if (node := _doubted_node(pod, self.clock())) is not None}
+        lost = [node for node in sorted(doubted) if await self._is_lost(node)]
+        return replace(found, lost_nodes=frozenset(lost))
+
+    async def _is_lost(self, node: str) -> bool:
+        """Return whether a node is gone, or has not been heard of for so long that the cluster says so."""
+        try:
+            found = await self.api.get(f"/api/v1/nodes/{node}")
+        except Absent:
+            return True
+        except Forbidden as error:
+            # An operator for one namespace may have no right to nodes: its pods then wait for a person.
+            log.warning("cannot see whether a node is lost", node=node, error=str(error))
+            return False
+        conditions = (found.get("status") or {}).get("conditions") or ()
+        return any(condition["type"] == "Ready" and condition["status"] == "Unknown" for condition in conditions)
+
+    async def progress(self, pod: Raw) -> PodProgress | None:
+        """Return the pod's answer on its progress port. Its author may be anyone: nothing in it is believed unread."""
+        address = (pod.get("status") or {}).get("podIP")
+        if not address:
+            return None
+        try:
+            return await self.pods.progress(address)
+        except Mute as error:
+            log.debug("a pod says nothing", pod=pod["metadata"]["name"], error=str(error))
+            return None
+
+    # --- writing --------------------------------------------------------------------------------------------------
+
+    async def ensure(self, manifest: Manifest) -> None:
+        """Create; one that is there counts when it looks as it was created, or when its name can be no other's."""
+        kind, metadata = Kind(manifest["kind"]), manifest["metadata"]
+        path = collection(kind, metadata["namespace"], manifest["apiVersion"])
+        try:
+            created = await self.api.create(path, _filled(manifest), within=self._within())
+        except Exists:
+            if kind in WRITE_ONLY:
+                return
+            self.cache.seen(kind, await self._ours(f"{path}/{metadata['name']}", manifest))
+            return
+        except Conflict as conflict:
+            # A quota that was used by two at once, not an object that changed.
+            raise Retryable(str(conflict)) from conflict
+        except Absent as absent:
+            raise Forbidden(f"{kind} {metadata['name']} cannot be created: {absent}") from absent
+        if kind in WRITE_ONLY:
+            return
+        # What its kubelet or a controller adds, the watch will tell.
+        self.cache.seen(kind, {**manifest, "metadata": created["metadata"]})
+
+    async def _ours(self, path: str, manifest: Manifest) -> Raw:
+        try:
+            found = await self.api.get(path)
+        except Absent as absent:
+            raise Retryable(f"{path} was there and is gone") from absent
+        if is_as_made(found, manifest):
+            return found
+        kind, name = manifest["kind"], manifest["metadata"]["name"]
+        raise Forbidden(f"a {kind} {name} that this job did not create is in the way; delete or rename it")
+
+    async def delete(self, ref: Ref, *, grace_seconds: int | None) -> None:
+        """Delete what has this name and UID; a grace of 0 does not wait for a kubelet."""
+        options = {
+            "preconditions": {"uid": ref.uid},
+            "propagationPolicy": "Background",
+        } | ({} if grace_seconds is None else {"gracePeriodSeconds": grace_seconds})
+        for api in self._apis_of(ref):
+            try:
+                left = await self.api.delete(
+                    f"{collection(ref.kind, ref.namespace, api)}/{ref.name}", options, within=self._within()
+                )
+            except (Absent, Conflict):
+                # Gone, or another object by now, which is none of our business.
+                continue
+            # An object that ends slowly comes back marked as ending; one that is gone is reported by the watch. One
+            # that another client took away at the same moment comes back without its version.
+            known = self.cache.find(ref.kind, ref.namespace, ref.name)
+            metadata = left.get("metadata") or {}
+            if known is not None and metadata.get("uid") == ref.uid and metadata.get("resourceVersion"):
+                self.cache.seen(ref.kind, {**known, "metadata": metadata})
+
+    def _apis_of(self, ref: Ref) -> tuple[str, ...]:
+        if ref.kind is not Kind.POD_GROUP:
+            return ("",)
+        known = self.cache.find(ref.kind, ref.namespace, ref.name)
+        return self.lists.gangs.with_objects if known is None else (known["apiVersion"],)
+
+    async def write_status(self, job: Raw, status: Raw) -> None:
+        """Replace the status. PUT, not a patch: what the new status does not say must be gone from the old one.
+
+        The API server takes only the status from such a body, so the spec need not be sent; version and UID lock it.
+        """
+        metadata = job["metadata"]
+        body = {
+            "apiVersion": JOBS,
+            "kind": KIND,
+            "metadata": {name: metadata[name] for name in ("name", "namespace", "uid", "resourceVersion")},
+            "status": status,
+        }
+        path = f"{collection(Kind.JOB, metadata['namespace'])}/{metadata['name']}/status"
+        try:
+            written = await self.api.replace(path, body, within=self._within())
+        except Absent as absent:
+            raise Conflict(f"the job is gone: {absent}") from absent
+        self.cache.seen(Kind.JOB, {**job, "metadata": written["metadata"], "status": status})
+        self.status_written(job.get("status") or {}, status)
+
+    async def post(self, job: Raw, event: Event) -> None:
+        """Post an event; one that is lost is not posted again."""
+        metadata, now = job["metadata"], self.clock()
+        body = {
+            "apiVersion": "events.k8s.io/v1",
+            "kind": "Event",
+            "metadata": {"name": _event_name(metadata["name"], now), "namespace": metadata["namespace"]},
+            "eventTime": now.strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
+            "reportingController": _REPORTER,
+            "reportingInstance": self.identity[:128],
+            "action": event.reason,
+            "reason": event.reason,
+            "type": event.severity,
+            "note": event.message.encode()[:_NOTE_BYTES].decode(errors="ignore"),
+            "regarding": {
+                "apiVersion": JOBS,
+                "kind": KIND,
+                "namespace": metadata["namespace"],
+                "name": metadata["name"],
+                "uid": metadata["uid"],
+            },
+        }
+        try:
+            await self.api.create(
+                f"/apis/events.k8s.io/v1/namespaces/{metadata['namespace']}/events", body, within=self._within()
+            )
+        except (Absent, Conflict, Exists, Forbidden, Retryable) as error:
+            log.info("an event was not posted", job=metadata["name"], reason=event.reason, error=str(error))
+
+    def _within(self) -> float:
+        """Seconds that a write may take. Not one may be on its way when another replica can lead."""
+        remaining = self.remaining_seconds()
+        if remaining <= 0:
+            raise Retryable("this replica does not lead any more")
+        return remaining
+
+
+def _filled(manifest: Manifest) -> Manifest:
+    """Give a Secret its value, which is kept nowhere else."""
+    if manifest["kind"] != Kind.SECRET:
+        return manifest
+    return {**manifest, "stringData": {SECRET_KEY: token_hex(_SECRET_BYTES)}}
+
+
+def _event_name(job: str, now: datetime) -> str:
+    """Names in the order of time: kubectl lists events of this API by their names, `describe` too."""
+    return f"{job}.{round(now.timestamp() * 1e6):014x}{uuid4().hex[:8]}"
+
+
+def _doubted_node(pod: Raw, now: datetime) -> str | None:
+    """The node of a pod whose kubelet may be gone: the cluster says so, or it should have ended the pod by now."""
+    node: str | None = (pod.get("spec") or {}).get("nodeName")
+    until = pod["metadata"].get("deletionTimestamp")
+    is_overdue = until is not None and datetime.fromisoformat(until) < now
+    return node if node and (is_overdue or is_unheard(pod) or taken_by_taint(pod)) else None

@@ -1,0 +1,140 @@
+"""Builds the parts of a replica, once each, and says which knows which. Starts none of them."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from moejob_operator.admission.certificates import CertificateStore, hosts_of
+from moejob_operator.admission.keeper import CertificateKeeper
+from moejob_operator.admission.server import AdmissionServer, IdleServer
+from moejob_operator.children.blueprint import Images, JobNetwork
+from moejob_operator.cluster import Conflict, Forbidden, JobKey, Retryable
+from moejob_operator.expiring_cache import ExpiringCache
+from moejob_operator.observed import Specs
+from moejob_operator.planning.observed_state import Setting
+from moejob_operator.reconcile import Reconciler
+from moejob_operator.runtime.api_client import ApiClient, configuration
+from moejob_operator.runtime.api_server import ApiServer
+from moejob_operator.runtime.cache import Cache
+from moejob_operator.runtime.informers import WATCHED, Watch, watches
+from moejob_operator.runtime.job_watch import JobWatch
+from moejob_operator.runtime.kopf_session import KopfSession
+from moejob_operator.runtime.leader_duties import Leader
+from moejob_operator.runtime.leader_election import ApiLeaseStore, Election, Leadership, Sole
+from moejob_operator.runtime.lists import GangApis, Lists
+from moejob_operator.runtime.metrics import Metrics
+from moejob_operator.runtime.pod_client import PodClient
+from moejob_operator.runtime.settings import Settings, unique
+from moejob_operator.runtime.work_queue import RateLimiter, WorkQueue
+from moejob_operator.validation import Validator
+
+# Reviews come one at a time, when a person applies something.
+_REVIEWERS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Everything of a replica that is not kopf's. Without a webhook there is no keeper of a certificate."""
+
+    settings: Settings
+    metrics: Metrics
+    cache: Cache
+    leadership: Leadership
+    leader: Leader
+    job_watches: tuple[JobWatch, ...]
+    informers: tuple[Watch, ...]
+    kopf_session: KopfSession
+    keeper: CertificateKeeper | None
+    admission: AdmissionServer | IdleServer
+    reviewers: ThreadPoolExecutor
+
+
+async def assemble(stack: AsyncExitStack, settings: Settings) -> Parts:
+    """Build everything; what has to be closed is closed by the stack."""
+    metrics, cache = Metrics(), Cache(settings.request_seconds)
+    api = await _client(stack, settings, metrics, settings.request_concurrency)
+    leadership = await _leadership(stack, settings, metrics)
+    metrics.count(lambda: cache.jobs() if leadership.remaining_seconds() > 0 else ())
+    gangs = GangApis(api)
+    lists = [Lists(api, cache, namespace, gangs) for namespace in settings.namespaces or (None,)]
+    cluster = ApiServer(
+        api=api,
+        cache=cache,
+        lists=lists[0],
+        pods=PodClient(settings.progress_seconds),
+        identity=settings.identity,
+        remaining_seconds=leadership.remaining_seconds,
+        status_written=metrics.status_written,
+    )
+    queue = _queue(settings, metrics, cluster, gangs)
+    # As many connections as there are watches, and one to spare for each that begins again.
+    watched = await _client(stack, settings, metrics, concurrency=2 * len(WATCHED) * len(lists))
+    informers = tuple(watch for places in lists for watch in watches(watched, places, queue.add))
+    job_watches = tuple(JobWatch(places, queue.add) for places in lists)
+    keeper = _keeper(settings, metrics, api, leadership) if settings.webhook else None
+    return Parts(
+        settings=settings,
+        metrics=metrics,
+        cache=cache,
+        leadership=leadership,
+        leader=Leader(queue, lists, (*job_watches, *informers), settings.resync_seconds, metrics.leads),
+        job_watches=job_watches,
+        informers=informers,
+        kopf_session=KopfSession(api, job_watches, metrics),
+        keeper=keeper,
+        admission=_admission(settings, metrics, keeper),
+        reviewers=stack.enter_context(ThreadPoolExecutor(_REVIEWERS, thread_name_prefix="review")),
+    )
+
+
+def _queue(settings: Settings, metrics: Metrics, cluster: ApiServer, gangs: GangApis) -> WorkQueue[JobKey]:
+    validator, specs, asked = Validator(), Specs(), ExpiringCache[datetime]()
+    images = Images(settings.trainer_image, settings.trainer_colocated_image, settings.rollout_image)
+    network = JobNetwork(settings.own_namespace, settings.job_metrics_from) if settings.job_network_policy else None
+
+    async def reconcile(key: JobKey) -> float | None:
+        setting = Setting(images, gangs.served, network)
+        reconciler = Reconciler(validator, setting, lambda: datetime.now(UTC), specs, asked)
+        return await reconciler(key, cluster)
+
+    return WorkQueue(
+        reconcile,
+        metrics,
+        RateLimiter(settings.workers, settings.spacing_seconds),
+        expected=(Conflict, Retryable, Forbidden),
+    )
+
+
+async def _client(stack: AsyncExitStack, settings: Settings, metrics: Metrics, concurrency: int) -> ApiClient:
+    found = await configuration(settings.kubeconfig)
+    api = ApiClient(found, metrics, concurrency=concurrency, seconds=settings.request_seconds)
+    stack.push_async_callback(api.close)
+    return api
+
+
+async def _leadership(stack: AsyncExitStack, settings: Settings, metrics: Metrics) -> Leadership:
+    if not settings.leader_election:
+        return Sole()
+    # A client of its own: no other request may stand in the way of a renewal.
+    api = await _client(stack, settings, metrics, concurrency=1)
+    store = ApiLeaseStore(api, settings.own_namespace, settings.lease_name)
+    return Election(store, unique(settings.identity), settings.terms)
+
+
+def _keeper(settings: Settings, metrics: Metrics, api: ApiClient, leadership: Leadership) -> CertificateKeeper:
+    is_ours = settings.webhook_certificates == "SelfSigned"
+    return CertificateKeeper(
+        CertificateStore(api, settings.own_namespace, settings.webhook_secret, settings.webhook_configuration),
+        hosts_of(settings.webhook_service, settings.own_namespace),
+        makes_certificates=lambda: is_ours and leadership.remaining_seconds() > 0,
+        loaded=metrics.certificate_ends,
+    )
+
+
+def _admission(settings: Settings, metrics: Metrics, keeper: CertificateKeeper | None) -> AdmissionServer | IdleServer:
+    if keeper is None:
+        return IdleServer()
+    return AdmissionServer(keeper.context, keeper.certified, settings.webhook_port, metrics)

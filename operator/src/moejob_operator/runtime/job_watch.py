@@ -1,0 +1,83 @@
+"""The watch of jobs, which is kopf's: what its events and lists mean for the cache, and whether it is alive.
+
+kopf tells of every event, but after a watch has expired it lists again and does not tell what vanished meanwhile. So
+every list is taken in here as a whole as well: the cache then holds exactly the jobs that the list holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import kopf
+
+from moejob_operator.actions import Kind
+from moejob_operator.cluster import JobKey, Raw
+from moejob_operator.runtime.api_client import Listing
+from moejob_operator.runtime.cache import Cache, slim
+from moejob_operator.runtime.informers import Pauses
+from moejob_operator.runtime.lists import Lists
+
+# kopf begins a watch again that has been silent for this long: there is a bookmark each minute.
+INACTIVITY_SECONDS = 75.0
+# Longer than that, the deadline of a request and the longest pause together: kopf asks nothing any more.
+DEAD_SECONDS = 120.0
+
+
+@dataclass
+class JobWatch:
+    """kopf's watch of jobs in one namespace or in all. `listed` is set once the cache holds all of them."""
+
+    lists: Lists
+    reconcile: Callable[[JobKey], None]
+    clock: Callable[[], float] = time.monotonic
+    listed: asyncio.Event = field(default_factory=asyncio.Event)
+    pauses: Pauses = field(default_factory=Pauses)
+    _pages: list[Raw] = field(default_factory=list)
+    _active_at: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.touch()
+
+    @property
+    def name(self) -> str:
+        """Name of the watch, for people."""
+        return self.lists.watch_name(Kind.JOB)
+
+    @property
+    def path(self) -> str:
+        """Path of the collection."""
+        [path] = self.lists.paths(Kind.JOB, self.lists.namespace)
+        return path
+
+    @property
+    def is_dead(self) -> bool:
+        """True when kopf has neither asked nor been answered for longer than it ever waits."""
+        return self.clock() - self._active_at > DEAD_SECONDS
+
+    def touch(self) -> None:
+        """Note that kopf asks, or is answered."""
+        self._active_at = self.clock()
+
+    def take(self, page: Listing, *, is_first: bool, is_last: bool) -> None:
+        """Take in a page of a list; with the last one, all that the list holds and no other job is known."""
+        if is_first:
+            self._pages = []
+        self._pages += (slim(Kind.JOB, raw) for raw in page.items)
+        if not is_last:
+            return
+        self.lists.replace(Kind.JOB, self._pages, int(page.version))
+        self._pages = []
+        self.listed.set()
+        for key in self.lists.cache.all_keys():
+            self.reconcile(key)
+
+
+def receive(event: kopf.RawEvent, cache: Cache, reconcile: Callable[[JobKey], None]) -> None:
+    """Take in an event that kopf tells of; one without a type is of a list."""
+    raw = event["object"]
+    key = cache.gone(Kind.JOB, raw) if event["type"] == "DELETED" else cache.seen(Kind.JOB, raw)
+    if key is not None:
+        reconcile(key)

@@ -1,0 +1,79 @@
+"""Duties of a leader beside reconciling: begin with what its predecessor left, and resync."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from moejob_operator.actions import Kind
+from moejob_operator.cluster import Forbidden, JobKey, Retryable
+from moejob_operator.runtime.api_client import Absent
+from moejob_operator.runtime.informers import Watch
+from moejob_operator.runtime.job_watch import JobWatch
+from moejob_operator.runtime.lists import Lists
+from moejob_operator.runtime.logs import Log
+from moejob_operator.runtime.work_queue import WorkQueue
+
+log = Log(__name__)
+
+_RETRY_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Leader:
+    """Leads for as long as it is let. All lists are of one cache and know the same gang schedulers."""
+
+    queue: WorkQueue[JobKey]
+    lists: Sequence[Lists]
+    watches: Sequence[Watch | JobWatch]
+    resync_seconds: float
+    leads: Callable[[bool], None]
+
+    async def lead(self) -> None:
+        """Work until the queue is stopped, or until cancelled."""
+        self.leads(True)
+        try:
+            await self._begin()
+            async with asyncio.TaskGroup() as group:
+                again = group.create_task(self._look_again())
+                await self.queue.run()
+                again.cancel()
+        finally:
+            self.leads(False)
+
+    async def _begin(self) -> None:
+        for watch in self.watches:
+            await watch.listed.wait()
+        # What the last leader wrote at its end may not have reached our watches yet.
+        while True:
+            if await self._listed(Kind.JOB, Kind.POD_GROUP):
+                break
+            await asyncio.sleep(_RETRY_SECONDS)
+        for key in self._all_keys():
+            self.queue.add(key)
+
+    async def _look_again(self) -> None:
+        while True:
+            for key in self._all_keys():
+                # Later than half a period: all have just been reconciled. Never together: none has to wait for the
+                # rest.
+                self.queue.add(key, random.uniform(0.5, 1.5) * self.resync_seconds)
+            await asyncio.sleep(self.resync_seconds)
+            await self._listed(Kind.POD_GROUP)
+
+    async def _listed(self, *kinds: Kind) -> bool:
+        """Return whether these kinds, and which gang schedulers there are, were read again."""
+        try:
+            await self.lists[0].gangs.refresh()
+            for lists in self.lists:
+                for kind in kinds:
+                    await lists.fill(kind)
+        except (Absent, Forbidden, Retryable) as error:
+            log.warning("cannot list", error=str(error))
+            return False
+        return True
+
+    def _all_keys(self) -> list[JobKey]:
+        return self.lists[0].cache.all_keys()

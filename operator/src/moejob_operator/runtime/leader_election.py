@@ -1,0 +1,362 @@
+"""Leader election by a Lease of coordination.k8s.io/v1: who leads, and until when at most.
+
+Safe by one inequality, whatever the clocks of others say: a leader may act for `renew_deadline_seconds` from before it
+sent its last successful renewal; a follower takes over no sooner than `lease_seconds` after it saw that renewal, which
+is later. Both measure on clocks of their own; the times written into the Lease are for people.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Protocol, assert_never
+
+from moejob_operator.cluster import Conflict, Forbidden, Raw, Retryable
+from moejob_operator.runtime.api_client import Absent, ApiClient, Exists
+from moejob_operator.runtime.logs import Log
+
+log = Log(__name__)
+
+# Monotonic clocks of Linux stand still while the machine sleeps; this one continues, as the followers' clocks do.
+_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+
+
+def boot_clock() -> float:
+    """Seconds that no one sets, sleep of the machine included."""
+    return time.clock_gettime(_CLOCK)
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseDurations:
+    """The durations of an election.
+
+    A follower leads at most `lease_seconds + look_seconds` after the leader was last heard.
+    """
+
+    lease_seconds: int = 13
+    renew_deadline_seconds: float = 10.0
+    retry_seconds: float = 2.0
+    look_seconds: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """The Lease as it was read."""
+
+    holder: str
+    seconds: int
+    transitions: int
+    version: str
+
+    @classmethod
+    def of(cls, raw: Raw) -> Lease:
+        """The Lease in an API object; what is missing in it counts for no replica."""
+        spec: Mapping[str, Any] = raw.get("spec") or {}
+        return cls(
+            holder=spec.get("holderIdentity") or "",
+            seconds=spec.get("leaseDurationSeconds") or 0,
+            transitions=spec.get("leaseTransitions") or 0,
+            version=raw["metadata"]["resourceVersion"],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseObservation:
+    """A Lease (None: there is none) and since when, by our own clock, it has been like this."""
+
+    lease: Lease | None
+    since: float
+
+
+@dataclass(frozen=True, slots=True)
+class Acquire:
+    """Put our name in; `over` is the Lease as seen, None when it has to be created."""
+
+    over: Lease | None
+
+
+@dataclass(frozen=True, slots=True)
+class Renew:
+    """The Lease is ours: say that we live."""
+
+    lease: Lease
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Another replica leads, at least until then unless it says otherwise."""
+
+    until: float
+
+
+Move = Acquire | Renew | Wait
+
+
+def observed_lease(before: LeaseObservation | None, lease: Lease | None, now: float) -> LeaseObservation:
+    """Return the observation of a Lease as read: one that has not changed keeps the time when it was first seen."""
+    if before is not None and before.lease == lease:
+        return before
+    return LeaseObservation(lease, now)
+
+
+def move(seen: LeaseObservation, identity: str, terms: LeaseDurations, now: float) -> Move:
+    """Return what a candidate does about the Lease as it saw it."""
+    lease = seen.lease
+    if lease is None or not lease.holder:
+        return Acquire(lease)
+    if lease.holder == identity:
+        return Renew(lease)
+    # A leader that was promised more, by an older or newer release, keeps it.
+    until = seen.since + max(lease.seconds, terms.lease_seconds)
+    return Acquire(lease) if now >= until else Wait(until)
+
+
+def body(terms: LeaseDurations, identity: str, over: Lease | None, now: datetime) -> dict[str, Any]:
+    """The spec to write: with our name, over the Lease as it was read."""
+    is_ours = over is not None and over.holder == identity
+    spec: dict[str, Any] = {
+        "holderIdentity": identity,
+        "leaseDurationSeconds": terms.lease_seconds,
+        "renewTime": _micro_time(now),
+        "leaseTransitions": (over.transitions if over else 0) + (0 if is_ours or over is None else 1),
+    }
+    return spec if is_ours else spec | {"acquireTime": _micro_time(now)}
+
+
+class LeaseStore(Protocol):
+    """The store of the Lease. Conflict: it changed since it was read."""
+
+    async def read(self) -> Raw | None:
+        """The Lease; None when there is none."""
+
+    async def create(self, spec: Mapping[str, Any]) -> Raw:
+        """Create it; Conflict when another replica did."""
+
+    async def write(self, spec: Mapping[str, Any], version: str) -> Raw:
+        """Lay fields over the Lease of exactly this version."""
+
+
+class Leadership(Protocol):
+    """Return whether this process leads."""
+
+    def remaining_seconds(self) -> float:
+        """For how long we certainly lead; not above zero: we may not act."""
+
+    def stop(self) -> None:
+        """Lead no more once the work in hand has ended, and campaign no more."""
+
+    async def run(self, lead: Callable[[], Awaitable[None]]) -> None:
+        """Lead whenever that is ours to do, until stopped."""
+
+
+class Sole:
+    """The only replica there is: it leads from the start."""
+
+    def remaining_seconds(self) -> float:
+        """For ever."""
+        return float("inf")
+
+    def stop(self) -> None:
+        """Its work ends by itself."""
+
+    async def run(self, lead: Callable[[], Awaitable[None]]) -> None:
+        """Lead."""
+        await lead()
+
+
+class Election:
+    """Runs for leader, and runs the leader's work while, and only while, that is certain."""
+
+    def __init__(
+        self,
+        store: LeaseStore,
+        identity: str,
+        terms: LeaseDurations,
+        clock: Callable[[], float] = boot_clock,
+        chance: Callable[[], float] = random.random,
+    ) -> None:
+        self._store = store
+        self._identity = identity
+        self._terms = terms
+        self._clock = clock
+        self._chance = chance
+        self._seen: LeaseObservation | None = None
+        self._until = float("-inf")
+        self._is_stopping = asyncio.Event()
+
+    def remaining_seconds(self) -> float:
+        """For how long we certainly lead; not above zero: we may not act."""
+        return self._until - self._clock()
+
+    def stop(self) -> None:
+        """Lead no more once the work in hand has ended, and campaign no more."""
+        self._is_stopping.set()
+
+    async def run(self, lead: Callable[[], Awaitable[None]]) -> None:
+        """Campaign and lead until stopped. `lead` is cancelled when the Lease may be lost, and returns when stopped."""
+        while not self._is_stopping.is_set():
+            if await self._attempt():
+                await self._govern(lead)
+            else:
+                await self._rest()
+
+    async def _rest(self) -> None:
+        seconds = self._terms.look_seconds * (0.8 + 0.2 * self._chance())
+        if self._seen is not None:
+            match move(self._seen, self._identity, self._terms, self._clock()):
+                case Wait(until):
+                    # On the second: what is waited for after it is time without a leader.
+                    seconds = min(seconds, max(0.0, until - self._clock()))
+                case Acquire() | Renew():
+                    pass
+        try:
+            async with asyncio.timeout(seconds):
+                await self._is_stopping.wait()
+        except TimeoutError:
+            return
+
+    async def _attempt(self) -> bool:
+        """Read the Lease and do what follows; whether we lead now."""
+        try:
+            async with asyncio.timeout(self._terms.renew_deadline_seconds / 2):
+                match move(await self._look(), self._identity, self._terms, self._clock()):
+                    case Wait():
+                        return False
+                    case Acquire(over):
+                        await self._put(over)
+                    case Renew(lease):
+                        await self._put(lease)
+                    case unexpected:
+                        assert_never(unexpected)
+        except (Conflict, Retryable, TimeoutError) as error:
+            log.debug("no word about the lease", error=str(error))
+            return False
+        except Forbidden as error:
+            log.warning("the lease is not ours to touch; grant get, create and patch on it", error=str(error))
+            return False
+        return True
+
+    async def _put(self, over: Lease | None) -> None:
+        # Before sending: the others count from when it was stored, which is later.
+        sent = self._clock()
+        spec = body(self._terms, self._identity, over, datetime.now(UTC))
+        raw = await (self._store.create(spec) if over is None else self._store.write(spec, over.version))
+        self._seen = observed_lease(self._seen, Lease.of(raw), self._clock())
+        self._until = sent + self._terms.renew_deadline_seconds
+
+    async def _govern(self, lead: Callable[[], Awaitable[None]]) -> None:
+        log.info("leading", identity=self._identity)
+        work = asyncio.ensure_future(lead())
+        renewals = asyncio.ensure_future(self._renew())
+        try:
+            # Not the renewals decide that time is up: they may be stuck in a call to an API server that is silent.
+            while not work.done() and not renewals.done() and self.remaining_seconds() > 0:
+                await asyncio.wait(
+                    {work, renewals}, timeout=self.remaining_seconds(), return_when=asyncio.FIRST_COMPLETED
+                )
+        finally:
+            if not work.done():
+                # First of all, so that work which is slow to end can write nothing.
+                self._until = float("-inf")
+            renewals.cancel()
+            work.cancel()
+            await asyncio.wait({work, renewals})
+            self._until = float("-inf")
+        if work.cancelled():
+            log.warning("not leading any more: the lease was taken, or could not be renewed in time")
+            return
+        await self._release()
+        work.result()
+
+    async def _renew(self) -> None:
+        """Renew for as long as no other replica has the Lease."""
+        while (lease := self._own()) is not None:
+            await asyncio.sleep(self._terms.retry_seconds)
+            try:
+                async with asyncio.timeout(self._terms.renew_deadline_seconds / 2):
+                    await self._renew_once(lease)
+            except (Conflict, Retryable, TimeoutError, Forbidden) as error:
+                log.warning("the lease was not renewed", error=repr(error), left_seconds=self.remaining_seconds())
+
+    async def _renew_once(self, lease: Lease) -> None:
+        try:
+            await self._put(lease)
+        except Conflict:
+            # Ours, when the answer to a renewal was lost; another's, when we slept for too long.
+            await self._look()
+            if (found := self._own()) is not None:
+                await self._put(found)
+
+    async def _look(self) -> LeaseObservation:
+        raw = await self._store.read()
+        self._seen = observed_lease(self._seen, None if raw is None else Lease.of(raw), self._clock())
+        return self._seen
+
+    def _own(self) -> Lease | None:
+        """The Lease as last seen, when it is ours."""
+        lease = self._seen.lease if self._seen is not None else None
+        return lease if lease is not None and lease.holder == self._identity else None
+
+    async def _release(self) -> None:
+        """Give the Lease up, so that a follower need not wait for its end."""
+        lease = self._own()
+        if lease is None:
+            return
+        try:
+            async with asyncio.timeout(self._terms.retry_seconds):
+                await self._store.write({"holderIdentity": None, "leaseDurationSeconds": 1}, lease.version)
+        except (Conflict, Retryable, Forbidden, TimeoutError) as error:
+            log.warning("the lease was not released: a follower will wait for its end", error=str(error))
+            return
+        log.info("released the lease", identity=self._identity)
+
+
+def _micro_time(now: datetime) -> str:
+    return now.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+
+
+@dataclass(frozen=True, slots=True)
+class ApiLeaseStore:
+    """A Lease in the API server. Its client is its own: no other request may stand in the way of a renewal."""
+
+    api: ApiClient
+    namespace: str
+    name: str
+
+    async def read(self) -> Raw | None:
+        """The Lease; None when there is none."""
+        try:
+            return await self.api.get(f"{self._leases}/{self.name}")
+        except Absent:
+            return None
+
+    async def create(self, spec: Mapping[str, Any]) -> Raw:
+        """Create it; Conflict when another replica did."""
+        lease = {
+            "apiVersion": "coordination.k8s.io/v1",
+            "kind": "Lease",
+            "metadata": {"name": self.name, "namespace": self.namespace},
+            "spec": spec,
+        }
+        try:
+            # What was created is what was sent; the answer adds its version.
+            return {**await self.api.create(self._leases, lease), "spec": spec}
+        except Exists as exists:
+            raise Conflict(str(exists)) from exists
+
+    async def write(self, spec: Mapping[str, Any], version: str) -> Raw:
+        """Lay fields over the Lease of exactly this version."""
+        try:
+            return await self.api.merge(
+                f"{self._leases}/{self.name}", {"metadata": {"resourceVersion": version}, "spec": spec}
+            )
+        except Absent as absent:
+            raise Conflict(str(absent)) from absent
+
+    @property
+    def _leases(self) -> str:
+        return f"/apis/coordination.k8s.io/v1/namespaces/{self.namespace}/leases"

@@ -1,0 +1,136 @@
+"""Objects as the API server has them now: to begin a watch, and for acts that cannot be taken back.
+
+Every list ends in the cache as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable, Mapping
+from dataclasses import dataclass
+
+from moejob_api.contract import MANAGED_BY, Label
+from moejob_api.job import GROUP, PLURAL, VERSION
+from moejob_operator.actions import Kind
+from moejob_operator.children.gangs import GangApi
+from moejob_operator.cluster import JobKey, Raw
+from moejob_operator.runtime.api_client import Absent, ApiClient, Listing
+from moejob_operator.runtime.cache import Cache, owner, slim
+
+JOBS = f"{GROUP}/{VERSION}"
+OURS = f"{Label.MANAGED_BY}={MANAGED_BY}"
+_WITH_OBJECTS = (GangApi.NATIVE, GangApi.VOLCANO, GangApi.COSCHEDULING)
+_RESOURCES = {
+    Kind.POD: ("v1", "pods"),
+    Kind.SERVICE: ("v1", "services"),
+    Kind.CLAIM: ("v1", "persistentvolumeclaims"),
+    Kind.JOB: (JOBS, PLURAL),
+    Kind.SECRET: ("v1", "secrets"),
+    Kind.NETWORK_POLICY: ("networking.k8s.io/v1", "networkpolicies"),
+}
+
+
+def collection(kind: Kind, namespace: str | None, api_version: str = "") -> str:
+    """The path of all objects of a kind; pod groups need the API of their scheduler."""
+    api, plural = _RESOURCES.get(kind) or (api_version, "podgroups")
+    root = "/api/v1" if api == "v1" else f"/apis/{api}"
+    return f"{root}/{plural}" if namespace is None else f"{root}/namespaces/{namespace}/{plural}"
+
+
+@dataclass(slots=True)
+class GangApis:
+    """The gang schedulers of the cluster. Read again now and then: one may be installed while we run."""
+
+    api: ApiClient
+    served: frozenset[GangApi] = frozenset()
+
+    async def refresh(self) -> None:
+        """Ask the API server what it serves."""
+        groups = (await self.api.get("/apis"))["groups"]
+        versions = {version["groupVersion"] for group in groups for version in group["versions"]}
+        self.served = frozenset(
+            {gang for gang in _WITH_OBJECTS if gang in versions and await self._has_pod_groups(gang)}
+            | ({GangApi.KUEUE} if any(group["name"] == GangApi.KUEUE for group in groups) else set())
+        )
+
+    @property
+    def with_objects(self) -> tuple[GangApi, ...]:
+        """Those of which pod groups can be listed."""
+        return tuple(gang for gang in _WITH_OBJECTS if gang in self.served)
+
+    async def _has_pod_groups(self, gang: GangApi) -> bool:
+        try:
+            found = await self.api.get(f"/apis/{gang}")
+        except Absent:
+            return False
+        return any(resource["name"] == "podgroups" for resource in found.get("resources") or ())
+
+
+@dataclass(frozen=True, slots=True)
+class Lists:
+    """Lists jobs and what belongs to them, in one namespace or in all."""
+
+    api: ApiClient
+    cache: Cache
+    namespace: str | None
+    gangs: GangApis
+
+    async def of_job(self, kind: Kind, key: JobKey) -> tuple[Raw, ...]:
+        """All objects of a kind that say they belong to a job of this name, as they are now."""
+        query = {"labelSelector": f"{OURS},{Label.JOB}={key.name}"}
+        found: list[Raw] = []
+        versions = []
+        for path in self.paths(kind, key.namespace):
+            async for page in self._pages(kind, path, query):
+                found += (slim(kind, raw) for raw in page.items)
+                versions.append(int(page.version))
+        if versions:
+            self.cache.listed(kind, key, found, min(versions))
+        return tuple(found)
+
+    async def fill(self, kind: Kind) -> int:
+        """Make the cache hold exactly what there is of a kind now. Returns the version that this is true of."""
+        found, versions = list[Raw](), list[int]()
+        for path in self.paths(kind, self.namespace):
+            async for page in self._pages(kind, path, selected(kind)):
+                found += (slim(kind, raw) for raw in page.items)
+                versions.append(int(page.version))
+        version = min(versions, default=0)
+        self.replace(kind, found, version)
+        return version
+
+    async def _pages(self, kind: Kind, path: str, query: Mapping[str, str]) -> AsyncIterator[Listing]:
+        try:
+            async for page in self.api.pages(path, query):
+                yield page
+        except Absent:
+            # A gang scheduler may be uninstalled between the look at what is served and this list.
+            if kind is not Kind.POD_GROUP:
+                raise
+
+    def replace(self, kind: Kind, raws: Iterable[Raw], version: int) -> None:
+        """Make the cache hold exactly these objects, which were all of a kind at a version."""
+        found: dict[JobKey, list[Raw]] = {}
+        for raw in raws:
+            key = owner(kind, raw)
+            if key is not None:
+                found.setdefault(key, []).append(raw)
+        # What is in a namespace of other lists, these have not seen.
+        known = {key for key in self.cache.all_keys() if self.namespace in (None, key.namespace)}
+        for key in known | set(found):
+            self.cache.listed(kind, key, found.get(key, ()), version)
+        if kind is Kind.JOB:
+            self.cache.complete(self.namespace, version)
+
+    def watch_name(self, kind: Kind) -> str:
+        """Name of the watch of a kind, for people."""
+        return f"watch of {kind}" if self.namespace is None else f"watch of {kind} in {self.namespace}"
+
+    def paths(self, kind: Kind, namespace: str | None) -> tuple[str, ...]:
+        """Return where objects of a kind are; pod groups in as many places as there are gang schedulers."""
+        apis = self.gangs.with_objects if kind is Kind.POD_GROUP else ("",)
+        return tuple(collection(kind, namespace, api) for api in apis)
+
+
+def selected(kind: Kind) -> Mapping[str, str]:
+    """Return what a list or a watch asks for: of what everybody has only ours."""
+    return {} if kind is Kind.JOB else {"labelSelector": OURS}

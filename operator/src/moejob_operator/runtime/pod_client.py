@@ -1,0 +1,82 @@
+"""Asks a pod how it is, over HTTP/1.0 and with a bound on everything: its author may be anyone.
+
+Not aiohttp: its client reads interim answers (1xx) without end, and counts neither them nor headers. HTTP/1.0 knows
+neither interim answers nor chunks: the answer is one head and one body, and ends with the connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from pydantic import ValidationError
+
+from moejob_api.contract import HttpPath, PodProgress, Port
+
+# A pod of 16 ranks says 2 kB.
+PROGRESS_BYTES = 64 * 1024
+HEAD_BYTES = 16 * 1024
+# Pods asked at once: each takes a socket, of which a process has a thousand.
+_CONVERSATIONS = 256
+
+
+class Mute(Exception):
+    """A pod does not answer, or says nothing that can be read."""
+
+
+@dataclass(frozen=True)
+class PodClient:
+    """Asks pods, each for at most `seconds`."""
+
+    seconds: float
+    port: int = Port.PROGRESS.value
+    conversations: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_CONVERSATIONS))
+
+    async def progress(self, address: str) -> PodProgress:
+        """Return what the pod at an address says of itself; Mute when that is nothing."""
+        # Waiting for one's turn is not the pod's silence.
+        async with self.conversations:
+            try:
+                async with asyncio.timeout(self.seconds):
+                    content = await self._get(address)
+            except (OSError, TimeoutError) as error:
+                raise Mute(repr(error)) from error
+        return parsed(content)
+
+    async def _get(self, address: str) -> bytes:
+        reader, writer = await asyncio.open_connection(address, self.port, limit=HEAD_BYTES)
+        try:
+            host = f"[{address}]" if ":" in address else address
+            writer.write(f"GET {HttpPath.PROGRESS} HTTP/1.0\r\nHost: {host}:{self.port}\r\n\r\n".encode())
+            return await answered(reader)
+        finally:
+            writer.transport.abort()
+
+
+async def answered(reader: asyncio.StreamReader) -> bytes:
+    """Return the body of an answer; Mute when it is none of HTTP, too long, or no success."""
+    try:
+        head = await reader.readuntil(b"\r\n\r\n")
+        _, status, *_ = head.partition(b"\r\n")[0].split(b" ")
+    except (ValueError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
+        raise Mute(f"it does not speak HTTP: {error!r}") from None
+    if status != b"200":
+        raise Mute(f"it answers with {head[:100]!r}")
+    return await _body(reader)
+
+
+async def _body(reader: asyncio.StreamReader) -> bytes:
+    content = b""
+    while chunk := await reader.read(HEAD_BYTES):
+        content += chunk
+        if len(content) > PROGRESS_BYTES:
+            raise Mute(f"it says more than {PROGRESS_BYTES} bytes")
+    return content
+
+
+def parsed(content: bytes) -> PodProgress:
+    """Return the progress in a body, bounded and printable as the contract has it; Mute when there is none."""
+    try:
+        return PodProgress.model_validate_json(content)
+    except ValidationError as error:
+        raise Mute(str(error)[:500]) from None

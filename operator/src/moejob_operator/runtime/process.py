@@ -1,0 +1,47 @@
+"""One operator process: runs kopf with our handlers, and says how it ended."""
+
+from __future__ import annotations
+
+import asyncio
+
+import kopf
+from kopf._core.engines.peering import Identity  # it has no public name
+
+from moejob_operator.runtime.lifecycle import CLOSING_SECONDS, Operator
+from moejob_operator.runtime.logs import Log
+from moejob_operator.runtime.settings import Settings
+
+log = Log(__name__)
+
+# kopf's task that ends when it is asked to stop, by a signal or by a flag.
+_STOPPING = "stop-flag checker"
+
+
+async def run(settings: Settings) -> int:
+    """Run until SIGTERM, or until something ends that should not. Returns the exit code."""
+    memo, before = kopf.Memo(settings=settings, stopping=asyncio.Event()), asyncio.all_tasks()
+    parts = await kopf.spawn_tasks(
+        memo=memo,
+        # By itself kopf asks for the name of the user, and in an image the user has a number only.
+        identity=Identity(settings.identity),
+        clusterwide=not settings.namespaces,
+        namespaces=settings.namespaces,
+        stop_flag=memo.stopping,
+    )
+    whole = asyncio.ensure_future(kopf.run_tasks(parts, ignored=before))
+    ended, _ = await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
+    names = sorted(task.get_name() for task in ended)
+    if names != [_STOPPING]:
+        log.error("a part of kopf has ended", part=", ".join(names))
+    # Whatever it was that ended: kopf's task that waits for this would hold up the end by five seconds.
+    memo.stopping.set()
+    # Left alone, kopf waits for each of its parts for as long as that takes.
+    await asyncio.wait({whole}, timeout=settings.stop_seconds + 2 * CLOSING_SECONDS)
+    if not whole.done():
+        lasting = (task.get_name() for task in parts if not task.done())
+        log.error("a part of kopf does not end", part=", ".join(lasting))
+    is_well = names == [_STOPPING] and whole.done() and whole.exception() is None
+    operator: Operator | None = memo.get("operator")
+    code = 0 if is_well and not (operator is not None and operator.has_failed) else 1
+    log.info("stopped", exit_code=code)
+    return code

@@ -1,0 +1,87 @@
+"""The whole status, put together from its parts; and when a change is worth a write."""
+
+from __future__ import annotations
+
+from moejob_api.job.status import LayoutStatus, Phase, Status
+from moejob_operator.planning.decision import Decision
+from moejob_operator.planning.observed_state import ObservedState, started_at
+from moejob_operator.planning.times import seconds_since, written
+from moejob_operator.status.conditions import conditions
+from moejob_operator.status.display import display
+from moejob_operator.status.goodput import goodput
+from moejob_operator.status.progress import progress
+from moejob_operator.status.replicas import replica_statuses
+
+# The pods of a large gang, or of a thousand gangs, start within seconds of each other: to count each of them in a write
+# of its own is of no use.
+SETTLING_SECONDS = 15.0
+
+
+def status_of(s: ObservedState, decision: Decision) -> Status:
+    """The status that a decision leads to."""
+    before = s.status
+    counted = replica_statuses(s, decision)
+    if before.phase is not None and before.phase.is_finished:
+        return before.model_copy(update={"replica_statuses": counted})
+    moved = progress(s, decision)
+    is_finished = decision.phase is not None and decision.phase.is_finished
+    after = Status(
+        phase=decision.phase,
+        conditions=conditions(s, decision, moved),
+        observed_generation=s.seen.job.generation,
+        attempt=s.attempt if decision.attempt is None else decision.attempt,
+        restarts=s.restarts if decision.restarts is None else decision.restarts,
+        layout=_layout(s),
+        replica_statuses=counted,
+        progress=moved,
+        display=display(s, moved),
+        goodput=goodput(s, decision, moved),
+        start_time=_start_time(s, decision),
+        completion_time=written(s.now) if is_finished else None,
+        last_failure=decision.failure or before.last_failure,
+    )
+    if _unsettled_seconds(s) > 0 and before == after.model_copy(update={"replica_statuses": before.replica_statuses}):
+        return before
+    return after
+
+
+def settles_after_seconds(s: ObservedState, status: Status) -> float | None:
+    """Return when to look again because counts were held back; None when they were not."""
+    if status is not s.status:
+        return None
+    return _unsettled_seconds(s) or None
+
+
+def _unsettled_seconds(s: ObservedState) -> float:
+    """Seconds until the pods have not changed for long enough to be counted."""
+    newest = max((pod.changed_at for pod in s.seen.pods if pod.changed_at is not None), default=None)
+    return 0.0 if newest is None else max(0.0, SETTLING_SECONDS - seconds_since(newest, s.now))
+
+
+def _start_time(s: ObservedState, decision: Decision) -> str | None:
+    created = started_at(s)
+    if created is not None:
+        return written(created)
+    return written(s.now) if decision.pods_created and decision.phase is not Phase.SUCCEEDED else None
+
+
+def _layout(s: ObservedState) -> LayoutStatus | None:
+    sizes, rollout = s.validation.layout, s.validation.rollout
+    if sizes is None:
+        return s.status.layout
+    rollout_gpus = 0 if rollout is None else rollout.gpus
+    return LayoutStatus(
+        gpus=sizes.gpus + rollout_gpus,
+        nodes=sizes.nodes,
+        gpus_per_pod=sizes.gpus_per_pod,
+        tensor=sizes.tensor,
+        pipeline=sizes.pipeline,
+        virtual_pipeline=sizes.virtual_pipeline,
+        context=sizes.context,
+        data=sizes.data,
+        expert=sizes.expert,
+        expert_tensor=sizes.expert_tensor,
+        expert_data=sizes.expert_data,
+        rollout_gpus=rollout_gpus,
+        memory_per_gpu_bytes=s.validation.memory_per_gpu_bytes,
+    )

@@ -1,0 +1,119 @@
+"""Validation of a job, and what follows from its spec: the planner's answer, asked once for every generation of a spec.
+
+Owns the memory of answers. What is done about them is for moejob_operator.planning to say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import yaml
+
+from moejob_api.derived import RolloutLayout
+from moejob_api.job import Spec
+from moejob_api.layout.sizes import Layout
+from moejob_api.models.sources import Unseen, model_shape
+from moejob_api.planner.plan import Plan, plan
+from moejob_api.pod_environment import LONGEST_VALUE_BYTES, spec_text
+from moejob_api.problems import InvalidSpec, Problem, Rule
+from moejob_operator.cluster import JobKey
+from moejob_operator.expiring_cache import ExpiringCache
+from moejob_operator.observed import Job
+
+# Each reconcile goes through all pods of a job, and other jobs wait meanwhile.
+MOST_PODS = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Validation:
+    """The planner's answer about a spec. `unseen` is why its model could not be read, `suggestions` what would do."""
+
+    problems: tuple[Problem, ...] = ()
+    warnings: tuple[Problem, ...] = ()
+    layout: Layout | None = None
+    rollout: RolloutLayout | None = None
+    memory_per_gpu_bytes: int | None = None
+    unseen: str | None = None
+    suggestions: tuple[str, ...] = ()
+
+    @property
+    def is_accepted(self) -> bool:
+        """Return whether the job may run."""
+        return not self.problems and self.layout is not None
+
+
+def validation_of(spec: Spec) -> Validation:
+    """The planner's answer. Nothing on this disk is read that the job's author could name."""
+    try:
+        seen = model_shape(spec.model.source, spec.model.revision, local_paths=False)
+        found = plan(spec, None if isinstance(seen, Unseen) else seen)
+    except InvalidSpec as refused:
+        return Validation(refused.problems)
+    return Validation(
+        problems=(*found.problems, *_too_long(spec), *_too_many_pods(found)),
+        warnings=found.warnings,
+        layout=found.layout,
+        rollout=found.rollout,
+        memory_per_gpu_bytes=None if found.memory is None else found.memory.bytes,
+        unseen=seen.reason if isinstance(seen, Unseen) else None,
+        suggestions=_suggestions(found),
+    )
+
+
+class Validator:
+    """Remembers answers: a generation of a job gets the same one for as long as it and this process live."""
+
+    def __init__(self, ask: Callable[[Spec], Validation] = validation_of) -> None:
+        self._ask = ask
+        self._known: ExpiringCache[Validation] = ExpiringCache()
+
+    async def of(self, job: Job) -> Validation:
+        """The answer about a job."""
+        if job.spec is None:
+            return Validation(job.problems)
+        known = self._known.of(job.key, job.identity)
+        if known is not None:
+            return known
+        # Looking for layouts that would do may take seconds, in which the Lease has to be renewed.
+        return self._known.keep(job.key, job.identity, await asyncio.to_thread(self._ask, job.spec))
+
+    def forget(self, key: JobKey) -> None:
+        """The job is gone."""
+        self._known.forget(key)
+
+
+def _too_many_pods(found: Plan) -> tuple[Problem, ...]:
+    trainers = 0 if found.layout is None else found.layout.nodes
+    # Engines on the trainer's GPUs are in its pods.
+    engines = 0 if found.rollout is None or not found.rollout.gpus else found.rollout.engines
+    if trainers + engines <= MOST_PODS:
+        return ()
+    message = (
+        f"the job needs {trainers + engines} pods, of which {MOST_PODS} at most are looked after at once; give each "
+        "more GPUs with gpusPerNode"
+    )
+    return (Problem(Rule.NODE_SIZE, "spec.resources.gpusPerNode", message),)
+
+
+def _too_long(spec: Spec) -> tuple[Problem, ...]:
+    size = len(spec_text(spec).encode())
+    if size <= LONGEST_VALUE_BYTES:
+        return ()
+    message = (
+        f"the spec has {size} bytes as JSON and reaches the pods as one variable, which has {LONGEST_VALUE_BYTES} at "
+        "most; shorten data.chatTemplate, or leave it to the tokenizer"
+    )
+    return (Problem(Rule.ENVIRONMENT, "spec.data.chatTemplate", message),)
+
+
+def _suggestions(found: Plan) -> tuple[str, ...]:
+    texts = []
+    for suggestion in found.suggestions:
+        fields = suggestion.parallelism.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+        # One line, that can be pasted into a job as it is.
+        layout = yaml.safe_dump(fields, default_flow_style=True, sort_keys=False, width=math.inf).strip()
+        texts.append(f"parallelism: {layout} on {suggestion.fit.gpus} GPUs")
+    return tuple(texts)

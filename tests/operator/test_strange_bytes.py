@@ -1,0 +1,208 @@
+"""Ten thousand damaged inputs for each listener of the operator and each parser of what others wrote.
+
+Each is answered, refused or read within its bounds; nothing else is raised. `make fuzz` draws a million others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from builders import SFT
+from fuzzing import damaged, drawn
+from moejob_api.contract import (
+    TERMINATION_BYTES,
+    LastWord,
+    Outcome,
+    PodProgress,
+    RankBeat,
+    RankFault,
+    Role,
+    RunProgress,
+    printable,
+)
+from moejob_cli.running.steps import StepLog, tokens_per_second
+from moejob_operator.admission.listener import BoundedServer, Limits
+from moejob_operator.admission.review import HANDLER, PATH
+from moejob_operator.admission.server import AdmissionServer, NotAReview, read_review
+from moejob_operator.observed.ownership import Place
+from moejob_operator.observed.pods import pod
+from moejob_operator.runtime import health
+from moejob_operator.runtime.metrics import Metrics
+from moejob_operator.runtime.pod_client import HEAD_BYTES, PROGRESS_BYTES, Mute, answered, parsed
+
+RUN = RunProgress(step=7, total_steps=100, loss=0.5, last_checkpoint_step=5)
+FAULT = RankFault(outcome=Outcome.RANK_FAILED, message="CUDA error", rank=1, exit_code=-9)
+PROGRESS = PodProgress(
+    attempt=1, index=0, fault=FAULT, ranks=(RankBeat(rank=0, pid=7, step=7, age_seconds=1.5),), run=RUN
+)
+WORD = LastWord(outcome=Outcome.COMPLETED, message="done", rank=0, exit_code=0, run=RUN, fault=FAULT)
+REVIEW: Mapping[str, Any] = {
+    "apiVersion": "admission.k8s.io/v1",
+    "kind": "AdmissionReview",
+    "request": {
+        "uid": "1",
+        "operation": "CREATE",
+        "resource": {"group": "moejob.dev", "version": "v1alpha1", "resource": "moetrainingjobs"},
+        "userInfo": {"username": "a user"},
+        "object": {"metadata": {"name": "job", "uid": "1"}, "spec": SFT},
+    },
+}
+
+
+def as_json(model: PodProgress | LastWord) -> bytes:
+    return model.model_dump_json(by_alias=True, exclude_none=True).encode()
+
+
+def test_of_an_answer_of_a_pod_at_most_a_progress_is_read() -> None:
+    body = as_json(PROGRESS)
+    answers = [b"HTTP/1.0 200 OK\r\nContent-Type: application/json\r\n\r\n" + body, b"HTTP/1.1 103 Early Hints\r\n\r\n"]
+
+    async def story() -> int:
+        count = 0
+        for draw in drawn():
+            reader = asyncio.StreamReader(limit=HEAD_BYTES)
+            reader.feed_data(damaged(draw, answers) * draw.choice((1, 1, 1, 100)))
+            reader.feed_eof()
+            try:
+                content = await answered(reader)
+                assert len(content) <= PROGRESS_BYTES
+                found = parsed(content)
+            except Mute:
+                continue
+            count += 1
+            assert len(as_json(found)) < 2 * PROGRESS_BYTES
+        return count
+
+    assert asyncio.run(story()) > 0
+
+
+def test_a_termination_message_is_read_or_shown_and_cannot_write_on_a_terminal() -> None:
+    place, read = Place(Role.TRAINER, 0, 0), 0
+    for draw in drawn():
+        message = damaged(draw, [as_json(WORD)]).decode(errors="replace")
+        terminated = {"exitCode": draw.choice((0, 1, None, "1")), "message": message, "finishedAt": message[:30]}
+        ended = pod({"status": {"containerStatuses": [{"state": {"terminated": terminated}}]}}, place).ended
+        assert ended is not None
+        assert printable(ended.message) == ended.message
+        assert len(ended.message) <= TERMINATION_BYTES
+        read += ended.word is not None
+    assert read > 0
+
+
+def test_a_damaged_review_is_refused_or_is_one_of_a_job() -> None:
+    read = 0
+    for draw in drawn():
+        try:
+            found = read_review(damaged(draw, [json.dumps(REVIEW).encode()]))
+        except NotAReview:
+            continue
+        read += 1
+        assert "uid" not in (found["request"]["object"].get("metadata") or {})
+    assert read > 0
+
+
+def test_lines_of_a_step_log_are_read_or_passed_over(tmp_path: Path) -> None:
+    lines = [b'{"step": 1, "loss": 2.5, "seconds": 0.5, "tokens": 512}', b'{"step": 2, "loss": 2.25, "evalLoss": 2.0}']
+    path = tmp_path / "steps.jsonl"
+    path.write_bytes(b"\n".join(damaged(draw, lines) for draw in drawn()))
+    log = StepLog(path)
+    log.read()
+    assert [line.step for line in log.lines] == sorted({line.step for line in log.lines})
+    tokens_per_second(log.lines)
+
+
+# --- listeners ------------------------------------------------------------------------------------------------------
+
+
+class _Connection(asyncio.Transport):
+    """A client that has sent all it will, and keeps what it is answered."""
+
+    def __init__(self) -> None:
+        super().__init__({"peername": ("192.0.2.1", 1)})
+        self.answer, self.is_closed = b"", False
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self.answer += bytes(data)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def abort(self) -> None:
+        self.is_closed = True
+
+    def is_closing(self) -> bool:
+        return self.is_closed
+
+    def pause_reading(self) -> None: ...
+
+    def resume_reading(self) -> None: ...
+
+
+class _NoMetrics:
+    def reviewed(self, answer: str, seconds: float) -> None: ...
+
+
+async def allowed(request: Any, **asked: object) -> Any:
+    """Stand for kopf."""
+    assert asked == {"webhook": HANDLER}
+    return {"response": {"uid": request["request"]["uid"], "allowed": True}}
+
+
+async def webhook() -> web.Server:
+    server = AdmissionServer(ssl.create_default_context(), asyncio.Event(), 0, _NoMetrics())
+    # Behind TLS, which is OpenSSL's to test.
+    return BoundedServer(lambda request: server._handle(request, allowed), Limits())  # noqa: SLF001
+
+
+async def served_health() -> web.Server:
+    runner = web.AppRunner(health.application(Metrics(), dict, dict), access_log=None)
+    await runner.setup()
+    assert runner.server is not None
+    return runner.server
+
+
+SENT = json.dumps(REVIEW).encode()
+
+
+@pytest.mark.parametrize(
+    ("listener", "request_bytes"),
+    [
+        pytest.param(
+            webhook,
+            f"POST {PATH} HTTP/1.1\r\nHost: a\r\nContent-Length: {len(SENT)}\r\n\r\n".encode() + SENT,
+            id="webhook",
+        ),
+        pytest.param(served_health, b"GET /metrics HTTP/1.1\r\nHost: a\r\nAccept: */*\r\n\r\n", id="metrics"),
+    ],
+)
+def test_a_listener_answers_whatever_it_is_sent(
+    listener: Callable[[], Awaitable[web.Server]], request_bytes: bytes
+) -> None:
+    async def story() -> None:
+        server, answers = await listener(), 0
+        complaints = list[Mapping[str, Any]]()
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
+        for draw in drawn():
+            protocol, connection = server(), _Connection()
+            protocol.connection_made(connection)
+            protocol.data_received(damaged(draw, [request_bytes]))
+            protocol.eof_received()
+            for _ in range(4):
+                # Its task begins, and reads; what a thread works out is not waited for.
+                await asyncio.sleep(0)
+            protocol.connection_lost(None)
+            assert connection.answer[:5] in (b"", b"HTTP/")
+            answers += bool(connection.answer)
+        await asyncio.sleep(0)
+        assert complaints == []
+        assert answers > 0
+
+    asyncio.run(story())
