@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from builders import merged
 
 STAND_IN = Path(__file__).parent / "stand_in"
-LONGEST_SECONDS = 60.0
+LONGEST_SECONDS = 300.0
 Found = TypeVar("Found")
 
 JOB: dict[str, Any] = {
@@ -42,11 +42,11 @@ DONE: Act = ["ends", 0]
 
 @dataclass
 class Ended:
-    """How the command ended, and what it said."""
+    """The end of the command: its exit code, stdout and stderr."""
 
     code: int
-    said: str
-    complained: str
+    stdout: str
+    stderr: str
 
 
 @dataclass
@@ -65,7 +65,7 @@ class Run:
         job = merged(JOB, {"spec": self.sections})
         file = self.folder / "job.yaml"
         file.write_text(json.dumps(job))
-        said = {
+        variables = {
             "MOEJOB_TRAINER_PYTHON": sys.executable,
             "PYTHONPATH": str(STAND_IN),
             "STAND_IN": json.dumps(dict(enumerate(pods))),
@@ -75,13 +75,13 @@ class Run:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env=os.environ | said | environment,
+            env=os.environ | variables | environment,
         )
 
     def ended(self) -> Ended:
         assert self.process is not None
-        said, complained = self.process.communicate(timeout=LONGEST_SECONDS)
-        return Ended(self.process.returncode, said, complained)
+        stdout, stderr = self.process.communicate(timeout=LONGEST_SECONDS)
+        return Ended(self.process.returncode, stdout, stderr)
 
     def run(self, *pods: list[list[Act]], **environment: str) -> Ended:
         self.start(*pods, **environment)
@@ -92,7 +92,7 @@ class Run:
         self.process.send_signal(number)
 
     def life(self, index: int, number: int) -> dict[str, str]:
-        """What the environment of a launcher was, once it is there."""
+        """Return what the environment of a launcher was, once it is there."""
         return eventually(lambda: _note(self.place / "lives" / f"{index}-{number}.json"), f"life {number} of {index}")
 
     def lives(self, index: int) -> int:
@@ -107,10 +107,10 @@ class Run:
             self.process.communicate()
 
 
-def eventually(look: Callable[[], Found | None], what: str) -> Found:
+def eventually(poll: Callable[[], Found | None], what: str) -> Found:
     until = time.monotonic() + LONGEST_SECONDS
     while time.monotonic() < until:
-        found = look()
+        found = poll()
         if found:
             return found
         time.sleep(0.02)

@@ -74,6 +74,9 @@ def test_the_document_has_the_keys_that_others_build_on(output: str) -> None:
     assert {name: answer["layout"][name] for name in expected} == expected
     memory = answer["memory"]
     assert memory["perGpuBytes"] == sum(part["bytes"] for part in memory["parts"]) <= memory["limitBytes"]
+    volume = answer["volume"]
+    written = volume["checkpoints"] * volume["checkpoint"] + volume["export"] + volume["download"]
+    assert 0 < written == volume["bytes"]
     assert answer["problems"] == answer["suggestions"] == []
 
 

@@ -21,27 +21,27 @@ def test_a_run_that_is_done_exits_0_and_says_where_everything_is(run: MakeRun) -
     one = run()
     ended = one.run([[STEPS, DONE]])
     assert ended.code == 0, ended
-    assert ended.complained == ""
-    assert "█" in ended.said
-    assert "4.0000" in ended.said
+    assert ended.stderr == ""
+    assert "█" in ended.stdout
+    assert "4.0000" in ended.stdout
     for name in ("logs", "steps.jsonl"):
-        assert str(one.place / name) in ended.said
-    assert "\x1b" not in ended.said
+        assert str(one.place / name) in ended.stdout
+    assert "\x1b" not in ended.stdout
 
 
 def test_a_launcher_is_told_what_the_contract_says(run: MakeRun) -> None:
     one = run(**TWO_NODES)
     one.run([[DONE]], [[DONE]], MOEJOB_ROLLOUT_URLS="left over from elsewhere")
     first, second = one.life(0, 0), one.life(1, 0)
-    assert [told["MOEJOB_HOST"] for told in (first, second)] == ["127.0.0.1", "127.0.0.2"]
-    assert [told["MOEJOB_INDEX"] for told in (first, second)] == ["0", "1"]
-    for told in (first, second):
-        assert told["MOEJOB_NODES"] == "2"
-        assert told["MOEJOB_RANKS_PER_NODE"] == "1"
-        assert told["MOEJOB_RENDEZVOUS_HOST"] == "127.0.0.1"
-        assert told["MOEJOB_RUN_FOLDER"] == str(one.place)
-        assert json.loads(told["MOEJOB_SPEC"])["training"]["maxSteps"] == 4
-        assert "MOEJOB_ROLLOUT_URLS" not in told
+    assert [variables["MOEJOB_HOST"] for variables in (first, second)] == ["127.0.0.1", "127.0.0.2"]
+    assert [variables["MOEJOB_INDEX"] for variables in (first, second)] == ["0", "1"]
+    for variables in (first, second):
+        assert variables["MOEJOB_NODES"] == "2"
+        assert variables["MOEJOB_RANKS_PER_NODE"] == "1"
+        assert variables["MOEJOB_RENDEZVOUS_HOST"] == "127.0.0.1"
+        assert variables["MOEJOB_RUN_FOLDER"] == str(one.place)
+        assert json.loads(variables["MOEJOB_SPEC"])["training"]["maxSteps"] == 4
+        assert "MOEJOB_ROLLOUT_URLS" not in variables
     for name in ("MOEJOB_UID", "MOEJOB_ATTEMPT", "MOEJOB_RENDEZVOUS_PORT", "MOEJOB_PROGRESS_PORT"):
         assert first[name] == second[name]
 
@@ -68,7 +68,7 @@ def test_a_launcher_that_dies_is_replaced_while_the_others_stay(run: MakeRun) ->
     one = run(**TWO_NODES)
     ended = one.run([[["waits_for", "lives/1-1.json"], STEPS, DONE]], [[["was_heard"], ["is_killed"]], [DONE]])
     assert ended.code == 0, ended
-    assert "its launcher was killed by signal 9; launcher 1 is replaced" in ended.said
+    assert "its launcher was killed by signal 9; launcher 1 is replaced" in ended.stdout
     assert (one.lives(0), one.lives(1)) == (1, 2)
     assert one.life(1, 1)["MOEJOB_ATTEMPT"] == one.life(1, 0)["MOEJOB_ATTEMPT"]
 
@@ -77,21 +77,21 @@ def test_without_pod_0_all_start_again_under_the_next_attempt(run: MakeRun) -> N
     one = run(**TWO_NODES)
     ended = one.run([[["was_heard"], ["ends", 1, "boom"]], [STEPS, DONE]], [[SAVES], [DONE]])
     assert ended.code == 0, ended
-    assert "boom; all ranks start again" in ended.said
+    assert "boom; all ranks start again" in ended.stdout
     assert [one.life(index, 1)["MOEJOB_ATTEMPT"] for index in (0, 1)] == ["2", "2"]
 
 
 def test_ranks_that_were_restarted_in_place_are_told_of(run: MakeRun) -> None:
     ended = run().run([[["restarts_ranks"], ["was_heard"], STEPS, DONE]])
     assert ended.code == 0, ended
-    assert "its ranks were restarted in place" in ended.said
+    assert "its ranks were restarted in place" in ended.stdout
 
 
 def test_a_spent_budget_fails_the_run_with_the_last_word(run: MakeRun) -> None:
     one = run(lifecycle={"backoffLimit": 1})
     ended = one.run([[["ends", 1, "boom"]]])
     assert ended.code == 1
-    assert "boom; 1 restarts since the last checkpoint, backoffLimit is 1" in ended.complained
+    assert "boom; 1 restarts since the last checkpoint, backoffLimit is 1" in ended.stderr
     assert one.lives(0) == 2
 
 
@@ -109,9 +109,9 @@ def test_a_bad_configuration_fails_the_run_at_once_with_78(run: MakeRun) -> None
     one = run()
     ended = one.run([[["was_heard"], ["ends", 78, "data.jsonl, line 3 is no JSON"]]])
     assert ended.code == 78
-    assert "data.jsonl, line 3 is no JSON" in ended.complained
+    assert "error: data.jsonl, line 3 is no JSON" in ended.stderr
     assert one.lives(0) == 1
-    assert "training" not in ended.said
+    assert "training" not in ended.stdout
 
 
 # --- stopping ---------------------------------------------------------------------------------------------------------
@@ -121,12 +121,22 @@ def test_a_bad_configuration_fails_the_run_at_once_with_78(run: MakeRun) -> None
 def test_a_run_that_is_asked_to_stop_saves(run: MakeRun, number: signal.Signals, code: int) -> None:
     one = run(**TWO_NODES)
     one.start([[STEPS, SAVES]], [[SAVES]])
-    one.life(0, 0), one.life(1, 0)
+    one.life(1, 0), eventually((one.place / "steps.jsonl").exists, "a step")
     one.signal(number)
     ended = one.ended()
     assert ended.code == code, ended
-    assert "asked to stop: saving" in ended.said
-    assert ended.complained == "stopped, and saved; the same command goes on from there\n"
+    assert "asked to stop: saving" in ended.stdout
+    assert ended.stderr == "stopped, and saved; the same command goes on from there\n"
+
+
+def test_a_run_that_is_asked_to_stop_before_its_first_step_claims_no_checkpoint(run: MakeRun) -> None:
+    one = run()
+    one.start([[SAVES]])
+    one.life(0, 0)
+    one.signal(signal.SIGTERM)
+    ended = one.ended()
+    assert ended.code == 143, ended
+    assert "nothing to save" in ended.stderr
 
 
 def test_a_second_request_ends_a_run_that_saves_for_ever(run: MakeRun) -> None:
@@ -141,7 +151,7 @@ def test_a_second_request_ends_a_run_that_saves_for_ever(run: MakeRun) -> None:
     one.signal(signal.SIGINT)
     ended = one.ended()
     assert ended.code == 130, ended
-    assert "ended before everything was saved" in ended.complained
+    assert "ended before everything was saved" in ended.stderr
     eventually(lambda: not Path(f"/proc/{pid}").exists(), "the end of the launcher")
 
 
@@ -152,7 +162,7 @@ def test_a_run_that_cannot_save_says_so_and_fails(run: MakeRun) -> None:
     one.signal(signal.SIGTERM)
     ended = one.ended()
     assert ended.code == 1, ended
-    assert "the disk is full" in ended.complained
+    assert "the disk is full" in ended.stderr
 
 
 def test_a_launcher_that_somebody_else_stopped_was_taken_away_and_costs_nothing(run: MakeRun) -> None:
@@ -163,14 +173,14 @@ def test_a_launcher_that_somebody_else_stopped_was_taken_away_and_costs_nothing(
         os.kill(int(one.life(pod, 0)["pid"]), signal.SIGTERM)
     ended = one.ended()
     assert ended.code == 0, ended
-    assert "Preempted in pod" in ended.said
+    assert "Preempted in pod" in ended.stdout
     assert (one.lives(0), one.lives(1)) == (2, 2)
 
 
 def test_a_run_past_its_deadline_saves_and_fails(run: MakeRun) -> None:
     ended = run(lifecycle={"activeDeadlineSeconds": 1}).run([[SAVES]])
     assert ended.code == 1, ended
-    assert "activeDeadlineSeconds 1; saved" in ended.complained
+    assert "activeDeadlineSeconds 1; saved" in ended.stderr
 
 
 def test_launchers_save_when_whoever_looks_after_them_is_killed(run: MakeRun) -> None:
@@ -191,7 +201,7 @@ def test_two_runs_in_one_folder_are_refused(run: MakeRun) -> None:
     first.life(0, 0)
     ended = second.run([[DONE]])
     assert ended.code == 78
-    assert "is in use by another moejob run" in ended.complained
+    assert "is in use by another moejob run" in ended.stderr
     assert first.lives(0) == 1
 
 
@@ -219,15 +229,15 @@ def test_a_folder_stays_taken_while_launchers_save_that_nobody_looks_after(run: 
 def test_a_missing_trainer_is_said_with_what_helps(run: MakeRun, environment: dict[str, str], said: str) -> None:
     ended = run().run([[DONE]], **environment)
     assert ended.code == 78
-    assert said in ended.complained
-    assert "set MOEJOB_TRAINER_PYTHON" in ended.complained
+    assert said in ended.stderr
+    assert "set MOEJOB_TRAINER_PYTHON" in ended.stderr
 
 
 def test_a_gpu_job_without_gpus_is_refused_with_what_helps(run: MakeRun) -> None:
     ended = run(resources={"accelerator": "GPU"}).run([[DONE]], CUDA_VISIBLE_DEVICES="")
     assert ended.code == 78
-    assert "the job needs 1 GPUs" in ended.complained
-    assert "spec.resources.accelerator: CPU" in ended.complained
+    assert "the job needs 1 GPUs" in ended.stderr
+    assert "spec.resources.accelerator: CPU" in ended.stderr
 
 
 def test_a_secret_that_this_shell_lacks_is_named(run: MakeRun) -> None:
@@ -235,7 +245,7 @@ def test_a_secret_that_this_shell_lacks_is_named(run: MakeRun) -> None:
     one = run(resources={"env": [secret]})
     ended = one.run([[DONE]])
     assert ended.code == 78
-    assert "SOME_TOKEN" in ended.complained
+    assert "SOME_TOKEN" in ended.stderr
     assert one.run([[DONE]], SOME_TOKEN="here").code == 0
     assert one.life(0, 0)["SOME_TOKEN"] == "here"
 
@@ -246,7 +256,7 @@ def test_a_folder_with_other_things_is_left_alone(run: MakeRun) -> None:
     (one.place / "thesis.tex").write_text("")
     ended = one.run([[DONE]])
     assert ended.code == 78
-    assert "name an empty or new folder" in ended.complained
+    assert "name an empty or new folder" in ended.stderr
     assert [path.name for path in one.place.iterdir()] == ["thesis.tex"]
 
 
@@ -256,12 +266,12 @@ def test_the_folder_of_another_job_is_refused(run: MakeRun) -> None:
     (one.place / "run.json").write_text('{"job": "other", "uid": "1"}')
     ended = one.run([[DONE]])
     assert ended.code == 78
-    assert "the run folder of job other" in ended.complained
+    assert "the run folder of job other" in ended.stderr
 
 
 def test_a_job_that_the_plan_refuses_does_not_start(run: MakeRun) -> None:
     one = run(parallelism={"tensor": 3})
     ended = one.run([[DONE]])
     assert ended.code == 1
-    assert "refused" in ended.said
+    assert "refused" in ended.stdout
     assert not one.place.exists()

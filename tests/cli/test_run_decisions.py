@@ -1,29 +1,32 @@
-"""What `moejob run` decides and shows, without a process."""
+"""Decisions and display of `moejob run`, without a process."""
 
 from __future__ import annotations
 
+import io
 import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from builders import spec
 from moejob_api.contract import LastWord, Outcome, PodProgress, RankBeat, RunProgress
 from moejob_api.layout.sizes import layout
+from moejob_api.recovery import Recovery, RecoveryState
 from moejob_api.restarts import Budget, GiveUp, ReplaceGang, ReplacePods, RestartRanks
-from moejob_cli.running.display import View, duration, is_news, plain_line
-from moejob_cli.running.launchers import Ports, RunOf, launcher_order
+from moejob_cli.running.display import View, duration, ending, is_news, plain_line
+from moejob_cli.running.launchers import Ports, RunOf, engine_orders, launcher_order
 from moejob_cli.running.machine import CannotRun, Machine, must_fit, trainer_python, visible_gpus
-from moejob_cli.running.recovery import Memory, PodSeen, answered, looked
+from moejob_cli.running.recovery import PodReport, polled, recovery
 from moejob_cli.running.steps import StepLine, StepLog, seconds_left, sparkline, tokens_per_second
 
 DEADLINE = 100
 
 
-def pod(index: int, *, age: float = 0.0, restarts: int = 0, saved: int | None = None, ready: bool = True) -> PodSeen:
+def pod(index: int, *, age: float = 0.0, restarts: int = 0, saved: int | None = None, ready: bool = True) -> PodReport:
     """A launcher that runs, with one rank."""
-    heard = PodProgress(
+    progress = PodProgress(
         attempt=1,
         index=index,
         restarts=restarts,
@@ -31,19 +34,25 @@ def pod(index: int, *, age: float = 0.0, restarts: int = 0, saved: int | None = 
         ranks=(RankBeat(rank=index, pid=1, step=1, age_seconds=age),),
         run=RunProgress(step=1, last_checkpoint_step=saved) if index == 0 else None,
     )
-    return PodSeen(index, heard=heard, seconds=1000.0)
+    return PodReport(index, progress=progress, seconds=1000.0)
 
 
-def ended(index: int, code: int = 1, outcome: Outcome = Outcome.RANK_FAILED) -> PodSeen:
-    return PodSeen(index, exit_code=code, word=LastWord(outcome=outcome, message="boom"))
+def ended(index: int, code: int = 1, outcome: Outcome = Outcome.RANK_FAILED) -> PodReport:
+    return PodReport(index, exit_code=code, word=LastWord(outcome=outcome, message="boom"))
 
 
-def stopped(index: int) -> PodSeen:
+def stopped(index: int) -> PodReport:
     return ended(index, 143, Outcome.PREEMPTED)
 
 
-def memory(nodes: int = 3, **changes: object) -> Memory:
-    return replace(Memory(Budget(6), nodes), **changes)  # type: ignore[arg-type]
+def state(**changes: object) -> RecoveryState:
+    return replace(RecoveryState(Budget(6)), **changes)  # type: ignore[arg-type]
+
+
+def after_failures(known: RecoveryState, *pods: PodReport) -> Recovery:
+    found = recovery(pods, 3, known, DEADLINE)
+    assert found is not None
+    return found
 
 
 # --- recovery ---------------------------------------------------------------------------------------------------------
@@ -52,68 +61,69 @@ def memory(nodes: int = 3, **changes: object) -> Memory:
 @pytest.mark.parametrize(
     ("pods", "known", "decision"),
     [
-        pytest.param((pod(0), pod(1), pod(2)), memory(), None, id="all well"),
-        pytest.param((pod(0), ended(1), pod(2)), memory(), ReplacePods, id="a launcher ended"),
-        pytest.param((ended(0), pod(1), pod(2)), memory(), ReplaceGang, id="pod 0 ended"),
-        pytest.param((pod(0), ended(1, 0), ended(2)), memory(), ReplaceGang, id="another is done already"),
-        pytest.param((pod(0), ended(1, 78), pod(2)), memory(), GiveUp, id="bad configuration"),
-        pytest.param((pod(0), ended(1), pod(2)), memory(budget=Budget(2, spent=2)), GiveUp, id="budget spent"),
-        pytest.param((pod(0), stopped(1), stopped(2)), memory(), None, id="taken away, and the others still save"),
-        pytest.param((stopped(0), stopped(1), stopped(2)), memory(), ReplaceGang, id="taken away, and all have saved"),
-        pytest.param((pod(0), stopped(1), ended(2)), memory(), ReplacePods, id="taken away, and another failed"),
+        pytest.param((pod(0), pod(1), pod(2)), state(), None, id="all well"),
+        pytest.param((pod(0), ended(1), pod(2)), state(), ReplacePods, id="a launcher ended"),
+        pytest.param((ended(0), pod(1), pod(2)), state(), ReplaceGang, id="pod 0 ended"),
+        pytest.param((pod(0), ended(1, 0), ended(2)), state(), ReplaceGang, id="another is done already"),
+        pytest.param((pod(0), ended(1, 78), pod(2)), state(), GiveUp, id="bad configuration"),
+        pytest.param((pod(0), ended(1), pod(2)), state(budget=Budget(2, spent=2)), GiveUp, id="budget spent"),
+        pytest.param((pod(0), stopped(1), stopped(2)), state(), None, id="taken away, and the others still save"),
+        pytest.param((stopped(0), stopped(1), stopped(2)), state(), ReplaceGang, id="taken away, and all have saved"),
+        pytest.param((pod(0), stopped(1), ended(2)), state(), ReplacePods, id="taken away, and another failed"),
         pytest.param(
-            (stopped(0), stopped(1)), memory(2, budget=Budget(0)), ReplaceGang, id="being taken away costs nothing"
+            (stopped(0), stopped(1)), state(budget=Budget(0)), ReplaceGang, id="being taken away costs nothing"
         ),
-        pytest.param((pod(0, restarts=1), pod(1), pod(2)), memory(rank_restarts=0), RestartRanks, id="ranks restarted"),
-        pytest.param((pod(0, restarts=1), pod(1), pod(2)), memory(), None, id="restarts of a gang not yet known"),
-        pytest.param((pod(0), pod(1, age=131), pod(2)), memory(rank_restarts=0), ReplacePods, id="a silent rank"),
-        pytest.param((pod(0), pod(1, age=120), pod(2)), memory(), None, id="silent, and its launcher's to restart"),
-        pytest.param((pod(0), pod(1, age=131)), memory(), None, id="silent while a launcher is missing"),
+        pytest.param((pod(0, restarts=1), pod(1), pod(2)), state(rank_restarts=0), RestartRanks, id="ranks restarted"),
+        pytest.param((pod(0, restarts=1), pod(1), pod(2)), state(), None, id="restarts of a gang not yet known"),
+        pytest.param((pod(0), pod(1, age=131), pod(2)), state(rank_restarts=0), ReplacePods, id="a silent rank"),
+        pytest.param((pod(0), pod(1, age=120), pod(2)), state(), None, id="silent, and its launcher's to restart"),
+        pytest.param((pod(0), pod(1, age=131)), state(), None, id="silent while a launcher is missing"),
     ],
 )
-def test_the_rung(pods: tuple[PodSeen, ...], known: Memory, decision: type | None) -> None:
-    found, _ = answered(pods, known, DEADLINE)
-    assert type(found) is (decision or type(None))
+def test_the_rung(pods: tuple[PodReport, ...], known: RecoveryState, decision: type | None) -> None:
+    found = recovery(pods, 3, known, DEADLINE)
+    assert type(None if found is None else found.action) is (decision or type(None))
 
 
 def test_silent_ranks_are_named() -> None:
-    found, _ = answered((pod(0), pod(1, age=500), pod(2)), memory(), DEADLINE)
+    found = after_failures(state(), pod(0), pod(1, age=500), pod(2)).action
     assert isinstance(found, ReplacePods)
     assert "rank 1 silent" in found.reason
 
 
 def test_a_launcher_that_answers_nothing_is_replaced() -> None:
-    mute = PodSeen(1, seconds=500.0, quiet_seconds=500.0)
-    found, _ = answered((pod(0), mute, pod(2)), memory(), DEADLINE)
+    mute = PodReport(1, seconds=500.0, quiet_seconds=500.0)
+    found = after_failures(state(), pod(0), mute, pod(2)).action
     assert isinstance(found, ReplacePods)
     assert "no rank has been heard" in found.reason
 
 
 def test_launchers_that_fail_together_are_charged_once() -> None:
-    _, after = answered((pod(0), ended(1), ended(2)), memory(), DEADLINE)
+    after = after_failures(state(), pod(0), ended(1), ended(2)).state
     assert after.budget.spent == 1
     assert after.replacing == {1, 2}
 
 
 def test_a_peer_that_does_not_survive_a_replacement_costs_nothing() -> None:
-    found, after = answered((pod(0), ended(2)), memory(replacing=frozenset({1}), budget=Budget(6, spent=1)), DEADLINE)
-    assert isinstance(found, ReplacePods)
-    assert found.pods == (2,)
+    found = after_failures(state(replacing=frozenset({1}), budget=Budget(6, spent=1)), pod(0), ended(2))
+    after = found.state
+    assert isinstance(found.action, ReplacePods)
+    assert found.action.pods == (2,)
     assert after.budget.spent == 1
     assert after.replacing == {1, 2}
 
 
 def test_a_replaced_launcher_that_fails_again_is_charged_again() -> None:
-    known = memory(replacing=frozenset({1}), budget=Budget(6, spent=1))
-    _, after = answered((pod(0), ended(1), pod(2)), known, DEADLINE)
+    known = state(replacing=frozenset({1}), budget=Budget(6, spent=1))
+    after = after_failures(known, pod(0), ended(1), pod(2)).state
     assert after.budget.spent == 2
 
 
 def test_a_replacement_is_over_when_every_rank_is_heard_again() -> None:
-    known = memory(replacing=frozenset({1}))
-    assert looked((pod(0), pod(1, ready=False), pod(2)), known).replacing
-    assert looked((pod(0), pod(2)), known).replacing
-    assert not looked((pod(0), pod(1), pod(2)), known).replacing
+    known = state(replacing=frozenset({1}))
+    assert polled((pod(0), pod(1, ready=False), pod(2)), 3, known).replacing
+    assert polled((pod(0), pod(2)), 3, known).replacing
+    assert not polled((pod(0), pod(1), pod(2)), 3, known).replacing
 
 
 @pytest.mark.parametrize(
@@ -126,8 +136,8 @@ def test_a_replacement_is_over_when_every_rank_is_heard_again() -> None:
     ],
 )
 def test_a_newer_checkpoint_renews_the_budget(before: int | None, saved: int, spent: int) -> None:
-    known = memory(nodes=1, checkpoint_step=before, budget=Budget(6, spent=3))
-    assert looked((pod(0, saved=saved),), known).budget.spent == spent
+    known = state(checkpoint_step=before, budget=Budget(6, spent=3))
+    assert polled((pod(0, saved=saved),), 1, known).budget.spent == spent
 
 
 # --- launchers --------------------------------------------------------------------------------------------------------
@@ -144,6 +154,41 @@ def test_simulated_nodes_divide_gpus_and_cores() -> None:
     orders = [launcher_order(of, machine(), Ports(1, 2), 1, index) for index in (0, 1)]
     assert [order.environment["CUDA_VISIBLE_DEVICES"] for order in orders] == ["0,1", "2,3"]
     assert [order.cores for order in orders] == [{0, 1}, {2, 3}]
+
+
+@pytest.mark.parametrize(
+    ("sections", "ranks", "urls", "separate"),
+    [
+        pytest.param({"placement": "Colocated"}, 2, ["127.0.0.1:8", "127.0.0.2:8"], 0, id="one beside ranks on cores"),
+        pytest.param({"placement": "Separate"}, 2, ["127.0.0.1:8"], 1, id="one of its own"),
+        pytest.param({"placement": "Separate", "replicas": 2}, 2, ["127.0.0.1:8", "127.0.0.1:9"], 2, id="two"),
+    ],
+)
+def test_every_process_knows_all_engines(
+    sections: dict[str, object], ranks: int, urls: list[str], separate: int
+) -> None:
+    wanted = spec(method="GRPO", parallelism={"data": 4}, resources={"accelerator": "CPU"}, grpo={"rollout": sections})
+    of = RunOf("job", "uid", wanted, layout(wanted.parallelism, ranks), Path("/run"))
+    ports, here = Ports(1, 2, 8), machine(rollout_python=Path("/rollout"))
+    engines = engine_orders(of, here, ports)
+    launchers = [launcher_order(of, here, ports, 1, index) for index in (0, 1)]
+    assert [order.environment["MOEJOB_INDEX"] for order in engines] == [str(index) for index in range(separate)]
+    assert {order.environment["MOEJOB_ROLE"] for order in engines} <= {"rollout"}
+    for environment in [order.environment for order in engines] + [order.environment for order in launchers]:
+        assert environment["MOEJOB_ROLLOUT_URLS"].split(",") == [f"http://{url}" for url in urls]
+        assert environment["MOEJOB_ROLLOUT_PYTHON"] == "/rollout"
+
+
+def test_separate_engines_get_the_gpus_behind_those_of_the_trainer() -> None:
+    wanted = spec(
+        method="GRPO",
+        parallelism={"data": 2},
+        resources={"gpusPerNode": 2},
+        grpo={"rollout": {"placement": "Separate", "replicas": 2}},
+    )
+    of = RunOf("job", "uid", wanted, layout(wanted.parallelism, 2), Path("/run"))
+    orders = engine_orders(of, machine(), Ports(1, 2, 8))
+    assert [order.environment["CUDA_VISIBLE_DEVICES"] for order in orders] == ["2", "3"]
 
 
 @pytest.mark.parametrize(
@@ -212,6 +257,17 @@ def test_speed_and_time_left_follow_from_the_last_steps() -> None:
     assert tokens_per_second(lines(3, 2, 1)) == 200.0
     assert seconds_left(lines(3, 2, 1), 13) == 5.0
     assert seconds_left([], 13) is None
+
+
+def test_the_reward_is_shown_where_there_is_one() -> None:
+    learned = [
+        line.model_copy(update={"reward": reward}) for line, reward in zip(lines(0.1, 0.2), (0.5, 1.0), strict=True)
+    ]
+    assert "reward 1.0000" in plain_line(View("training", learned, 10, checkpoint_step=None, restarts=0))
+    console = Console(width=200, file=io.StringIO())
+    with console.capture() as captured:
+        console.print(ending(learned, Path("nowhere")))
+    assert "reward       0.5000 ▁█ 1.0000" in captured.get()
 
 
 def test_a_plain_line_says_it_all() -> None:

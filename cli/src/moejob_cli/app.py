@@ -6,7 +6,7 @@ import json
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from moejob_cli.choosing import Wishes
+    from moejob_cli.interchange import Conversion
 
 app = typer.Typer(
     name="moejob",
@@ -27,11 +28,31 @@ app = typer.Typer(
 
 
 class Output(StrEnum):
-    """How an answer is printed."""
+    """The format of an answer."""
 
     TABLE = "table"
     JSON = "json"
     YAML = "yaml"
+
+
+class Foreign(StrEnum):
+    """A format of others that models are converted from."""
+
+    MEGATRON = "megatron"
+
+
+class ModelFormat(StrEnum):
+    """The format of an exported model."""
+
+    SAFETENSORS = "safetensors"
+    MEGATRON = "megatron"
+
+
+class WeightType(StrEnum):
+    """The type that weights are written in."""
+
+    BFLOAT16 = "bfloat16"
+    FLOAT32 = "float32"
 
 
 OutputOption = Annotated[Output, typer.Option("--output", "-o", help="How to print the answer.")]
@@ -74,7 +95,7 @@ def _validated(file: str) -> Exit:
 
 
 def _with_file(file: str, text: str) -> str:
-    """What concerns a field does not say which file the field is in; what concerns the file does."""
+    """Return what concerns a field does not say which file the field is in; what concerns the file does."""
     return text if file in text else f"{file}: {text}"
 
 
@@ -188,6 +209,92 @@ def run(
     raise typer.Exit(result.exit_code)
 
 
+@app.command("data")
+def preview_data(
+    file: Annotated[
+        str, typer.Argument(metavar="FILE", help="A job's YAML, or - for standard input.", show_default=False)
+    ],
+    examples: Annotated[int, typer.Option("--examples", min=0, help="Examples to show of each data set.")] = 2,
+    records: Annotated[
+        int, typer.Option("--records", min=1, help="Records to read and count of each data set.")
+    ] = 1000,
+    output: Annotated[Output, typer.Option("--output", "-o", help="How to print the answer.")] = Output.TABLE,
+) -> None:
+    """Show what the model will see of a job's data: trained tokens marked, counts, lengths, what is dropped and why."""
+    from moejob_api.contract import ExitCode
+    from moejob_api.data_preview import Extent
+    from moejob_cli.data_preview import Failure, previewed
+    from moejob_cli.running.machine import CannotRun
+
+    try:
+        found = previewed(file, Extent(records, examples))
+    except CannotRun as refused:
+        typer.echo(f"error: {refused}", err=True)
+        raise typer.Exit(ExitCode.BAD_CONFIGURATION) from None
+    if isinstance(found, Failure):
+        typer.echo(f"error: {found.message}", err=True)
+        raise typer.Exit(found.exit_code)
+    if output is Output.TABLE:
+        from moejob_cli.data_report import data_report
+
+        show(data_report(found))
+    else:
+        print_document(found.model_dump(mode="json", by_alias=True), output)
+
+
+@app.command("import")
+def import_model(
+    checkpoint: Annotated[Path, typer.Argument(metavar="PATH", help="A torch_dist checkpoint.", show_default=False)],
+    config: Annotated[
+        Path, typer.Option("--config", help="Folder with the config.json and the tokenizer of its model.")
+    ],
+    out: Annotated[Path, typer.Option("--out", help="New folder for the model, in Hugging Face's format.")],
+    source: Annotated[Foreign, typer.Option("--from", help="The format it has.")] = Foreign.MEGATRON,
+) -> None:
+    """Convert a checkpoint of others into a folder that spec.model.source can name."""
+    from moejob_cli.interchange import converted
+
+    del source
+    _finish(converted(["import", checkpoint, "--config", config, "--out", out]))
+
+
+@app.command("export")
+def export_model(
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="Folder of a run, finished or not; or of a model.", show_default=False)
+    ],
+    out: Annotated[Path, typer.Option("--out", help="New folder for the model.")],
+    target: Annotated[ModelFormat, typer.Option("--to", help="The format it gets.")] = ModelFormat.SAFETENSORS,
+    step: Annotated[
+        int | None, typer.Option("--step", min=0, help="The checkpoint to take. Default: the newest.")
+    ] = None,
+    merge_adapters: Annotated[
+        bool, typer.Option("--merge-adapters", help="Add adapters to the weights that they were trained beside.")
+    ] = False,
+    dtype: Annotated[
+        WeightType | None, typer.Option("--dtype", help="Type of the weights. Default: the job's model.dtype.")
+    ] = None,
+    base: Annotated[
+        Path | None,
+        typer.Option("--base", help="With --merge-adapters: the published weights. Default: the job's model.source."),
+    ] = None,
+) -> None:
+    """Export a checkpoint of a run as a Hugging Face model or a Megatron checkpoint; the run may be training."""
+    from moejob_cli.interchange import FromCheckpoint, exported, exported_to_megatron
+
+    if base is not None and not merge_adapters:
+        raise typer.BadParameter("has a meaning only with --merge-adapters", param_hint="--base")
+    wanted = FromCheckpoint(step, merge_adapters, dtype, base)
+    act = exported if target is ModelFormat.SAFETENSORS else exported_to_megatron
+    _finish(act(run, out, wanted))
+
+
+def _finish(done: Conversion) -> NoReturn:
+    """Print how a conversion ended, and end as it did."""
+    typer.echo(f"error: {done.message}" if done.exit_code else done.message, err=bool(done.exit_code))
+    raise typer.Exit(done.exit_code)
+
+
 @app.command()
 def schema() -> None:
     """Print the CustomResourceDefinition that describes every field of a job."""
@@ -205,7 +312,7 @@ def version() -> None:
 
 
 def show(answer: RenderableType) -> None:
-    """Print for a person; plain and unwrapped when nobody is looking."""
+    """Print for a person; plain and unwrapped when the output is no terminal."""
     from rich.console import Console
 
     if sys.stdout.isatty():

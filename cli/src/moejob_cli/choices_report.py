@@ -5,8 +5,8 @@ from __future__ import annotations
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from moejob_api.planner.search import Choice
 from moejob_api.quantities import readable
-from moejob_api.search import Choice
 from moejob_cli.choosing import Chosen
 from moejob_cli.report import model_words, parallelism_words, problem_line
 

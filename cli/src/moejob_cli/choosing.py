@@ -8,6 +8,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeVar
 
+from moejob_api.derived import global_batch_size
 from moejob_api.documents import dump_job, read_file
 from moejob_api.hardware import GIGA, TERA, Hardware, hardware, memory_limit_bytes
 from moejob_api.job import Method, MoETrainingJob, Spec
@@ -15,11 +16,10 @@ from moejob_api.job.resources import GpuType
 from moejob_api.layout.sizes import gpus as gpus_of
 from moejob_api.models.shape import ModelShape
 from moejob_api.models.sources import Unseen
-from moejob_api.plan import plan
+from moejob_api.planner.plan import plan
+from moejob_api.planner.search import Choice, best_layouts, leanest
 from moejob_api.problems import InvalidSpec, Problem, Rule
 from moejob_api.quantities import readable
-from moejob_api.rules.batch_rules import global_batch_size
-from moejob_api.search import Choice, best_layouts, leanest
 from moejob_cli.document import parallelism_fields
 from moejob_cli.inputs import seen_model
 from moejob_cli.starter import Wish, starter_job
@@ -76,7 +76,7 @@ def chosen(wishes: Wishes) -> Chosen:
 
 
 def _why_none(spec: Spec, shape: ModelShape, count: int, machine: Hardware) -> Iterator[Problem]:
-    """What keeps every layout from being accepted: the job itself, the number of GPUs, or their memory."""
+    """Yield what keeps every layout from being accepted: the job itself, the number of GPUs, or their memory."""
     yield from (problem for problem in plan(spec, shape).problems if "parallelism" not in problem.path)
     least = leanest(spec, shape, count)
     if least is None:

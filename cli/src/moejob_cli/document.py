@@ -11,7 +11,7 @@ from pydantic.alias_generators import to_camel
 from moejob_api.job.parallelism import Parallelism
 from moejob_api.models.parameters import active_parameters, parameters
 from moejob_api.models.shape import ModelShape
-from moejob_api.plan import Plan
+from moejob_api.planner.plan import Plan
 from moejob_api.problems import Problem
 
 
@@ -22,6 +22,7 @@ def document(plan: Plan) -> dict[str, Any]:
         "model": _model(plan.shape) if plan.shape else None,
         "layout": _camel(asdict(plan.layout)) if plan.layout else None,
         "memory": _memory(plan),
+        "volume": _camel(asdict(plan.volume)) | {"bytes": plan.volume.bytes} if plan.volume else None,
         "rollout": _camel(asdict(plan.rollout)) if plan.rollout else None,
         "problems": _problems(plan.problems),
         "warnings": _problems(plan.warnings),

@@ -6,7 +6,7 @@ from enum import IntEnum
 
 
 class Exit(IntEnum):
-    """What the caller of a command learns from its exit code."""
+    """The exit codes of commands."""
 
     ACCEPTED = 0
     REFUSED = 1

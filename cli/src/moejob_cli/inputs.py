@@ -8,7 +8,7 @@ from moejob_api.documents import read_file
 from moejob_api.job import MoETrainingJob
 from moejob_api.models.shape import ModelShape
 from moejob_api.models.sources import Unseen, model_shape
-from moejob_api.plan import Plan, plan
+from moejob_api.planner.plan import Plan, plan
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,13 +16,13 @@ from moejob_api.layout.ranks import Group as RankGroup
 from moejob_api.layout.ranks import members, places
 from moejob_api.layout.sizes import Layout
 from moejob_api.layout.stages import Stage, stages
-from moejob_api.memory import MemoryEstimate
 from moejob_api.models.parameters import active_parameters, parameters
 from moejob_api.models.shape import ModelShape
-from moejob_api.plan import Plan
+from moejob_api.planner.memory import MemoryEstimate, VolumeNeed
+from moejob_api.planner.plan import Plan
+from moejob_api.planner.suggestions import Suggestion
 from moejob_api.problems import Problem
-from moejob_api.quantities import readable
-from moejob_api.suggestions import Suggestion
+from moejob_api.quantities import bytes_of, readable
 from moejob_cli.document import parallelism_fields
 
 BAR_WIDTH = 24
@@ -48,6 +48,8 @@ def _sections(job: MoETrainingJob, plan: Plan, unseen: str | None, all_ranks: bo
     if plan.memory is not None:
         yield Text()
         yield _memory_table(plan, plan.memory)
+    if plan.volume is not None and plan.memory is not None:
+        yield _volume_line(plan.volume, plan.spec.storage.size)
     for warning in plan.warnings:
         yield problem_line(warning, "note", "yellow")
     if plan.suggestions:
@@ -181,6 +183,15 @@ def _memory_table(plan: Plan, need: MemoryEstimate) -> RenderableType:
     if need.host_bytes_per_pod:
         table.add_row("host memory of a pod", readable(need.host_bytes_per_pod), "", "")
     return Padding(table, (0, 0, 0, 2))
+
+
+def _volume_line(need: VolumeNeed, size: int | str | None) -> Text:
+    parts = [f"{need.checkpoints} checkpoints of {readable(need.checkpoint)}"]
+    parts += [
+        f"{name} {readable(size)}" for name, size in (("export", need.export), ("download", need.download)) if size
+    ]
+    of = f" of {readable(bytes_of(size))}" if size is not None else ""
+    return Text(f"  volume: {', '.join(parts)}; together {readable(need.bytes)}{of}")
 
 
 def _limit_words(plan: Plan, need: MemoryEstimate) -> Text:

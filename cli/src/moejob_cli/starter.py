@@ -6,20 +6,20 @@ import re
 from dataclasses import dataclass
 
 from moejob_api.job import KIND, MAX_NAME, Method, MoETrainingJob
-from moejob_api.job.grpo import Grpo, Reward
+from moejob_api.job.grpo import BuiltInReward, Grpo, Reward
 from moejob_api.job.job import Metadata, Spec
 from moejob_api.job.model import Data, DataFormat, Dataset, Model
 from moejob_api.job.resources import GpuType, Resources
 from moejob_api.job.storage import Storage
 from moejob_api.job.training import Training
 
-# Replaced by whoever edits the job; named so that nobody takes it for real data.
+# Replaced by the person who edits the job; named so that it is not taken for real data.
 PLACEHOLDER_DATA = "pvc://datasets/train.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What a person says about a job on the command line."""
+    """The options of a new job on the command line."""
 
     model: str
     method: Method
@@ -30,7 +30,7 @@ class Wish:
 
 def starter_job(wish: Wish) -> MoETrainingJob:
     """A job that trains the model on placeholder data; its layout is one GPU until one is chosen."""
-    grpo = Grpo(rewards=(Reward(name="math"),)) if wish.method is Method.GRPO else None
+    grpo = Grpo(rewards=(Reward(name=BuiltInReward.MATH),)) if wish.method is Method.GRPO else None
     data_format = DataFormat.PROMPTS if wish.method is Method.GRPO else DataFormat.CHAT
     return MoETrainingJob(
         api_version="moejob.dev/v1alpha1",

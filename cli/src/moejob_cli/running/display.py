@@ -1,4 +1,4 @@
-"""What a run looks like while it runs and when it has ended: a bar in a terminal, plain lines elsewhere."""
+"""The display of a run, while it runs and when it has ended: a bar in a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class View:
 
 
 class Display(Protocol):
-    """Where a run is shown."""
+    """A display of a run."""
 
     def __enter__(self) -> Self: ...
 
@@ -52,12 +52,12 @@ class Display(Protocol):
     def show(self, view: View) -> None:
         """The run as it is now."""
 
-    def tell(self, event: str) -> None:
+    def report(self, event: str) -> None:
         """Something that happened, which stays on the screen."""
 
 
 def display() -> Display:
-    """The display for whoever is looking."""
+    """Return the display that fits the output: a terminal or not."""
     return Terminal(Console(highlight=False)) if sys.stdout.isatty() else PlainLines()
 
 
@@ -65,7 +65,7 @@ class Terminal:
     """A bar that moves."""
 
     def __init__(self, console: Console) -> None:
-        # Drawn by whoever shows something: a thread of its own would be there when launchers are forked.
+        # Drawn by the thread that shows something: a thread of its own would be there when launchers are forked.
         self._live = Live(console=console, auto_refresh=False)
 
     def __enter__(self) -> Self:
@@ -78,10 +78,10 @@ class Terminal:
         self._live.stop()
 
     def show(self, view: View) -> None:
-        """Draw the run anew."""
+        """Draw the run again."""
         self._live.update(picture(view), refresh=True)
 
-    def tell(self, event: str) -> None:
+    def report(self, event: str) -> None:
         """Print above the bar."""
         self._live.console.print(Text(event, style="yellow"))
 
@@ -108,19 +108,19 @@ class PlainLines:
             sys.stdout.write(plain_line(view) + "\n")
             sys.stdout.flush()
 
-    def tell(self, event: str) -> None:
+    def report(self, event: str) -> None:
         """Print."""
         sys.stdout.write(event + "\n")
         sys.stdout.flush()
 
 
 def view_now(view: View) -> View:
-    """The view with its lines as they are now; the run goes on adding to them."""
+    """The view with its lines as they are now; the run continues to add to them."""
     return View(view.phase, tuple(view.lines[-1:]), view.total_steps, view.checkpoint_step, view.restarts)
 
 
 def is_news(view: View, shown: View | None, seconds_ago: float) -> bool:
-    """Whether a line is due: another phase, another checkpoint, the last step; other steps now and then."""
+    """Return whether a line is due: another phase, another checkpoint, the last step; other steps now and then."""
     if shown is None or (view.phase, view.checkpoint_step) != (shown.phase, shown.checkpoint_step):
         return True
     if view.step == shown.step:
@@ -145,7 +145,7 @@ def picture(view: View) -> RenderableType:
 
 
 def ending(lines: Sequence[StepLine], folder: Path) -> RenderableType:
-    """What is left when the run has ended: the loss curve, and where everything is."""
+    """Return what is left when the run has ended: the curve of loss or reward, and where everything is."""
     return Group(*_curve(lines), *_places(folder))
 
 
@@ -156,7 +156,7 @@ def _step_words(view: View) -> str:
 def _words(view: View) -> list[str]:
     words = [_step_words(view)]
     if view.lines:
-        words.append(f"loss {view.lines[-1].loss:.4f}")
+        words.append(_score(view.lines[-1]))
     speed, left = tokens_per_second(view.lines), seconds_left(view.lines, view.total_steps)
     if speed is not None:
         words.append(f"{speed:,.0f} tokens/s")
@@ -167,6 +167,10 @@ def _words(view: View) -> list[str]:
     if view.restarts:
         words.append(f"{view.restarts} restart{'s' if view.restarts > 1 else ''}")
     return words
+
+
+def _score(line: StepLine) -> str:
+    return f"loss {line.loss:.4f}" if line.reward is None else f"reward {line.reward:.4f}"
 
 
 def duration(seconds: float) -> str:
@@ -182,8 +186,9 @@ def duration(seconds: float) -> str:
 def _curve(lines: Sequence[StepLine]) -> list[RenderableType]:
     if not lines:
         return []
-    curve = sparkline([line.loss for line in lines], _CURVE_WIDTH)
-    said = [Text(f"  loss         {lines[0].loss:.4f} {curve} {lines[-1].loss:.4f}")]
+    rewards = [line.reward for line in lines if line.reward is not None]
+    name, values = ("reward", rewards) if rewards else ("loss", [line.loss for line in lines])
+    said = [Text(f"  {name:12} {values[0]:.4f} {sparkline(values, _CURVE_WIDTH)} {values[-1]:.4f}")]
     evaluated = [line.eval_loss for line in lines if line.eval_loss is not None]
     if evaluated:
         said.append(Text(f"  evaluation   {evaluated[0]:.4f} to {evaluated[-1]:.4f}"))

@@ -27,7 +27,7 @@ class RunFolder:
 
     @property
     def logs(self) -> Path:
-        """Where launchers and ranks write what they print."""
+        """Return where launchers and ranks write what they print."""
         return self.path / RunFile.LOGS
 
     def next_attempt(self) -> int:
@@ -48,7 +48,7 @@ def held(path: Path, job: str) -> Iterator[RunFolder]:
             f"{path} cannot be used as a run folder: {error.strerror}; name another one with --run-dir"
         ) from None
     try:
-        (path / RunFile.LOGS).mkdir(exist_ok=True)
+        (path / RunFile.LOGS).mkdir(mode=0o700, exist_ok=True)
         yield RunFolder(path, _owner(path, job), lock)
     finally:
         os.close(lock)
@@ -100,7 +100,7 @@ def _newest_attempt(path: Path) -> int:
 
 
 def _write(file: Path, text: str) -> None:
-    """Whole or not at all: without its owner, nobody could go on with the run."""
+    """Whole or not at all: without its owner, no other run could continue this one."""
     fresh = file.with_name(f".{file.name}.new")
     with fresh.open("w", encoding="utf-8") as target:
         target.write(text)

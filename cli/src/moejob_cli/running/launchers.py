@@ -1,12 +1,13 @@
-"""What is started for one attempt: a launcher for each simulated node, on loopback addresses of its own. Pure."""
+"""The launchers of one attempt: one for each simulated node, on loopback addresses of its own. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from moejob_api.contract import Environment, Role
+from moejob_api.engines import colocated_per_pod, engine_urls, separate_engines
 from moejob_api.job import Spec
 from moejob_api.job.resources import Accelerator
 from moejob_api.layout.sizes import Layout
@@ -36,6 +37,18 @@ class Ports:
 
     rendezvous: int
     progress: int
+    # Of the first engine on an address; the others follow.
+    rollout: int = 0
+    # Opens the rendezvous to this attempt alone: ports of a machine are for all its users.
+    secret: str = field(default="", repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOrder:
+    """One separate engine to start."""
+
+    index: int
+    environment: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,29 +65,73 @@ class LauncherOrder:
 def launcher_order(run: RunOf, machine: Machine, ports: Ports, attempt: int, index: int) -> LauncherOrder:
     """The launcher of one simulated node."""
     address = Address(host(index), host(0), ports.rendezvous, ports.progress)
-    said = contract_environment(
-        PodOrders(
-            job=run.job,
-            namespace=NAMESPACE,
-            uid=run.uid,
-            spec=run.spec,
-            role=Role.TRAINER,
-            attempt=attempt,
-            index=index,
-            nodes=run.layout.nodes,
-            ranks=run.layout.gpus_per_pod,
-            address=address,
-            run_folder=str(run.folder),
-            grace_seconds=GRACE_SECONDS,
-        )
-    )
-    # A contract inherited from elsewhere (a pod that moejob run is typed in) must not mix with this one.
-    inherited = {name: value for name, value in machine.environment.items() if name not in set(Environment)}
-    environment = inherited | job_variables(run.spec) | _gpus(run, machine, index)
-    environment |= {name.value: value for name, value in said.items()}
+    orders = replace(_orders(run, Role.TRAINER, address, attempt, index), secret=ports.secret or None)
+    environment = _environment(run, machine, orders, ports.rollout) | _gpus(run, machine, index)
     return LauncherOrder(
         index, address.host, ports.progress, environment, _share(machine.cores, index, run.layout.nodes)
     )
+
+
+def engine_orders(run: RunOf, machine: Machine, ports: Ports) -> tuple[EngineOrder, ...]:
+    """Separate engines, all on the first address; none where they share the trainer's."""
+    count = 0 if run.spec.grpo is None else separate_engines(run.spec)
+    address = Address(host(0), host(0), ports.rendezvous, ports.progress)
+    return tuple(
+        EngineOrder(
+            index,
+            _environment(run, machine, _orders(run, Role.ROLLOUT, address, 0, index), ports.rollout)
+            | _engine_gpus(run, machine, index),
+        )
+        for index in range(count)
+    )
+
+
+def most_engines_per_host(run: RunOf) -> int:
+    """The ports that engines take on one address."""
+    return max(separate_engines(run.spec), colocated_per_pod(run.spec, run.layout.gpus_per_pod))
+
+
+def _orders(run: RunOf, role: Role, address: Address, attempt: int, index: int) -> PodOrders:
+    return PodOrders(
+        job=run.job,
+        namespace=NAMESPACE,
+        uid=run.uid,
+        spec=run.spec,
+        role=role,
+        attempt=attempt,
+        index=index,
+        nodes=run.layout.nodes,
+        ranks=run.layout.gpus_per_pod,
+        address=address,
+        run_folder=str(run.folder),
+        grace_seconds=GRACE_SECONDS,
+    )
+
+
+def _environment(run: RunOf, machine: Machine, orders: PodOrders, rollout_port: int) -> dict[str, str]:
+    # A contract inherited from elsewhere (a pod that moejob run is typed in) must not mix with this one.
+    inherited = {name: value for name, value in machine.environment.items() if name not in set(Environment)}
+    contract = contract_environment(orders) | _engines(run, machine, rollout_port)
+    return inherited | job_variables(run.spec) | {name.value: value for name, value in contract.items()}
+
+
+def _engines(run: RunOf, machine: Machine, first_port: int) -> dict[Environment, str]:
+    """Addresses of all engines, and the program that colocated ones are started with."""
+    if run.spec.grpo is None:
+        return {}
+    separate, colocated = separate_engines(run.spec), colocated_per_pod(run.spec, run.layout.gpus_per_pod)
+    hosts = [host(index) for index in range(run.layout.nodes)]
+    urls = engine_urls(hosts[:1], separate, first_port) or engine_urls(hosts, colocated, first_port)
+    return {Environment.ROLLOUT_URLS: ",".join(urls), Environment.ROLLOUT_PYTHON: str(machine.rollout_python)}
+
+
+def _engine_gpus(run: RunOf, machine: Machine, index: int) -> dict[str, str]:
+    """The GPUs of one separate engine, behind those of the trainer."""
+    if run.spec.grpo is None or run.spec.resources.accelerator is not Accelerator.GPU:
+        return {}
+    tensor = run.spec.grpo.rollout.tensor
+    first = run.layout.gpus + index * tensor
+    return {"CUDA_VISIBLE_DEVICES": ",".join(machine.gpus[first : first + tensor])}
 
 
 def host(index: int) -> str:

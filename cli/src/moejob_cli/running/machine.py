@@ -1,4 +1,4 @@
-"""What this machine has for a run: the trainer's Python, GPUs, cores, variables; and what to do where it is missing."""
+"""The machine that a run uses: the trainer's Python, GPUs, cores, variables; and what to do where it is missing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from moejob_api.job import Method, Spec
+from moejob_api.contract import Environment
+from moejob_api.derived import rollout_layout
+from moejob_api.job import Spec
 from moejob_api.job.resources import Accelerator, EnvVar
 from moejob_api.layout.sizes import Layout
 
@@ -28,20 +30,30 @@ class CannotRun(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What launchers are started with. `gpus` are names as CUDA_VISIBLE_DEVICES wants them."""
+    """The resources that launchers are started with. `gpus` are names as CUDA_VISIBLE_DEVICES wants them."""
 
     python: Path
     gpus: tuple[str, ...]
     cores: tuple[int, ...]
     environment: Mapping[str, str]
+    # For engines; a job without them needs none.
+    rollout_python: Path = Path("/opt/rollout/bin/python")
 
 
 def this_machine(environ: Mapping[str, str] = os.environ, checkout: Path = _CHECKOUT) -> Machine:
     """This machine, once there is a trainer that can be started."""
+    python = installed_trainer(environ, checkout)
+    named = tuple(path.name for path in Path("/dev").iterdir() if _DEVICE.fullmatch(path.name))
+    rollout = Path(environ.get(Environment.ROLLOUT_PYTHON) or checkout / ".venv/rollout/bin/python").absolute()
+    cores = tuple(sorted(os.sched_getaffinity(0)))
+    return Machine(python, visible_gpus(named, environ), cores, dict(environ), rollout)
+
+
+def installed_trainer(environ: Mapping[str, str] = os.environ, checkout: Path = _CHECKOUT) -> Path:
+    """The Python of the trainer's environment, which has been seen to hold it."""
     python = trainer_python(environ, checkout)
     _must_hold_trainer(python)
-    named = tuple(path.name for path in Path("/dev").iterdir() if _DEVICE.fullmatch(path.name))
-    return Machine(python, visible_gpus(named, environ), tuple(sorted(os.sched_getaffinity(0))), dict(environ))
+    return python
 
 
 def trainer_python(environ: Mapping[str, str], checkout: Path) -> Path:
@@ -72,20 +84,24 @@ def visible_gpus(devices: Sequence[str], environ: Mapping[str, str]) -> tuple[st
 
 def must_fit(spec: Spec, layout: Layout, machine: Machine) -> None:
     """Raise CannotRun when the job needs what this machine, or `moejob run`, does not have."""
-    if spec.method is not Method.SFT:
+    engines = rollout_layout(spec, layout)
+    if engines is not None and not os.access(machine.rollout_python, os.X_OK):
         raise CannotRun(
-            f"spec.method {spec.method} needs rollout engines, which moejob run does not start; SFT runs here"
+            f"spec.method {spec.method} needs rollout engines, and {machine.rollout_python} is no program; run "
+            f"`make setup` in the checkout of moejob, or set {Environment.ROLLOUT_PYTHON} to the Python of an "
+            "environment with moejob-rollout"
         )
     if layout.nodes > MOST_NODES:
         raise CannotRun(f"the job has {layout.nodes} nodes, and moejob run simulates {MOST_NODES} at most")
     if spec.lifecycle.suspend:
         raise CannotRun("spec.lifecycle.suspend is true, so nothing runs; set it to false")
-    if spec.resources.accelerator is Accelerator.GPU and layout.gpus > len(machine.gpus):
+    gpus = layout.gpus + (0 if engines is None else engines.gpus)
+    if spec.resources.accelerator is Accelerator.GPU and gpus > len(machine.gpus):
         has = (
             f"{len(machine.gpus)} GPUs can be seen here" if machine.gpus else "this machine has no GPU that can be seen"
         )
         raise CannotRun(
-            f"the job needs {layout.gpus} GPUs and {has}; `moejob plan --auto --gpus N` finds a layout for those there "
+            f"the job needs {gpus} GPUs and {has}; `moejob plan --auto --gpus N` finds a layout for those there "
             "are, and spec.resources.accelerator: CPU runs a small model on the CPU"
         )
     missing = [given.name for given in spec.resources.env if _is_elsewhere(given, machine.environment)]

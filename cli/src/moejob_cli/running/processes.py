@@ -1,11 +1,10 @@
-"""Launchers as processes of this machine: started, asked, signalled, buried. Decides nothing."""
+"""Launchers as processes of this machine: started, asked, signalled, reaped. Decides nothing."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import signal
-import socket
 import subprocess
 import time
 import urllib.error
@@ -18,15 +17,14 @@ from pydantic import ValidationError
 
 from moejob_api.contract import HttpPath, LastWord, PodProgress
 from moejob_cli.running.folder import RunFolder
-from moejob_cli.running.launchers import LauncherOrder, Ports, host
-from moejob_cli.running.recovery import PodSeen
+from moejob_cli.running.launchers import LauncherOrder
+from moejob_cli.running.recovery import PodReport
 
 _ANSWER_SECONDS = 1.0
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 # Asked a second time a launcher kills its ranks, says its last word and ends.
 _ASK_AGAIN_SECONDS, _LONGEST_END_SECONDS = 1.0, 5.0
 _LOOK_SECONDS = 0.05
-_TRIES = 50
 
 # Never a proxy: the machine asks itself.
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -34,7 +32,7 @@ _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 @dataclass(frozen=True, slots=True)
 class Launching:
-    """What every launcher of a run is started with."""
+    """The parts with which every launcher of a run is started."""
 
     python: Path
     folder: RunFolder
@@ -54,9 +52,9 @@ class Launcher:
         # What an earlier launcher said last is not this one's.
         self._word.unlink(missing_ok=True)
         self._url = f"http://{order.host}:{order.progress_port}{HttpPath.PROGRESS}"
-        self._heard: PodProgress | None = None
+        self._progress: PodProgress | None = None
         self._process = _started(order, launching, self._word)
-        self._started_at = self._heard_at = time.monotonic()
+        self._started_at = self._reported_at = time.monotonic()
 
     @property
     def pid(self) -> int:
@@ -65,22 +63,22 @@ class Launcher:
 
     @property
     def is_running(self) -> bool:
-        """Whether it has not ended."""
+        """Return whether it has not ended."""
         return self._process.poll() is None
 
-    def seen(self) -> PodSeen:
-        """How it is doing. Asks it, and waits a moment for the answer."""
+    def report(self) -> PodReport:
+        """Return how it is doing. Asks it, and waits a moment for the answer."""
         code = self._process.poll()
         if code is None:
             self._ask()
         now = time.monotonic()
-        return PodSeen(
+        return PodReport(
             self.index,
             code,
             None if code is None else self._last_word(),
-            self._heard,
+            self._progress,
             now - self._started_at,
-            now - self._heard_at,
+            now - self._reported_at,
         )
 
     def signal(self, number: signal.Signals) -> None:
@@ -90,12 +88,12 @@ class Launcher:
     def _ask(self) -> None:
         try:
             with _opener.open(self._url, timeout=_ANSWER_SECONDS) as answer:
-                self._heard = PodProgress.model_validate_json(answer.read())
+                self._progress = PodProgress.model_validate_json(answer.read())
         except (OSError, ValidationError):
             # It does not serve yet, or never will: being quiet for too long is what counts.
             return
-        if self._heard.ranks:
-            self._heard_at = time.monotonic()
+        if self._progress.ranks:
+            self._reported_at = time.monotonic()
 
     def _last_word(self) -> LastWord | None:
         try:
@@ -121,12 +119,6 @@ def _wait_for(launchers: tuple[Launcher, ...], seconds: float | None) -> None:
         time.sleep(_LOOK_SECONDS)
 
 
-def free_ports(nodes: int) -> Ports:
-    """Ports that are free on the addresses of all nodes."""
-    rendezvous = _free_port([host(0)], but=0)
-    return Ports(rendezvous, _free_port([host(index) for index in range(nodes)], but=rendezvous))
-
-
 def _started(order: LauncherOrder, launching: Launching, word: Path) -> subprocess.Popen[bytes]:
     logs = launching.folder.logs
     options = ["--last-word", str(word), "--logs", str(logs)]
@@ -149,24 +141,5 @@ def _started(order: LauncherOrder, launching: Launching, word: Path) -> subproce
 
 
 def _save_when_parent_dies() -> None:
-    """Nobody would look after the launchers of a `moejob run` that was killed: they save and end."""
+    """Make the kernel stop launchers whose `moejob run` was killed: they save and end."""
     ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGTERM, 0, 0, 0)
-
-
-def _free_port(hosts: list[str], but: int) -> int:
-    for _ in range(_TRIES):
-        with socket.socket() as found:
-            found.bind((hosts[0], 0))
-            port: int = found.getsockname()[1]
-            if port != but and all(_is_free(address, port) for address in hosts[1:]):
-                return port
-    raise OSError("no port is free on all of " + ", ".join(hosts))
-
-
-def _is_free(address: str, port: int) -> bool:
-    with socket.socket() as tried:
-        try:
-            tried.bind((address, port))
-        except OSError:
-            return False
-    return True

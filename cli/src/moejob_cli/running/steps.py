@@ -24,6 +24,8 @@ class StepLine(BaseModel):
     seconds: float = 0.0
     tokens: float = 0.0
     eval_loss: Annotated[float | None, Field(alias="evalLoss")] = None
+    # Of GRPO, whose loss is near 0 however much is learned.
+    reward: float | None = None
 
 
 class StepLog:
@@ -67,7 +69,7 @@ def tokens_per_second(lines: Sequence[StepLine]) -> float | None:
 
 
 def seconds_left(lines: Sequence[StepLine], total_steps: int | None) -> float | None:
-    """How long the remaining steps will take, if they take what the last ones took."""
+    """Return how long the remaining steps will take, if they take what the last ones took."""
     if not lines or total_steps is None:
         return None
     return median(line.seconds for line in lines[-_RECENT_STEPS:]) * max(0, total_steps - lines[-1].step)

@@ -1,12 +1,13 @@
-"""A run from its first launcher to its last: looks, does what recovery.py decides, shows it, saves when asked to stop.
+"""A run from its first launcher to its last: polls, does what recovery.py decides, shows it, saves when asked to stop.
 
 Owns the launchers of the present attempt. What is shown is a View; how, is display.py's business.
 """
 
 from __future__ import annotations
 
+import os
+import select
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -15,15 +16,26 @@ from types import FrameType
 from typing import assert_never
 
 from moejob_api.contract import ExitCode
-from moejob_api.restarts import Budget, Decision, GiveUp, ReplaceGang, ReplacePods, RestartRanks
+from moejob_api.recovery import RecoveryState
+from moejob_api.restarts import Budget, GiveUp, RecoveryAction, ReplaceGang, ReplacePods, RestartRanks
 from moejob_cli.running.display import Display, View
-from moejob_cli.running.launchers import GRACE_SECONDS, Ports, RunOf, launcher_order
+from moejob_cli.running.engines import EngineProcesses
+from moejob_cli.running.launchers import (
+    GRACE_SECONDS,
+    Ports,
+    RunOf,
+    engine_orders,
+    host,
+    launcher_order,
+    most_engines_per_host,
+)
 from moejob_cli.running.machine import Machine
-from moejob_cli.running.processes import Launcher, Launching, end, free_ports
-from moejob_cli.running.recovery import Memory, PodSeen, answered, exit_code_of, looked
+from moejob_cli.running.ports import AttemptPorts, ReservedPorts
+from moejob_cli.running.processes import Launcher, Launching, end
+from moejob_cli.running.recovery import PodReport, exit_code_of, polled, recovery
 from moejob_cli.running.steps import StepLog
 
-_LOOK_SECONDS = 0.25
+_POLL_SECONDS = 0.25
 # Launchers keep to the grace time by themselves; one that does not is frozen.
 _FROZEN_SECONDS = 10.0
 INTERRUPTED = 130
@@ -32,20 +44,26 @@ FAILED = 1
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """How the run ended: the exit code, and one sentence."""
+    """The end of a run: the exit code, and one sentence."""
 
     exit_code: int
     message: str
-    # Ended and saved because somebody asked: nothing is wrong.
+    # Ended and saved on request: nothing is wrong.
     is_as_asked: bool = False
 
 
 class Requests:
-    """Requests to stop, as signals bring them."""
+    """Requests to stop, as signals bring them.
+
+    Handlers run between any two instructions of the main thread, also while it holds the lock of an Event that it waits
+    for, so the handler takes no lock: it appends to a list and writes to a pipe.
+    """
 
     def __init__(self) -> None:
         self.signals: list[int] = []
-        self._came = threading.Event()
+        self._reader, self._writer = os.pipe()
+        os.set_blocking(self._reader, False)
+        os.set_blocking(self._writer, False)
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -60,22 +78,25 @@ class Requests:
 
     def wait(self, seconds: float) -> None:
         """Wait that long, or until one comes."""
-        self._came.wait(seconds)
-        self._came.clear()
+        ready, _, _ = select.select([self._reader], [], [], seconds)
+        if ready:
+            os.read(self._reader, 4096)
 
     def _take(self, number: int, _frame: FrameType | None) -> None:
         self.signals.append(number)
-        self._came.set()
+        # A full pipe wakes the loop as well as one more byte.
+        with suppress(BlockingIOError):
+            os.write(self._writer, b"\0")
 
 
 @dataclass(slots=True)
 class _Stopping:
-    """A run that is saving: who asked, how often launchers were told, and when patience ends."""
+    """A run that is saving: the reason, the requests so far, and the deadline."""
 
     exit_code: int
     why: str
     until: float
-    told: int = 1
+    requests: int = 1
 
 
 @dataclass(slots=True)
@@ -92,56 +113,73 @@ class Supervision:
     # Launchers that are to be started, and when.
     _due: dict[int, float] = field(init=False, default_factory=dict)
     _attempt: int = field(init=False, default=0)
-    _ports: Ports = field(init=False, default=Ports(0, 0))
-    _memory: Memory = field(init=False)
+    _ports: AttemptPorts | None = field(init=False, default=None)
+    # Engines of their own outlive attempts, and so does where they are.
+    _engine_ports: ReservedPorts = field(init=False)
+    _engines: EngineProcesses = field(init=False)
+    _state: RecoveryState = field(init=False)
+    _restarts: int = field(init=False, default=0)
     _stopping: _Stopping | None = field(init=False, default=None)
     _begun: float = field(init=False, default=0.0)
 
     def run(self) -> Result:
         """Run the job to its end."""
-        self._memory = Memory(Budget(self.of.spec.lifecycle.backoff_limit), self.of.layout.nodes)
+        self._state = RecoveryState(Budget(self.of.spec.lifecycle.backoff_limit))
         self._begun = time.monotonic()
+        hosts = [host(index) for index in range(self.of.layout.nodes)]
+        self._engine_ports = ReservedPorts(hosts, most_engines_per_host(self.of))
+        orders = engine_orders(self.of, self.machine, Ports(0, 0, self._engine_ports.first))
+        self._engines = EngineProcesses(self.machine.rollout_python, orders, self.launching.folder.logs)
         with self.requests.listening(), self.display:
             try:
                 self._new_gang(after_seconds=0.0)
                 return self._watched()
             finally:
                 end(self._launchers.values())
+                self._engines.end()
+                self._engine_ports.release()
+                self._release_ports()
 
     def _watched(self) -> Result:
         while True:
             self._start_due()
-            pods = tuple(launcher.seen() for _, launcher in sorted(self._launchers.items()))
-            self._memory = looked(pods, self._memory)
+            for sentence in self._engines.keep_running():
+                self.display.report(sentence)
+            pods = tuple(launcher.report() for _, launcher in sorted(self._launchers.items()))
+            self._state = polled(pods, self.of.layout.nodes, self._state)
             self.log.read()
             self.display.show(self._view(pods))
-            result = self._heed() or (self._stopped(pods) if self._stopping else self._judged(pods))
+            result = self._take_requests() or (self._stopped(pods) if self._stopping else self._recovered(pods))
             if result is not None:
                 return result
-            self.requests.wait(_LOOK_SECONDS)
+            self.requests.wait(_POLL_SECONDS)
 
     # --- running ------------------------------------------------------------------------------------------------------
 
-    def _judged(self, pods: tuple[PodSeen, ...]) -> Result | None:
+    def _recovered(self, pods: tuple[PodReport, ...]) -> Result | None:
         if len(pods) == self.of.layout.nodes and all(pod.exit_code == ExitCode.DONE for pod in pods):
             return Result(0, "done")
         deadline = self.of.spec.lifecycle.progress_deadline_seconds
-        decision, self._memory = answered(pods, self._memory, deadline)
-        return None if decision is None else self._performed(decision, pods)
+        found = recovery(pods, self.of.layout.nodes, self._state, deadline)
+        if found is None:
+            return None
+        self._state = found.state
+        self._restarts += 1
+        return self._performed(found.action, pods)
 
-    def _performed(self, decision: Decision, pods: tuple[PodSeen, ...]) -> Result | None:
+    def _performed(self, decision: RecoveryAction, pods: tuple[PodReport, ...]) -> Result | None:
         match decision:
             case GiveUp(reason=reason):
                 return Result(exit_code_of(pods), reason)
             case RestartRanks(reason=reason):
-                self.display.tell(f"{reason}; why is said in {self.launching.folder.logs}")
+                self.display.report(f"{reason}; why is said in {self.launching.folder.logs}")
             case ReplacePods(pods=lost, after_seconds=seconds, reason=reason):
                 names = ", ".join(map(str, lost))
-                self.display.tell(f"{reason}; launcher {names} is replaced{_after(seconds)}")
+                self.display.report(f"{reason}; launcher {names} is replaced{_after(seconds)}")
                 end([self._launchers.pop(index) for index in lost if index in self._launchers])
                 self._due |= dict.fromkeys(lost, time.monotonic() + seconds)
             case ReplaceGang(after_seconds=seconds, reason=reason):
-                self.display.tell(f"{reason}; all ranks start again from the newest checkpoint{_after(seconds)}")
+                self.display.report(f"{reason}; all ranks start again from the newest checkpoint{_after(seconds)}")
                 self._new_gang(seconds)
             case _:
                 assert_never(decision)
@@ -150,28 +188,35 @@ class Supervision:
     def _new_gang(self, after_seconds: float) -> None:
         end(self._launchers.values())
         self._launchers.clear()
-        # Written before anybody starts under it: the number of an attempt is never used twice.
+        # Written before any process starts under it: the number of an attempt is never used twice.
         self._attempt = self.launching.folder.next_attempt()
-        self._ports = free_ports(self.of.layout.nodes)
+        self._release_ports()
+        self._ports = AttemptPorts(self.of.layout.nodes, self._engine_ports.first)
         self._due = dict.fromkeys(range(self.of.layout.nodes), time.monotonic() + after_seconds)
 
+    def _release_ports(self) -> None:
+        if self._ports is not None:
+            self._ports.release()
+
     def _start_due(self) -> None:
+        if self._ports is None or self._stopping is not None:
+            return
         now = time.monotonic()
-        for index in [index for index, at in self._due.items() if at <= now and self._stopping is None]:
-            order = launcher_order(self.of, self.machine, self._ports, self._attempt, index)
+        for index in [index for index, at in self._due.items() if at <= now]:
+            order = launcher_order(self.of, self.machine, self._ports.numbers, self._attempt, index)
             self._launchers[index] = self.launching.start(order)
             del self._due[index]
 
     # --- stopping -----------------------------------------------------------------------------------------------------
 
-    def _heed(self) -> Result | None:
+    def _take_requests(self) -> Result | None:
         """Pass requests to stop on, once each; a third one does not wait for launchers."""
         asked = len(self.requests.signals)
         if asked and self._stopping is None:
             is_keyboard = self.requests.signals[0] == signal.SIGINT
             code = INTERRUPTED if is_keyboard else int(ExitCode.SAVED_AND_STOPPED)
             self._stop(code, "asked to stop", again="Ctrl-C again ends it unsaved" if is_keyboard else "")
-        elif self._stopping is not None and asked > self._stopping.told:
+        elif self._stopping is not None and asked > self._stopping.requests:
             return Result(self._stopping.exit_code, "ended before everything was saved")
         limit = self.of.spec.lifecycle.active_deadline_seconds
         if self._stopping is None and limit is not None and time.monotonic() - self._begun >= limit:
@@ -182,12 +227,12 @@ class Supervision:
         self._stopping = _Stopping(
             exit_code, why, time.monotonic() + GRACE_SECONDS + _FROZEN_SECONDS, max(1, len(self.requests.signals))
         )
-        self.display.tell(f"{why}: saving; {again}" if again else f"{why}: saving")
+        self.display.report(f"{why}: saving; {again}" if again else f"{why}: saving")
         for launcher in self._launchers.values():
             with suppress(ProcessLookupError):
                 launcher.signal(signal.SIGTERM)
 
-    def _stopped(self, pods: tuple[PodSeen, ...]) -> Result | None:
+    def _stopped(self, pods: tuple[PodReport, ...]) -> Result | None:
         stopping = self._stopping
         if stopping is None:
             return None
@@ -202,35 +247,40 @@ class Supervision:
         failed = [pod for pod in pods if pod.exit_code not in stopped_well]
         if failed:
             word = failed[0].word
-            said = word.message if word is not None else f"exit code {failed[0].exit_code}"
-            return Result(FAILED, f"{stopping.why}, and pod {failed[0].index} failed while saving: {said}")
+            message = word.message if word is not None else f"exit code {failed[0].exit_code}"
+            return Result(FAILED, f"{stopping.why}, and pod {failed[0].index} failed while saving: {message}")
         if stopping.exit_code == FAILED:
             return Result(FAILED, f"{stopping.why}; saved")
-        return Result(stopping.exit_code, "stopped, and saved; the same command goes on from there", is_as_asked=True)
+        done = (
+            "stopped, and saved; the same command goes on from there"
+            if self.log.lines
+            else "stopped before the first step: there is nothing to save; the same command starts again"
+        )
+        return Result(stopping.exit_code, done, is_as_asked=True)
 
     # --- showing ------------------------------------------------------------------------------------------------------
 
-    def _view(self, pods: tuple[PodSeen, ...]) -> View:
-        run = next((pod.heard.run for pod in pods if pod.index == 0 and pod.heard is not None), None)
+    def _view(self, pods: tuple[PodReport, ...]) -> View:
+        run = next((pod.progress.run for pod in pods if pod.index == 0 and pod.progress is not None), None)
         return View(
             phase=self._phase(pods),
             lines=self.log.lines,
             total_steps=self.of.spec.training.max_steps if run is None else run.total_steps,
-            checkpoint_step=self._memory.checkpoint_step,
-            restarts=self._memory.restarts,
+            checkpoint_step=self._state.checkpoint_step,
+            restarts=self._restarts,
         )
 
-    def _phase(self, pods: tuple[PodSeen, ...]) -> str:
+    def _phase(self, pods: tuple[PodReport, ...]) -> str:
         if self._stopping is not None:
             return "saving"
         if self._due:
             return "waiting"
         if any(pod.exit_code not in (None, ExitCode.DONE) for pod in pods):
             return "ending"
-        # Ranks are heard before they have read model and data, which may be all that they ever do.
+        # Ranks report before they have read model and data, which may be all that they ever do.
         if pods and all(pod.is_ready for pod in pods) and self.log.lines:
             return "training"
-        return "restarting" if self._memory.restarts else "starting"
+        return "restarting" if self._restarts else "starting"
 
 
 def _after(seconds: float) -> str:

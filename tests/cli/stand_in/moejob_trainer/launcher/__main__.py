@@ -1,6 +1,6 @@
 """A launcher in its last act: what each of its lives does is written in the run's script.
 
-The script ($STAND_IN) is JSON: for each pod a list of lives, each a list of acts; the last life is lived again and
+The script ($STAND_IN) is JSON: for each pod a list of lives, each a list of acts; the last life is repeated and
 again.
 """
 
@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import FrameType
@@ -33,7 +34,6 @@ class Life:
         self.folder = Path(os.environ[Environment.RUN_FOLDER])
         self.last_word = last_word
         self.asked = 0
-        self.asked_now = threading.Event()
         self.is_served = threading.Event()
         self.restarts, self.age, self.step = 0, 0.0, 0
         self.saved: int | None = None
@@ -51,8 +51,14 @@ class Life:
         return number
 
     def ask(self, _number: int, _frame: FrameType | None) -> None:
+        # Takes no lock, for the thread that it interrupts may hold it.
         self.asked += 1
-        self.asked_now.set()
+
+    def waits_until(self, is_so: Callable[[], bool]) -> None:
+        """Wait until it is so, or for the longest time that a test takes."""
+        until = time.monotonic() + _LONGEST_SECONDS
+        while not is_so() and time.monotonic() < until:
+            time.sleep(0.02)
 
     def progress(self) -> str:
         ranks = int(os.environ[Environment.RANKS_PER_NODE])
@@ -93,7 +99,7 @@ class Life:
         self.restarts += 1
 
     def was_heard(self) -> None:
-        """Go on when somebody has asked twice: what was true before the act has been heard."""
+        """Continue after two polls: the state before the act has been reported."""
         for _ in range(2):
             self.is_served.clear()
             self.is_served.wait(_LONGEST_SECONDS)
@@ -104,26 +110,22 @@ class Life:
 
     def waits_for(self, name: str) -> None:
         """Wait until a file is there."""
-        until = time.monotonic() + _LONGEST_SECONDS
-        while not (self.folder / name).exists() and time.monotonic() < until:
-            self.asked_now.wait(0.02)
+        self.waits_until((self.folder / name).exists)
 
     def saves_when_asked(self) -> None:
         """Run until asked to stop; then save."""
-        self.asked_now.wait(_LONGEST_SECONDS)
+        self.waits_until(lambda: self.asked > 0)
         self.saves()
         self.ends(143, "asked to stop, and stopped after saving")
 
     def fails_when_asked(self) -> None:
         """Run until asked to stop, and fail to save."""
-        self.asked_now.wait(_LONGEST_SECONDS)
+        self.waits_until(lambda: self.asked > 0)
         self.ends(1, "the disk is full")
 
     def saves_for_ever(self) -> None:
         """Be asked to stop, and end only when asked again."""
-        while self.asked < 2:
-            self.asked_now.wait(_LONGEST_SECONDS)
-            self.asked_now.clear()
+        self.waits_until(lambda: self.asked > 1)
         self.ends(1, "was asked to stop again")
 
     def is_killed(self) -> None:

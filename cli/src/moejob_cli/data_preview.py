@@ -1,0 +1,40 @@
+"""`moejob data`: starts the trainer's Python, which reads the data of a job as its run would."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from moejob_api.data_preview import DataPreview, Extent
+from moejob_api.documents import read_file
+from moejob_api.models.sources import Unseen
+from moejob_api.pod_environment import spec_text
+from moejob_cli.inputs import seen_model
+from moejob_cli.running.machine import installed_trainer
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The exit code of the trainer's Python, and what it says."""
+
+    exit_code: int
+    message: str
+
+
+def previewed(file: str, extent: Extent, environ: Mapping[str, str] = os.environ) -> DataPreview | Failure:
+    """The data of the job in a file; CannotRun where there is no trainer to read it."""
+    job = read_file(file)
+    python = installed_trainer(environ)
+    command = [str(python), "-W", "ignore", "-m", "moejob_trainer.data.preview"]
+    command += ["--records", str(extent.records), "--examples", str(extent.examples)]
+    shape = seen_model(job)
+    if not isinstance(shape, Unseen):
+        command += ["--vocabulary", str(shape.vocabulary)]
+    done = subprocess.run(
+        command, input=spec_text(job.spec), capture_output=True, text=True, check=False, env=dict(environ)
+    )
+    if done.returncode:
+        return Failure(done.returncode, done.stderr.strip())
+    return DataPreview.model_validate_json(done.stdout)

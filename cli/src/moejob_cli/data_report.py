@@ -1,0 +1,55 @@
+"""The data of a job as a person reads it. Decides nothing and prints nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.text import Text
+
+from moejob_api.contract import printable
+from moejob_api.data_preview import DataPreview, DatasetPreview, PreviewedExample
+
+# Around what is trained on: colour alone would be lost in a file.
+OPEN, CLOSE = "⟦", "⟧"
+
+
+def data_report(found: DataPreview) -> RenderableType:
+    """The whole answer of `moejob data`."""
+    return Group(*(line for dataset in found.datasets for line in _lines(dataset)))
+
+
+def _lines(dataset: DatasetPreview) -> Iterator[RenderableType]:
+    read = "all" if dataset.is_whole else "the first"
+    yield Text.assemble(
+        (dataset.part, "bold"),
+        f"  {dataset.source}, split {dataset.split}, {dataset.format}: {read} {dataset.records:,} records",
+    )
+    yield Text(f"  kept {dataset.kept:,}, truncated {dataset.truncated:,}, dropped {dataset.dropped:,}")
+    if dataset.lengths is not None:
+        shortest, median, longest = dataset.lengths
+        share = dataset.trained_tokens / dataset.tokens
+        yield Text(
+            f"  {dataset.tokens:,} tokens, {dataset.trained_tokens:,} of them trained on ({share:.0%}); "
+            f"lengths {shortest:,} to {longest:,}, median {median:,}"
+        )
+    for one in dataset.left_out:
+        yield Text.assemble(("  left out  ", "yellow"), f"{one.place}: {one.reason}")
+    hidden = dataset.truncated + dataset.dropped - len(dataset.left_out)
+    if hidden > 0:
+        yield Text.assemble(("  left out  ", "yellow"), f"and {hidden:,} more")
+    for example in dataset.examples:
+        yield from _example(example)
+    yield Text()
+
+
+def _example(example: PreviewedExample) -> Iterator[RenderableType]:
+    yield Text()
+    yield Text(f"  {example.place}: {example.tokens:,} tokens, {example.trained_tokens:,} trained on", style="bold")
+    text = Text()
+    for part in example.parts:
+        # Data is the world's: what a terminal would obey is shown as a blank, and only lines are kept.
+        shown = "\n".join(map(printable, part.text.split("\n")))
+        text.append(f"{OPEN}{shown}{CLOSE}" if part.trained else shown, "green" if part.trained else "")
+    yield Padding(text, (0, 0, 0, 4))

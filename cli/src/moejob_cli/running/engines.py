@@ -1,0 +1,68 @@
+"""Separate engines of a run: processes beside the launchers, which come and go without them. Decides nothing else."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from moejob_cli.running.launchers import EngineOrder
+
+# An engine that cannot start fails within seconds.
+_AGAIN_SECONDS = 10.0
+_END_SECONDS = 20.0
+
+
+class EngineProcesses:
+    """The engines of one run, from its first launcher to its last."""
+
+    def __init__(self, python: Path, orders: Sequence[EngineOrder], logs: Path) -> None:
+        self._python, self._orders, self._logs = python, orders, logs
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._due: dict[int, float] = {}
+
+    def keep_running(self) -> list[str]:
+        """Start engines that do not run; a sentence about each that has ended."""
+        ended = []
+        for order in self._orders:
+            process = self._processes.get(order.index)
+            if process is not None and process.poll() is not None:
+                ended.append(f"engine {order.index} ended with {process.returncode} and is started again")
+                self._forget(order.index, process)
+            if order.index not in self._processes and time.monotonic() >= self._due.get(order.index, 0.0):
+                self._processes[order.index] = self._started(order)
+        return ended
+
+    def end(self) -> None:
+        """End all engines: asked first, then by force."""
+        for process in self._processes.values():
+            process.send_signal(signal.SIGTERM)
+        until = time.monotonic() + _END_SECONDS
+        for index, process in list(self._processes.items()):
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, until - time.monotonic()))
+            self._forget(index, process)
+
+    def _forget(self, index: int, process: subprocess.Popen[bytes]) -> None:
+        # Its workers hold memory and the port, and may outlive it.
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        del self._processes[index]
+        self._due[index] = time.monotonic() + _AGAIN_SECONDS
+
+    def _started(self, order: EngineOrder) -> subprocess.Popen[bytes]:
+        # It ends with this process by itself: that is how moejob_rollout starts.
+        with (self._logs / f"engine-{order.index}.log").open("ab") as log:
+            return subprocess.Popen(
+                [self._python, "-m", "moejob_rollout"],
+                env=order.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )

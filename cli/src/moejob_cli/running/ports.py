@@ -1,0 +1,73 @@
+"""Ports of this machine that are kept for one run, also while nothing listens on them.
+
+A port that was only looked for is free for everyone until a launcher listens on it, seconds later, and again while a
+launcher is replaced. So it is bound here, marked SO_REUSEADDR, and never listened on: Linux then gives it to no other
+program, neither to one that asks for any port nor to a connection that needs one, while a server that sets SO_REUSEADDR
+too, as those of launchers and engines do, may listen on it.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import replace
+
+from moejob_cli.running.launchers import Ports, host
+
+_TRIES = 50
+_SECRET_BYTES = 32
+
+
+class ReservedPorts:
+    """Ports in a row, from `first`, on every one of some addresses; none for a count of 0."""
+
+    def __init__(self, hosts: Iterable[str], count: int = 1) -> None:
+        addresses = tuple(hosts)
+        self._sockets = ExitStack()
+        self.first = 0 if not count else self._reserved(addresses, count)
+
+    def release(self) -> None:
+        """Give them back."""
+        self._sockets.close()
+
+    def _reserved(self, hosts: tuple[str, ...], count: int) -> int:
+        for _ in range(_TRIES):
+            with ExitStack() as tried:
+                try:
+                    first = _bound(tried, hosts[0], 0)
+                    places = ((address, first + number) for number in range(count) for address in hosts)
+                    for address, port in places:
+                        if (address, port) != (hosts[0], first):
+                            _bound(tried, address, port)
+                except (OSError, OverflowError):
+                    continue
+                self._sockets = tried.pop_all()
+                return first
+        what = "no port is" if count == 1 else f"no {count} ports in a row are"
+        raise OSError(f"{what} free on all of {', '.join(hosts)}")
+
+
+class AttemptPorts:
+    """The ports of one attempt's launchers, reserved until they are released."""
+
+    def __init__(self, nodes: int, rollout_port: int) -> None:
+        self._rendezvous = ReservedPorts([host(0)])
+        self._progress = ReservedPorts(host(index) for index in range(nodes))
+        numbers = Ports(self._rendezvous.first, self._progress.first, secret=secrets.token_hex(_SECRET_BYTES))
+        self.numbers = replace(numbers, rollout=rollout_port)
+
+    def release(self) -> None:
+        """Give them back."""
+        self._rendezvous.release()
+        self._progress.release()
+
+
+def _bound(stack: ExitStack, address: str, port: int) -> int:
+    kept = stack.enter_context(socket.socket())
+    kept.bind((address, port))
+    # Set afterwards: two reservations that both had it when they were bound could share a port.
+    kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    number: int = kept.getsockname()[1]
+    return number

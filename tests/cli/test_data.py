@@ -1,0 +1,60 @@
+"""`moejob data` before anything is started, and as its answer is shown."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from moejob_api.contract import ExitCode
+from moejob_api.data_preview import DataPreview, DatasetPreview, PreviewedExample, PreviewedText
+from moejob_api.problems import InvalidSpec
+from moejob_cli.app import app
+from moejob_cli.data_report import data_report
+
+EXAMPLE = str(Path(__file__).parents[2] / "examples/tiny-sft.yaml")
+
+
+def test_a_missing_trainer_is_named_with_its_fix(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["data", EXAMPLE], env={"MOEJOB_TRAINER_PYTHON": str(tmp_path / "none")})
+    assert result.exit_code == ExitCode.BAD_CONFIGURATION
+    assert "set MOEJOB_TRAINER_PYTHON to the Python of the trainer" in result.output
+
+
+def test_a_job_that_cannot_be_read_is_refused_as_by_every_command(tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text("spec: {method: SFT")
+    with pytest.raises(InvalidSpec):
+        CliRunner().invoke(app, ["data", str(file)], catch_exceptions=False)
+
+
+def test_a_reason_for_every_record_and_no_control_character_is_shown() -> None:
+    parts = (PreviewedText(text="a\x1b[31m\nb", trained=False), PreviewedText(text="c", trained=True))
+    dataset = DatasetPreview(
+        part="train[0]",
+        source="a.jsonl",
+        split="train",
+        format="Chat",
+        records=14,
+        is_whole=False,
+        kept=1,
+        truncated=0,
+        dropped=13,
+        tokens=4,
+        trained_tokens=1,
+        lengths=(4, 4, 4),
+        left_out=(),
+        examples=(PreviewedExample(place="a.jsonl, line 1", tokens=4, trained_tokens=1, parts=parts),),
+    )
+    console = Console(color_system=None, width=120)
+    with console.capture() as captured:
+        console.print(data_report(DataPreview(datasets=(dataset,))))
+    shown = captured.get()
+    assert "the first 14 records" in shown
+    assert "4 tokens, 1 of them trained on (25%)" in shown
+    assert "and 13 more" in shown
+    assert "a [31m" in shown
+    assert "\n    b⟦c⟧" in shown
+    assert "\x1b" not in shown

@@ -1,0 +1,61 @@
+"""`moejob import` and `moejob export` say what is missing before they start anything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from moejob_api.contract import ExitCode
+from moejob_cli.app import app
+
+
+def run(*arguments: str, python: Path) -> tuple[int, str]:
+    """The exit code of `moejob`, and what it prints, with one Python named as the one that has Megatron-Bridge."""
+    result = CliRunner().invoke(app, arguments, env={"MOEJOB_MEGATRON_PYTHON": str(python)})
+    return result.exit_code, result.output
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text("{}")
+    return tmp_path / "model"
+
+
+def test_a_missing_environment_is_named_with_its_fix(model: Path, tmp_path: Path) -> None:
+    arguments = ("export", str(model), "--to", "megatron", "--out", str(tmp_path / "out"))
+    code, printed = run(*arguments, python=tmp_path / "none")
+    assert code == ExitCode.BAD_CONFIGURATION
+    assert "make setup" in printed
+    assert "moejob-trainer[megatron]" in printed
+
+
+def test_a_python_without_the_bridge_is_named_with_the_fix(model: Path, tmp_path: Path) -> None:
+    arguments = ("import", str(model), "--config", str(model), "--out", str(tmp_path / "out"))
+    code, printed = run(*arguments, python=Path("/usr/bin/env"))
+    assert code == ExitCode.BAD_CONFIGURATION
+    assert "has no Megatron-Bridge" in printed
+
+
+def test_a_model_is_not_exported_as_what_it_is(model: Path, tmp_path: Path) -> None:
+    code, printed = run("export", str(model), "--out", str(tmp_path / "out"), python=tmp_path / "none")
+    assert code == ExitCode.BAD_CONFIGURATION
+    assert "is a Hugging Face folder already" in printed
+
+
+def test_weights_to_merge_with_are_for_merging_only(tmp_path: Path) -> None:
+    arguments = ("export", str(tmp_path), "--out", str(tmp_path / "out"), "--base", str(tmp_path))
+    code, printed = run(*arguments, python=tmp_path / "none")
+    assert code == 2
+    assert "--merge-adapters" in printed
+
+
+def test_a_checkpoint_of_a_run_goes_to_megatron_only_where_that_is_installed(tmp_path: Path) -> None:
+    (tmp_path / "run/checkpoints").mkdir(parents=True)
+    arguments = ("export", str(tmp_path / "run"), "--to", "megatron", "--out", str(tmp_path / "out"))
+    code, printed = run(*arguments, python=tmp_path / "none")
+    assert code == ExitCode.BAD_CONFIGURATION
+    assert "Megatron-Bridge is not here" in printed
+    assert not (tmp_path / "out").exists()
