@@ -1,0 +1,69 @@
+"""`python -m moejob_rollout`: one engine, from the contract's environment to its end."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from moejob_api.contract import ExitCode, RunFile
+from moejob_rollout.arguments import arguments, variables
+from moejob_rollout.engine import BadEnvironment, Engine, engine_of
+
+_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
+_LOOK_SECONDS = 0.2
+
+
+def main() -> int:
+    """Run the engine until it is asked to stop; the exit code of the contract."""
+    # Process 1 of a pod loses a signal that it has no handler for.
+    signal.signal(signal.SIGTERM, _leave)
+    # No process could ask an engine to stop whose launcher was killed.
+    ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGTERM, 0, 0, 0)
+    try:
+        engine = engine_of(os.environ)
+    except BadEnvironment as error:
+        sys.stderr.write(f"moejob-rollout: {error}\n")
+        return ExitCode.BAD_CONFIGURATION
+    os.environ |= variables(engine, sorted(os.sched_getaffinity(0)))
+    # Takes ten seconds, in which the trainer lays out the model.
+    from vllm.entrypoints.launchers.api_server import entry  # noqa: PLC0415  # reads its environment when imported
+
+    model = _laid_out(engine.run_folder / RunFile.ENGINE_MODEL)
+    _serve(entry, engine, model)
+    return ExitCode.DONE
+
+
+def _laid_out(folder: Path) -> Path:
+    """Wait for the model, which appears under its name when it is complete."""
+    if not folder.is_dir():
+        sys.stderr.write(f"moejob-rollout: waiting for the trainer to lay out the model in {folder}\n")
+    while not folder.is_dir():
+        time.sleep(_LOOK_SECONDS)
+    return folder
+
+
+def _serve(entry: Any, engine: Engine, model: Path) -> None:
+    import uvloop  # noqa: PLC0415  # comes with vLLM
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args  # noqa: PLC0415
+    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup  # noqa: PLC0415
+    from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: PLC0415
+
+    config = json.loads((model / "config.json").read_text("utf-8"))
+    cli_env_setup()
+    parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(arguments(engine, model, config))
+    validate_parsed_serve_args(parsed)
+    uvloop.run(entry.run_server(parsed))
+
+
+def _leave(*_: object) -> None:
+    sys.exit(ExitCode.DONE)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

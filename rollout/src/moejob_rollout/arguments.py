@@ -1,0 +1,89 @@
+"""vLLM's arguments and environment variables, as they follow from a job. Pure.
+
+Weights are dummies at the start: an engine answers with the trainer's weights, of a version that both know, or not at
+all. Log-probabilities are those of the distribution that was sampled from, temperature and top-p applied.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from moejob_api.engines import transport
+from moejob_api.job.grpo import Placement
+from moejob_api.job.resources import Accelerator
+from moejob_rollout.engine import Engine
+
+MIDDLEWARE = "moejob_rollout.guard.Guard"
+# Enough for thousands of tokens of a model that is small enough for a CPU; vLLM itself would take the node's memory.
+_CPU_CACHE_BYTES = 512 * 1024**2
+
+
+def arguments(engine: Engine, model: Path, config: Mapping[str, Any]) -> list[str]:
+    """Return the command line of vLLM's server for a model folder with this config.json."""
+    spec, rollout = engine.spec, engine.grpo.rollout
+    common = [
+        f"--model={model}",
+        "--load-format=dummy",
+        # Prompts and answers are token ids: the tokenizer is the trainer's, and so are stop tokens.
+        "--tokens-only",
+        "--generation-config=vllm",
+        f"--dtype={spec.model.dtype.value}",
+        f"--max-model-len={longest(engine, config)}",
+        f"--tensor-parallel-size={rollout.tensor}",
+        f"--seed={spec.training.seed}",
+        "--logprobs-mode=processed_logprobs",
+        "--enable-prefix-caching",
+        # Graphs and their compiler take minutes at each start.
+        "--enforce-eager",
+        f"--weight-transfer-config={json.dumps({'backend': f'moejob_{transport(spec).value.lower()}'})}",
+        f"--middleware={MIDDLEWARE}",
+        f"--host={engine.listens_on}",
+        f"--port={engine.port}",
+        # A line for each of a thousand answers a step would hide everything else.
+        "--disable-uvicorn-access-log",
+        "--uvicorn-log-level=warning",
+        "--disable-fastapi-docs",
+    ]
+    replay = ["--enable-return-routed-experts"] if engine.grpo.routing_replay else []
+    remote = ["--trust-remote-code"] if spec.model.trust_remote_code else []
+    return [*common, *replay, *remote, *_memory(engine)]
+
+
+def longest(engine: Engine, config: Mapping[str, Any]) -> int:
+    """Return the tokens of the longest prompt and answer, as far as the model has positions for them."""
+    wanted = engine.spec.data.max_length + engine.grpo.max_new_tokens
+    return min(wanted, int(config.get("max_position_embeddings", wanted)))
+
+
+def variables(engine: Engine, cores: Sequence[int]) -> dict[str, str]:
+    """Return the environment variables that vLLM reads when it is imported."""
+    quiet = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", "VLLM_PLUGINS": "moejob"}
+    # Pausing, sleeping and weight transfer are there in no other mode; the guard asks for the secret on all of them.
+    control = {"VLLM_SERVER_DEV_MODE": "1"}
+    if engine.spec.resources.accelerator is Accelerator.CPU:
+        # torch.compile would need a compiler of C++ at run time.
+        cpu = {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": threads(cores, engine.grpo.rollout.tensor)}
+        return quiet | control | cpu
+    # FlashInfer's sampler is compiled at the first start.
+    gpu = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
+    return quiet | control | gpu
+
+
+def threads(cores: Sequence[int], tensor: int) -> str:
+    """Return the cores of each worker, as in "0,1|2,3"; workers on the same cores would wait for one another."""
+    each = max(1, len(cores) // tensor)
+    shares = [cores[worker * each : (worker + 1) * each] for worker in range(tensor)]
+    # More workers than cores take turns on the last one.
+    return "|".join(",".join(map(str, share or cores[-1:])) for share in shares)
+
+
+def _memory(engine: Engine) -> list[str]:
+    rollout = engine.grpo.rollout
+    if engine.spec.resources.accelerator is Accelerator.CPU:
+        # A prompt that is read in parts takes a random number back; no generator of a CPU can, and the engine dies.
+        return [f"--kv-cache-memory-bytes={_CPU_CACHE_BYTES}", "--no-enable-chunked-prefill"]
+    sleeps = ["--enable-sleep-mode"] if rollout.placement is Placement.COLOCATED else []
+    return [f"--gpu-memory-utilization={rollout.engine_share}", *sleeps]

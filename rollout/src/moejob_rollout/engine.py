@@ -1,0 +1,111 @@
+"""One engine as the contract's environment describes it: a frozen model, parsed once."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+from urllib.parse import urlsplit
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from moejob_api.contract import Environment, Role
+from moejob_api.job import Spec
+from moejob_api.job.grpo import Grpo
+from moejob_api.pod_environment import read_spec
+
+
+class BadEnvironment(ValueError):
+    """The environment is not that of an engine; another start would find the same."""
+
+
+class Engine(BaseModel):
+    """One engine. Each field is the variable of its name in the contract."""
+
+    model_config = ConfigDict(frozen=True)
+
+    spec: Spec
+    role: Literal[Role.ROLLOUT]
+    # Which of `rollout_urls` is its own.
+    index: Annotated[int, Field(ge=0)]
+    host: Annotated[str, Field(min_length=1)]
+    run_folder: Path
+    rollout_urls: tuple[str, ...]
+    secret: str | None = None
+
+    @field_validator("spec", mode="before")
+    @classmethod
+    def _read(cls, text: Any) -> Any:
+        return read_spec(text) if isinstance(text, str) else text
+
+    @field_validator("rollout_urls", mode="before")
+    @classmethod
+    def _split(cls, text: Any) -> Any:
+        return tuple(text.split(",")) if isinstance(text, str) else text
+
+    @model_validator(mode="after")
+    def _is_one_of_a_job_with_engines(self) -> Self:
+        if self.spec.grpo is None:
+            raise ValueError(f"{Environment.SPEC}: method {self.spec.method} has no engines; GRPO has")
+        if self.index >= len(self.rollout_urls):
+            raise ValueError(
+                f"{Environment.INDEX} is {self.index}, but {Environment.ROLLOUT_URLS} names {len(self.rollout_urls)}"
+            )
+        if urlsplit(self.rollout_urls[self.index]).port is None:
+            raise ValueError(f"{Environment.ROLLOUT_URLS}: {self.rollout_urls[self.index]} names no port")
+        return self
+
+    @model_validator(mode="after")
+    def _has_a_secret_where_others_reach_it(self) -> Self:
+        if not self.secret and not is_loopback(self.host):
+            raise ValueError(
+                f"{Environment.SECRET} is not set, and {self.host} can be reached by others: let an operator of this "
+                "version create the pod"
+            )
+        return self
+
+    @property
+    def grpo(self) -> Grpo:
+        """Settings of GRPO, which the validation has found to be there."""
+        if self.spec.grpo is None:
+            raise BadEnvironment(f"{Environment.SPEC} has no grpo")
+        return self.spec.grpo
+
+    @property
+    def port(self) -> int:
+        """The port to listen on."""
+        port = urlsplit(self.rollout_urls[self.index]).port
+        if port is None:
+            raise BadEnvironment(f"{self.rollout_urls[self.index]} names no port")
+        return port
+
+    @property
+    def listens_on(self) -> str:
+        """The address to listen on: loopback alone where the run is on one machine."""
+        return self.host if is_loopback(self.host) else "0.0.0.0"  # noqa: S104  # pods are reached by their own address
+
+
+def engine_of(environ: Mapping[str, str]) -> Engine:
+    """Return the engine that the environment describes; BadEnvironment names every variable that is wrong."""
+    given = {name.name.lower(): environ[name] for name in Environment if environ.get(name) is not None}
+    try:
+        return Engine.model_validate(given)
+    except ValidationError as error:
+        raise BadEnvironment("; ".join(_problem(found["loc"], found["msg"]) for found in error.errors())) from None
+
+
+def is_loopback(host: str) -> bool:
+    """Return True for addresses that only this machine reaches."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _problem(place: tuple[int | str, ...], message: str) -> str:
+    text = message.removeprefix("Value error, ")
+    name = Environment.__members__.get(str(place[0]).upper()) if place else None
+    if name is None:
+        return text
+    return f"{name} is not set" if message == "Field required" else f"{name}: {text}"

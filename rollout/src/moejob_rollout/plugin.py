@@ -1,0 +1,72 @@
+"""Additions to vLLM in every one of its processes: transports of weights, and corrections for the CPU."""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.platforms import current_platform
+
+# By the name that --weight-transfer-config calls it: the module and its class.
+_TRANSPORTS = {
+    "moejob_disk": ("disk", "DiskTransfer"),
+    "moejob_gloo": ("broadcast", "GlooTransfer"),
+    "moejob_nccl": ("broadcast", "NcclTransfer"),
+    "moejob_ipc": ("ipc", "IpcTransfer"),
+}
+_registered: set[str] = set()
+# Of a process on the CPU that waits for work; 1 s in vLLM.
+_BUSY_SECONDS = 0.002
+
+
+def register() -> None:
+    """Called by vLLM, more than once in some processes."""
+    for name in _TRANSPORTS.keys() - _registered:
+        module, transport = _TRANSPORTS[name]
+        WeightTransferEngineFactory.register_engine(name, f"moejob_rollout.transfer.{module}", transport)
+        _registered.add(name)
+    if current_platform.is_cpu() and "cpu" not in _registered:
+        _pack_experts_at_every_update()
+        _leave_cores_to_others()
+        _registered.add("cpu")
+
+
+def _pack_experts_at_every_update() -> None:
+    """Lay experts out for the CPU's kernel whenever weights have been loaded.
+
+    vLLM 0.28 to 0.33 does so after the first load only: a later one leaves plain weights where packed ones are read,
+    and answers are wrong without any error.
+    """
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (  # noqa: PLC0415  # slow to import
+        UnquantizedFusedMoEMethod,
+    )
+
+    original = UnquantizedFusedMoEMethod._setup_kernel  # noqa: SLF001  # it has no public name
+
+    @wraps(original)
+    def packed(self: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
+        is_update = self.moe_kernel is not None
+        original(self, layer, *args, **kwargs)
+        if is_update:
+            self.moe_kernel.fused_experts.process_weights_after_loading(layer)
+
+    UnquantizedFusedMoEMethod._setup_kernel = packed  # noqa: SLF001
+
+
+def _leave_cores_to_others() -> None:
+    """Let a worker that has nothing to do sleep at once.
+
+    vLLM's polls for a second after each batch. On a machine that also trains, the trainer's first operation on all
+    cores waits for that second: twice a step, for the probe after a synchronization and for the update.
+    """
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition  # noqa: PLC0415  # slow to import
+
+    original = SpinCondition.__init__
+
+    @wraps(original)
+    def patient(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        self.busy_loop_s = min(self.busy_loop_s, _BUSY_SECONDS)
+
+    SpinCondition.__init__ = patient

@@ -1,0 +1,93 @@
+"""Weights by broadcast from the trainer, in buckets: over Gloo for engines on CPUs, over NCCL for those on GPUs.
+
+All workers of an engine join one process group, in which the trainer is rank 0. A bucket is one flat tensor of bytes,
+so that a thousand small tensors are one message.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import BroadcastOptions, ProcessGroupGloo
+from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
+
+from moejob_rollout.transfer.buckets import size_bytes, unpacked
+from moejob_rollout.transfer.checkpoint import CheckpointTransfer
+
+_PATIENCE = timedelta(minutes=10)
+
+
+@dataclass
+class BroadcastInit(WeightTransferInitInfo):
+    """The rendezvous of the group, and its key. `rank_offset` is the rank of the engine's first worker."""
+
+    master_address: str
+    master_port: int
+    key: str
+    rank_offset: int
+    world_size: int
+
+
+@dataclass
+class BroadcastUpdate(WeightTransferUpdateInfo):
+    """The tensors of one bucket, in the order in which they lie in it."""
+
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+
+
+class GlooTransfer(CheckpointTransfer[BroadcastInit, BroadcastUpdate]):
+    """Receives buckets in memory of the host."""
+
+    init_info_cls = BroadcastInit
+    update_info_cls = BroadcastUpdate
+    _group: Any = None
+
+    def init_transfer_engine(self, init_info: BroadcastInit) -> None:
+        """Join the trainer; a second time after the trainer has been restarted."""
+        # A trainer that was killed has left its end of the group.
+        self._group = None
+        store = TCPStore(
+            init_info.master_address, init_info.master_port, is_master=False, timeout=_PATIENCE, wait_for_workers=False
+        )
+        rank = init_info.rank_offset + self.parallel_config.rank
+        self._group = self._joined(PrefixStore(init_info.key, store), rank, init_info.world_size)
+        # NCCL connects when something is sent.
+        self._received(1)
+
+    def receive_weights(self, update_info: BroadcastUpdate) -> None:
+        """Receive one bucket and load its tensors."""
+        if self._group is None:
+            raise RuntimeError("weights before the trainer was joined; call /init_weight_transfer_engine first")
+        self.load(unpacked(self._received(size_bytes(update_info)), update_info))
+
+    def _joined(self, store: Store, rank: int, size: int) -> Any:
+        return ProcessGroupGloo(store, rank, size, _PATIENCE)
+
+    def _memory(self) -> torch.device:
+        return torch.device("cpu")
+
+    def _received(self, size: int) -> Tensor:
+        bucket = torch.empty(size, dtype=torch.uint8, device=self._memory())
+        options = BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
+        self._group.broadcast([bucket], options).wait()
+        return bucket
+
+
+class NcclTransfer(GlooTransfer):
+    """Receives buckets in memory of the worker's GPU."""
+
+    def _joined(self, store: Store, rank: int, size: int) -> Any:
+        options = torch.distributed.ProcessGroupNCCL.Options()
+        options._timeout = _PATIENCE  # noqa: SLF001  # it has no public name
+        return torch.distributed.ProcessGroupNCCL(store, rank, size, options)
+
+    def _memory(self) -> torch.device:
+        return torch.device(self.device)

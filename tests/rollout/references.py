@@ -1,0 +1,79 @@
+"""Small models of Transformers, whose log-probabilities engines are held against."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+    # Far enough from zero that another weight gives another answer.
+    "initializer_range": 0.08,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": _SIZES
+    | {"head_dim": 32, "moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True},
+    "mixtral": _SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    "qwen2": _SIZES,
+}
+
+
+def model(family: str, seed: int) -> PreTrainedModel:
+    """Return a model of random weights."""
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(family, **MODELS[family])
+    found: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    found.eval()
+    return found
+
+
+def lay_out(family: str, folder: Path) -> None:
+    """Write the model folder that an engine starts from."""
+    whole = model(family, 0)
+    whole.config.architectures = [type(whole).__name__]
+    whole.config.save_pretrained(folder)
+
+
+def published(model: PreTrainedModel, folder: Path) -> Path:
+    """Save weights under the names of the hub's files; returns the one file."""
+    model.save_pretrained(folder)
+    return folder / "model.safetensors"
+
+
+def published_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return the tensors of those files."""
+    with TemporaryDirectory() as folder:
+        found: dict[str, Tensor] = load_file(published(model, Path(folder)))
+    return found
+
+
+def without(path: Path, tensor: str) -> Path:
+    """The same file, lacking one tensor."""
+    left = {name: value for name, value in load_file(path).items() if name != tensor}
+    save_file(left, path, {"format": "pt"})
+    return path
+
+
+def log_probabilities(
+    model: PreTrainedModel, prompt: Sequence[int], answer: Sequence[int], temperature: float = 1.0
+) -> list[float]:
+    """Of each token of the answer."""
+    with torch.no_grad():
+        logits = model(torch.tensor([[*prompt, *answer]])).logits[0].float() / temperature
+    rows = torch.log_softmax(logits, -1)[len(prompt) - 1 : -1]
+    picked: list[float] = rows.gather(1, torch.tensor(answer)[:, None])[:, 0].tolist()
+    return picked

@@ -1,0 +1,197 @@
+"""A real engine: it starts from a model without weights, gets them by sync, and says of tokens what the model says."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed import BroadcastOptions, ProcessGroupGloo
+
+from engines import Engine, free_port
+from rollout.references import log_probabilities, model, published, published_tensors, without
+
+Start = Callable[..., Engine]
+PROMPTS = [[(7 * number + place) % 512 for place in range(20)] for number in range(8)]
+CLOSE = 1e-4
+LOOK_SECONDS = 0.1
+
+
+@pytest.fixture(scope="module")
+def moe(start: Start) -> Engine:
+    return start("qwen3_moe").ready()
+
+
+def updated(engine: Engine, version: str, *paths: Path) -> None:
+    engine.must("/pause", mode="keep")
+    engine.must("/start_weight_update")
+    engine.must("/update_weights", {"update_info": {"paths": [str(path) for path in paths]}})
+    engine.must("/finish_weight_update", {"weight_version": version})
+    engine.must("/reset_prefix_cache")
+    engine.must("/resume")
+
+
+def distance(engine: Engine, reference: Any, temperature: float = 1.0) -> float:
+    """Mean |log-probability of the engine - of Transformers| over answers that the engine samples."""
+    apart: list[float] = []
+    for seed, prompt in enumerate(PROMPTS):
+        choice = engine.generate(prompt, max_tokens=24, seed=seed, temperature=temperature)["choices"][0]
+        theirs = log_probabilities(reference, prompt, choice["token_ids"], temperature)
+        mine = [token["logprob"] for token in choice["logprobs"]["content"]]
+        apart += [abs(a - b) for a, b in zip(mine, theirs, strict=True)]
+    return sum(apart) / len(apart)
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/weight_info", "/pause", "/health", "/ping", "/metrics", "/nowhere"])
+def test_every_path_asks_for_the_secret(moe: Engine, path: str) -> None:
+    assert moe.get(path, secret=None).status == 401
+    assert moe.get(path, secret="another").status == 401
+
+
+def test_readiness_needs_no_secret(moe: Engine) -> None:
+    assert moe.get("/ready", secret=None).status == 200
+
+
+def test_tokens_are_as_probable_as_transformers_says_after_each_update(moe: Engine, tmp_path: Path) -> None:
+    for version, seed in (("1", 11), ("2", 12), ("3", 11)):
+        reference = model("qwen3_moe", seed)
+        updated(moe, version, published(reference, tmp_path / version))
+        assert moe.get("/weight_info").body == {"weight_version": version}
+        assert distance(moe, reference) < CLOSE
+
+
+def test_an_update_without_one_tensor_is_seen_in_log_probabilities(moe: Engine, tmp_path: Path) -> None:
+    updated(moe, "1", published(model("qwen3_moe", 11), tmp_path / "whole"))
+    reference = model("qwen3_moe", 12)
+    path = without(published(reference, tmp_path / "part"), "model.layers.1.mlp.experts.3.down_proj.weight")
+    updated(moe, "2", path)
+    assert distance(moe, reference) > CLOSE
+
+
+def test_an_update_that_broke_off_leaves_nothing_that_the_next_one_counts(moe: Engine, tmp_path: Path) -> None:
+    path = published(model("qwen3_moe", 11), tmp_path / "whole")
+    part = without(path, "model.layers.1.mlp.experts.3.down_proj.weight")
+    moe.must("/pause", mode="keep")
+    moe.must("/start_weight_update")
+    update = {"update_info": {"paths": [str(part), str(tmp_path / "is not there")]}}
+    assert moe.post("/update_weights", update).status == 500
+    reference = model("qwen3_moe", 12)
+    updated(moe, "2", published(reference, tmp_path / "next"))
+    assert distance(moe, reference) < CLOSE
+
+
+def test_log_probabilities_are_those_of_the_distribution_that_was_sampled_from(moe: Engine, tmp_path: Path) -> None:
+    reference = model("qwen3_moe", 13)
+    updated(moe, "4", published(reference, tmp_path))
+    assert distance(moe, reference, temperature=0.6) < CLOSE
+
+
+def test_tokens_carry_the_version_of_the_weights_that_chose_them(moe: Engine, tmp_path: Path) -> None:
+    first, second = (published(model("qwen3_moe", seed), tmp_path / str(seed)) for seed in (11, 12))
+    updated(moe, "7", first)
+    answer: list[Any] = []
+    asking = threading.Thread(target=lambda: answer.append(moe.generate(PROMPTS[0], max_tokens=150, seed=1)))
+    asking.start()
+    until = monotonic() + 60
+    while not moe.get("/load").body.get("server_load") and monotonic() < until and asking.is_alive():
+        pass
+    updated(moe, "8", second)
+    asking.join(60)
+    spans = answer[0]["choices"][0]["weight_versions"]
+    assert [span["version"] for span in spans] in (["7", "8"], ["7"], ["8"])
+    assert (spans[0]["start"], spans[-1]["end"]) == (0, 150)
+
+
+def test_equal_seeds_give_equal_answers(moe: Engine) -> None:
+    twice = [moe.generate(PROMPTS[1], max_tokens=16, seed=5)["choices"][0]["token_ids"] for _ in range(2)]
+    assert twice[0] == twice[1] != moe.generate(PROMPTS[1], max_tokens=16, seed=6)["choices"][0]["token_ids"]
+
+
+def test_more_prompts_are_answered_than_are_read_at_once(moe: Engine) -> None:
+    prompts = [[(5 * number + place) % 512 for place in range(120)] for number in range(32)]
+
+    def answered(seed: int) -> int:
+        return len(moe.generate(prompts[seed], max_tokens=2, seed=seed)["choices"][0]["token_ids"])
+
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        assert [*pool.map(answered, range(len(prompts)))] == [2] * len(prompts)
+
+
+def test_an_engine_that_has_answered_leaves_the_cores_to_others(moe: Engine) -> None:
+    moe.generate(PROMPTS[2], max_tokens=4)
+    first = before = moe.cpu_seconds()
+    sleep(LOOK_SECONDS)
+    while (now := moe.cpu_seconds()) - before > LOOK_SECONDS / 2:
+        before = now
+        sleep(LOOK_SECONDS)
+    # vLLM's own workers poll for a second before they sleep.
+    assert now - first < 0.5
+
+
+def test_an_answer_ends_at_the_stop_tokens_that_were_named(moe: Engine) -> None:
+    whole = moe.generate(PROMPTS[2], max_tokens=16, seed=5)["choices"][0]["token_ids"]
+    cut = moe.generate(PROMPTS[2], max_tokens=16, seed=5, stop_token_ids=[whole[7]])["choices"][0]
+    assert (cut["token_ids"], cut["finish_reason"]) == (whole[: whole.index(whole[7]) + 1], "stop")
+
+
+def test_weights_come_by_broadcast_to_every_worker_of_an_engine_which_ends_with_all_of_them(start: Start) -> None:
+    engine = start("mixtral", sync="Gloo", tensor=2).ready()
+    group = _joined(engine, workers=2)
+    for version, seed in (("1", 21), ("2", 22)):
+        reference = model("mixtral", seed)
+        tensors = {name: tensor.contiguous() for name, tensor in published_tensors(reference).items()}
+        engine.must("/pause", mode="keep")
+        engine.must("/start_weight_update")
+        for part in (list(tensors)[:7], list(tensors)[7:]):
+            _broadcast(engine, group, {name: tensors[name] for name in part})
+        engine.must("/finish_weight_update", {"weight_version": version})
+        engine.must("/reset_prefix_cache")
+        engine.must("/resume")
+        assert distance(engine, reference) < CLOSE
+    assert len(engine.workers()) > 2
+    assert engine.stop() == 0
+    assert engine.is_gone()
+
+
+def _joined(engine: Engine, workers: int) -> ProcessGroupGloo:
+    port, world = free_port(), 1 + workers
+    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    where = {
+        "master_address": "127.0.0.1",
+        "master_port": port,
+        "key": "weights",
+        "rank_offset": 1,
+        "world_size": world,
+    }
+    joining = threading.Thread(target=engine.must, args=("/init_weight_transfer_engine", {"init_info": where}))
+    joining.start()
+    group = ProcessGroupGloo(PrefixStore("weights", store), 0, world, timedelta(minutes=5))
+    _send(group, torch.zeros(1, dtype=torch.uint8))
+    joining.join()
+    return group
+
+
+def _broadcast(engine: Engine, group: ProcessGroupGloo, tensors: dict[str, Tensor]) -> None:
+    update = {
+        "names": list(tensors),
+        "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()],
+        "shapes": [list(tensor.shape) for tensor in tensors.values()],
+    }
+    receiving = threading.Thread(target=engine.must, args=("/update_weights", {"update_info": update}))
+    receiving.start()
+    _send(group, torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors.values()]))
+    receiving.join()
+
+
+def _send(group: ProcessGroupGloo, bucket: Tensor) -> None:
+    options = BroadcastOptions()
+    options.rootRank = options.rootTensor = 0
+    group.broadcast([bucket], options).wait()  # type: ignore[attr-defined]  # its base class's, untyped
