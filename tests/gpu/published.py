@@ -25,13 +25,13 @@ from gpu.training import job  # noqa: E402
 from moejob_api.layout.sizes import layout as layout_of  # noqa: E402
 from moejob_api.problems import InvalidSpec  # noqa: E402
 from moejob_trainer.conversion.families import table  # noqa: E402
-from moejob_trainer.conversion.imports import opened  # noqa: E402
+from moejob_trainer.conversion.loading import opened  # noqa: E402
 from moejob_trainer.megatron.engine import MegatronEngine, Placement  # noqa: E402
 from moejob_trainer.megatron.stages import built  # noqa: E402
 from moejob_trainer.megatron.topology import start_groups, stop_groups  # noqa: E402
-from moejob_trainer.megatron.weights import load_published  # noqa: E402
+from moejob_trainer.megatron.weights import load_pretrained  # noqa: E402
 from moejob_trainer.model.architecture import Architecture, architecture  # noqa: E402
-from moejob_trainer.probe.checks import Checks  # noqa: E402
+from moejob_trainer.model_check.checks import Checks  # noqa: E402
 
 CONFIG: dict[str, Any] = {
     "model_type": "qwen3_moe",
@@ -77,12 +77,12 @@ def published(dtype: torch.dtype) -> PreTrainedModel:
 
 
 def said(folder: Path, model: Architecture, dtype: str) -> str:
-    """What the check says; nothing if all is well."""
+    """Return what the check says; nothing if all is well."""
     spec, device = job(dtype, "cuda"), torch.device("cuda")
     layout = layout_of(spec.parallelism, 8)
     groups = start_groups(layout)
     stages = built(model, spec, layout, groups, device)
-    load_published(stages, opened(folder, table(model.shape)), groups)
+    load_pretrained(stages, opened(folder, table(model.shape)), groups)
     engine = MegatronEngine(model, spec, stages, Placement(groups, device), lambda _: 1e-3)
     try:
         Checks(engine, layout, node=0).imported(folder)

@@ -21,9 +21,8 @@ import torch.distributed as dist  # noqa: E402
 from moejob_api.job import Spec  # noqa: E402
 from moejob_api.layout.sizes import layout as layout_of  # noqa: E402
 from moejob_api.models import catalog  # noqa: E402
-from moejob_trainer.batches import Document, MicroBatch, batch_plan, global_batch  # noqa: E402
-from moejob_trainer.engine import LossTerms, TokenOutputs  # noqa: E402
-from moejob_trainer.losses import cross_entropy  # noqa: E402
+from moejob_trainer.data.packing import batch_plan, global_batch  # noqa: E402
+from moejob_trainer.engine import Document, LossTerms, MicroBatch, TokenOutputs  # noqa: E402  # noqa: E402
 from moejob_trainer.megatron.cpu import use_cpu  # noqa: E402
 from moejob_trainer.megatron.engine import MegatronEngine, Placement  # noqa: E402
 from moejob_trainer.megatron.stages import built  # noqa: E402
@@ -31,6 +30,7 @@ from moejob_trainer.megatron.topology import start_groups  # noqa: E402
 from moejob_trainer.megatron.weights import initialise  # noqa: E402
 from moejob_trainer.model.architecture import architecture  # noqa: E402
 from moejob_trainer.model.parameters import parameters  # noqa: E402
+from moejob_trainer.objectives.losses import cross_entropy  # noqa: E402
 
 STEPS = 8
 
@@ -54,7 +54,7 @@ def main(device: str, dtype: str, memory: dict[str, object]) -> None:
 
 
 def loss(outputs: TokenOutputs, batch: MicroBatch) -> LossTerms:
-    """What supervised fine-tuning learns from."""
+    """Return what supervised fine-tuning learns from."""
     return LossTerms(cross_entropy(outputs.log_probabilities, batch.weights))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moejob_trainer.layers import activation, attention, norm, permutation, rotary, vocabulary
+from moejob_trainer.layers import activation, attention, norm, permutation, rotary, routing, vocabulary
 from moejob_trainer.layers.documents import Documents
 
 Function = Callable[..., Tensor]
@@ -146,6 +146,40 @@ class _SumOf(torch.autograd.Function):
         return gradient.index_select(0, context.chosen.tokens), None, None
 
 
+def router(place: Place, kernels: Any, tokens: int, experts: int, width: int) -> Twins:
+    """The plain twin takes what both are: the narrow numbers themselves, in any precision."""
+    return Twins(
+        lambda x, w: _product_of(x, w, (kernels.wide_product, kernels.input_gradient, kernels.weight_gradient)),
+        lambda x, w: _product_of(x, w, (_widest, routing.plain_input_gradient, routing.plain_weight_gradient)),
+        (place.normal(tokens, width), place.normal(experts, width)),
+    )
+
+
+def _widest(x: Tensor, weight: Tensor) -> Tensor:
+    return routing.plain_wide_product(x, weight, _wide(x))
+
+
+def _product_of(x: Tensor, weight: Tensor, functions: tuple[Function, Function, Function]) -> Tensor:
+    product: Tensor = _ProductOf.apply(x, weight, functions)  # type: ignore[no-untyped-call]
+    return product
+
+
+class _ProductOf(torch.autograd.Function):
+    """`router_logits`, by one of the twins."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, weight: Tensor, functions: tuple[Function, Function, Function]) -> Tensor:
+        context.save_for_backward(x, weight)
+        context.functions = functions
+        return functions[0](x, weight)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight = context.saved_tensors
+        _, of_input, of_weight = context.functions
+        return of_input(gradient, weight), of_weight(gradient, x), None
+
+
 def word_statistics(place: Place, kernels: Any, tokens: int, words: int, existing: int, temperature: float) -> Twins:
     """Log-probabilities, normalisers and entropies from float32 logits; their gradient in the place's precision."""
     # Words that do not exist would outweigh all others; some labels are not among these words.
@@ -230,6 +264,7 @@ BUILDERS: dict[str, tuple[str, Callable[..., Twins]]] = {
     "norm": ("norm", rms_norm),
     "rotary": ("rotary", rotated),
     "row sums": ("permutation", row_sums),
+    "router": ("routing", router),
     "words": ("vocabulary", word_statistics),
 }
 

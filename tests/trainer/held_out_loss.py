@@ -1,4 +1,4 @@
-"""What Transformers alone make of an export: its mean loss on documents, one after the other, without padding.
+"""Transformers' own mean loss of an export, document after document, without padding.
 
     python tests/trainer/held_out_loss.py EXPORT CORPUS
 

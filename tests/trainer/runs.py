@@ -16,15 +16,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from multiprocessing import util
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+
 from builders import merged, spec
 from moejob_api.contract import Environment
 from moejob_api.layout.sizes import layout
-from moejob_trainer.beats import BOARD, Board
-from moejob_trainer.fencing import RESTART, claim
+from moejob_trainer.runtime.fencing import RESTART, acquire_token
+from moejob_trainer.runtime.heartbeats import BOARD, HeartbeatBoard
 from trainer.worlds import PRELOADED
 
 LONGEST_SECONDS = 200.0
@@ -46,7 +49,7 @@ TINY: dict[str, Any] = {
 
 
 def eventually(look: Callable[[], Found | None], what: str) -> Found:
-    """What `look` finds, as soon as it finds something."""
+    """Return the first result of `look` that is one."""
     until = time.monotonic() + LONGEST_SECONDS
     while time.monotonic() < until:
         if found := look():
@@ -57,7 +60,7 @@ def eventually(look: Callable[[], Found | None], what: str) -> Found:
 
 @dataclass(frozen=True)
 class Step:
-    """What a run says of a step in steps.jsonl."""
+    """One step's line in steps.jsonl."""
 
     step: int
     loss: float
@@ -70,7 +73,7 @@ class Started:
 
     folder: Path
     log: Path
-    board: Board
+    board: HeartbeatBoard
     processes: Sequence[ForkServerProcess]
 
     def is_running(self) -> bool:
@@ -104,7 +107,7 @@ class Started:
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
     def last_line(self) -> str:
-        """What a launcher would quote."""
+        """Return the line that a launcher would quote."""
         return ([line for line in self.said().splitlines() if line.strip()] or [""])[-1]
 
 
@@ -115,19 +118,28 @@ class Runs:
     volume: Path
     _started: list[Started] = field(default_factory=list)
 
-    def start(self, job: str = "job", *, attempt: int = 1, uid: str = "", before: str = "", **sections: Any) -> Started:
+    def start(
+        self,
+        job: str = "job",
+        *,
+        attempt: int = 1,
+        uid: str = "",
+        before: str = "",
+        environ: Mapping[str, str] | None = None,
+        **sections: Any,
+    ) -> Started:
         """Starts all ranks of a job whose spec is TINY with these sections laid over it, after a function of LIMITS."""
         described = spec(**merged(TINY, sections))
         ranks = layout(described.parallelism, described.resources.gpus_per_node).gpus
         folder = self.volume / job
         folder.mkdir(parents=True, exist_ok=True)
-        claim(folder, attempt, 0)
+        acquire_token(folder, attempt, 0)
         outside = self.volume.parent / f"{self.volume.name}-outside"
         outside.mkdir(exist_ok=True)
         number = len(self._started)
-        board = Board(outside / f"board-{number}", ranks)
+        board = HeartbeatBoard(outside / f"board-{number}", ranks)
         for path in board.folder.iterdir():
-            # Ranks need not be whoever runs the test.
+            # Ranks may run as another user than the test.
             path.chmod(0o666)
         common = {
             "MASTER_ADDR": "127.0.0.1",
@@ -141,6 +153,7 @@ class Runs:
             Environment.ATTEMPT: str(attempt),
             Environment.RANKS_PER_NODE: str(ranks),
             Environment.RUN_FOLDER: str(folder),
+            **(environ or {}),
         }
         log = outside / f"log-{number}"
         environments = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
@@ -187,7 +200,21 @@ def _no_superuser() -> None:
         os.setuid(65534)
 
 
-LIMITS: Mapping[str, Callable[[], None]] = {"small files": _small_files, "no superuser": _no_superuser}
+def _reported_algorithms() -> None:
+    """Prints at the end of the rank which algorithms torch chose from."""
+
+    def report() -> None:
+        sys.stdout.write(f"deterministic algorithms: {torch.are_deterministic_algorithms_enabled()}\n")
+        sys.stdout.flush()
+
+    util.Finalize(None, report, exitpriority=0)
+
+
+LIMITS: Mapping[str, Callable[[], None]] = {
+    "small files": _small_files,
+    "no superuser": _no_superuser,
+    "reported algorithms": _reported_algorithms,
+}
 
 
 def _rank(environment: Mapping[str, str], log: Path, before: str) -> ForkServerProcess:

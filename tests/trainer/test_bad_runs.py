@@ -1,4 +1,4 @@
-"""What a run says of bad input and a bad volume: one line with the place and the fix, and nothing lost."""
+"""Runs with bad input or a bad volume: one line with the place and the fix, and nothing lost."""
 
 from __future__ import annotations
 
@@ -202,8 +202,8 @@ def test_a_run_that_diverges_says_so_and_saves_nothing_of_it(another: Runs) -> N
     assert started.codes() == [1], started.said()
     said = r"Diverged: loss .* not finite in 3 updates in a row; lower training\.optimizer\.learningRate"
     assert re.search(said, started.last_line()), started.said()
-    told = [json.loads(line) for line in (started.folder / "steps.jsonl").read_text().splitlines()]
-    assert [line["applied"] for line in told][-3:] == [True, False, False]
+    lines = [json.loads(line) for line in (started.folder / "steps.jsonl").read_text().splitlines()]
+    assert [line["applied"] for line in lines][-3:] == [True, False, False]
     found = latest(started.folder / "checkpoints").found
     assert found is not None
-    assert found.folder.step == told[-3]["step"]
+    assert found.folder.step == lines[-3]["step"]

@@ -16,9 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from builders import spec
 from model_configs import config as small_config
 from moejob_api.models.shape import Family
+from moejob_trainer.checkpoints.adapter_compatibility import AdapterFacts, adapter_facts, refuse_other_adapters
 from moejob_trainer.data import tiny
 from moejob_trainer.errors import BadConfiguration
-from moejob_trainer.inherited import Adapted, adapted, refuse_other_adapters
 from trainer.runs import Runs
 
 LORA: dict[str, Any] = {"rank": 4, "alpha": 8.0, "targets": ["QueryKeyValue", "ExpertGateUp", "ExpertDown"]}
@@ -37,7 +37,7 @@ def exported(runs: Runs, job: str) -> dict[str, Tensor]:
 
 
 def saved(runs: Runs, job: str) -> set[str]:
-    """What the newest checkpoint of a job holds."""
+    """Return the state in the newest checkpoint of a job."""
     newest = max((runs.volume / job / "checkpoints").iterdir())
     names = set()
     for path in newest.glob("state-*.safetensors"):
@@ -61,7 +61,7 @@ def test_the_adapters_of_another_job_go_on_in_another_layout_and_again_from_ther
         found = exported(runs, job)
         assert found.keys() == learned.keys()
         assert all((found[name] - tensor).abs().max() < 1e-20 for name, tensor in learned.items())
-        # Beside adapters that stand beside published weights, nobody has anything to save but adapters.
+        # Beside adapters that stand beside published weights, there is nothing to save but adapters.
         assert {name for name in saved(runs, job) if not name.endswith(("lora_a", "lora_b"))} == set()
     # The same job again takes its own checkpoint, whatever it began with.
     runs.finished("second", attempt=2, **two, checkpoint=saving | {"resumeFrom": "first"})
@@ -72,7 +72,7 @@ def test_adapters_on_weights_that_another_job_trained_are_saved_with_them(runs: 
     runs.finished("whole", training=training)
     runs.finished("adapters", training=training | {"lora": LORA}, checkpoint={"resumeFrom": "whole"})
     assert "embedding.weight" in saved(runs, "adapters")
-    # Also where adapters of adapters begin there, and the same job goes on.
+    # Also where adapters of adapters begin there, and the same job continues.
     more = training | {"lora": LORA}
     runs.finished("more", training=more, checkpoint={"resumeFrom": "adapters"})
     assert "embedding.weight" in saved(runs, "more")
@@ -83,17 +83,17 @@ def test_adapters_on_weights_that_another_job_trained_are_not_held_against_the_p
     settings = small_config(Family.QWEN3_MOE, vocab_size=512, initializer_range=0.1)
     AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings)).save_pretrained(folder)
     tiny.tokenizer().save_pretrained(folder)
-    told: dict[str, Any] = {"model": {"source": str(folder), "dtype": "float32"}}
+    sections: dict[str, Any] = {"model": {"source": str(folder), "dtype": "float32"}}
     training, saving = {"maxSteps": 2, "optimizer": RATE}, {"exportHuggingFace": True, "async": False}
-    runs.finished("whole", **told, training=training, checkpoint=saving)
+    runs.finished("whole", **sections, training=training, checkpoint=saving)
     adapting = training | {"lora": LORA}
-    runs.finished("adapters", **told, training=adapting, checkpoint=saving | {"resumeFrom": "whole"})
+    runs.finished("adapters", **sections, training=adapting, checkpoint=saving | {"resumeFrom": "whole"})
     assert exported(runs, "adapters")
 
 
-def of(lora: dict[str, Any] | None = None, *, has_weights: bool = True, **sections: Any) -> Adapted:
+def of(lora: dict[str, Any] | None = None, *, has_weights: bool = True, **sections: Any) -> AdapterFacts:
     training = {} if lora is None else {"training": {"lora": lora}}
-    return adapted(spec(**training, **sections), has_weights=has_weights)
+    return adapter_facts(spec(**training, **sections), has_weights=has_weights)
 
 
 ADAPTERS = of(LORA)
@@ -119,13 +119,15 @@ ADAPTERS = of(LORA)
         ),
         pytest.param(
             of(LORA, has_weights=False),
-            adapted(spec(training={"lora": LORA, "seed": 7}), has_weights=False),
+            adapter_facts(spec(training={"lora": LORA, "seed": 7}), has_weights=False),
             "made from seed 42, and .* made from seed 7",
             id="another seed",
         ),
     ],
 )
-def test_adapters_that_would_mean_something_else_are_refused(theirs: Adapted, ours: Adapted, said: str) -> None:
+def test_adapters_that_would_mean_something_else_are_refused(
+    theirs: AdapterFacts, ours: AdapterFacts, said: str
+) -> None:
     with pytest.raises(BadConfiguration, match=said):
         refuse_other_adapters(theirs, ours, Path("/runs/first/checkpoints/step-2"))
 
@@ -143,5 +145,5 @@ def test_adapters_that_would_mean_something_else_are_refused(theirs: Adapted, ou
         ),
     ],
 )
-def test_what_another_job_left_is_taken_where_it_means_the_same(theirs: Adapted, ours: Adapted) -> None:
+def test_what_another_job_left_is_taken_where_it_means_the_same(theirs: AdapterFacts, ours: AdapterFacts) -> None:
     refuse_other_adapters(theirs, ours, Path("/runs/first/checkpoints/step-2"))

@@ -132,7 +132,7 @@ def _of_attempt(run: Started, attempt: int) -> list[Step]:
 
 
 def _is_undisturbed(runs: Runs, folder: Path, **sections: Any) -> None:
-    """Every loss that the run ever told is the one of a run that nobody disturbed, to the last bit."""
+    """Every loss that the run reports is the one of an undisturbed run, to the last bit."""
     told = steps(folder)
     last = max(step.step for step in told)
     alone = runs.finished("undisturbed", **sections, training={"maxSteps": last}, checkpoint={"everySteps": 1000})

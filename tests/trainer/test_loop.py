@@ -1,4 +1,4 @@
-"""When the loop saves and when it ends, with everything around it faked."""
+"""Saves and endings of the loop, with everything around it faked."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from moejob_trainer.batches import MicroBatch
-from moejob_trainer.engine import Engine, Loss, LossTerms, TokenOutputs, UpdateResult
+from moejob_trainer.engine import Engine, Loss, LossTerms, MicroBatch, TokenOutputs, UpdateResult
 from moejob_trainer.loop import Outcome, Run, train
 
 
@@ -53,11 +52,15 @@ class World:
         self.done += 1
         return UpdateResult(0.0, 0.0, 0.0, 0, is_applied=self.done not in self.skipped)
 
-    def evaluated(self, batches: Sequence[MicroBatch], loss: Loss) -> UpdateResult:  # noqa: ARG002
+    def evaluate(self, batches: Sequence[MicroBatch], loss: Loss) -> UpdateResult:  # noqa: ARG002
         raise AssertionError("nothing is evaluated")
 
     def outputs(self, batches: Sequence[MicroBatch]) -> list[TokenOutputs]:  # noqa: ARG002
         raise AssertionError("nobody asks")
+
+    def reference_outputs(self, batches: Sequence[MicroBatch]) -> list[TokenOutputs]:
+        """Nothing: no objective asks."""
+        raise NotImplementedError
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         raise AssertionError("nobody asks")
@@ -83,7 +86,7 @@ CASES: dict[str, tuple[World, Outcome, list[int]]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_the_loop_saves(name: str) -> None:
     world, outcome, saved = CASES[name]
-    told: list[int] = []
-    run = Run(world, world, world, world, 6, lambda step, _: told.append(step))
+    reported: list[int] = []
+    run = Run(world, world, world, world, 6, lambda step, _: reported.append(step))
     assert (train(run), world.saved) == (outcome, saved)
-    assert told == [*range(world.begun + 1, world.done + 1)]
+    assert reported == [*range(world.begun + 1, world.done + 1)]

@@ -1,4 +1,4 @@
-"""A run goes on under another job, in another layout, as if nothing had happened."""
+"""A run resumes under another job, in another layout, as if nothing had happened."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from moejob_trainer.checkpoints.adapter_compatibility import refuse_other_adapters
 from moejob_trainer.errors import BadConfiguration
-from moejob_trainer.inherited import refuse_other_adapters
 from trainer.runs import Runs, steps
 from trainer.test_inherited_adapters import LORA, RATE, of
 

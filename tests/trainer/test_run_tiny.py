@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import signal
@@ -17,6 +18,8 @@ import pytest
 import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from trainer.held_out_loss import held_out_loss
 
 ROOT = Path(__file__).parents[2]
 # The command line must never meet torch: it has an environment of its own.
@@ -54,7 +57,8 @@ class TinyRun:
 
 def started(folder: Path, name: str, **sections: Any) -> TinyRun:
     job = yaml.safe_load((ROOT / "examples" / "tiny-sft.yaml").read_text())
-    job["spec"]["data"] |= {"maxLength": 64}
+    sets = [{"source": "moejob/tiny-chats", "format": "Chat", "split": split} for split in ("test", "train")]
+    job["spec"]["data"] |= {"maxLength": 64, "eval": sets}
     job["spec"]["training"] |= {"maxSteps": STEPS, "evalEvery": STEPS}
     # In the background a save may take longer than the steps that are left.
     job["spec"]["checkpoint"] |= {"everySteps": 2, "async": False}
@@ -119,6 +123,25 @@ def test_both_exports_are_the_same_model_and_transformers_loads_it(runs: tuple[T
     )["input_ids"]
     calm, killed = (model(asked).logits for model in models)
     torch.testing.assert_close(killed, calm, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_each_evaluation_set_has_the_loss_and_perplexity_that_transformers_computes(
+    runs: tuple[TinyRun, TinyRun],
+) -> None:
+    run = runs[0]
+    line, expected = run.lines()[-1], []
+    for report in (run.place / "data").glob("*/report.json"):
+        counts = json.loads(report.read_text())
+        name = {"train": "tiny-chats", "test": "tiny-chats-test"}[counts["split"]]
+        loss = held_out_loss(run.place / "export", report.parent)
+        assert line[f"evalLoss/{name}"] == pytest.approx(loss, rel=1e-5)
+        assert line[f"evalPerplexity/{name}"] == pytest.approx(math.exp(loss), rel=1e-4)
+        expected.append((loss, counts["trained_tokens"]))
+    assert len(expected) == 2
+    whole = sum(loss * count for loss, count in expected) / sum(count for _, count in expected)
+    assert line["evalLoss"] == pytest.approx(whole, rel=1e-5)
+    assert line["evalPerplexity"] == pytest.approx(math.exp(whole), rel=1e-4)
 
 
 @pytest.mark.slow

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from moejob_api.job.model import Data, DataFormat, Dataset, Model, Overlong
-from moejob_trainer.batches import Document
 from moejob_trainer.data.corpus import Corpus
 from moejob_trainer.data.preparation import Recipe, prepare
+from moejob_trainer.engine import Document
 
 
 def document(length: int, id: int = 0, weights: Sequence[float] | None = None, **extras: Any) -> Document:  # noqa: A002
@@ -31,12 +31,12 @@ def documents(*lengths: int) -> list[Document]:
 
 
 def user(content: str) -> dict[str, Any]:
-    """What the user says."""
+    """Return a message of the user."""
     return {"role": "user", "content": content}
 
 
 def assistant(content: str) -> dict[str, Any]:
-    """What the assistant says."""
+    """Return a message of the assistant."""
     return {"role": "assistant", "content": content}
 
 

@@ -40,7 +40,7 @@ PRELOADED = [
 
 @dataclass(frozen=True)
 class Failed:
-    """What a rank raised instead of an answer."""
+    """The error of a rank, in place of a result."""
 
     text: str
 
@@ -56,7 +56,7 @@ class Worlds:
         self._size = size
 
     def run(self, size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """What `function(*arguments)` returned on each rank of a new world. It has to be importable."""
+        """Return the results of `function(*arguments)` on each rank of a new world. It has to be importable."""
         self._start(size)
         self._made += 1
         store = str(self._folder / f"store-{self._made}")

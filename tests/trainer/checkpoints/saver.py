@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from moejob_trainer.checkpoints import Alone, Checkpoints
+from moejob_trainer.checkpoints import Checkpoints, SingleRank
 from moejob_trainer.checkpoints.disk import Disk
 from moejob_trainer.checkpoints.names import step_folder
 from trainer.checkpoints.worlds import Writer, Writing, moment, place, policy
@@ -24,7 +24,7 @@ class Heavy(Writer):
 
 
 def heavy_state(folder: str) -> dict[str, bytes]:
-    """What is written into a folder of this name."""
+    """Return what to write into a folder of this name."""
     assert step_folder(folder) is not None
     return {f"__0_{part}.distcp": f"{folder}/{part} ".encode() * 10_000 for part in range(BLOCKS)}
 
@@ -32,7 +32,7 @@ def heavy_state(folder: str) -> dict[str, bytes]:
 def main(folder: Path, attempt: int) -> None:
     """Save every step of a run that never ends."""
     where = place(folder, attempt, is_ours=lambda: (folder.parent / "owner").read_text() == str(attempt))
-    run = Checkpoints(where, policy(keep=3, asynchronous=True), Alone(), Heavy(Disk()))
+    run = Checkpoints(where, policy(keep=3, asynchronous=True), SingleRank(), Heavy(Disk()))
     found = run.start()
     step = 0 if found is None else found.folder.step
     print(f"resumed {None if found is None else found.folder.name}", flush=True)  # noqa: T201 read by the test

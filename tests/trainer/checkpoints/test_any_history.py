@@ -13,7 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from moejob_trainer.checkpoints import Checkpoints, Claim, StepFolder, latest
+from moejob_trainer.checkpoints import Checkpoints, FenceToken, StepFolder, latest
 from moejob_trainer.checkpoints.names import step_folder
 from moejob_trainer.errors import BadConfiguration, Superseded
 from trainer.checkpoints.worlds import (
@@ -43,7 +43,7 @@ class History(RuleBasedStateMachine):
         super().__init__()
         self.folder = Path(tempfile.mkdtemp(prefix="moejob-history-"))
         self.checkpoints = self.folder / "checkpoints"
-        self.owner = Claim(0, 0)
+        self.owner = FenceToken(0, 0)
         self.step = 0
         self.living: Checkpoints | None = None
         self.disk = FragileDisk()
@@ -74,9 +74,11 @@ class History(RuleBasedStateMachine):
     def another_start(self, attempt: bool, crash_at: int | None, power: int | None) -> None:
         if self.living is not None:
             self.sleeping.append(self.living)
-        claim = Claim(self.owner.attempt + 1, 0) if attempt else Claim(self.owner.attempt, self.owner.restart + 1)
-        self.owner, self.disk = claim, FragileDisk(crash_at, None if power is None else random.Random(power))
-        where = place(self.folder, claim.attempt, claim.restart, is_ours=lambda: self.owner == claim)
+        token = (
+            FenceToken(self.owner.attempt + 1, 0) if attempt else FenceToken(self.owner.attempt, self.owner.restart + 1)
+        )
+        self.owner, self.disk = token, FragileDisk(crash_at, None if power is None else random.Random(power))
+        where = place(self.folder, token.attempt, token.restart, is_ours=lambda: self.owner == token)
         writer = Writer(self.disk, questions=1)
         self.living = store(where, policy(KEEP, asynchronous=True), self.disk, writer)
         try:
@@ -131,7 +133,7 @@ class History(RuleBasedStateMachine):
     def note(self, run: Checkpoints) -> None:
         if run.last is not None and run is self.living:
             self.promised.add(run.last.folder)
-        # After a crash a marker may have got its name though nobody was told.
+        # After a crash a marker may have got its name though no rank knows.
         self.committed |= self.marked() | self.promised
 
     @precondition(lambda self: self.good())
@@ -147,18 +149,18 @@ class History(RuleBasedStateMachine):
     @rule(data=st.data())
     def an_older_process_wakes_up(self, data: st.DataObject) -> None:
         run = data.draw(st.sampled_from(self.sleeping))
-        marked, lies = self.marked(), self.newer_files(run.place.claim)
+        marked, lies = self.marked(), self.newer_files(run.place.token)
         # It may have nothing to finish; it never gets as far as to begin.
         with suppress(Superseded):
             assert run.wait() is None
         with pytest.raises(Superseded):
             run.save(moment(self.step + 100))
         assert self.marked() == marked
-        assert self.newer_files(run.place.claim) == lies
+        assert self.newer_files(run.place.token) == lies
 
-    def newer_files(self, claim: Claim) -> dict[str, bytes]:
+    def newer_files(self, token: FenceToken) -> dict[str, bytes]:
         folders = [(step_folder(path.name), path) for path in self.checkpoints.glob("step-*")]
-        newer = [path for folder, path in folders if folder is not None and folder.claim > claim]
+        newer = [path for folder, path in folders if folder is not None and folder.token > token]
         return {f"{path.name}/{name}": content for path in newer for name, content in files_below(path).items()}
 
     # --- what holds all the time ---

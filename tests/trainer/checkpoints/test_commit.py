@@ -1,4 +1,4 @@
-"""How a folder becomes a checkpoint and stops being one, whatever happens in between."""
+"""A folder becomes a checkpoint and stops being one, whatever happens in between."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from moejob_trainer.checkpoints.commit import commit, delete, reject
-from moejob_trainer.checkpoints.manifest import Entry, Manifest, entries, manifest, written_names
+from moejob_trainer.checkpoints.manifest import FileEntry, Manifest, entries, manifest, written_names
 from moejob_trainer.checkpoints.verification import Check, Search, latest
 from moejob_trainer.errors import Retryable, Superseded
 from trainer.checkpoints.worlds import Crash, FragileDisk, Writer, facts, files_below, saved
@@ -62,7 +62,7 @@ def test_a_deletion_cut_short_anywhere_never_leaves_half_a_checkpoint(tmp_path: 
         except Crash:
             search = latest(run / "checkpoints", Check.SIZES)
             assert search.found is not None
-            # A marker without its files would be taken for a damaged checkpoint and alarm whoever reads the log.
+            # A marker without its files would be taken for a damaged checkpoint and alarm the reader of the log.
             assert search.refused == ()
             continue
         assert not newest.exists()
@@ -105,7 +105,7 @@ def test_a_process_of_an_older_attempt_that_wakes_up_commits_nothing(tmp_path: P
 def test_a_file_that_rank_0_sees_otherwise_than_its_writer_is_not_vouched_for(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints/step-20.0.0"
     files = written(folder, FragileDisk()).files
-    doubted = [Entry(name=one.name, size_bytes=one.size_bytes + 1, hash=one.hash) for one in files]
+    doubted = [FileEntry(name=one.name, size_bytes=one.size_bytes + 1, hash=one.hash) for one in files]
     with pytest.raises(Retryable, match="use storage that is consistent across nodes"):
         commit(folder, manifest(doubted, facts(20)), lambda: True)
     assert latest(tmp_path / "checkpoints") == Search(None)

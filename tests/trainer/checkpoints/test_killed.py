@@ -1,4 +1,4 @@
-"""A process that is killed while it saves, twenty times in one run folder."""
+"""A process that is killed while it saves, at least twenty times in one run folder."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from moejob_trainer.checkpoints.names import step_folder
 from trainer.checkpoints import saver
 from trainer.checkpoints.worlds import files_below
 
-KILLS = 20
+KILLS, MOST_KILLS = 20, 200
 TESTS = Path(__file__).parents[2]
 
 
 def output_until_killed(folder: Path, attempt: int, seconds: float) -> list[str]:
-    """What a saving process says in this long a life after it has begun to save."""
+    """Return the output of a saving process that is killed this long after it has begun to save."""
     with subprocess.Popen(
         [sys.executable, "-m", "trainer.checkpoints.saver", str(folder), str(attempt)],
         env=os.environ | {"PYTHONPATH": str(TESTS)},
@@ -39,7 +39,7 @@ def output_until_killed(folder: Path, attempt: int, seconds: float) -> list[str]
 def test_a_run_killed_at_random_moments_of_saving_always_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
     folder, moments = tmp_path / "sft", random.Random(20)
     newest, unfinished = "None", 0
-    for attempt in range(KILLS):
+    for attempt in range(MOST_KILLS):
         (tmp_path / "owner").write_text(str(attempt))
         said = output_until_killed(folder, attempt, moments.uniform(0, 0.3))
         assert said[0] == f"resumed {newest}"
@@ -51,12 +51,16 @@ def test_a_run_killed_at_random_moments_of_saving_always_goes_on_from_its_newest
             lies = files_below(found.path)
             assert {name: lies[name] for name in saver.heavy_state(newest)} == saver.heavy_state(newest)
         unfinished += any(not (path / "complete.json").exists() for path in (folder / "checkpoints").iterdir())
+        # A busy machine saves less before each kill.
+        if attempt >= KILLS and newest != "None" and _order(newest)[0] >= KILLS // 2:
+            break
+    else:
+        pytest.fail(f"{MOST_KILLS} processes that were killed came to {newest}")
     # Else the moments were not those of saving.
     assert unfinished >= KILLS // 2
-    assert _order(newest)[0] >= KILLS // 2
 
 
 def _order(name: str) -> tuple[int, int]:
     folder = step_folder(name)
     assert folder is not None
-    return folder.step, folder.claim.attempt
+    return folder.step, folder.token.attempt

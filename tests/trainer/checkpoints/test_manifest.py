@@ -1,4 +1,4 @@
-"""What a checkpoint consists of."""
+"""The manifest of a checkpoint."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from moejob_trainer.checkpoints.manifest import Entry, Manifest, divided, entries, manifest, written_names
+from moejob_trainer.checkpoints.manifest import FileEntry, Manifest, divided, entries, manifest, written_names
 from trainer.checkpoints.worlds import FragileDisk, facts
 
 SIZES = st.lists(st.integers(0, 10**12), max_size=40)
 
 
-def entry(name: str, size: int = 1) -> Entry:
-    return Entry(name=name, size_bytes=size, hash="0")
+def entry(name: str, size: int = 1) -> FileEntry:
+    return FileEntry(name=name, size_bytes=size, hash="0")
 
 
 @pytest.mark.parametrize("size", [0, 1, 2**22 - 1, 2**22, 2**22 + 1, 3 * 2**22 + 5])
@@ -25,7 +25,7 @@ def test_an_entry_has_the_size_and_hash_of_the_file(tmp_path: Path, size: int) -
     content = bytes(range(251)) * (size // 251 + 1)
     (tmp_path / "part").write_bytes(content[:size])
     assert entries(tmp_path, ["part"]) == [
-        Entry(name="part", size_bytes=size, hash=xxhash.xxh3_128_hexdigest(content[:size]))
+        FileEntry(name="part", size_bytes=size, hash=xxhash.xxh3_128_hexdigest(content[:size]))
     ]
 
 

@@ -7,14 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moejob_trainer.checkpoints.names import StepFolder, step_folder
-from moejob_trainer.fencing import Claim
+from moejob_trainer.runtime.fencing import FenceToken
 
 NUMBERS = st.integers(min_value=0, max_value=10**9)
 
 
 @given(NUMBERS, NUMBERS, NUMBERS)
 def test_a_name_says_what_it_was_made_of(step: int, attempt: int, restart: int) -> None:
-    folder = StepFolder(step, Claim(attempt, restart))
+    folder = StepFolder(step, FenceToken(attempt, restart))
     assert step_folder(folder.name) == folder
 
 

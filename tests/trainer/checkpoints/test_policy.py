@@ -1,4 +1,4 @@
-"""When to save, what to keep, whether there is room."""
+"""Decisions when to save, what to keep, and whether there is room."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from moejob_api.job.storage import Checkpoint
 from moejob_api.quantities import GIB
 from moejob_trainer.checkpoints.names import StepFolder, step_folder
-from moejob_trainer.checkpoints.policy import Start, is_due, room_complaint, to_delete
-from moejob_trainer.checkpoints.verification import Seen, State
-from moejob_trainer.fencing import Claim
+from moejob_trainer.checkpoints.policy import LastSave, is_due, room_complaint, to_delete
+from moejob_trainer.checkpoints.verification import FolderState, SeenFolder
+from moejob_trainer.runtime.fencing import FenceToken
 
 MINUTE = 60.0
 STEPS = Checkpoint(every_steps=50)
@@ -23,30 +23,32 @@ MINUTES = Checkpoint(every_minutes=10)
 @pytest.mark.parametrize(
     ("policy", "step", "now", "last", "due"),
     [
-        pytest.param(STEPS, 50, 0, Start(0, 0), True, id="every 50 steps: at 50"),
-        pytest.param(STEPS, 49, 1e9, Start(0, 0), False, id="every 50 steps: not at 49, however late"),
-        pytest.param(STEPS, 100, 0, Start(90, 0), True, id="every 50 steps: at 100 though resumed at 90"),
-        pytest.param(STEPS, 140, 0, Start(90, 0), False, id="every 50 steps: not 50 after where it resumed"),
-        pytest.param(STEPS, 100, 0, Start(100, 0), False, id="what is saved is not saved again"),
-        pytest.param(MINUTES, 7, 10 * MINUTE, Start(0, 0), True, id="every 10 minutes: after 10"),
-        pytest.param(MINUTES, 7, 10 * MINUTE - 1, Start(0, 0), False, id="every 10 minutes: not before"),
-        pytest.param(MINUTES, 7, 15 * MINUTE, Start(3, 6 * MINUTE), False, id="every 10 minutes: since the last save"),
-        pytest.param(MINUTES, 3, 99 * MINUTE, Start(3, 0), False, id="nothing new, nothing to save"),
-        pytest.param(Checkpoint(), 7, 30 * MINUTE, Start(0, 0), True, id="unsaid: after 30 minutes"),
-        pytest.param(Checkpoint(), 7, 29 * MINUTE, Start(0, 0), False, id="unsaid: not after 29"),
+        pytest.param(STEPS, 50, 0, LastSave(0, 0), True, id="every 50 steps: at 50"),
+        pytest.param(STEPS, 49, 1e9, LastSave(0, 0), False, id="every 50 steps: not at 49, however late"),
+        pytest.param(STEPS, 100, 0, LastSave(90, 0), True, id="every 50 steps: at 100 though resumed at 90"),
+        pytest.param(STEPS, 140, 0, LastSave(90, 0), False, id="every 50 steps: not 50 after where it resumed"),
+        pytest.param(STEPS, 100, 0, LastSave(100, 0), False, id="what is saved is not saved again"),
+        pytest.param(MINUTES, 7, 10 * MINUTE, LastSave(0, 0), True, id="every 10 minutes: after 10"),
+        pytest.param(MINUTES, 7, 10 * MINUTE - 1, LastSave(0, 0), False, id="every 10 minutes: not before"),
+        pytest.param(
+            MINUTES, 7, 15 * MINUTE, LastSave(3, 6 * MINUTE), False, id="every 10 minutes: since the last save"
+        ),
+        pytest.param(MINUTES, 3, 99 * MINUTE, LastSave(3, 0), False, id="nothing new, nothing to save"),
+        pytest.param(Checkpoint(), 7, 30 * MINUTE, LastSave(0, 0), True, id="unsaid: after 30 minutes"),
+        pytest.param(Checkpoint(), 7, 29 * MINUTE, LastSave(0, 0), False, id="unsaid: not after 29"),
     ],
 )
-def test_a_save_is_due(policy: Checkpoint, step: int, now: float, last: Start, due: bool) -> None:
+def test_a_save_is_due(policy: Checkpoint, step: int, now: float, last: LastSave, due: bool) -> None:
     assert is_due(step, now, policy, last) is due
 
 
-OWN = Claim(2, 1)
-SIGNS = {"": State.COMPLETE, "?": State.PARTIAL, "!": State.REJECTED}
+OWN = FenceToken(2, 1)
+SIGNS = {"": FolderState.COMPLETE, "?": FolderState.PARTIAL, "!": FolderState.REJECTED}
 
 
-def folders(text: str) -> list[Seen]:
+def folders(text: str) -> list[SeenFolder]:
     """Step folders as 10.0.0, those never completed with a ?, damaged ones with a !."""
-    return [Seen(_folder(word.rstrip("?!")), SIGNS[word[len(word.rstrip("?!")) :]]) for word in text.split()]
+    return [SeenFolder(_folder(word.rstrip("?!")), SIGNS[word[len(word.rstrip("?!")) :]]) for word in text.split()]
 
 
 def _folder(numbers: str) -> StepFolder:
@@ -87,20 +89,22 @@ def test_what_resume_from_names_is_spared() -> None:
     assert to_delete(folders("10.0.0 20.0.0 30.0.0"), 1, OWN, frozenset({_folder("10.0.0")})) == [_folder("20.0.0")]
 
 
-CLAIMS = st.builds(Claim, st.integers(0, 3), st.integers(0, 2))
+CLAIMS = st.builds(FenceToken, st.integers(0, 3), st.integers(0, 2))
 SEEN = st.lists(
-    st.builds(Seen, st.builds(StepFolder, st.integers(0, 9), CLAIMS), st.sampled_from(State)),
+    st.builds(SeenFolder, st.builds(StepFolder, st.integers(0, 9), CLAIMS), st.sampled_from(FolderState)),
     unique_by=lambda one: one.folder,
 )
 
 
 @given(SEEN, st.integers(1, 4), CLAIMS)
-def test_the_newest_stay_and_nothing_newer_than_ourselves_goes(there: list[Seen], keep: int, own: Claim) -> None:
+def test_the_newest_stay_and_nothing_newer_than_ourselves_goes(
+    there: list[SeenFolder], keep: int, own: FenceToken
+) -> None:
     gone = set(to_delete(there, keep, own))
-    complete = sorted((one.folder for one in there if one.state is State.COMPLETE), reverse=True)
+    complete = sorted((one.folder for one in there if one.state is FolderState.COMPLETE), reverse=True)
     assert gone.isdisjoint(complete[:keep])
-    assert all(folder.claim <= own for folder in gone)
-    assert gone.isdisjoint(one.folder for one in there if one.state is State.PARTIAL and one.folder.claim == own)
+    assert all(folder.token <= own for folder in gone)
+    assert gone.isdisjoint(one.folder for one in there if one.state is FolderState.PARTIAL and one.folder.token == own)
     left = [one for one in there if one.folder not in gone]
     assert to_delete(left, keep, own) == []
 

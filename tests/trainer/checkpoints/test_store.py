@@ -11,16 +11,17 @@ import pytest
 
 from moejob_api.job.storage import Checkpoint
 from moejob_api.quantities import GIB
-from moejob_trainer.checkpoints import Alone, Checkpoints, Claim, Saved, StepFolder
+from moejob_trainer.checkpoints import Checkpoints, FenceToken, Saved, SingleRank, StepFolder
 from moejob_trainer.checkpoints.cleaning import clean
 from moejob_trainer.checkpoints.disk import Disk
 from moejob_trainer.checkpoints.manifest import marker
 from moejob_trainer.errors import BadConfiguration, Retryable, Superseded
+from moejob_trainer.runtime.fencing import acquire_token
 from trainer.checkpoints.worlds import (
     FragileDisk,
     Inline,
-    RankOfThreads,
-    RanksOfThreads,
+    ThreadCoordinator,
+    ThreadCoordinators,
     Writer,
     Writing,
     files_below,
@@ -48,7 +49,7 @@ def test_a_run_begins_from_its_model_and_goes_on_from_its_newest_checkpoint(tmp_
     second = store(place(tmp_path, attempt=1))
     found = second.start()
     assert found is not None
-    assert (found.folder, second.last_step) == (StepFolder(10, Claim(0, 0)), 10)
+    assert (found.folder, second.last_step) == (StepFolder(10, FenceToken(0, 0)), 10)
 
 
 def test_a_checkpoint_holds_what_was_written_and_says_what_it_is(tmp_path: Path) -> None:
@@ -61,7 +62,7 @@ def test_a_checkpoint_holds_what_was_written_and_says_what_it_is(tmp_path: Path)
     assert (facts.step, facts.attempt, facts.restart, facts.job_uid) == (10, 3, 1, "uid-1")
     assert (facts.layout, facts.versions, facts.data) == ({"tensor": 2}, {"torch": "2.13.0"}, {"samples": 80})
     lies = {name: content for name, content in files_below(found.path).items() if not name.endswith(".json")}
-    assert lies == state(StepFolder(10, Claim(3, 1)))
+    assert lies == state(StepFolder(10, FenceToken(3, 1)))
     assert {entry.name: entry.size_bytes for entry in found.manifest.files} == {k: len(v) for k, v in lies.items()}
 
 
@@ -166,7 +167,7 @@ def test_what_is_saved_is_not_saved_twice(tmp_path: Path) -> None:
 
 @dataclass
 class Clock:
-    """A clock that moves when it is told to."""
+    """A clock that the test moves."""
 
     now: float = 100.0
 
@@ -188,19 +189,19 @@ class Slow(Writer):
 def test_a_save_says_how_long_it_took_and_how_long_training_stood_still(tmp_path: Path) -> None:
     clock, disk = Clock(), FragileDisk()
     writer = Slow(disk, questions=1, clock=clock)
-    run = Checkpoints(place(tmp_path), IN_BACKGROUND, Alone(), writer, disk, clock, Inline())
+    run = Checkpoints(place(tmp_path), IN_BACKGROUND, SingleRank(), writer, disk, clock, Inline())
     run.start()
     run.save(moment(10))
     clock.now += 5
     assert run.poll() is None
     clock.now += 5
-    size_bytes = sum(len(content) for content in state(StepFolder(10, Claim(0, 0))).values())
-    expected = Saved(StepFolder(10, Claim(0, 0)), size_bytes, seconds=12.0, stalled_seconds=2.0)
+    size_bytes = sum(len(content) for content in state(StepFolder(10, FenceToken(0, 0))).values())
+    expected = Saved(StepFolder(10, FenceToken(0, 0)), size_bytes, seconds=12.0, stalled_seconds=2.0)
     assert [run.poll(), run.last] == [expected, expected]
 
 
 def test_a_save_is_due_by_the_clock_of_rank_0_on_every_rank(tmp_path: Path) -> None:
-    def act(rank: RankOfThreads) -> list[bool]:
+    def act(rank: ThreadCoordinator) -> list[bool]:
         clock, disk = Clock(), FragileDisk()
         how = Checkpoint(every_minutes=1)
         run = Checkpoints(place(tmp_path), how, rank, Writer(disk), disk, clock, Inline())
@@ -210,7 +211,7 @@ def test_a_save_is_due_by_the_clock_of_rank_0_on_every_rank(tmp_path: Path) -> N
         clock.now += 2
         return [early, run.is_due(10)]
 
-    assert RanksOfThreads(2).together(act) == [[False, True]] * 2
+    assert ThreadCoordinators(2).together(act) == [[False, True]] * 2
 
 
 def test_saves_every_so_many_steps_go_on_after_a_save(tmp_path: Path) -> None:
@@ -229,15 +230,15 @@ def test_saves_every_so_many_steps_go_on_after_a_save(tmp_path: Path) -> None:
 
 
 def test_many_ranks_write_hash_and_resume_as_one(tmp_path: Path) -> None:
-    def act(rank: RankOfThreads) -> tuple[object, ...]:
+    def act(rank: ThreadCoordinator) -> tuple[object, ...]:
         disk = FragileDisk()
         run = Checkpoints(place(tmp_path), policy(), rank, Writer(disk, rank.rank), disk)
         began = run.start()
         outcome = run.save(moment(10))
-        # Each rank on its own volume object: what one of them did not sync nobody synced.
+        # Each rank on its own volume object: what one of them did not sync is not synced.
         return began, outcome and outcome.folder, run.last_step, disk.unsynced_files
 
-    assert RanksOfThreads(3).together(act)[1:] == [(None, StepFolder(10, Claim(0, 0)), 10, set())] * 2
+    assert ThreadCoordinators(3).together(act)[1:] == [(None, StepFolder(10, FenceToken(0, 0)), 10, set())] * 2
     found = store(place(tmp_path, attempt=1)).start()
     assert found is not None
     written = [name for rank in range(3) for name in state(found.folder, rank)]
@@ -268,14 +269,14 @@ def test_a_rank_that_cannot_write_fails_the_save_on_every_rank_and_nothing_is_co
     saved(tmp_path, 10)
     full = OSError(errno.ENOSPC, "No space left on device", "__1_0.distcp")
 
-    def act(rank: RankOfThreads) -> None:
+    def act(rank: ThreadCoordinator) -> None:
         disk = FragileDisk()
         writer = Failing(disk, rank.rank, error=full)
         run = Checkpoints(place(tmp_path, attempt=1), policy(), rank, writer, disk, background=Inline())
         run.start()
         run.save(moment(20))
 
-    outcomes = RanksOfThreads(2).together(act)
+    outcomes = ThreadCoordinators(2).together(act)
     assert [type(outcome) for outcome in outcomes] == [BadConfiguration] * 2
     assert {str(outcome) for outcome in outcomes} == {str(outcomes[0])}
     assert str(outcomes[0]) == (
@@ -309,8 +310,8 @@ class Refusing(FragileDisk):
         pytest.param(errno.EDQUOT, BadConfiguration, "make it larger", id="over quota"),
         pytest.param(errno.EROFS, BadConfiguration, "mount it for writing", id="read-only"),
         pytest.param(errno.EACCES, BadConfiguration, "writable for the user", id="forbidden"),
-        pytest.param(errno.EIO, Retryable, "goes on from the last complete checkpoint", id="input/output error"),
-        pytest.param(errno.ESTALE, Retryable, "goes on from the last complete checkpoint", id="server away"),
+        pytest.param(errno.EIO, Retryable, "resumes from the last complete checkpoint", id="input/output error"),
+        pytest.param(errno.ESTALE, Retryable, "resumes from the last complete checkpoint", id="server away"),
     ],
 )
 @pytest.mark.parametrize("part", ["the state", "the manifest"])
@@ -332,8 +333,37 @@ def test_a_volume_that_refuses_is_named_with_the_fix_and_nothing_is_lost(
 
 def test_a_run_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "sft").write_text("a file")
-    with pytest.raises(BadConfiguration, match=r"opening the run folder failed at .*sft.*move it away"):
+    with pytest.raises(BadConfiguration, match=r"opening the run folder failed at .*sft.*move away what is"):
         store(place(tmp_path / "sft")).start()
+
+
+@pytest.mark.parametrize("link", ["sft", "sft/checkpoints"])
+def test_nothing_is_written_through_a_link_where_a_folder_is_needed(tmp_path: Path, link: str) -> None:
+    run, elsewhere = store(place(tmp_path / "sft")), tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (tmp_path / link).parent.mkdir(exist_ok=True)
+    (tmp_path / link).symlink_to(elsewhere)
+    with pytest.raises(BadConfiguration, match=r"a file or a link is there; .*move away what is in its place"):
+        run.start()
+    assert list(elsewhere.iterdir()) == []
+
+
+def test_a_link_in_the_place_of_a_checkpoint_is_removed_and_not_followed(tmp_path: Path) -> None:
+    run, precious = store(place(tmp_path / "sft")), tmp_path / "elsewhere/precious"
+    run.start()
+    precious.parent.mkdir()
+    precious.write_text("precious")
+    (tmp_path / "sft/checkpoints/step-10.0.0").symlink_to(precious.parent)
+    run.save(moment(10))
+    assert list(precious.parent.iterdir()) == [precious]
+    assert there(tmp_path / "sft") == ["step-10.0.0"]
+
+
+def test_others_on_the_machine_see_no_checkpoints_and_reach_an_export(tmp_path: Path) -> None:
+    acquire_token(tmp_path / "sft", 0, 0)
+    store(place(tmp_path / "sft")).start()
+    modes = {name: (tmp_path / name).stat().st_mode & 0o777 for name in ("sft", "sft/claims", "sft/checkpoints")}
+    assert modes == {"sft": 0o755, "sft/claims": 0o700, "sft/checkpoints": 0o750}
 
 
 @dataclass

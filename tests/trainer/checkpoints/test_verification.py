@@ -1,4 +1,4 @@
-"""Which checkpoint is trusted."""
+"""Verification: the checkpoint that is trusted."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from moejob_trainer.checkpoints.manifest import marker
 from moejob_trainer.checkpoints.names import StepFolder
 from moejob_trainer.checkpoints.verification import Check, Found, Refusal, Search, latest
 from moejob_trainer.errors import BadConfiguration, Retryable
-from moejob_trainer.fencing import Claim
-from trainer.checkpoints.worlds import RanksOfThreads, files_below, flip, saved, state
+from moejob_trainer.runtime.fencing import FenceToken
+from trainer.checkpoints.worlds import ThreadCoordinators, files_below, flip, saved, state
 
-FILES = [*state(StepFolder(20, Claim(0, 0))), "manifest.json", "complete.json"]
+FILES = [*state(StepFolder(20, FenceToken(0, 0))), "manifest.json", "complete.json"]
 
 
 def found_step(search: Search) -> int | None:
@@ -124,7 +124,7 @@ def test_looking_changes_nothing(tmp_path: Path) -> None:
 def test_many_ranks_read_a_share_each_and_get_the_same_answer(tmp_path: Path, name: str) -> None:
     _, newest = saved(tmp_path, 10, 20)
     flip(newest / name)
-    answers = RanksOfThreads(3).together(lambda rank: latest(tmp_path / "checkpoints", Check.HASHES, rank))
+    answers = ThreadCoordinators(3).together(lambda rank: latest(tmp_path / "checkpoints", Check.HASHES, rank))
     alone = latest(tmp_path / "checkpoints")
     assert isinstance(alone.found, Found)
     assert isinstance(alone.refused[0], Refusal)

@@ -9,13 +9,25 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter
 
 from moejob_api.job.storage import Checkpoint
-from moejob_trainer.checkpoints import Alone, Checkpoints, Claim, Moment, Place, Run, Saved, StepFolder
+from moejob_trainer.checkpoints import (
+    Checkpoints,
+    FenceToken,
+    Moment,
+    RunFolder,
+    RunOwner,
+    Saved,
+    SingleRank,
+    StepFolder,
+)
 from moejob_trainer.checkpoints.disk import Disk
 from moejob_trainer.checkpoints.manifest import Facts
 from moejob_trainer.checkpoints.names import step_folder
+from moejob_trainer.distributed.encoding import decoded, encoded
 
 T = TypeVar("T")
 
@@ -43,11 +55,12 @@ class FragileDisk(Disk):
     unsynced_names: dict[Path, list[Callable[[], object]]] = field(default_factory=dict)
     lock: threading.RLock = field(default_factory=threading.RLock)
 
-    def make_folder(self, path: Path) -> None:
+    def make_folder(self, path: Path, mode: int = 0o755) -> None:
         with self.lock:
             self._step()
-            if not path.exists():
-                super().make_folder(path)
+            is_new = not path.exists()
+            super().make_folder(path, mode)
+            if is_new:
                 self._named(path, lambda: shutil.rmtree(path))
 
     def write(self, path: Path, content: bytes) -> None:
@@ -81,7 +94,9 @@ class FragileDisk(Disk):
     def remove(self, path: Path) -> None:
         with self.lock:
             self._step()
-            if path.exists():
+            if path.is_symlink():
+                super().remove(path)
+            elif path.exists():
                 content = path.read_bytes()
                 super().remove(path)
                 self._named(path, lambda: path.write_bytes(content))
@@ -131,13 +146,13 @@ class Inline(Executor):
         future: Future[T] = Future()
         try:
             future.set_result(fn(*args, **kwargs))
-        except Exception as error:  # noqa: BLE001 whoever asks for the result gets it, as in any executor
+        except Exception as error:  # noqa: BLE001 the result raises it, as in any executor
             future.set_exception(error)
         return future
 
 
 def state(folder: StepFolder, rank: int = 0) -> dict[str, bytes]:
-    """What a rank of the tests writes at a step: nothing in it is like anything in another."""
+    """Return the files of a rank of the tests at a step: nothing in one is like anything in another."""
     text = f"{folder.name} of rank {rank}; ".encode()
     files = {f"__{rank}_0.distcp": text * 5, f"__{rank}_1.distcp": text * 3}
     return files | ({".metadata": text, "common/state.pt": text * 2} if rank == 0 else {})
@@ -145,7 +160,7 @@ def state(folder: StepFolder, rank: int = 0) -> dict[str, bytes]:
 
 @dataclass
 class Writing:
-    """A part of a save that takes as many questions as it was told."""
+    """A part of a save that is finished after a given number of questions."""
 
     files: Sequence[str]
     questions: int = 0
@@ -155,7 +170,7 @@ class Writing:
         return self.questions < 0
 
     def names(self) -> Sequence[str]:
-        # Rank 0 says nothing of the files that stand for all ranks: whoever commits has to find them.
+        # Rank 0 does not name the files that stand for all ranks: the commit has to find them.
         return [name for name in self.files if name.endswith(".distcp")]
 
 
@@ -178,21 +193,21 @@ class Writer:
         return Writing(list(files), self.questions)
 
 
-class RanksOfThreads:
-    """What threads that stand for ranks say to one another."""
+class ThreadCoordinators:
+    """Values that threads standing for ranks exchange."""
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.said: list[Any] = [None] * size
+        self.sent = [b""] * size
         # A rank that never comes shall fail the test, not hang it.
         self.barrier = threading.Barrier(size, timeout=30)
 
-    def together(self, act: Callable[[RankOfThreads], T]) -> list[T | Exception]:
-        """What came of it on each rank."""
+    def together(self, act: Callable[[ThreadCoordinator], T]) -> list[T | Exception]:
+        """Return the result on each rank."""
 
         def one(rank: int) -> T | Exception:
             try:
-                return act(RankOfThreads(self, rank))
+                return act(ThreadCoordinator(self, rank))
             except Exception as error:  # noqa: BLE001 the test compares what every rank raised
                 return error
 
@@ -201,28 +216,29 @@ class RanksOfThreads:
 
 
 @dataclass(frozen=True)
-class RankOfThreads:
+class ThreadCoordinator:
     """One of them."""
 
-    group: RanksOfThreads
+    group: ThreadCoordinators
     rank: int
 
     @property
     def size(self) -> int:
         return self.group.size
 
-    def gathered(self, value: T) -> Sequence[T]:
-        return self._all(value) if self.rank == 0 else self._all(value)[:0]
+    def gather(self, value: T, kind: TypeAdapter[T]) -> Sequence[T]:
+        everyones = self._all(encoded(value, kind))
+        return [decoded(one, kind) for one in everyones] if self.rank == 0 else []
 
-    def broadcast(self, value: T) -> T:
-        return self._all(value)[0]
+    def broadcast(self, value: T | None, kind: TypeAdapter[T]) -> T:
+        return decoded(self._all(encoded(value, kind))[0], kind)
 
-    def _all(self, value: T) -> list[T]:
-        self.group.said[self.rank] = value
+    def _all(self, content: bytes) -> list[bytes]:
+        self.group.sent[self.rank] = content
         self.group.barrier.wait()
-        everything = cast("list[T]", list(self.group.said))
+        everyones = list(self.group.sent)
         self.group.barrier.wait()
-        return everything
+        return everyones
 
 
 def facts(step: int = 10, attempt: int = 0, restart: int = 0) -> Facts:
@@ -248,15 +264,15 @@ def policy(keep: int = 2, asynchronous: bool = False, resume_from: str | None = 
 
 def place(
     folder: Path, attempt: int = 0, restart: int = 0, is_ours: Callable[[], bool] = lambda: True, uid: str = "uid-1"
-) -> Place:
-    return Place(folder, Run(job="sft", uid=uid), Claim(attempt, restart), is_ours)
+) -> RunFolder:
+    return RunFolder(folder, RunOwner(job="sft", uid=uid), FenceToken(attempt, restart), is_ours)
 
 
 def store(
-    where: Place, how: Checkpoint | None = None, disk: Disk | None = None, writer: Writer | None = None
+    where: RunFolder, how: Checkpoint | None = None, disk: Disk | None = None, writer: Writer | None = None
 ) -> Checkpoints:
     volume = disk or FragileDisk()
-    return Checkpoints(where, how or policy(), Alone(), writer or Writer(volume), volume, background=Inline())
+    return Checkpoints(where, how or policy(), SingleRank(), writer or Writer(volume), volume, background=Inline())
 
 
 def saved(folder: Path, *steps: int, attempt: int = 0, keep: int = 100) -> list[Path]:

@@ -24,7 +24,9 @@ def values_of(family: Family, **changes: Any) -> dict[str, Any]:
     """A small config whose heads and widths four ranks divide; MTP only where it is asked for."""
     sizes = {"num_hidden_layers": _LAYERS, "hidden_size": 32, "num_attention_heads": 8, "intermediate_size": 16}
     experts = {"moe_intermediate_size": 20, "n_group": 2, "topk_group": 1, "num_nextn_predict_layers": 0}
-    return config(family, **sizes | experts | changes)
+    # The class of DeepSeek-V3 would put in 128 for what is missing, whatever the number of heads.
+    heads = {"num_key_value_heads": 8} if family is Family.DEEPSEEK_V3 else {}
+    return config(family, **sizes | experts | heads | changes)
 
 
 def table_of(values: dict[str, Any]) -> Table:
@@ -72,7 +74,7 @@ def _mtp(tensors: dict[str, Tensor], values: dict[str, Any]) -> dict[str, Tensor
 
 
 def blank(table: Table, place: Coordinates, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """What a rank holds before the import: nothing that an import could leave behind unseen."""
+    """Return a rank's tensors before the import: nothing that an import could leave behind unseen."""
     return {
         parameter.name: torch.full(
             local_shape(parameter, place), torch.nan, dtype=torch.float32 if parameter.is_buffer else dtype

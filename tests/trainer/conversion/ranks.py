@@ -1,4 +1,4 @@
-"""What a rank does in the cells of a test: it imports its part of a checkpoint and exports it with the others."""
+"""A rank in the cells of a test: it imports its part of a checkpoint and exports it with the others."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from moejob_trainer.conversion.export import ExportReport, Target, export
 from moejob_trainer.conversion.families import Table, table
 from moejob_trainer.conversion.gathering import hugging_face_tensors
 from moejob_trainer.conversion.groups import ModelGroups
-from moejob_trainer.conversion.imports import import_weights, opened
+from moejob_trainer.conversion.loading import import_weights, opened
 from moejob_trainer.model.parameters import Coordinates, local_shape
 
 
@@ -40,7 +40,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one rank saw."""
+    """Results of one rank."""
 
     report: ExportReport
     streamed: tuple[str, ...]
@@ -55,7 +55,7 @@ def outcome(cell: Cell) -> Outcome:
     import_weights(state, opened(cell.source, found), groups.coordinates)
     target = Target(cell.folder, cell.source, most_shard_bytes=cell.most_shard_bytes)
     report = export(state, found, groups, target)
-    return Outcome(report, tuple(name for name, _ in hugging_face_tensors(state, found, groups)))
+    return Outcome(report, tuple(name for name, one in hugging_face_tensors(state, found, groups) if not one.is_meta))
 
 
 def _groups(sizes: Layout, rank: int) -> ModelGroups:
@@ -79,7 +79,7 @@ def _stage(found: Table, sizes: Layout, rank: int, coordinates: Coordinates) -> 
 
 
 def _stages(name: str, found: Table, count: int) -> set[int]:
-    """Where a parameter is. A tied embedding is on both ends; the first stage has the layers that are left over."""
+    """Return the stages of a parameter. A tied embedding is on both ends; the first stage has the layers left over."""
     last = count - 1
     match name.split("."):
         case ["layers", index, *_]:

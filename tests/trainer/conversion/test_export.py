@@ -1,4 +1,4 @@
-"""What is exported is what was imported, to the bit, in every layout; and nothing half-written ever has its name."""
+"""An export is the import, to the bit, in every layout; and nothing half-written ever has its name."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from transformers import AutoModelForCausalLM
 from moejob_api.job.parallelism import ExpertLayout, Parallelism
 from moejob_api.models.shape import Family
 from moejob_trainer.conversion.export import ExportReport, Target, export
-from moejob_trainer.conversion.gathering import Gathering, hugging_face_tensors
+from moejob_trainer.conversion.gathering import TensorGathering, hugging_face_tensors
 from moejob_trainer.conversion.groups import ModelGroups
-from moejob_trainer.conversion.imports import import_weights, opened
-from moejob_trainer.conversion.pieces import Piece
-from moejob_trainer.conversion.shards import CorruptExport, Entry, planned, shard, verify
+from moejob_trainer.conversion.loading import import_weights, opened
+from moejob_trainer.conversion.safetensors_writer import CorruptExport, TensorEntry, planned, shard_writer, verify
+from moejob_trainer.conversion.tensor_table import Piece
 from moejob_trainer.model.parameters import Coordinates
 from trainer.conversion.published import FAMILIES, blank, saved, saved_with_mtp, table_of, values_of
 from trainer.conversion.ranks import Cell, Outcome, outcome
@@ -145,16 +145,16 @@ def test_files_stay_below_their_size_and_the_index_finds_every_tensor(
 def test_parts_that_were_put_together_wrongly_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files that hold what was written, each with its checksum, of two experts that have changed places."""
     values, source = one_of(Family.QWEN3_MOE, tmp_path / "published")
-    right = Gathering.tensors
+    right = TensorGathering.tensors
 
-    def swapped(gathering: Gathering) -> Iterator[tuple[Piece, Tensor]]:
+    def swapped(gathering: TensorGathering) -> Iterator[tuple[Piece, Tensor]]:
         whole = {piece.tensor: (piece, tensor) for piece, tensor in right(gathering)}
         first, second = (f"model.layers.1.mlp.experts.{index}.down_proj.weight" for index in (2, 3))
         of_first = whole[first][1]
         whole[first], whole[second] = (whole[first][0], whole[second][1]), (whole[second][0], of_first)
         yield from whole.values()
 
-    monkeypatch.setattr(Gathering, "tensors", swapped)
+    monkeypatch.setattr(TensorGathering, "tensors", swapped)
     with pytest.raises(CorruptExport, match=r"importing layers\.1\..* would give other values than rank 0 holds"):
         exported(values, source, tmp_path / "export")
     assert not (tmp_path / "export").exists()
@@ -307,12 +307,16 @@ def test_tensors_are_streamed_one_at_a_time_with_their_copies(tmp_path: Path) ->
     assert_same_bits(streamed, contents(source))
 
 
-ENTRIES = [Entry("a", (3,), torch.bfloat16), Entry("b", (2, 2), torch.float32), Entry("c", (), torch.float32)]
+ENTRIES = [
+    TensorEntry("a", (3,), torch.bfloat16),
+    TensorEntry("b", (2, 2), torch.float32),
+    TensorEntry("c", (), torch.float32),
+]
 TENSORS = {"a": torch.tensor([1.0, 2.0, 3.0]).bfloat16(), "b": torch.eye(2), "c": torch.tensor(5.0)}
 
 
 def shard_of(path: Path) -> dict[str, str]:
-    with shard(path, ENTRIES) as opened_shard:
+    with shard_writer(path, ENTRIES) as opened_shard:
         return {name: opened_shard.write(name, TENSORS[name]) for name in ("c", "a", "b")}
 
 

@@ -15,7 +15,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from moejob_api.models.shape import Family
 from moejob_api.problems import InvalidSpec
-from moejob_trainer.conversion.imports import import_weights, opened
+from moejob_trainer.conversion.loading import import_weights, opened
 from moejob_trainer.conversion.quantized import readable
 from moejob_trainer.model.parameters import Coordinates
 from trainer.conversion.published import blank, cut, saved, table_of, values_of

@@ -1,4 +1,4 @@
-"""What of a conversation is trained on: by hand, against Transformers' own mask, and against TRL's marked templates."""
+"""The loss mask of a conversation: by hand, against Transformers' own mask, and against TRL's marked templates."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from transformers import PreTrainedTokenizerBase
 
 from moejob_api.job.model import DataFormat
 from moejob_trainer.data import tiny
+from moejob_trainer.data.chat_template import Template
 from moejob_trainer.data.conversations import conversation
 from moejob_trainer.data.encoding import Sample, encoder
-from moejob_trainer.data.rendering import Template
-from moejob_trainer.data.sources import Record
+from moejob_trainer.data.records import Record
 from moejob_trainer.errors import BadData
 from trainer.training_data import assistant, chat, user
 
@@ -51,7 +51,7 @@ def published(name: str) -> str:
 
 
 def changed(name: str) -> str:
-    """The same under a text that nobody published."""
+    """The same under a text that is not published."""
     return published(name) + "{# ours #}"
 
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
 from moejob_trainer.data import tiny
+from moejob_trainer.data.chat_template import Template
 from moejob_trainer.data.conversations import conversation
-from moejob_trainer.data.rendering import Template
-from moejob_trainer.data.sources import Record
+from moejob_trainer.data.records import Record
 from moejob_trainer.errors import BadData
 from trainer.training_data import assistant, chat, user
 
@@ -119,7 +119,7 @@ def cases() -> Iterator[Any]:
 
 
 def as_published(name: str, fields: dict[str, Any], prompt: bool = False) -> str:
-    """What Transformers makes of the published template."""
+    """Return the text that Transformers makes of the published template."""
     messages = json.loads(json.dumps(fields["messages"]))
     if name == DEEPSEEK:
         # It takes arguments as text alone.

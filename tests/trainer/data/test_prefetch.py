@@ -14,7 +14,7 @@ DEADLINE_SECONDS = 30
 
 
 class Source:
-    """Counts up, and says when so many have been made."""
+    """Counts up, and shows when a given number has been made."""
 
     def __init__(self, announced: int, last: int = 10**9) -> None:
         self.made = 0

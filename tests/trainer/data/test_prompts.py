@@ -71,4 +71,4 @@ def test_the_sums_that_come_along_are_asked_as_the_chats_ask_them_and_answered_r
     for prompt in found.prompts:
         left, _, right = str(prompt.text.removeprefix("<|user|>").partition("<")[0]).split()
         assert prompt.fields["answer"] == str(int(left) + int(right))
-    assert 70 < len(found.prompts) < 100
+    assert 30 <= len(found.prompts) < 36

@@ -1,4 +1,4 @@
-"""Where records come from, and what is said of files that cannot be read."""
+"""Records of every source, and the messages about files that cannot be read."""
 
 from __future__ import annotations
 
@@ -115,9 +115,9 @@ def test_a_parquet_file_that_was_cut_off_is_named(tmp_path: Path) -> None:
         pytest.param("{folder}/none.jsonl", "train", "there is no file or folder {folder}/none.jsonl", id="no file"),
         pytest.param("none.jsonl", "train", "there is no file or folder none.jsonl", id="no file, relative"),
         pytest.param(
-            "{folder}/data.csv", "train", "data.csv is neither .jsonl nor .parquet", id="another kind of file"
+            "{folder}/data.txt", "train", "data.txt is none of .jsonl, .jsonl.gz, .csv", id="another kind of file"
         ),
-        pytest.param("{folder}/empty", "train", "empty holds no .jsonl and no .parquet", id="an empty folder"),
+        pytest.param("{folder}/empty", "train", "empty holds no file that ends in one of .jsonl", id="an empty folder"),
         pytest.param("{folder}/splits", "dev", "begins with split dev; there are test, train", id="no such split"),
         pytest.param("{folder}/loose", "train", "others are not .*more.jsonl", id="files of no split beside others"),
         pytest.param("moejob/tiny-chats", "dev", "no split dev; it has train and test", id="built in, no such split"),
@@ -132,7 +132,7 @@ def test_a_parquet_file_that_was_cut_off_is_named(tmp_path: Path) -> None:
 def test_a_source_that_is_not_there_is_named_with_what_to_do(
     tmp_path: Path, source: str, split: str, said: str
 ) -> None:
-    (tmp_path / "data.csv").write_text("a")
+    (tmp_path / "data.txt").write_text("a")
     (tmp_path / "empty").mkdir()
     for folder, names in {"splits": ("train", "test"), "loose": ("train", "more"), "claims/sets": ()}.items():
         (tmp_path / folder).mkdir(parents=True)

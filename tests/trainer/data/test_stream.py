@@ -1,4 +1,4 @@
-"""Which documents come when: every one once an epoch, mixed by weight, resumed exactly, the same in every layout."""
+"""The order of documents: every one once an epoch, mixed by weight, resumed exactly, the same in every layout."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from hypothesis import strategies as st
 
 from builders import spec
 from moejob_api.job.model import DataFormat
-from moejob_trainer.batches import FILLER, BatchPlan
+from moejob_trainer.data.blending import BlendedDataset, Cursor, Key
 from moejob_trainer.data.corpus import Corpus
-from moejob_trainer.data.order import Cursor, Key, Mixture
+from moejob_trainer.data.packing import BatchPlan
 from moejob_trainer.data.stream import (
     Batch,
+    BatchShare,
     BatchSize,
-    Share,
-    Training,
     TrainingBatch,
+    TrainingData,
     batch_size,
-    draws,
+    blended_dataset,
     evaluation,
-    mixture,
+    sample_count,
 )
+from moejob_trainer.engine.micro_batch import FILLER
 from moejob_trainer.errors import BadData
 from trainer.training_data import corpora, dataset, jsonl, recipe
 
@@ -42,24 +43,24 @@ class Lengths:
         self.lengths = lengths
 
 
-def mixed(*sizes: int, weights: Sequence[float] | None = None, seed: int = 1, shuffle: bool = True) -> Mixture:
-    return Mixture(sizes, tuple(weights or [1.0] * len(sizes)), seed, shuffle, "print")
+def mixed(*sizes: int, weights: Sequence[float] | None = None, seed: int = 1, shuffle: bool = True) -> BlendedDataset:
+    return BlendedDataset(sizes, tuple(weights or [1.0] * len(sizes)), seed, shuffle, "print")
 
 
-def drawn(source: Mixture, count: int) -> list[Key]:
+def sample(source: BlendedDataset, count: int) -> list[Key]:
     keys, cursor = [], source.start()
     for _ in range(count):
-        key, cursor = source.drawn(cursor)
+        key, cursor = source.sample(cursor)
         keys.append(key)
     return keys
 
 
-def training(lengths: Sequence[int], size: BatchSize, epochs: float | None = None, seed: int = 1) -> Training:
+def training(lengths: Sequence[int], size: BatchSize, epochs: float | None = None, seed: int = 1) -> TrainingData:
     source = mixed(len(lengths), seed=seed)
-    return Training([Lengths(lengths)], source, size, draws(source, epochs))  # type: ignore[list-item]
+    return TrainingData([Lengths(lengths)], source, size, sample_count(source, epochs))  # type: ignore[list-item]
 
 
-def selections(run: Training, most: int = 10_000, start: Cursor | None = None) -> list[tuple[list[Key], Cursor]]:
+def selections(run: TrainingData, most: int = 10_000, start: Cursor | None = None) -> list[tuple[list[Key], Cursor]]:
     found, cursor = list[tuple[list[Key], Cursor]](), start or run.mixture.start()
     while len(found) < most:
         keys, cursor = run.selected(cursor)
@@ -77,36 +78,36 @@ def written(folder: Path, count: int = 60) -> list[Corpus]:
 
 @given(st.integers(1, 200), st.integers(0, 1000), st.integers(1, 3))
 def test_every_epoch_gives_every_document_once(size: int, seed: int, epochs: int) -> None:
-    keys = drawn(mixed(size, seed=seed), size * epochs)
+    keys = sample(mixed(size, seed=seed), size * epochs)
     for epoch in range(epochs):
         assert sorted(key.document for key in keys[epoch * size : (epoch + 1) * size]) == list(range(size))
 
 
 def test_every_epoch_has_an_order_of_its_own_and_every_seed_too() -> None:
-    keys = [key.document for key in drawn(mixed(50), 100)]
+    keys = [key.document for key in sample(mixed(50), 100)]
     assert keys[:50] != keys[50:]
-    assert keys[:50] != [key.document for key in drawn(mixed(50, seed=2), 50)]
+    assert keys[:50] != [key.document for key in sample(mixed(50, seed=2), 50)]
 
 
 def test_without_shuffling_documents_come_in_order() -> None:
-    assert [key.document for key in drawn(mixed(3, shuffle=False), 7)] == [0, 1, 2, 0, 1, 2, 0]
+    assert [key.document for key in sample(mixed(3, shuffle=False), 7)] == [0, 1, 2, 0, 1, 2, 0]
 
 
 def test_blocks_of_an_order_join_without_gap() -> None:
-    keys = drawn(mixed(10_000), 10_000)
+    keys = sample(mixed(10_000), 10_000)
     assert len(set(keys)) == 10_000
 
 
 def test_sources_get_their_shares_by_hand() -> None:
     # Due after n draws: 0.75 n and 0.25 n; the one furthest behind is drawn.
-    keys = drawn(mixed(100, 100, weights=[3, 1]), 8)
+    keys = sample(mixed(100, 100, weights=[3, 1]), 8)
     assert [key.source for key in keys] == [0, 0, 1, 0, 0, 0, 1, 0]
 
 
 @given(st.lists(st.tuples(st.integers(1, 30), st.floats(0.05, 20)), min_size=1, max_size=5), st.integers(1, 200))
 def test_no_source_is_ever_a_whole_round_of_draws_off_its_share(sources: list[tuple[int, float]], count: int) -> None:
     sizes, weights = zip(*sources, strict=True)
-    keys = drawn(mixed(*sizes, weights=weights), count)
+    keys = sample(mixed(*sizes, weights=weights), count)
     taken = Counter(key.source for key in keys)
     for source, weight in enumerate(weights):
         assert abs(taken[source] - count * weight / sum(weights)) < len(sizes)
@@ -125,7 +126,7 @@ def test_a_run_of_epochs_trains_on_each_draw_once(lengths: list[int], rows: int,
     run = training(lengths, BatchSize(rows, 16, packing), epochs)
     batches = selections(run)
     seen = Counter(key.document for keys, _ in batches for key in keys)
-    expected = Counter(key.document for key in drawn(run.mixture, max(1, math.ceil(len(lengths) * epochs))))
+    expected = Counter(key.document for key in sample(run.mixture, max(1, math.ceil(len(lengths) * epochs))))
     assert seen == expected
     assert len(batches) == run.steps()
 
@@ -159,7 +160,7 @@ def test_rows_are_nearly_full_and_no_document_waits_for_long() -> None:
 
 
 def ids(batch: Batch, run_tokens: dict[tuple[int, ...], int]) -> Counter[int]:
-    """Which documents the micro batches of one rank hold, told by their tokens."""
+    """Return the documents in the micro batches of one rank, by their tokens."""
     found = Counter[int]()
     for micro in batch.micro_batches:
         for number, start, length in zip(micro.documents, micro.cu_lengths.tolist(), micro.lengths, strict=False):
@@ -172,9 +173,11 @@ def names(corpus: Corpus) -> dict[tuple[int, ...], int]:
     return {tuple(corpus.document(number).tokens.tolist()): number for number in range(len(corpus))}
 
 
-def seen_by_all(run: Training, plan: BatchPlan, cursor: Cursor | None, steps: int) -> list[tuple[Counter[int], Cursor]]:
+def seen_by_all(
+    run: TrainingData, plan: BatchPlan, cursor: Cursor | None, steps: int
+) -> list[tuple[Counter[int], Cursor]]:
     """Documents of each step over all ranks, and the cursor after it."""
-    ranks = [list(islice(run.batches(Share(plan, rank), cursor), steps)) for rank in range(plan.data)]
+    ranks = [list(islice(run.batches(BatchShare(plan, rank), cursor), steps)) for rank in range(plan.data)]
     known = names(run.corpora[0])
     return [
         (sum((ids(batch, known) for batch in step), Counter[int]()), step[0].cursor)
@@ -189,8 +192,8 @@ def plan_of(data: int, packing: bool = True, multiple: int = 1) -> BatchPlan:
 @pytest.mark.parametrize("packing", [True, False], ids=["packed", "one a row"])
 def test_a_run_resumed_on_other_gpus_takes_the_same_steps(tmp_path: Path, packing: bool) -> None:
     found = written(tmp_path)
-    source = mixture(found, recipe().data)
-    run = Training(found, source, BatchSize(8, 16, packing))
+    source = blended_dataset(found, recipe().data)
+    run = TrainingData(found, source, BatchSize(8, 16, packing))
     whole = seen_by_all(run, plan_of(1, packing), None, 9)
     first = seen_by_all(run, plan_of(4, packing, multiple=4), None, 4)
     rest = seen_by_all(run, plan_of(3, packing, multiple=2), Cursor.from_json(first[-1][1].as_json()), 5)
@@ -199,9 +202,9 @@ def test_a_run_resumed_on_other_gpus_takes_the_same_steps(tmp_path: Path, packin
 
 def test_what_a_batch_says_of_itself_is_what_its_micro_batches_hold(tmp_path: Path) -> None:
     found = written(tmp_path)
-    run = Training(found, mixture(found, recipe().data), PACKED, draws=60)
+    run = TrainingData(found, blended_dataset(found, recipe().data), PACKED, sample_count=60)
     plan = plan_of(2)
-    ranks: list[list[TrainingBatch]] = [list(run.batches(Share(plan, rank))) for rank in range(2)]
+    ranks: list[list[TrainingBatch]] = [list(run.batches(BatchShare(plan, rank))) for rank in range(2)]
     for step in zip(*ranks, strict=True):
         assert len({(batch.loss_weight, batch.documents, batch.tokens, batch.epoch) for batch in step}) == 1
         micro_batches = [micro for batch in step for micro in batch.micro_batches]
@@ -216,7 +219,7 @@ def test_what_a_batch_says_of_itself_is_what_its_micro_batches_hold(tmp_path: Pa
 def test_evaluation_is_every_document_once_and_in_order(tmp_path: Path, packing: bool) -> None:
     found = written(tmp_path)
     plan = plan_of(2, packing)
-    ranks = [list(evaluation(found, BatchSize(8, 16, packing), Share(plan, rank))) for rank in range(2)]
+    ranks = [list(evaluation(found, BatchSize(8, 16, packing), BatchShare(plan, rank))) for rank in range(2)]
     known = names(found[0])
     seen = [sorted(sum((ids(batch, known) for batch in step), Counter[int]())) for step in zip(*ranks, strict=True)]
     assert [number for step in seen for number in step] == list(range(60))
@@ -226,11 +229,11 @@ def test_evaluation_is_every_document_once_and_in_order(tmp_path: Path, packing:
 
 def test_a_cursor_of_other_data_is_refused(tmp_path: Path) -> None:
     found = written(tmp_path)
-    run = Training(found, mixture(found, recipe().data), PACKED)
-    other = Training(found, mixture(found, recipe(seed=43).data), PACKED)
-    cursor = next(iter(run.batches(Share(plan_of(1), 0)))).cursor
+    run = TrainingData(found, blended_dataset(found, recipe().data), PACKED)
+    other = TrainingData(found, blended_dataset(found, recipe(seed=43).data), PACKED)
+    cursor = next(iter(run.batches(BatchShare(plan_of(1), 0)))).cursor
     with pytest.raises(BadData, match=r"its seed or the tokenizer changed since the checkpoint"):
-        next(iter(other.batches(Share(plan_of(1), 0), cursor)))
+        next(iter(other.batches(BatchShare(plan_of(1), 0), cursor)))
 
 
 def test_a_cursor_that_cannot_be_read_is_refused() -> None:
@@ -252,7 +255,7 @@ def test_weights_and_seed_are_part_of_what_a_mixture_is(tmp_path: Path) -> None:
         recipe(dataset(file, weight=2.0), chats),
         recipe(dataset(file), chats, seed=1),
     ]
-    mixtures = [mixture(corpora(tmp_path / "out", one), one.data) for one in recipes]
+    mixtures = [blended_dataset(corpora(tmp_path / "out", one), one.data) for one in recipes]
     assert mixtures[0].sizes == (2, 512)
     assert mixtures[1].shares == (2 / 3, 1 / 3)
     assert len({one.fingerprint for one in mixtures}) == 3
@@ -264,7 +267,7 @@ def test_weights_and_seed_are_part_of_what_a_mixture_is(tmp_path: Path) -> None:
 )
 def test_a_mixture_of_nothing_is_refused(sizes: tuple[int, ...], weights: tuple[float, ...]) -> None:
     with pytest.raises(BadData, match="cannot mix sources"):
-        Mixture(sizes, weights, 1, True, "print")
+        BlendedDataset(sizes, weights, 1, True, "print")
 
 
 def test_a_run_without_end_does_not_know_its_steps() -> None:

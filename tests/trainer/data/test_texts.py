@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from moejob_api.job.model import DataFormat
 from moejob_trainer.data import tiny
 from moejob_trainer.data.encoding import Sample, encoder
-from moejob_trainer.data.sources import Record
+from moejob_trainer.data.records import Record
 from moejob_trainer.errors import BadData
 
 

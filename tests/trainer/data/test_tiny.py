@@ -15,15 +15,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from moejob_api.job.model import DataFormat, Dataset
 from moejob_api.models import catalog
-from moejob_trainer.batches import BatchPlan, MicroBatch
 from moejob_trainer.data import tiny
 from moejob_trainer.data.corpus import Corpus
+from moejob_trainer.data.packing import BatchPlan
 from moejob_trainer.data.preparation import prepare
-from moejob_trainer.data.stream import Batch, BatchSize, Share, Training, evaluation, mixture
+from moejob_trainer.data.stream import Batch, BatchShare, BatchSize, TrainingData, blended_dataset, evaluation
+from moejob_trainer.engine import MicroBatch
 from trainer.training_data import corpora, recipe
 
 SIZE = BatchSize(rows=8, row_tokens=256, packing=True)
-ALONE = Share(BatchPlan(data=1, tokens=256), rank=0)
+ALONE = BatchShare(BatchPlan(data=1, tokens=256), rank=0)
 
 
 def questions(split: str) -> set[str]:
@@ -44,8 +45,22 @@ def test_no_question_of_the_test_split_is_in_the_training_split() -> None:
     assert len(questions("test")) > 10
     assert not questions("train") & questions("test")
     sums = {split: {str(fields["prompt"]) for fields in tiny.sums(split)} for split in tiny.splits()}
-    assert len(sums["train"] | sums["test"]) == 100
+    assert len(sums["train"] | sums["test"]) == 36
     assert not sums["train"] & sums["test"]
+
+
+def test_three_of_five_guesses_at_a_sum_are_right() -> None:
+    right = {str(fields["prompt"][0]["content"]): fields["answer"] for fields in _dicts(tiny.sums("train"))}
+    guesses = [[message["content"] for message in fields["messages"]] for fields in _dicts(tiny.guesses("train"))]
+    assert len(guesses) == 5 * len(right)
+    assert {question for question, _ in guesses} == right.keys()
+    are_right = [right[question] == answer for question, answer in guesses]
+    # One of another sum may be right by chance.
+    assert 0.6 <= sum(are_right) / len(are_right) < 0.7
+
+
+def _dicts(records: Iterator[Any]) -> list[dict[str, Any]]:
+    return [*records]
 
 
 @pytest.mark.slow
@@ -60,7 +75,7 @@ def test_the_tiny_model_learns_the_tiny_chats_in_sixty_steps(tmp_path: Path) -> 
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.01)
     losses = [
         stepped(model, optimizer, batch)
-        for batch in islice(Training(found, mixture(found, using.data), SIZE).batches(ALONE), 60)
+        for batch in islice(TrainingData(found, blended_dataset(found, using.data), SIZE).batches(ALONE), 60)
     ]
     unseen = Dataset(source=tiny.CHATS, split="test", format=DataFormat.CHAT)
     test_set = [Corpus(path) for path in prepare([unseen], using, tmp_path)]

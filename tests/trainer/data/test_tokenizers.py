@@ -1,4 +1,4 @@
-"""Where tokenizers come from, and the one that comes along."""
+"""Sources of tokenizers, and the built-in one."""
 
 from __future__ import annotations
 

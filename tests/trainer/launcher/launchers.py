@@ -23,7 +23,7 @@ from builders import spec
 from moejob_api.contract import Environment, LastWord, PodProgress
 from moejob_trainer.launcher.launch import launch
 from moejob_trainer.launcher.options import Options
-from moejob_trainer.launcher.stop import Stop
+from moejob_trainer.launcher.stop import StopRequest
 
 TESTS = Path(__file__).parents[2]
 LONGEST_SECONDS = 40.0
@@ -32,7 +32,7 @@ Found = TypeVar("Found")
 
 
 def eventually(look: Callable[[], Found | None], what: str = "it", seconds: float = LONGEST_SECONDS) -> Found:
-    """What `look` finds, as soon as it finds something."""
+    """Return the first result of `look` that is one."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         found = look()
@@ -50,7 +50,7 @@ def free_port() -> int:
 
 
 def lives(pid: int) -> bool:
-    """Whether a process runs; one that nobody has buried yet does not."""
+    """Return whether a process runs; one that has ended and is not reaped yet does not."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -129,6 +129,9 @@ class Gang:
     lost_seconds: float = 30.0
     preload: tuple[str, ...] = ()
     logs: bool = False
+    # What is started in place of the Python of the rollout environment.
+    engine: Path | None = None
+    secret: str = "known to launchers alone"
     rendezvous: int = field(default_factory=free_port)
     progress_port: int = field(default_factory=free_port)
     launchers: list[Launcher] = field(default_factory=list)
@@ -162,8 +165,9 @@ class Gang:
         return [self.start(program, index) for index in range(self.nodes)]
 
     def environment(self, index: int, attempt: int) -> dict[str, str]:
-        described = spec(lifecycle={"progressDeadlineSeconds": self.progress_deadline})
-        return {
+        described = spec(lifecycle={"progressDeadlineSeconds": self.progress_deadline}, **self._with_engines())
+        engine: dict[str, str] = {} if self.engine is None else {Environment.ROLLOUT_PYTHON: str(self.engine)}
+        return engine | {
             Environment.JOB: "job",
             Environment.NAMESPACE: "default",
             Environment.UID: "1234",
@@ -178,10 +182,16 @@ class Gang:
             Environment.RUN_FOLDER: str(self.run_folder),
             Environment.GRACE_SECONDS: str(self.grace),
             Environment.RENDEZVOUS_PORT: str(self.rendezvous),
+            Environment.SECRET: self.secret,
         }
 
+    def _with_engines(self) -> dict[str, Any]:
+        if self.engine is None:
+            return {}
+        return {"method": "GRPO", "training": {"globalBatchSize": None}, "resources": {"accelerator": "CPU"}}
+
     def notes(self, restart: int = 0) -> dict[int, dict[str, Any]]:
-        """How every rank was started, once all of them were."""
+        """Return how every rank was started, once all of them were."""
         paths = [self.run_folder / f"start-{restart}-{rank}.json" for rank in range(self.nodes * self.ranks)]
         try:
             eventually(lambda: all(path.exists() for path in paths), f"start {restart} of all ranks")
@@ -218,6 +228,6 @@ def _launch(environment: Mapping[str, str], options: Options, log: Path) -> None
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
     os.environ.update(environment)
     os.environ["PYTHONPATH"] = str(TESTS)
-    stop = Stop()
+    stop = StopRequest()
     stop.listen()
     sys.exit(launch(environment, options, stop))

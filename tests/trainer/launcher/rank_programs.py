@@ -1,4 +1,4 @@
-"""What ranks do in tests of the launcher. Each writes down how it was started before it does anything else."""
+"""Programs of ranks in tests of the launcher. Each writes down how it was started before anything else."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 
 from moejob_api.contract import RunProgress
-from moejob_trainer.beats import Beats
-from moejob_trainer.fencing import Claim, is_ours
+from moejob_trainer.runtime.fencing import FenceToken, is_ours
+from moejob_trainer.runtime.heartbeats import Heartbeat
 
 RANK, RESTART = "RANK", "TORCHELASTIC_RESTART_COUNT"
 
@@ -29,16 +29,16 @@ def folder() -> Path:
     return Path(os.environ["MOEJOB_RUN_FOLDER"])
 
 
-def start(**more: object) -> Beats:
+def start(**more: object) -> Heartbeat:
     """Leave a note of how this rank was started, and send the first beat."""
     names = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "MASTER_ADDR", "MOEJOB_ATTEMPT")
     note = {"pid": os.getpid(), "parent": os.getppid(), **{name: os.environ[name] for name in names}, **more}
     path = folder() / f"start-{restart()}-{rank()}.json"
     path.with_suffix(".new").write_text(json.dumps(note))
     path.with_suffix(".new").rename(path)
-    beats = Beats.for_rank()
-    beats.beat(restart() * 10 + rank())
-    return beats
+    heartbeat = Heartbeat.for_rank()
+    heartbeat.beat(restart() * 10 + rank())
+    return heartbeat
 
 
 def for_ever() -> int:
@@ -54,6 +54,13 @@ def work() -> int:
 def finish() -> int:
     start()
     sys.stdout.write(f"hello from {rank()}\n")
+    return 0
+
+
+def finish_when_allowed() -> int:
+    """Go well once the test says so."""
+    start()
+    wait_for(folder() / "go")
     return 0
 
 
@@ -86,18 +93,18 @@ def fail() -> int:
 
 
 def fail_after_a_checkpoint() -> int:
-    beats = start()
+    heartbeat = start()
     if rank() == 0:
-        beats.say(RunProgress(step=restart(), last_checkpoint_step=restart()))
+        heartbeat.report(RunProgress(step=restart(), last_checkpoint_step=restart()))
         return for_ever()
     wait_for(folder() / f"go-{restart()}")
     return 1
 
 
 def fall_silent() -> int:
-    beats = start()
+    heartbeat = start()
     while rank() == 0 or restart():
-        beats.beat(1)
+        heartbeat.beat(1)
         time.sleep(0.05)
     return for_ever()
 
@@ -123,9 +130,9 @@ def fail_on_another_node() -> int:
 
 
 def beat_for_ever() -> int:
-    beats = start()
+    heartbeat = start()
     while True:
-        beats.beat(1)
+        heartbeat.beat(1)
         time.sleep(0.05)
 
 
@@ -139,10 +146,10 @@ def refuse_on_another_node() -> int:
 
 def save_slowly() -> int:
     """Save for as long as the test's folder says, once asked to stop."""
-    beats = start()
+    heartbeat = start()
     asked: list[int] = []
     signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
-    beats.beat(7)
+    heartbeat.beat(7)
     (folder() / f"listening-{rank()}").touch()
     while not asked and not (folder() / "stop-all").exists():
         time.sleep(0.02)
@@ -156,10 +163,10 @@ def save_slowly_once() -> int:
 
 
 def say_progress() -> int:
-    beats = start()
-    beats.beat(12)
+    heartbeat = start()
+    heartbeat.beat(12)
     if rank() == 0:
-        beats.say(RunProgress(step=12, total_steps=100, loss=2.5, last_checkpoint_step=10))
+        heartbeat.report(RunProgress(step=12, total_steps=100, loss=2.5, last_checkpoint_step=10))
     return for_ever()
 
 
@@ -170,10 +177,10 @@ def beat_when_told() -> int:
 
 def work_on_alone() -> int:
     """Rank 1 is done at once; rank 0 beats until it may end."""
-    beats = start()
+    heartbeat = start()
     wait_for_all()
     while rank() == 0 and not (folder() / "go-0").exists():
-        beats.beat(1)
+        heartbeat.beat(1)
         time.sleep(0.02)
     return 0
 
@@ -192,8 +199,8 @@ def look_around() -> int:
 
 
 def hold_the_folder() -> int:
-    claim = Claim.of_rank()
-    start(claim=str(claim), ours=is_ours(folder(), claim))
+    token = FenceToken.of_rank()
+    start(claim=str(token), ours=is_ours(folder(), token))
     return for_ever()
 
 

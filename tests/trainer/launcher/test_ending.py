@@ -7,8 +7,8 @@ import pytest
 from moejob_api.contract import TERMINATION_BYTES, LastWord, Outcome
 from moejob_api.restarts import Cause
 from moejob_trainer.launcher.ending import (
-    Author,
     Ending,
+    FailureOrigin,
     Fault,
     blamed,
     ending_by,
@@ -16,7 +16,7 @@ from moejob_trainer.launcher.ending import (
     exit_code,
     last_word,
 )
-from moejob_trainer.launcher.last_words import fitted
+from moejob_trainer.launcher.termination_message import truncated
 
 FAULT = Fault(Cause.RANK_FAILED, "rank 5 was killed", rank=5, exit_code=-9, step=12)
 
@@ -25,26 +25,26 @@ def before(in_place: int, checkpoint: int | None = None) -> Ending:
     return Ending(pod=0, token="a", cause=Cause.RANK_FAILED, message="", in_place=in_place, checkpoint=checkpoint)
 
 
-def author(checkpoint: int | None = None, *, is_stopping: bool = False) -> Author:
-    return Author(1, "b", checkpoint, is_stopping)
+def origin(checkpoint: int | None = None, *, is_stopping: bool = False) -> FailureOrigin:
+    return FailureOrigin(1, "b", checkpoint, is_stopping)
 
 
 @pytest.mark.parametrize(
     ("ending", "in_place", "leaves", "delay"),
     [
-        pytest.param(ending_by(author(), FAULT, None), 1, False, 0.0, id="first failure"),
-        pytest.param(ending_by(author(), FAULT, before(1)), 2, False, 2.0, id="second"),
-        pytest.param(ending_by(author(), FAULT, before(2)), 2, True, 2.0, id="third"),
-        pytest.param(ending_by(author(10), FAULT, before(2)), 1, False, 0.0, id="third, first checkpoint before it"),
-        pytest.param(ending_by(author(20), FAULT, before(2, 10)), 1, False, 0.0, id="third, newer checkpoint"),
-        pytest.param(ending_by(author(10), FAULT, before(2, 10)), 2, True, 2.0, id="third, same checkpoint"),
-        pytest.param(ending_by(author(5), FAULT, before(2, 10)), 2, True, 2.0, id="third, older checkpoint"),
-        pytest.param(ending_by(author(is_stopping=True), FAULT, None), 0, True, 0.0, id="while stopping"),
+        pytest.param(ending_by(origin(), FAULT, None), 1, False, 0.0, id="first failure"),
+        pytest.param(ending_by(origin(), FAULT, before(1)), 2, False, 2.0, id="second"),
+        pytest.param(ending_by(origin(), FAULT, before(2)), 2, True, 2.0, id="third"),
+        pytest.param(ending_by(origin(10), FAULT, before(2)), 1, False, 0.0, id="third, first checkpoint before it"),
+        pytest.param(ending_by(origin(20), FAULT, before(2, 10)), 1, False, 0.0, id="third, newer checkpoint"),
+        pytest.param(ending_by(origin(10), FAULT, before(2, 10)), 2, True, 2.0, id="third, same checkpoint"),
+        pytest.param(ending_by(origin(5), FAULT, before(2, 10)), 2, True, 2.0, id="third, older checkpoint"),
+        pytest.param(ending_by(origin(is_stopping=True), FAULT, None), 0, True, 0.0, id="while stopping"),
         pytest.param(
-            ending_by(author(), Fault(Cause.BAD_CONFIGURATION, ""), None), 0, True, 0.0, id="bad configuration"
+            ending_by(origin(), Fault(Cause.BAD_CONFIGURATION, ""), None), 0, True, 0.0, id="bad configuration"
         ),
-        pytest.param(ending_without(3, author(), "gone", before(1)), 1, True, 0.0, id="another pod is gone"),
-        pytest.param(ending_without(3, author(9), "gone", before(1)), 0, True, 0.0, id="gone after a checkpoint"),
+        pytest.param(ending_without(3, origin(), "gone", before(1)), 1, True, 0.0, id="another pod is gone"),
+        pytest.param(ending_without(3, origin(9), "gone", before(1)), 0, True, 0.0, id="gone after a checkpoint"),
     ],
 )
 def test_restarts_in_place_are_few_and_forgiven_by_a_checkpoint(
@@ -54,9 +54,9 @@ def test_restarts_in_place_are_few_and_forgiven_by_a_checkpoint(
 
 
 def test_the_newest_checkpoint_is_remembered() -> None:
-    assert ending_by(author(5), FAULT, before(1, 10)).checkpoint == 10
-    assert ending_by(author(15), FAULT, before(1, 10)).checkpoint == 15
-    assert ending_by(author(), FAULT, None).checkpoint is None
+    assert ending_by(origin(5), FAULT, before(1, 10)).checkpoint == 10
+    assert ending_by(origin(15), FAULT, before(1, 10)).checkpoint == 15
+    assert ending_by(origin(), FAULT, None).checkpoint is None
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_a_launcher_leaves_as_the_contract_says(cause: Cause, outcome: Outcome, 
 )
 def test_a_last_word_fits_into_what_kubernetes_keeps(letter: str) -> None:
     word = LastWord(outcome=Outcome.RANK_FAILED, message=letter * 2048, rank=1)
-    text = fitted(word)
+    text = truncated(word)
     assert len(text) <= TERMINATION_BYTES
     kept = LastWord.model_validate_json(text).message
     assert word.message.startswith(kept)

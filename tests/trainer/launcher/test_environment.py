@@ -1,4 +1,4 @@
-"""What a launcher reads, and what it says when it cannot."""
+"""The environment of a launcher, and the messages where it is wrong."""
 
 from __future__ import annotations
 
@@ -51,6 +51,9 @@ def test_only_a_run_on_one_machine_listens_on_loopback(host: str, expected: str)
         pytest.param({"MOEJOB_SPEC": "{"}, "MOEJOB_SPEC: is not JSON", id="broken spec"),
         pytest.param({"MOEJOB_SPEC": "[]"}, "MOEJOB_SPEC: spec", id="spec that is a list"),
         pytest.param({"MOEJOB_SPEC": '{"method": "SFT"}'}, "spec.model: is missing", id="incomplete spec"),
+        pytest.param(
+            {"MOEJOB_SECRET": None, "MOEJOB_HOST": "10.1.2.3"}, "MOEJOB_SECRET is not set, and 10.1.2.3", id="no secret"
+        ),
         pytest.param({"MOEJOB_PROGRESS_PORT": "0"}, "MOEJOB_PROGRESS_PORT: Input should be greater", id="port 0"),
     ],
 )

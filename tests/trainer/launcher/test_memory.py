@@ -1,4 +1,4 @@
-"""Whether a rank was killed for memory is read where the kernel counts it."""
+"""Kills for memory are read where the kernel counts them."""
 
 from __future__ import annotations
 

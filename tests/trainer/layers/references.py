@@ -1,4 +1,4 @@
-"""What layers are compared with, their definitions in the plainest words, and what ranks run."""
+"""References of layers, their definitions in the plainest words, and the programs of ranks."""
 
 from __future__ import annotations
 

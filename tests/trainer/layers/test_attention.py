@@ -16,7 +16,6 @@ from moejob_trainer.layers import attention
 from moejob_trainer.layers.attention import attended
 from moejob_trainer.layers.documents import Documents, in_row_order
 from moejob_trainer.layers.kernels.attention import packed_attended, padded_attended, padding_pays
-from trainer.closeness import assert_all_close
 from trainer.layers.references import (
     Attention,
     attention_by_definition,
@@ -24,6 +23,7 @@ from trainer.layers.references import (
     attention_here,
     attention_on_rank,
 )
+from trainer.tolerance import assert_all_close
 from trainer.worlds import Worlds
 
 SHAPES = [
@@ -136,7 +136,7 @@ def packed_by_definition(
     window_size: tuple[int | None, int | None],
     learnable_sink: Tensor | None,
 ) -> tuple[Tensor, None]:
-    """What flash-attn-4 says that it does, on tensors that nobody has to have a GPU for."""
+    """Compute flash-attn-4's definition, on tensors that need no GPU."""
     assert causal
     queries, keys = cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist()
     assert (max(queries), max(keys)) == (max_seqlen_q, max_seqlen_k)

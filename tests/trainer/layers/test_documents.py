@@ -1,4 +1,4 @@
-"""Which tokens of a row belong together, and who holds them."""
+"""Document boundaries of a row, and the part of each rank."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moejob_trainer.layers.experts import grouped_linear
 from moejob_trainer.layers.permutation import Permutation, combined, permuted, permuted_probabilities
-from trainer.closeness import assert_all_close
+from trainer.tolerance import assert_all_close
 
 COUNTS = [
     pytest.param([3, 4, 2], id="every expert has rows"),

@@ -16,7 +16,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
 from moejob_trainer.layers.activation import clamped_swiglu, swiglu
 from moejob_trainer.layers.norm import RMSNorm, rms_norm
-from trainer.closeness import assert_all_close
+from trainer.tolerance import assert_all_close
 
 Activation = Callable[[Tensor, Tensor | None], Tensor]
 

@@ -20,7 +20,7 @@ from transformers.models.llama import modeling_llama
 from transformers.models.llama.configuration_llama import LlamaConfig
 
 from moejob_trainer.layers.rotary import LinearScaling, Llama3Scaling, Rotary, YarnScaling, rotated
-from trainer.closeness import assert_all_close
+from trainer.tolerance import assert_all_close
 
 # Far positions are where a wrong last digit of a frequency shows.
 POSITIONS = torch.tensor([0, 1, 2, 0, 1, 77, 4095, 40000, 131071])

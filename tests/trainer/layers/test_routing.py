@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from megatron.core.transformer.moe.moe_utils import apply_router_token_dropping
 from torch import Tensor, nn
 from transformers.models.deepseek_v2.configuration_deepseek_v2 import DeepseekV2Config
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Experts, DeepseekV2TopkRouter
@@ -44,7 +45,7 @@ from moejob_trainer.layers.routing import (
     within_capacity,
     z_loss,
 )
-from trainer.closeness import assert_all_close
+from trainer.tolerance import assert_all_close
 
 # A router and experts, whose attributes torch cannot type.
 Modules = tuple[Any, Any]
@@ -343,6 +344,16 @@ def test_nothing_is_dropped_below_capacity_and_nothing_kept_above(most: int) -> 
     for expert in range(EXPERTS):
         lost, won = probabilities[dropped & (experts == expert)], probabilities[kept == expert]
         assert not len(lost) or lost.max() <= won.min()
+
+
+@pytest.mark.parametrize("factor", [0.25, 0.5, 1.0, 1.25, 2.0, 4.0])
+def test_megatron_keeps_the_same_choices_within_the_same_capacity(factor: float) -> None:
+    probabilities, experts = torch.randn(TOKENS, EXPERTS).softmax(-1).topk(PLAIN.per_token)
+    spread = torch.zeros(TOKENS, EXPERTS).scatter(1, experts, probabilities)
+    theirs, _ = apply_router_token_dropping(spread, spread > 0, PLAIN.per_token, factor)
+    most = capacity(torch.tensor(TOKENS), PLAIN, factor)
+    kept, weights = within_capacity(experts, probabilities, most, EXPERTS)
+    assert torch.equal(torch.zeros(TOKENS, EXPERTS + 1).scatter(1, kept, weights)[:, :EXPERTS], theirs)
 
 
 def test_dropped_choices_reach_no_expert() -> None:

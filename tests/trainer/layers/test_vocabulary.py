@@ -13,8 +13,8 @@ from torch import Tensor
 
 from moejob_trainer.layers import vocabulary
 from moejob_trainer.layers.vocabulary import token_log_probabilities
-from trainer.closeness import assert_all_close
 from trainer.layers.references import Words, words_by_definition, words_case, words_here, words_on_rank
+from trainer.tolerance import assert_all_close
 from trainer.worlds import Worlds
 
 CASES = [

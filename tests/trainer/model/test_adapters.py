@@ -9,9 +9,9 @@ import pytest
 from builders import spec
 from model_configs import config
 from moejob_api.job.training import Lora, LoraTarget
-from moejob_api.memory.adapters import adapter_weights
 from moejob_api.models.families import shape_of
 from moejob_api.models.shape import Family
+from moejob_api.planner.memory.adapters import adapter_weights
 from moejob_api.problems import InvalidSpec
 from moejob_trainer.conversion.adapters import adapter_table
 from moejob_trainer.megatron.state import saved_parameters

@@ -1,4 +1,4 @@
-"""What a layer keeps for its backward pass, measured, against what planning counts.
+"""Bytes that a layer keeps for its backward pass, measured, against those that planning counts.
 
 On a CPU norms and activations keep more than their kernels do; what a choice of recomputation saves is the same.
 """
@@ -22,18 +22,18 @@ from builders import spec
 from model_configs import config
 from moejob_api.job import Spec
 from moejob_api.layout.sizes import layout
-from moejob_api.memory.activations import beside_further_layer
-from moejob_api.memory.kept import FLOAT32_BYTES, kept
-from moejob_api.memory.share import keeping, share
 from moejob_api.models.shape import Family
-from moejob_trainer.groups import Group, Groups
+from moejob_api.planner.memory.activations import beside_further_layer
+from moejob_api.planner.memory.kept_activations import FLOAT32_BYTES, kept
+from moejob_api.planner.memory.microbatch_share import keeping, share
+from moejob_trainer.distributed.groups import Group, Groups
 from moejob_trainer.layers.documents import Documents
 from moejob_trainer.layers.routing import router_logits
 from moejob_trainer.model.architecture import architecture
-from moejob_trainer.model.further import FurtherToken
 from moejob_trainer.model.layer import Layer
+from moejob_trainer.model.multi_token_prediction import MTPModule
 from moejob_trainer.model.offload import Offloading
-from moejob_trainer.model.row import OwnTokens, Row, row_of
+from moejob_trainer.model.packed_batch import LocalTokens, PackedBatch, make_packed_batch
 
 TOKENS = 64
 SIZES: dict[str, Any] = {
@@ -83,7 +83,7 @@ class Made(TorchDispatchMode):
         return result
 
     def bytes(self) -> int:
-        """Of what somebody still holds."""
+        """Of what is still held."""
         gc.collect()
         storages: Any = torch.UntypedStorage
         alive = [storages._new_with_weak_ptr(pointer) for pointer in self._taken.values()]  # noqa: SLF001
@@ -97,7 +97,7 @@ def _address(tensor: Tensor) -> int:
 
 
 def kept_bytes(compute: Callable[[], Tensor], before: Iterable[Tensor] = ()) -> int:
-    """What the backward pass of a result holds, without the result and what was there `before`."""
+    """Return the bytes that the backward pass of a result holds, without the result and those `before`."""
     made = Made(before)
     with made:
         result = compute()
@@ -116,7 +116,7 @@ def _job(modules: str, **parallelism: int) -> Spec:
     )
 
 
-def _layer(name: str, job: Spec, groups: Groups = ALONE) -> tuple[Layer, Row, int]:
+def _layer(name: str, job: Spec, groups: Groups = ALONE) -> tuple[Layer, PackedBatch, int]:
     family, number = FAMILIES[name]
     model = architecture(config(family, **SIZES))
     shape = model.shape.layers[number]
@@ -126,15 +126,15 @@ def _layer(name: str, job: Spec, groups: Groups = ALONE) -> tuple[Layer, Row, in
         torch.nn.init.normal_(parameter, std=0.5)
     documents = Documents.of([TOKENS])
     own = documents.segments()[: TOKENS // groups.tensor.size]
-    row = row_of(documents, model.rotary, None, OwnTokens(torch.ones(len(own), dtype=torch.bool), own))
+    packed = make_packed_batch(documents, model.rotary, None, LocalTokens(torch.ones(len(own), dtype=torch.bool), own))
     of_gpu = share(job, model.shape, layout(job.parallelism, 8), TOKENS)
-    return layer, row, kept(shape, of_gpu, keeping(job)).total
+    return layer, packed, kept(shape, of_gpu, keeping(job)).total
 
 
 def _measured_and_planned(name: str, modules: str) -> tuple[int, int]:
-    layer, row, planned = _layer(name, _job(modules))
+    layer, packed, planned = _layer(name, _job(modules))
     x = torch.randn(TOKENS, 32, generator=torch.Generator().manual_seed(5)).requires_grad_()
-    return kept_bytes(lambda: layer(x, row)), planned
+    return kept_bytes(lambda: layer(x, packed)), planned
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -150,9 +150,9 @@ def test_a_layer_saves_what_planning_says(name: str, modules: str) -> None:
 def test_what_is_made_again_is_what_was_forgotten_to_the_bit(name: str, modules: str) -> None:
     gradients = []
     for which in ("", modules):
-        layer, row, _ = _layer(name, _job(which))
+        layer, packed, _ = _layer(name, _job(which))
         x = torch.randn(TOKENS, 32, generator=torch.Generator().manual_seed(5)).requires_grad_()
-        layer(x, row).square().sum().backward()
+        layer(x, packed).square().sum().backward()
         gradients.append([x.grad, *(parameter.grad for parameter in layer.parameters())])
     for found, expected in zip(*gradients, strict=True):
         assert (found is None) == (expected is None)
@@ -170,9 +170,9 @@ def two_ranks() -> Iterator[Groups]:
 
 
 def _measured_and_planned_on(groups: Groups, name: str, modules: str) -> tuple[int, int]:
-    layer, row, planned = _layer(name, _job(modules, tensor=groups.tensor.size), groups)
+    layer, packed, planned = _layer(name, _job(modules, tensor=groups.tensor.size), groups)
     x = torch.randn(TOKENS // groups.tensor.size, 32).requires_grad_()
-    return kept_bytes(lambda: layer(x, row), [*layer.parameters(), row.cosine, row.sine]), planned
+    return kept_bytes(lambda: layer(x, packed), [*layer.parameters(), packed.cosine, packed.sine]), planned
 
 
 @pytest.mark.parametrize("modules", ["", "Norms", "MLP", "LatentUpProjection", "CoreAttention"])
@@ -184,23 +184,23 @@ def test_tensor_ranks_keep_their_share_of_the_row_alone(two_ranks: Groups, name:
     assert 2 * shared_planned == alone_planned
 
 
-def _offloaded_bytes(layer: Layer, row: Row, x: Tensor) -> int:
+def _offloaded_bytes(layer: Layer, packed: PackedBatch, x: Tensor) -> int:
     """Copies in host memory, and whatever is left where it was computed."""
 
     def offloaded() -> Tensor:
-        with Offloading(layer, [row.cosine, row.sine]):
-            result: Tensor = layer(x, row)
+        with Offloading(layer, [packed.cosine, packed.sine]):
+            result: Tensor = layer(x, packed)
             return result
 
-    return kept_bytes(offloaded, [x, *layer.parameters(), row.cosine, row.sine])
+    return kept_bytes(offloaded, [x, *layer.parameters(), packed.cosine, packed.sine])
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_is_kept_is_offloaded_once_and_weights_stay(name: str) -> None:
-    layer, row, _ = _layer(name, _job(""))
+    layer, packed, _ = _layer(name, _job(""))
     x = torch.randn(TOKENS, 32).requires_grad_()
-    whole = kept_bytes(lambda: layer(x, row), [*layer.parameters(), row.cosine, row.sine])
-    offloaded = _offloaded_bytes(layer, row, x)
+    whole = kept_bytes(lambda: layer(x, packed), [*layer.parameters(), packed.cosine, packed.sine])
+    offloaded = _offloaded_bytes(layer, packed, x)
     # Where only a part of what was computed is needed, only that is copied; where two are of different shape, both.
     assert offloaded == pytest.approx(whole + x.nbytes, rel=0.06)
     if name == "a dense layer":
@@ -210,25 +210,25 @@ def test_what_is_kept_is_offloaded_once_and_weights_stay(name: str) -> None:
 @pytest.mark.parametrize("name", ["a dense layer", "a dense layer with compressed keys"])
 @pytest.mark.usefixtures("two_ranks")
 def test_weights_that_are_gathered_for_a_layer_are_not_offloaded(name: str) -> None:
-    layer, row, _ = _layer(name, _job(""))
+    layer, packed, _ = _layer(name, _job(""))
     x = torch.randn(TOKENS, 32).requires_grad_()
-    offloaded = _offloaded_bytes(layer, row, x)
+    offloaded = _offloaded_bytes(layer, packed, x)
     fully_shard(layer, mesh=init_device_mesh("cpu", (2,)), reshard_after_forward=True)
-    assert _offloaded_bytes(layer, row, x) == offloaded
+    assert _offloaded_bytes(layer, packed, x) == offloaded
 
 
 @pytest.mark.parametrize("family", [Family.DEEPSEEK_V3, Family.GLM4_MOE])
 def test_a_module_for_a_further_token_keeps_beside_its_layer_what_planning_says(family: Family) -> None:
     job, model = _job(""), architecture(config(family, **SIZES))
-    module = FurtherToken(model.shape.mtp_layers[0], model, job, ALONE)
-    _, row, _ = _layer("a dense layer", job)
-    row = row_of(row.documents, model.rotary, None, OwnTokens(row.is_real, row.segments))
+    module = MTPModule(model.shape.mtp_layers[0], model, job, ALONE)
+    _, packed, _ = _layer("a dense layer", job)
+    packed = make_packed_batch(packed.documents, model.rotary, None, LocalTokens(packed.is_real, packed.segments))
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
-    before, x = [*module.parameters(), row.cosine, row.sine], torch.randn(TOKENS, 32).requires_grad_()
+    before, x = [*module.parameters(), packed.cosine, packed.sine], torch.randn(TOKENS, 32).requires_grad_()
     # The embedded token, and the layer's input, come from somewhere.
-    whole = kept_bytes(lambda: module(x, x * 2, row), before)
-    layer = kept_bytes(lambda: module.layer(x * 2, row), before)
+    whole = kept_bytes(lambda: module(x, x * 2, packed), before)
+    layer = kept_bytes(lambda: module.layer(x * 2, packed), before)
     # Where a kernel keeps a number of each token beside its input, torch's operations keep the quotient too.
     wide = kept_bytes(lambda: module.final_norm(x), before) - TOKENS * FLOAT32_BYTES
     of_gpu = share(job, model.shape, layout(job.parallelism, 8), TOKENS)

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from model_configs import ODD, any_config, config
 from moejob_api.layout.ranks import Group
-from moejob_api.memory.constants import VOCABULARY_MULTIPLE
 from moejob_api.models import catalog
 from moejob_api.models.families import shape_of
 from moejob_api.models.parameters import Weights, model_weights, mtp_weights
 from moejob_api.models.shape import Family, ModelShape
+from moejob_api.planner.memory.constants import VOCABULARY_MULTIPLE
 from moejob_api.problems import InvalidSpec
 from moejob_trainer.model.parameters import Coordinates, Parameter, local_shape, local_slices, parameters
 

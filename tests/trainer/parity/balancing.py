@@ -1,4 +1,4 @@
-"""What balancing does to training, by hand: Transformers in float64, and the definitions of the losses on its routers.
+"""Training with load balancing by hand: Transformers in float64, and the losses' definitions on its routers.
 
 Written from the definitions alone: nothing of the trainer's routing is used here.
 """
@@ -18,28 +18,26 @@ from transformers import PreTrainedModel
 from moejob_api.models.shape import Family
 from trainer.parity.cells import Steps, descended, documents, parameter_groups, reference_model, save_gradients
 
-# In steps of more than any padding, so that every layout makes the same micro batches of them: two documents each.
+# Every layout packs them into other micro batches.
 LENGTHS = (9, 17, 5, 25, 13, 29, 21, 2)
-MICRO_BATCHES = ((5, 3), (6, 1), (4, 0), (2, 7))
 # Choices fall on few experts otherwise, and groups would hide a mistake.
 UNGROUPED: dict[str, Any] = {"n_group": 1, "topk_group": 1}
 
 
 @dataclass(frozen=True)
 class Rules:
-    """What is done about the load. `turns`: which micro batches are worked on at the same time."""
+    """Settings of load balancing."""
 
     family: Family = Family.QWEN3_MOE
     loss: str = "AuxLoss"
     coefficient: float = 0.0
     z_coefficient: float = 0.0
     bias_rate: float = 0.0
-    turns: tuple[tuple[int, ...], ...] = ((0,), (1,), (2,), (3,))
 
 
 @dataclass(frozen=True)
 class Choices:
-    """What one router said about one document."""
+    """Output of one router for one document."""
 
     logits: Tensor
     chosen: Tensor
@@ -47,7 +45,7 @@ class Choices:
 
 @dataclass(frozen=True)
 class Expected:
-    """What was measured at each step, and where the biases on the choice ended up, by layer."""
+    """Measurements of each step, and the final biases on the choice, by layer."""
 
     steps: Steps
     selection_biases: list[list[float]]
@@ -68,7 +66,7 @@ class Watched:
 
     @contextmanager
     def listening(self) -> Iterator[list[Choices]]:
-        """What routers choose from now on, one after the other."""
+        """Collect the choices of routers from now on, one after the other."""
         self._heard = []
         yield self._heard
 
@@ -94,7 +92,9 @@ def write_balanced_reference(rules: Rules, folder: Path) -> Expected:
         balancing.append(balance.item())
         move_biases(watched, choices, rules.bias_rate)
 
-    norms = descended(parameter_groups(model), backward, lambda: save_gradients(model, folder / "gradients"))
+    norms = descended(
+        parameter_groups(model), backward, lambda: save_gradients(model, folder / "gradients", model.save_pretrained)
+    )
     model.save_pretrained(folder / "last")
     biases = [getattr(router, "e_score_correction_bias", torch.zeros(0)).tolist() for router in watched.routers]
     return Expected(Steps(tuple(losses), norms, tuple(balancing)), biases)
@@ -120,44 +120,32 @@ def balancing_loss(rules: Rules, by_layer: Sequence[Sequence[Choices]]) -> Tenso
 
 
 def _balance(rules: Rules, said: Sequence[Choices]) -> Tensor:
-    """The balancing losses of one layer, given what it chose for each document."""
-    parts = {"AuxLoss": _by_micro_batch, "SeqAuxLoss": _by_document, "GlobalAuxLoss": _by_turn}
-    means = list(parts[rules.loss](rules, said))
-    squares = [
-        torch.cat([said[place].logits for place in places]).logsumexp(-1).square().mean() for places in MICRO_BATCHES
-    ]
-    balance = rules.coefficient * sum(means) / len(means) + rules.z_coefficient * sum(squares) / len(squares)
-    assert isinstance(balance, Tensor)
-    return balance
+    """The balancing losses of one layer, given what it chose for each document that is long enough for it."""
+    said = [one for one in said if len(one.logits)]
+    lengths = torch.tensor([len(one.logits) for one in said], dtype=torch.float64)
+    match rules.loss:
+        case "AuxLoss":
+            mean = (lengths * _by_document(rules, said)).sum() / lengths.sum()
+        case "SeqAuxLoss":
+            mean = _by_document(rules, said).mean()
+        case _:
+            mean = _switch(rules, said)
+    squares = torch.cat([one.logits for one in said]).logsumexp(-1).square().mean()
+    return rules.coefficient * mean + rules.z_coefficient * squares
 
 
-def _by_micro_batch(rules: Rules, said: Sequence[Choices]) -> Iterator[Tensor]:
-    for places in MICRO_BATCHES:
-        yield _switch(rules, [said[place] for place in places], [said[place] for place in places])
+def _by_document(rules: Rules, said: Sequence[Choices]) -> Tensor:
+    return torch.stack([_switch(rules, [one]) for one in said])
 
 
-def _by_document(rules: Rules, said: Sequence[Choices]) -> Iterator[Tensor]:
-    for places in MICRO_BATCHES:
-        ones = [_switch(rules, [said[place]], [said[place]]) for place in places]
-        yield torch.stack(ones).mean()
-
-
-def _by_turn(rules: Rules, said: Sequence[Choices]) -> Iterator[Tensor]:
-    so_far: list[Choices] = []
-    for turn in rules.turns:
-        now = [said[place] for number in turn for place in MICRO_BATCHES[number]]
-        so_far = so_far + now
-        yield _switch(rules, now, so_far)
-
-
-def _switch(rules: Rules, scored: Sequence[Choices], counted: Sequence[Choices]) -> Tensor:
+def _switch(rules: Rules, said: Sequence[Choices]) -> Tensor:
     """E times the sum over experts of the share of choices that fell on it times its mean score."""
-    logits = torch.cat([one.logits for one in scored])
+    logits = torch.cat([one.logits for one in said])
     experts = logits.shape[1]
     scores = logits.softmax(-1)
     if rules.family is Family.DEEPSEEK_V3:
         scores = logits.sigmoid() / logits.sigmoid().sum(-1, keepdim=True)
-    chosen = torch.cat([one.chosen.flatten() for one in counted])
+    chosen = torch.cat([one.chosen.flatten() for one in said])
     shares = torch.bincount(chosen, minlength=experts) / len(chosen)
     return experts * (shares * scores.mean(0)).sum()
 

@@ -16,33 +16,33 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from builders import merged, spec
 from model_configs import config as small_config
+from moejob_api.derived import trained_shape
 from moejob_api.job import Spec
 from moejob_api.job.training import Lora
 from moejob_api.layout.sizes import layout as layout_of
-from moejob_api.memory.share import trained_shape
 from moejob_api.models.families import shape_of
 from moejob_api.models.shape import Family, ModelShape
-from moejob_trainer.batches import Document, MicroBatch, batch_plan, global_batch, loss_weight
 from moejob_trainer.conversion.adapters import adapter_table
 from moejob_trainer.conversion.families import table
-from moejob_trainer.conversion.imports import import_weights, opened
-from moejob_trainer.engine import LossTerms, TokenOutputs, UpdateResult
-from moejob_trainer.groups import Groups
-from moejob_trainer.losses import cross_entropy
+from moejob_trainer.conversion.loading import import_weights, opened
+from moejob_trainer.data.packing import batch_plan, global_batch, loss_weight
+from moejob_trainer.distributed.groups import Groups
+from moejob_trainer.engine import Document, LossTerms, MicroBatch, TokenOutputs, UpdateResult
 from moejob_trainer.megatron.cpu import use_cpu
 from moejob_trainer.megatron.engine import MegatronEngine, Placement
-from moejob_trainer.megatron.optimizer import Piece
+from moejob_trainer.megatron.optimizer import OptimizerShard
 from moejob_trainer.megatron.stages import built
 from moejob_trainer.megatron.topology import start_groups, stop_groups
-from moejob_trainer.megatron.weights import adapter_weights, coordinates, load_published, named_weights
+from moejob_trainer.megatron.weights import adapter_weights, coordinates, load_pretrained, named_weights
 from moejob_trainer.model.architecture import Architecture, architecture, as_trained
 from moejob_trainer.model.parameters import Parameter, local_slices
 from moejob_trainer.model.stage import Stage
+from moejob_trainer.objectives.losses import cross_entropy
 
 STEPS = 3
 LEARNING_RATE = 1e-2
@@ -59,6 +59,7 @@ _GROUPED: dict[str, Any] = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "rope_theta": 5000.0,
+    "rms_norm_eps": 3e-4,
 }
 _SIGMOID: dict[str, Any] = {
     "num_nextn_predict_layers": 0,
@@ -67,7 +68,7 @@ _SIGMOID: dict[str, Any] = {
     "topk_group": 2,
     "routed_scaling_factor": 2.5,
 }
-# theta is nowhere the 10000 that everything falls back to.
+# theta is nowhere the 10000 that everything falls back to, and no epsilon the 1e-6.
 MODELS: dict[Family, dict[str, Any]] = {
     Family.MIXTRAL: _GROUPED,
     Family.QWEN3_MOE: _GROUPED | {"norm_topk_prob": True},
@@ -115,7 +116,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Steps:
-    """What was measured at each step."""
+    """Measurements of each step."""
 
     losses: tuple[float, ...]
     norms: tuple[float, ...]
@@ -137,7 +138,7 @@ class Deviation:
 
 @dataclass(frozen=True)
 class Trained:
-    """What one rank found."""
+    """Results of one rank."""
 
     steps: Steps
     gradients: Deviation
@@ -191,8 +192,8 @@ def write_reference(family: Family, folder: Path, **changes: Any) -> Steps:
     losses: list[float] = []
     norms = descended(
         parameter_groups(model),
-        lambda step: losses.append(_backward(model, documents(step))),
-        lambda: save_gradients(model, folder / "gradients"),
+        lambda step: losses.append(backward(model, documents(step))),
+        lambda: save_gradients(model, folder / "gradients", model.save_pretrained),
     )
     model.save_pretrained(folder / "last")
     return Steps(tuple(losses), norms)
@@ -237,7 +238,7 @@ def parameter_groups(model: PreTrainedModel) -> list[dict[str, Any]]:
     return [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
 
 
-def _backward(model: PreTrainedModel, batch: Sequence[Document]) -> float:
+def backward(model: nn.Module, batch: Sequence[Document]) -> float:
     weight, loss = loss_weight(batch), 0.0
     for document in batch:
         tokens = torch.from_numpy(document.tokens)[None]
@@ -249,13 +250,13 @@ def _backward(model: PreTrainedModel, batch: Sequence[Document]) -> float:
     return loss
 
 
-def save_gradients(model: PreTrainedModel, folder: Path, save: Callable[[Path], None] | None = None) -> None:
+def save_gradients(model: nn.Module, folder: Path, save: Callable[[Path], object]) -> None:
     """As a model whose weights are gradients: the same table then says which of ours belongs to which."""
     kept = [parameter.detach().clone() for parameter in model.parameters()]
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
-        (save or model.save_pretrained)(folder)
+        save(folder)
         for parameter, value in zip(model.parameters(), kept, strict=True):
             parameter.copy_(value)
 
@@ -272,8 +273,8 @@ def trained(cell: Cell, folder: Path) -> Trained:
         for step in range(STEPS):
             results.append(engine.update(micro_batches(cell, engine, step), loss_of(cell, engine)))
             if step == 0:
-                gradients = _deviation(engine, folder / "gradients", lambda piece: piece.gradient)
-        weights = _deviation(engine, folder / "last", lambda piece: piece.main)
+                gradients = deviation(engine, folder / "gradients", lambda piece: piece.gradient)
+        weights = deviation(engine, folder / "last", lambda piece: piece.main)
     finally:
         stop_groups()
     steps = Steps(
@@ -296,7 +297,7 @@ def started(cell: Cell, folder: Path) -> MegatronEngine:
     spec_of_cell, model = cell.spec(), _model(cell, folder)
     groups = start_groups(layout_of(spec_of_cell.parallelism, 8))
     stages = _stages(cell, model, groups)
-    load_published(stages, opened(folder / "first", table(model.shape)), groups)
+    load_pretrained(stages, opened(folder / "first", table(model.shape)), groups)
     lora = spec_of_cell.training.lora
     if lora is not None:
         adapted = opened(folder / "adapters", adapter_table(_shape(folder / "adapters", spec_of_cell), lora))
@@ -309,7 +310,7 @@ def started(cell: Cell, folder: Path) -> MegatronEngine:
 
 
 def blank(cell: Cell, folder: Path, groups: Groups) -> MegatronEngine:
-    """The same without any weights: what nobody sets is no number."""
+    """The same without any weights: what is not set is no number."""
     model = _model(cell, folder)
     stages = _stages(cell, model, groups)
     with torch.no_grad():
@@ -360,7 +361,7 @@ MISTAKEN = {"one token later": _OneLater, "documents run together": _RunTogether
 
 
 def loss_of(cell: Cell, engine: MegatronEngine) -> Callable[[TokenOutputs, MicroBatch], LossTerms]:
-    """What is learned: cross-entropy."""
+    """Return the loss of training: cross-entropy."""
     scale = 1.0 / engine.groups.data.size if cell.mutant == "gradients over DP" else 1.0
 
     def loss(outputs: TokenOutputs, batch: MicroBatch) -> LossTerms:
@@ -408,8 +409,8 @@ def _expected(folder: Path, shape: ModelShape, lora: Lora | None) -> Mapping[str
     }
 
 
-def _deviation(engine: MegatronEngine, folder: Path, taken: Callable[[Piece], Tensor]) -> Deviation:
-    """How far this rank's pieces are from the reference."""
+def deviation(engine: MegatronEngine, folder: Path, taken: Callable[[OptimizerShard], Tensor]) -> Deviation:
+    """Return how far this rank's pieces are from the reference."""
     worst = Deviation()
     place = coordinates(engine.groups)
     reference = _expected(folder, _shape(folder, engine.spec), engine.spec.training.lora)
@@ -438,7 +439,7 @@ def assert_like(trained_on_ranks: Sequence[Trained], reference: Steps, *, within
 
 
 def relative_errors(trained_on_ranks: Sequence[Trained], reference: Steps) -> tuple[float, ...]:
-    """How far the worst rank is from the reference: in losses, gradient norms, gradients and weights."""
+    """Return the worst rank's distance from the reference: in losses, gradient norms, gradients and weights."""
     steps = [found.steps for found in trained_on_ranks]
     return (
         max(_relative(found.losses, reference.losses) for found in steps),
@@ -462,12 +463,12 @@ def updated(cell: Cell, folder: Path) -> set[str]:
 
 
 def measured(cell: Cell, folder: Path) -> Mapping[str, float]:
-    """What an update of the cell says beside its loss."""
+    """Return the metrics of an update of the cell beside its loss."""
     return first_update(cell, folder).metrics
 
 
 def first_update(cell: Cell, folder: Path) -> UpdateResult:
-    """What the first update of the cell tells this rank."""
+    """Return the metrics of the cell's first update on this rank."""
     use_cpu()
     try:
         engine = started(cell, folder)

@@ -1,4 +1,4 @@
-"""Cells of the checkpoint matrix: a run saved in one layout goes on in another as if nothing had happened.
+"""Cells of the checkpoint matrix: a run saved in one layout resumes in another as if nothing had happened.
 
 What lies in a checkpoint is read back here by other code than the trainer's: as whole tensors, in which each element
 has to be there exactly once.
@@ -45,7 +45,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class Resumption:
-    """What to go on from, and what to forget on purpose."""
+    """The state to resume from, and the parts to forget on purpose."""
 
     saved: Saved
     again: Path
@@ -54,7 +54,7 @@ class Resumption:
 
 
 def saved(cell: Cell, first: Path, folder: Path) -> Saved:
-    """Trains, saves and goes on; one rank's part."""
+    """Train, save and continue; one rank's part."""
     use_cpu()
     engine = started(cell, first)
     try:
@@ -82,18 +82,18 @@ def resumed(cell: Cell, first: Path, resumptions: Sequence[Resumption]) -> list[
 
 
 def state_in(folder: Path) -> State:
-    """What lies there, whole; an element that is missing or lies there twice is an error."""
+    """Return the state in a folder, whole; an element that is missing or there twice is an error."""
     parts: dict[tuple[str, str], list[tuple[tuple[slice, ...], Tensor]]] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as opened:
-            for number, told in enumerate(json.loads(opened.metadata()["boxes"])):
-                at = tuple(slice(a, a + n) for a, n in zip(told["start"], told["size"], strict=True))
-                parts.setdefault((told["kind"], told["name"]), []).append((at, opened.get_tensor(str(number))))
+            for number, entry in enumerate(json.loads(opened.metadata()["boxes"])):
+                at = tuple(slice(a, a + n) for a, n in zip(entry["start"], entry["size"], strict=True))
+                parts.setdefault((entry["kind"], entry["name"]), []).append((at, opened.get_tensor(str(number))))
     return {key: _assembled(key, of_one) for key, of_one in parts.items()}
 
 
 def unequal(state: State, expected: State) -> list[tuple[str, str]]:
-    """What differs in any bit or in its type, or is there only once."""
+    """Return the names that differ in any bit or in type, or are there only once."""
     return [
         key
         for key in sorted({*state, *expected})
@@ -102,7 +102,7 @@ def unequal(state: State, expected: State) -> list[tuple[str, str]]:
 
 
 def apart(state: State, expected: State) -> Mapping[str, float]:
-    """How far apart two states are by kind, relative to the largest element of each tensor."""
+    """Return the distance of two states by kind, relative to the largest element of each tensor."""
     assert {*state} == {*expected}
     worst: dict[str, float] = {}
     for (kind, name), tensor in state.items():

@@ -11,7 +11,7 @@ import pytest
 from moejob_api.models.shape import Family
 from trainer.parity.balancing import Expected, Rules
 from trainer.parity.cells import Steps, write_reference
-from trainer.parity.further import write_further_reference
+from trainer.parity.multi_token_prediction import write_further_reference
 
 Reference = Callable[[Family], tuple[Path, Steps]]
 Further = Callable[..., tuple[Path, Expected]]

@@ -1,6 +1,6 @@
 """Prints what the cells of the matrices measured, as tables: `make matrix`. A pytest plugin.
 
-A test says where its numbers belong by `record_property(MATRIX, Entry.told)`; a cell without numbers has failed.
+A test reports its numbers by `record_property(MATRIX, Entry.as_json)`; a cell without numbers has failed.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Entry:
     errors: tuple[float, ...]
 
     @property
-    def told(self) -> str:
-        """As words: they come from another process where several share the tests."""
+    def as_json(self) -> str:
+        """As text: it comes from another process where several share the tests."""
         return json.dumps(astuple(self))
 
     @property
@@ -38,7 +38,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """The tables, behind everything else."""
     reports = [report for kind in ("passed", "failed") for report in terminalreporter.stats.get(kind, ())]
     entries = [
-        Entry(*json.loads(told)) for report in reports for name, told in report.user_properties if name == MATRIX
+        Entry(*json.loads(as_json)) for report in reports for name, as_json in report.user_properties if name == MATRIX
     ]
     for table in dict.fromkeys(entry.table for entry in entries):
         terminalreporter.write_sep("-", table)

@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from moejob_api.layout.sizes import layout as layout_of
-from moejob_trainer.batches import Document, MicroBatch, batch_plan, global_batch
-from moejob_trainer.engine import Engine, LossTerms, Mean, TokenOutputs, UpdateResult
+from moejob_trainer.data.packing import batch_plan, global_batch
+from moejob_trainer.engine import Document, Engine, LossTerms, Mean, MicroBatch, TokenOutputs, UpdateResult
 from moejob_trainer.loop import Outcome, Run, train
 from moejob_trainer.megatron.cpu import use_cpu
 from moejob_trainer.megatron.topology import stop_groups
@@ -26,17 +26,17 @@ from trainer.parity.cells import Cell, documents, started
 
 STEPS = 2
 # Log-probabilities and entropies of a document's predictions: [2, length - 1].
-Said = Mapping[int, Any]
+StageOutput = Mapping[int, Any]
 
 
 @dataclass(frozen=True)
 class Learned:
-    """What one rank saw of a run."""
+    """Results of one rank of a run."""
 
     outcome: Outcome
     updates: Sequence[Sequence[UpdateResult]]
     # Of this data rank's documents, before anything was learned.
-    said: Said
+    said: StageOutput
     # What this rank was given of the weights at the beginning of each step.
     weights: Sequence[Mapping[str, Any]]
 
@@ -52,7 +52,8 @@ class MovedTokens:
 
     def updates(self, step: int, engine: Engine) -> Iterator[Sequence[MicroBatch]]:
         """Half of the batch, then the other, both with what was said before the first."""
-        self.weights.append({name: tensor.detach().float().numpy().copy() for name, tensor in engine.weights()})
+        owned = ((name, tensor) for name, tensor in engine.weights() if not tensor.is_meta)
+        self.weights.append({name: tensor.detach().float().numpy().copy() for name, tensor in owned})
         halves = [self._half(step, half) for half in range(2)]
         said = [engine.outputs(half) for half in halves]
         if step == 0:
@@ -105,7 +106,7 @@ class Unsaved:
 
 
 class Unstopped:
-    """Nobody asks the run to end."""
+    """A stop that never comes."""
 
     def agreed(self) -> bool:
         """Never."""
@@ -116,17 +117,17 @@ def learned(cell: Cell, folder: Path) -> Learned:
     """Trains with the objective; one rank's part."""
     use_cpu()
     engine = started(cell, folder)
-    told: list[Sequence[UpdateResult]] = []
+    reported: list[Sequence[UpdateResult]] = []
     objective = MovedTokens(cell, engine.groups.data.rank)
     try:
-        run = Run(engine, objective, Unsaved(), Unstopped(), STEPS, lambda _, results: told.append(results))
+        run = Run(engine, objective, Unsaved(), Unstopped(), STEPS, lambda _, results: reported.append(results))
         outcome = train(run)
     finally:
         stop_groups()
-    return Learned(outcome, told, objective.said, objective.weights)
+    return Learned(outcome, reported, objective.said, objective.weights)
 
 
-def said_by_transformers(folder: Path) -> Said:
+def said_by_transformers(folder: Path) -> StageOutput:
     """The same of each document, one at a time."""
     config = AutoConfig.from_pretrained(folder / "first")
     config._attn_implementation = config._experts_implementation = "eager"  # noqa: SLF001 how Transformers takes it
@@ -154,7 +155,7 @@ def _with_old(batch: MicroBatch, outputs: TokenOutputs) -> MicroBatch:
 
 
 def _of_tokens(values: Tensor, batch: MicroBatch) -> Tensor:
-    """What is known of each document, for each of its tokens."""
+    """Repeat the facts of each document for each of its tokens."""
     return values.repeat_interleave(batch.cu_lengths.diff().to(values.device))
 
 

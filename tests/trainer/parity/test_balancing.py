@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from builders import merged
 from moejob_api.models.shape import Family
 from trainer.parity.balancing import LENGTHS, Expected, Rules, write_balanced_reference
 from trainer.parity.cells import Cell, assert_like, trained, updated
@@ -18,6 +20,7 @@ from trainer.worlds import Worlds
 Balanced = Callable[[Rules], tuple[Path, Expected]]
 
 WITHIN = 1e-5
+BALANCED = ("AuxLoss", "SeqAuxLoss", "GlobalAuxLoss")
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one rank": {},
     "TP2": {"tensor": 2},
@@ -26,9 +29,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "PP2": {"pipeline": 2},
     "DP2": {"data": 2},
     "TP2.CP2.PP2": {"tensor": 2, "context": 2, "pipeline": 2},
+    "TP2.CP2.EP2": {"tensor": 2, "context": 2, "expert": 2},
 }
-# Micro batches are dealt to and fro over data ranks.
-TWO_AT_A_TIME = ((0, 1), (3, 2))
+# How documents meet in micro batches, which is nothing to balancing.
+TOGETHER: dict[str, dict[str, Any]] = {
+    "packed": {"data": {"packing": True}},
+    "padded": {"data": {"packing": False}, "training": {"microBatchSize": 2}},
+    "by tokens": {"training": {"dynamicBatchTokens": 48}},
+}
 AGAIN: dict[str, Any] = {"recompute": {"granularity": "Full"}}
 
 
@@ -44,10 +52,15 @@ def balanced(tmp_path_factory: pytest.TempPathFactory) -> Balanced:
     return written
 
 
-def _cell(rules: Rules, moe: dict[str, Any], layout: dict[str, Any], **training: Any) -> Cell:
-    training = {"microBatchSize": 2, **training}
-    sections = {"data": {"packing": False}, "training": training, "moe": moe, "parallelism": layout}
+def _cell(rules: Rules, moe: dict[str, Any], layout: dict[str, Any], together: str = "packed", **training: Any) -> Cell:
+    sections = merged(TOGETHER[together], {"training": training, "moe": moe, "parallelism": layout})
     return Cell(rules.family, sections, lengths=LENGTHS)
+
+
+def _strong(balancing: str) -> tuple[Rules, dict[str, Any]]:
+    """A loss that a mistake in it would show in every number."""
+    moe = {"balancing": balancing, "auxLossCoefficient": 0.4, "zLossCoefficient": 0.01}
+    return Rules(loss=balancing, coefficient=0.4, z_coefficient=0.01), moe
 
 
 def _holds(worlds: Worlds, balanced: Balanced, rules: Rules, cell: Cell) -> None:
@@ -56,36 +69,41 @@ def _holds(worlds: Worlds, balanced: Balanced, rules: Rules, cell: Cell) -> None
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("balancing", ["AuxLoss", "SeqAuxLoss"])
-def test_tokens_are_balanced_within_their_micro_batch_or_document(
+@pytest.mark.parametrize("balancing", BALANCED)
+def test_a_balancing_loss_is_that_of_the_global_batch_in_every_layout(
     worlds: Worlds, balanced: Balanced, balancing: str, layout: str
 ) -> None:
-    rules = Rules(loss=balancing, coefficient=0.5, z_coefficient=0.01)
-    moe = {"balancing": balancing, "auxLossCoefficient": 0.5, "zLossCoefficient": 0.01}
+    rules, moe = _strong(balancing)
     _holds(worlds, balanced, rules, _cell(rules, moe, LAYOUTS[layout]))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_tokens_are_balanced_over_the_global_batch_so_far(worlds: Worlds, balanced: Balanced, layout: str) -> None:
-    # Ranks that divide experts hold other documents each.
-    turns = TWO_AT_A_TIME if layout in ("DP2", "EP2") else Rules().turns
-    rules = Rules(loss="GlobalAuxLoss", coefficient=0.5, turns=turns)
-    moe = {"balancing": "GlobalAuxLoss", "auxLossCoefficient": 0.5}
-    _holds(worlds, balanced, rules, _cell(rules, moe, LAYOUTS[layout]))
+@pytest.mark.parametrize("together", ["padded", "by tokens"])
+@pytest.mark.parametrize("balancing", BALANCED)
+def test_documents_are_balanced_alike_whatever_micro_batch_they_are_in(
+    worlds: Worlds, balanced: Balanced, balancing: str, together: str
+) -> None:
+    rules, moe = _strong(balancing)
+    _holds(worlds, balanced, rules, _cell(rules, moe, {"data": 2}, together))
 
 
-@pytest.mark.parametrize("balancing", ["AuxLoss", "GlobalAuxLoss"])
+@pytest.mark.parametrize("balancing", BALANCED)
 def test_what_is_computed_again_sees_the_counts_it_saw_before(
     worlds: Worlds, balanced: Balanced, balancing: str
 ) -> None:
-    rules = Rules(loss=balancing, coefficient=0.5)
-    moe = {"balancing": balancing, "auxLossCoefficient": 0.5}
+    rules, moe = _strong(balancing)
     # Interleaved, micro batches that came later were counted by then.
     layout = {"pipeline": 2, "virtualPipeline": 2}
     _holds(worlds, balanced, rules, _cell(rules, moe, layout, **AGAIN))
 
 
-def test_supervised_fine_tuning_balances_micro_batches_unless_told_otherwise(
+@pytest.mark.parametrize("balancing", BALANCED)
+def test_ranks_that_divide_the_weights_balance_alike(worlds: Worlds, balanced: Balanced, balancing: str) -> None:
+    rules, moe = _strong(balancing)
+    cell = _cell(rules, moe, {"data": 2})
+    _holds(worlds, balanced, rules, replace(cell, sections=merged(cell.sections, {"memory": {"sharding": "FSDP"}})))
+
+
+def test_supervised_fine_tuning_balances_documents_unless_the_job_says_otherwise(
     worlds: Worlds, balanced: Balanced
 ) -> None:
     rules = Rules(coefficient=1e-3)
@@ -105,6 +123,15 @@ def test_the_bias_on_the_choice_moves_alike_on_every_rank(worlds: Worlds, balanc
     for of_rank in found:
         for name, bias in of_rank.selection_biases.items():
             np.testing.assert_allclose(bias, by_name[name], atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("layout", ["one rank", "TP2.CP2.PP2"])
+def test_the_bias_and_the_loss_of_each_sequence_balance_together(
+    worlds: Worlds, balanced: Balanced, layout: str
+) -> None:
+    rules = Rules(Family.DEEPSEEK_V3, loss="SeqAuxLoss", coefficient=0.3, bias_rate=0.05)
+    moe = {"balancing": "ExpertBias", "expertBiasUpdateRate": 0.05, "seqAuxLossCoefficient": 0.3}
+    _holds(worlds, balanced, rules, _cell(rules, moe, LAYOUTS[layout]))
 
 
 def test_sigmoid_scores_are_balanced_as_shares(worlds: Worlds, balanced: Balanced) -> None:

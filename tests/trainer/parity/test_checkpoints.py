@@ -1,4 +1,4 @@
-"""A run that is saved in one layout goes on in every other one: the same state to the bit, and the same losses."""
+"""A run that is saved in one layout resumes in every other one: the same state to the bit, and the same losses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trainer.worlds import Worlds
 Reference = Callable[[Family], tuple[Path, Steps]]
 Further = Callable[[Family], tuple[Path, Expected]]
 # A way of training, and where its first weights lie.
-Way = tuple[Cell, Path]
+LauncherTiming = tuple[Cell, Path]
 
 SINGLE = "single"
 OF_ONE: dict[str, dict[str, Any]] = {SINGLE: {}} | LAYOUTS
@@ -86,7 +86,7 @@ class Matrix:
     folder: Path
     saved: Callable[[str, str], Saved]
 
-    def way(self, name: str, layout: str) -> Way:
+    def way(self, name: str, layout: str) -> LauncherTiming:
         """A cell of the matrix."""
         kind = KINDS[name]
         sections = merged(SECTIONS[kind.sections], {"parallelism": OF_ONE[layout]})
@@ -144,7 +144,7 @@ def test_what_any_layout_saved_is_resumed(
         np.testing.assert_allclose(losses, resumption.saved.losses, rtol=within, err_msg=f"saved in {written}")
         worst = np.abs(np.divide(losses, resumption.saved.losses) - 1).max().item()
         title = f"{name}, saved in a row's layout and resumed in a column's: relative error of the losses that follow"
-        record_property(MATRIX, Entry(title, written, layout, (worst,)).told)
+        record_property(MATRIX, Entry(title, written, layout, (worst,)).as_json)
 
 
 def test_another_job_begins_with_the_weights_alone(matrix: Matrix) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -29,6 +30,7 @@ Reference = Callable[[Family], tuple[Path, Steps]]
 
 WITHIN = 1e-5
 SHARDED: dict[str, Any] = {"memory": {"sharding": "FSDP"}}
+ZERO2: dict[str, Any] = {"memory": {"sharding": "ZeRO2"}}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "alone": {},
     "DP2": {"data": 2},
@@ -67,6 +69,14 @@ def test_a_layout_of_shares_trains_what_transformers_trains(
     _holds(worlds, reference, _cell(family, LAYOUTS[layout]))
 
 
+@pytest.mark.parametrize("layout", ["alone", "DP3", "EP2.DP2", "TP2.CP2.EP4 folded over TP2.CP2.DP2"])
+@pytest.mark.parametrize("family", [Family.QWEN3_MOE, Family.DEEPSEEK_V3])
+def test_weights_that_stay_gathered_train_what_transformers_trains(
+    worlds: Worlds, reference: Reference, family: Family, layout: str
+) -> None:
+    _holds(worlds, reference, _cell(family, LAYOUTS[layout], ZERO2))
+
+
 @pytest.mark.parametrize("family", [Family.GPT_OSS, Family.QWEN2, Family.DEEPSEEK_V2])
 def test_biases_sinks_and_tied_matrices_are_shared_too(worlds: Worlds, reference: Reference, family: Family) -> None:
     _holds(worlds, reference, _cell(family, {"tensor": 2, "data": 3}))
@@ -77,6 +87,11 @@ def test_how_memory_is_saved_and_batches_are_made_changes_nothing(
     worlds: Worlds, reference: Reference, how: str
 ) -> None:
     _holds(worlds, reference, _cell(Family.QWEN3_MOE, MIXED, TRAINED[how]))
+
+
+def test_weights_that_stay_gathered_train_the_same_with_layers_recomputed(worlds: Worlds, reference: Reference) -> None:
+    recomputed = {"training": {"recompute": {"granularity": "Full"}}}
+    _holds(worlds, reference, _cell(Family.QWEN3_MOE, MIXED, merged(ZERO2, recomputed)))
 
 
 @pytest.mark.parametrize(
@@ -111,7 +126,7 @@ def test_gradients_that_are_averaged_are_seen(worlds: Worlds, reference: Referen
 
 
 def trained_on_averages(cell: Cell, folder: Path) -> Any:
-    """What torch does by itself."""
+    """Train as torch does by itself: on averages."""
     ours = FSDPModule.set_gradient_divide_factor
     FSDPModule.set_gradient_divide_factor = _averages  # type: ignore[assignment, method-assign]
     try:
@@ -150,6 +165,7 @@ def test_checkpoints_of_shares_and_of_whole_stages_are_the_same(
     ways = {
         "shares": _cell(family, {"data": 3}, sections),
         "shares of a mix": _cell(family, mixed, sections),
+        "ZeRO-2": _cell(family, {"data": 2}, merged(ZERO2, sections)),
         "TP2": Cell(family, merged({"parallelism": {"tensor": 2}}, sections)),
         "PP2": Cell(family, merged({"parallelism": {"pipeline": 2}}, sections)),
     }
@@ -184,11 +200,11 @@ def test_weights_are_handed_out_as_they_were_read(
 
 
 def handed_out(cell: Cell, folder: Path) -> dict[str, Any]:
-    """What one rank gets of the weights."""
+    """Return the weights that one rank gets."""
     use_cpu()
     try:
         # As bits: numpy knows no bfloat16.
-        return {name: _bits(tensor) for name, tensor in started(cell, folder).weights()}
+        return {name: _bits(tensor) for name, tensor in started(cell, folder).weights() if not tensor.is_meta}
     finally:
         stop_groups()
 
@@ -207,21 +223,61 @@ class Bytes:
 
     begun: int
     updated: int
-    evaluated: int
+    evaluate: int
     most_inside: int
     model: int
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_a_rank_holds_its_share_alone_outside_of_the_passes(worlds: Worlds, reference: Reference, ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "sections"),
+    [pytest.param(2, {}, id="2"), pytest.param(4, {}, id="4"), pytest.param(4, ZERO2, id="4, gathered once a step")],
+)
+def test_a_rank_holds_its_share_alone_outside_of_the_passes(
+    worlds: Worlds, reference: Reference, ranks: int, sections: Mapping[str, Any]
+) -> None:
     folder, _ = reference(Family.QWEN3_MOE)
-    for held in worlds.run(ranks, bytes_held, _cell(Family.QWEN3_MOE, {"data": ranks}), folder):
+    for held in worlds.run(ranks, bytes_held, _cell(Family.QWEN3_MOE, {"data": ranks}, sections), folder):
         # Weights, gradients and both moments; what counts tokens and rows that cannot be divided come on top.
         most = 4 * held.model / ranks * 1.04
         assert held.begun <= most
         assert held.updated <= most
-        assert held.evaluated <= most
+        assert held.evaluate <= most
         assert held.most_inside > held.updated + held.model / 10
+
+
+def test_zero_2_gathers_weights_once_a_step_and_fsdp_twice_a_micro_batch(worlds: Worlds, reference: Reference) -> None:
+    folder, _ = reference(Family.QWEN3_MOE)
+    micro = {"training": {"microBatchSize": 1}}
+    cells = [_cell(Family.QWEN3_MOE, {"data": 2}, merged(sections, micro)) for sections in ({}, ZERO2)]
+    shares, gathered = (worlds.run(2, gathers, cell, folder)[0] for cell in cells)
+    assert gathered.of_a_layer == 1
+    assert shares.micro_batches > 1
+    assert shares.of_a_layer == 2 * shares.micro_batches
+
+
+@dataclass(frozen=True)
+class Gathers:
+    """Of the weights of one layer in a step, beside the micro batches of the step."""
+
+    of_a_layer: int
+    micro_batches: int
+
+
+def gathers(cell: Cell, folder: Path) -> Gathers:
+    """One rank's part."""
+    use_cpu()
+    engine = started(cell, folder)
+    try:
+        layer = engine.stages[0].get_submodule("layers.1")
+        assert isinstance(layer, FSDPModule)
+        group = layer._get_fsdp_state()._fsdp_param_group  # noqa: SLF001  # torch counts no gathers itself
+        assert group is not None
+        batches = micro_batches(cell, engine, 0)
+        with patch.object(group, "_to_unsharded", wraps=group._to_unsharded) as gathered:  # noqa: SLF001
+            engine.update(batches, loss_of(cell, engine))
+    finally:
+        stop_groups()
+    return Gathers(gathered.call_count, len(batches))
 
 
 def test_whole_stages_hold_weights_and_gradients_whole(worlds: Worlds, reference: Reference) -> None:
@@ -245,13 +301,13 @@ def bytes_held(cell: Cell, folder: Path) -> Bytes:
         engine.update(batches, loss)
         hook.remove()
         updated = _bytes() - before
-        engine.evaluated(batches, loss)
+        engine.evaluate(batches, loss)
         engine.outputs(batches)
-        evaluated = _bytes() - before
+        evaluate = _bytes() - before
     finally:
         stop_groups()
     declared = (parameter for parameter in table(engine.model.shape).parameters if not parameter.is_buffer)
-    return Bytes(begun, updated, evaluated, max(inside), sum(4 * math.prod(one.shape) for one in declared))
+    return Bytes(begun, updated, evaluate, max(inside), sum(4 * math.prod(one.shape) for one in declared))
 
 
 def _bytes() -> int:

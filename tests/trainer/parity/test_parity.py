@@ -66,7 +66,7 @@ def test_one_rank_trains_what_transformers_trains(
     worlds: Worlds, reference: Reference, family: Family, record_property: Recorded
 ) -> None:
     errors = _holds(worlds, reference, Cell(family, {}))
-    record_property(MATRIX, Entry(PARITY, "one rank", family, errors).told)
+    record_property(MATRIX, Entry(PARITY, "one rank", family, errors).as_json)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -75,7 +75,7 @@ def test_a_layout_trains_what_transformers_trains(
     worlds: Worlds, reference: Reference, family: Family, layout: str, record_property: Recorded
 ) -> None:
     errors = _holds(worlds, reference, Cell(family, {"parallelism": LAYOUTS[layout]}))
-    record_property(MATRIX, Entry(PARITY, layout, family, errors).told)
+    record_property(MATRIX, Entry(PARITY, layout, family, errors).as_json)
 
 
 @pytest.mark.parametrize("how", TRAINED)

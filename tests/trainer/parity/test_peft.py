@@ -54,7 +54,7 @@ def published(cell: Cell, folder: Path) -> dict[str, torch.Tensor]:
         adapted = adapter_table(engine.model.shape, lora)
         target = AdapterTarget(folder / "published", str(base), lora)
         export_adapters(adapter_weights(engine.stages), adapted, engine.placement.model_groups, target)
-        return {name: tensor.clone() for name, tensor in engine.weights()}
+        return {name: tensor.clone() for name, tensor in engine.weights() if not tensor.is_meta}
     finally:
         stop_groups()
 

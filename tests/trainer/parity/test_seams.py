@@ -1,4 +1,4 @@
-"""What GRPO needs of loop and engine, with an objective of the test's own: the same in every layout."""
+"""GRPO's needs of loop and engine, with an objective of the test's own: the same in every layout."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ PIPELINE = Cell(Family.QWEN3, {"parallelism": {"pipeline": 2}})
 
 
 def updated_without(part: str, cell: Cell, folder: Path) -> str:
-    """What an update fails with when this part of the stand-in is missing."""
+    """Return the error of an update when this part of the stand-in is missing."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     use_cpu()
     _leave_out(part)

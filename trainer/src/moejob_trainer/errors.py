@@ -1,4 +1,4 @@
-"""How a run can end badly in ways that were foreseen. Everything else is a bug and propagates."""
+"""Foreseen failures of a run. Everything else is a bug and propagates."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -12,30 +13,30 @@ from moejob_trainer.objectives import Objective
 
 
 class Outcome(StrEnum):
-    """How the loop ended."""
+    """The end of the loop."""
 
     COMPLETED = "Completed"
     PREEMPTED = "Preempted"
 
 
 class Checkpoints(Protocol):
-    """What survives the process."""
+    """The state that survives the process."""
 
     def restore(self) -> int:
-        """Goes on from the newest good checkpoint; the steps done by then, 0 if there is none."""
+        """Resume from the newest good checkpoint; the steps done by then, 0 if there is none."""
 
     def is_due(self, step: int) -> bool:
-        """Whether to save after this step; every rank gets the same answer."""
+        """Return whether to save after this step; every rank gets the same answer."""
 
     def save(self, step: int) -> None:
-        """Saves everything needed to go on after this step."""
+        """Save everything needed to go on after this step."""
 
 
 class Stop(Protocol):
-    """Somebody may ask the run to end."""
+    """A request to end the run."""
 
     def agreed(self) -> bool:
-        """Whether to end after this step. All ranks call it together and get the same answer."""
+        """Return whether to end after this step. All ranks call it together and get the same answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +51,19 @@ class Run:
     report: Callable[[int, Sequence[UpdateResult]], None]
     # Called when the state is there and the first step begins.
     begin: Callable[[], None] = lambda: None
+    # Surrounds the updates of a step, counted from 1.
+    traced: Callable[[int], AbstractContextManager[None]] = lambda _: nullcontext()
 
 
 def train(run: Run) -> Outcome:
-    """Steps until the run is done or asked to stop; what was learned by then is saved."""
+    """Step until the run is done or asked to stop; what was learned by then is saved."""
     step, is_owed = run.checkpoints.restore(), False
     run.begin()
     while step < run.total_steps:
-        results = [
-            run.engine.update(batches, run.objective.loss) for batches in run.objective.updates(step, run.engine)
-        ]
+        with run.traced(step + 1):
+            results = [
+                run.engine.update(batches, run.objective.loss) for batches in run.objective.updates(step, run.engine)
+            ]
         step += 1
         run.report(step, results)
         is_stopping, is_sound = run.stop.agreed(), all(result.is_applied for result in results)

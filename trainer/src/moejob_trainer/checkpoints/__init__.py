@@ -7,30 +7,30 @@ nothing of what is in the state, and imports neither torch nor Megatron.
 
 from __future__ import annotations
 
+from moejob_trainer.checkpoints.coordination import Coordinator, SingleRank
 from moejob_trainer.checkpoints.names import StepFolder
-from moejob_trainer.checkpoints.ranks import Alone, Ranks
-from moejob_trainer.checkpoints.run import Place, Run, take
+from moejob_trainer.checkpoints.run import RunFolder, RunOwner, own_run_folder
 from moejob_trainer.checkpoints.store import Checkpoints, Moment, Saved
 from moejob_trainer.checkpoints.verification import Check, Found, Refusal, Search, latest
 from moejob_trainer.checkpoints.writer import Pending, StateWriter
-from moejob_trainer.fencing import Claim
+from moejob_trainer.runtime.fencing import FenceToken
 
 __all__ = [
-    "Alone",
     "Check",
     "Checkpoints",
-    "Claim",
+    "Coordinator",
+    "FenceToken",
     "Found",
     "Moment",
     "Pending",
-    "Place",
-    "Ranks",
     "Refusal",
-    "Run",
+    "RunFolder",
+    "RunOwner",
     "Saved",
     "Search",
+    "SingleRank",
     "StateWriter",
     "StepFolder",
     "latest",
-    "take",
+    "own_run_folder",
 ]

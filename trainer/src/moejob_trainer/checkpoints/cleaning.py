@@ -1,4 +1,4 @@
-"""What goes: damaged checkpoints are set aside, old ones and remains of unfinished saves deleted. Rank 0 does it."""
+"""Retention: sets damaged checkpoints aside, deletes old ones and remains of unfinished saves. Rank 0 does it."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from moejob_trainer.checkpoints.commit import delete, reject
 from moejob_trainer.checkpoints.disk import Disk, explained
 from moejob_trainer.checkpoints.names import MARKER, StepFolder, step_folder
 from moejob_trainer.checkpoints.policy import to_delete
-from moejob_trainer.checkpoints.run import Place, other_run
-from moejob_trainer.checkpoints.verification import Check, Found, Search, Seen, State, checked, seen
+from moejob_trainer.checkpoints.run import RunFolder, other_run
+from moejob_trainer.checkpoints.verification import Check, FolderState, Found, Search, SeenFolder, checked, seen
 from moejob_trainer.errors import BadConfiguration
 
 log = logging.getLogger(__name__)
 
 
-def set_aside(place: Place, search: Search, disk: Disk) -> None:
+def set_aside(place: RunFolder, search: Search, disk: Disk) -> None:
     """Mark what is damaged and newer than what was found; refuse to forget a run of which nothing good is left."""
     if search.found is None and search.refused:
         raise BadConfiguration(
             f"{place.checkpoints} has checkpoints and none is good: {'; '.join(map(str, search.refused))}; "
-            "bring one back, or move the folder away to begin anew"
+            "bring one back, or move the folder away to begin again"
         )
     for refusal in search.refused:
         log.warning("checkpoint refused", extra={"checkpoint": refusal.folder.name, "reason": refusal.reason})
@@ -32,14 +32,14 @@ def set_aside(place: Place, search: Search, disk: Disk) -> None:
                 reject(path, disk)
 
 
-def clean(place: Place, policy: Checkpoint, disk: Disk) -> None:
+def clean(place: RunFolder, policy: Checkpoint, disk: Disk) -> None:
     """Delete what may go. A folder that cannot be removed costs space, which saving looks at; never the run.
 
     What counts as kept has all its files in their sizes. Reading them all again for this would cost hours: bytes that
-    changed since show when a run goes on from them.
+    changed since show when a run resumes from them.
     """
     folders = [_counted(place, one) for one in seen(place.checkpoints)]
-    for folder in to_delete(folders, policy.keep, place.claim, _spared(place, policy)):
+    for folder in to_delete(folders, policy.keep, place.token, _spared(place, policy)):
         if not place.is_ours():
             return
         try:
@@ -48,9 +48,9 @@ def clean(place: Place, policy: Checkpoint, disk: Disk) -> None:
             log.warning("checkpoint not deleted", extra={"checkpoint": folder.name, "reason": str(error)})
 
 
-def _counted(place: Place, one: Seen) -> Seen:
+def _counted(place: RunFolder, one: SeenFolder) -> SeenFolder:
     """As it was seen, but a checkpoint with damage that shows at a glance takes no place among those that are kept."""
-    if one.state is not State.COMPLETE:
+    if one.state is not FolderState.COMPLETE:
         return one
     try:
         outcome = checked(place.checkpoints / one.folder.name, Check.SIZES)
@@ -60,10 +60,10 @@ def _counted(place: Place, one: Seen) -> Seen:
     if isinstance(outcome, Found):
         return one
     log.warning("checkpoint refused", extra={"checkpoint": one.folder.name, "reason": outcome.reason})
-    return Seen(one.folder, State.REJECTED)
+    return SeenFolder(one.folder, FolderState.REJECTED)
 
 
-def _spared(place: Place, policy: Checkpoint) -> frozenset[StepFolder]:
+def _spared(place: RunFolder, policy: Checkpoint) -> frozenset[StepFolder]:
     """The checkpoint that resumeFrom names, should it be one of these."""
     if policy.resume_from is None:
         return frozenset()

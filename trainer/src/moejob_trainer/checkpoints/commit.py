@@ -1,4 +1,4 @@
-"""How a written folder becomes a checkpoint, stops being one, or goes away. Never acts for a superseded process."""
+"""Commit, rejection and deletion of a step folder. Never acts for a superseded process."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from moejob_trainer.checkpoints.disk import Disk, remove_tree, replace
 from moejob_trainer.checkpoints.manifest import Manifest, marker
 from moejob_trainer.checkpoints.names import MANIFEST, MARKER, REJECTED
 from moejob_trainer.errors import Retryable, Superseded
-from moejob_trainer.fencing import Claim
+from moejob_trainer.runtime.fencing import FenceToken
 
 
 def commit(folder: Path, manifest: Manifest, is_ours: Callable[[], bool], disk: Disk | None = None) -> None:
     """Make the folder a checkpoint: manifest, then marker. All its files are already durable (`entries` saw to it)."""
     volume = disk or Disk()
-    require_ours(is_ours, manifest.facts.folder.claim, f"commits {folder.name}")
+    require_ours(is_ours, manifest.facts.folder.token, f"commits {folder.name}")
     _require_files(folder, manifest)
     for path in _folders(folder, manifest):
         volume.sync(path)
     content = manifest.content()
     replace(volume, folder / MANIFEST, content)
     # Once more, as late as possible: a process may have been stopped for hours at any line above.
-    require_ours(is_ours, manifest.facts.folder.claim, f"commits {folder.name}")
+    require_ours(is_ours, manifest.facts.folder.token, f"commits {folder.name}")
     replace(volume, folder / MARKER, marker(content).content())
 
 
@@ -42,10 +42,10 @@ def delete(folder: Path, disk: Disk | None = None) -> None:
     remove_tree(volume, folder)
 
 
-def require_ours(is_ours: Callable[[], bool], claim: Claim, does: str) -> None:
+def require_ours(is_ours: Callable[[], bool], token: FenceToken, does: str) -> None:
     """Raise Superseded unless the run is still this process's."""
     if not is_ours():
-        raise Superseded(f"a newer attempt has taken over the run folder; this process ({claim}) no longer {does}")
+        raise Superseded(f"a newer attempt has taken over the run folder; this process ({token}) no longer {does}")
 
 
 def _require_files(folder: Path, manifest: Manifest) -> None:

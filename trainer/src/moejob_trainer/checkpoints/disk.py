@@ -23,8 +23,10 @@ _FIXES = {
     ),
     **dict.fromkeys(_FORBIDDEN, "make the folder writable for the user that the pods run as"),
     errno.EROFS: "the volume is mounted read-only; mount it for writing, or name another one in storage",
-    errno.ENOTDIR: "a file lies where a folder is needed; move it away",
+    errno.ENOTDIR: "a folder is needed there; move away what is in its place",
 }
+# Of a run folder, which engines and other users of an export reach through.
+_OPEN = 0o755
 
 
 class Disk:
@@ -33,9 +35,13 @@ class Disk:
     # Hashing outruns any disk; several reads are under way at once because networked volumes need that.
     reads_at_once = min(16, 2 * (os.cpu_count() or 1))
 
-    def make_folder(self, path: Path) -> None:
-        """Create the folder unless it exists; its parent exists."""
-        path.mkdir(exist_ok=True)
+    def make_folder(self, path: Path, mode: int = _OPEN) -> None:
+        """Create the folder unless it exists; its parent exists. A link is none: it may lead anywhere."""
+        try:
+            path.mkdir(mode=mode)
+        except FileExistsError as error:
+            if path.is_symlink() or not path.is_dir():
+                raise NotADirectoryError(errno.ENOTDIR, "a file or a link is there", str(path)) from error
 
     def write(self, path: Path, content: bytes) -> None:
         """Write the whole file."""
@@ -82,6 +88,9 @@ def replace(disk: Disk, path: Path, content: bytes) -> None:
 
 def remove_tree(disk: Disk, folder: Path) -> None:
     """Remove the folder with all that is in it. Links are removed, never followed."""
+    if folder.is_symlink():
+        disk.remove(folder)
+        return
     for parent, folders, files in os.walk(folder, topdown=False):
         for name in files:
             disk.remove(Path(parent, name))
@@ -101,8 +110,8 @@ def explained(doing: str, path: Path) -> Iterator[None]:
 
 
 def _in_words(error: OSError, doing: str, path: Path) -> BadConfiguration | Retryable:
-    said = f"{doing} failed at {error.filename or path}: {error.strerror or error}"
+    problem = f"{doing} failed at {error.filename or path}: {error.strerror or error}"
     fix = _FIXES.get(error.errno or 0)
     if fix is None:
-        return Retryable(f"{said}; the volume may answer again, the run goes on from the last complete checkpoint")
-    return BadConfiguration(f"{said}; {fix}")
+        return Retryable(f"{problem}; the volume may answer again, the run resumes from the last complete checkpoint")
+    return BadConfiguration(f"{problem}; {fix}")

@@ -1,4 +1,4 @@
-"""What a checkpoint consists of: every file with its size and hash, and what the run was when it was written.
+"""The manifest of a checkpoint: every file with its size and hash, and the facts of the run at the save.
 
 Knows files and hashes; not which checkpoint is newest, nor who may write one.
 """
@@ -19,7 +19,7 @@ from moejob_api.job.base import ApiModel
 from moejob_trainer.checkpoints.disk import Disk
 from moejob_trainer.checkpoints.names import MANIFEST, MARKER, OWN_FILES, TEMPORARY, StepFolder
 from moejob_trainer.errors import BadConfiguration
-from moejob_trainer.fencing import Claim
+from moejob_trainer.runtime.fencing import FenceToken
 
 FORMAT: Final = 1
 _BLOCK_BYTES = 2**22
@@ -37,12 +37,12 @@ FileName = Annotated[str, AfterValidator(_inside)]
 
 
 class HashName(StrEnum):
-    """How files are hashed. Damage is to be found, not forgery: 10 GB/s a core instead of 1.5 with SHA-256."""
+    """Hash of a file. It finds damage, not forgery: 10 GB/s a core instead of 1.5 with SHA-256."""
 
     XXH3_128 = "xxh3_128"
 
 
-class Entry(ApiModel):
+class FileEntry(ApiModel):
     """One file of a checkpoint."""
 
     name: FileName
@@ -51,7 +51,7 @@ class Entry(ApiModel):
 
 
 class Facts(ApiModel):
-    """What the run was when it was saved."""
+    """Facts of the run when it was saved."""
 
     step: Annotated[int, Field(ge=0)]
     attempt: Annotated[int, Field(ge=0)]
@@ -69,7 +69,7 @@ class Facts(ApiModel):
     @property
     def folder(self) -> StepFolder:
         """The folder that these facts belong into."""
-        return StepFolder(self.step, Claim(self.attempt, self.restart))
+        return StepFolder(self.step, FenceToken(self.attempt, self.restart))
 
 
 class Manifest(ApiModel):
@@ -78,7 +78,7 @@ class Manifest(ApiModel):
     format: Literal[1] = FORMAT
     hashed_with: HashName = HashName.XXH3_128
     facts: Facts
-    files: Annotated[tuple[Entry, ...], Field(min_length=1)]
+    files: Annotated[tuple[FileEntry, ...], Field(min_length=1)]
 
     @property
     def size_bytes(self) -> int:
@@ -91,7 +91,7 @@ class Manifest(ApiModel):
 
 
 class Marker(ApiModel):
-    """Says that a checkpoint is complete, and of which manifest that was said."""
+    """The marker of a complete checkpoint, with the hash of its manifest."""
 
     manifest_hash: str
 
@@ -104,14 +104,14 @@ class Damaged(Exception):
     """A checkpoint that is not what it was when it was committed."""
 
 
-def entries(folder: Path, names: Iterable[str], disk: Disk | None = None) -> list[Entry]:
+def entries(folder: Path, names: Iterable[str], disk: Disk | None = None) -> list[FileEntry]:
     """Size and hash of the named files, each made durable first.
 
     Called on the host that wrote them: it has them in memory, and only its own sync reaches what it has not sent yet.
     """
     volume = disk or Disk()
 
-    def entry(name: str) -> Entry:
+    def entry(name: str) -> FileEntry:
         volume.sync(folder / name)
         return hashed(folder, name)
 
@@ -119,7 +119,7 @@ def entries(folder: Path, names: Iterable[str], disk: Disk | None = None) -> lis
         return list(pool.map(entry, sorted(names)))
 
 
-def hashed(folder: Path, name: str) -> Entry:
+def hashed(folder: Path, name: str) -> FileEntry:
     """Size and hash of one file as it lies there."""
     digest, size = xxhash.xxh3_128(), 0
     buffer = memoryview(bytearray(_BLOCK_BYTES))
@@ -127,13 +127,13 @@ def hashed(folder: Path, name: str) -> Entry:
         while count := file.readinto(buffer):
             digest.update(buffer[:count])
             size += count
-    return Entry(name=name, size_bytes=size, hash=digest.hexdigest())
+    return FileEntry(name=name, size_bytes=size, hash=digest.hexdigest())
 
 
-def hashed_all(folder: Path, names: Iterable[str]) -> list[Entry | OSError]:
+def hashed_all(folder: Path, names: Iterable[str]) -> list[FileEntry | OSError]:
     """Every named file's entry, or why it could not be read."""
 
-    def entry(name: str) -> Entry | OSError:
+    def entry(name: str) -> FileEntry | OSError:
         try:
             return hashed(folder, name)
         except OSError as error:
@@ -143,7 +143,7 @@ def hashed_all(folder: Path, names: Iterable[str]) -> list[Entry | OSError]:
         return list(pool.map(entry, names))
 
 
-def manifest(files: Iterable[Entry], facts: Facts) -> Manifest:
+def manifest(files: Iterable[FileEntry], facts: Facts) -> Manifest:
     """The manifest of a checkpoint with these files, whichever rank hashed them."""
     ordered = tuple(sorted(files, key=lambda entry: entry.name))
     if len({entry.name for entry in ordered}) != len(ordered):
@@ -162,9 +162,9 @@ def written_names(folder: Path) -> list[str]:
     return sorted(name for name in found if name not in OWN_FILES and not name.startswith(TEMPORARY))
 
 
-def divided(files: Sequence[Entry], ranks: int) -> list[list[Entry]]:
+def divided(files: Sequence[FileEntry], ranks: int) -> list[list[FileEntry]]:
     """The files dealt to the ranks, about equally many bytes to each. Every rank computes the same."""
-    shares: list[list[Entry]] = [[] for _ in range(ranks)]
+    shares: list[list[FileEntry]] = [[] for _ in range(ranks)]
     loads = [(0, rank) for rank in range(ranks)]
     for entry in sorted(files, key=lambda file: (-file.size_bytes, file.name)):
         load, least = loads[0]
@@ -181,7 +181,7 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         return Manifest.model_validate_json(content)
     except ValidationError as error:
-        # It is whole, so it says something that this version does not know: nothing to fall back from in silence.
+        # It is whole, so it holds something that this version does not know: no reason to fall back in silence.
         raise BadConfiguration(
             f"{folder} was written by another version of moejob (this one reads format {FORMAT}); "
             f"go on with the image that wrote it. In detail: {error}"

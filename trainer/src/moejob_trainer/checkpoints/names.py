@@ -1,4 +1,4 @@
-"""What step folders are called and which of them is newer. Pure."""
+"""Names of step folders, and their order. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from moejob_api.contract import RunFile
-from moejob_trainer.fencing import Claim
+from moejob_trainer.runtime.fencing import FenceToken
 
 _NAME = re.compile(r"step-(0|[1-9]\d*)\.(0|[1-9]\d*)\.(0|[1-9]\d*)")
 
@@ -26,18 +26,18 @@ class StepFolder:
     """One checkpoint's folder. The later step is the newer; of one step saved twice, the later start's."""
 
     step: int
-    claim: Claim
+    token: FenceToken
 
     @property
     def name(self) -> str:
         """The folder's name: step-N.<attempt>.<restart>."""
-        return f"step-{self.step}.{self.claim.attempt}.{self.claim.restart}"
+        return f"step-{self.step}.{self.token.attempt}.{self.token.restart}"
 
 
 def step_folder(name: str) -> StepFolder | None:
-    """What a folder's name says, or nothing when no checkpoint is called so."""
+    """Parse the name of a folder; None when no checkpoint has such a name."""
     matched = _NAME.fullmatch(name)
     if matched is None:
         return None
     step, attempt, restart = map(int, matched.groups())
-    return StepFolder(step, Claim(attempt, restart))
+    return StepFolder(step, FenceToken(attempt, restart))

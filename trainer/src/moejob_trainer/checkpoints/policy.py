@@ -1,4 +1,4 @@
-"""When to save, what to keep, and whether there is room. Pure."""
+"""Decisions when to save and what to delete, and the check for room on the volume. Pure."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from pathlib import Path
 from moejob_api.job.storage import Checkpoint
 from moejob_api.quantities import readable
 from moejob_trainer.checkpoints.names import StepFolder
-from moejob_trainer.checkpoints.verification import Seen, State
-from moejob_trainer.fencing import Claim
+from moejob_trainer.checkpoints.verification import FolderState, SeenFolder
+from moejob_trainer.runtime.fencing import FenceToken
 
 DEFAULT_MINUTES = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class LastSave:
     """The last time the state was known to be safe: a save, or the beginning of this process."""
 
     step: int
     at_seconds: float
 
 
-def is_due(step: int, now_seconds: float, policy: Checkpoint, last: Start) -> bool:
-    """Whether the state after this step is to be saved. Ranks have different clocks: let one of them answer for all."""
+def is_due(step: int, now_seconds: float, policy: Checkpoint, last: LastSave) -> bool:
+    """Return whether to save the state after this step. Clocks of ranks differ: let one of them answer for all."""
     if step <= last.step:
         return False
     if policy.every_steps is not None:
@@ -35,29 +35,29 @@ def is_due(step: int, now_seconds: float, policy: Checkpoint, last: Start) -> bo
 
 
 def to_delete(
-    folders: Sequence[Seen], keep: int, own: Claim, spared: AbstractSet[StepFolder] = frozenset()
+    folders: Sequence[SeenFolder], keep: int, own: FenceToken, spared: AbstractSet[StepFolder] = frozenset()
 ) -> list[StepFolder]:
     """The folders that may go, the oldest first. What a later start wrote is its own to judge."""
-    complete = sorted((one.folder for one in folders if one.state is State.COMPLETE), reverse=True)
+    complete = sorted((one.folder for one in folders if one.state is FolderState.COMPLETE), reverse=True)
     kept = {*complete[: max(keep, 1)], *spared}
-    old = (one for one in folders if one.folder not in kept and one.folder.claim <= own)
+    old = (one for one in folders if one.folder not in kept and one.folder.token <= own)
     return sorted(one.folder for one in old if _is_useless(one, complete, own))
 
 
-def _is_useless(one: Seen, complete: Sequence[StepFolder], own: Claim) -> bool:
+def _is_useless(one: SeenFolder, complete: Sequence[StepFolder], own: FenceToken) -> bool:
     match one.state:
-        case State.COMPLETE:
+        case FolderState.COMPLETE:
             return True
-        case State.PARTIAL:
+        case FolderState.PARTIAL:
             # Only a process of an earlier start can have left it: of this one's it may be the one being written.
-            return one.folder.claim < own
-        case State.REJECTED:
+            return one.folder.token < own
+        case FolderState.REJECTED:
             # Until the run has come as far again, it may be all there is of these steps.
             return bool(complete) and complete[0].step >= one.folder.step
 
 
 def room_complaint(free_bytes: int, needed_bytes: int, keep: int, path: Path) -> str | None:
-    """Why a checkpoint would not fit, and what to do."""
+    """Explain why a checkpoint would not fit, and what to do; None when it fits."""
     if needed_bytes <= free_bytes:
         return None
     fewer = f"; a lower checkpoint.keep (now {keep}) leaves more" if keep > 1 else ""

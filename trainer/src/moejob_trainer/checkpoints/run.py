@@ -1,4 +1,4 @@
-"""Whose run folder this is, and where another run's checkpoints lie."""
+"""The owner of a run folder, and the checkpoints of another run."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from pydantic import ValidationError
 
 from moejob_api import contract
 from moejob_trainer.checkpoints.commit import require_ours
+from moejob_trainer.checkpoints.coordination import Coordinator
 from moejob_trainer.checkpoints.disk import Disk
 from moejob_trainer.checkpoints.names import CHECKPOINTS, TEMPORARY, step_folder
-from moejob_trainer.checkpoints.ranks import Ranks
 from moejob_trainer.checkpoints.verification import Check, Found, Refusal, checked, latest
 from moejob_trainer.errors import BadConfiguration
-from moejob_trainer.fencing import Claim
+from moejob_trainer.runtime.fencing import FenceToken
 
 RUN = contract.RunFile.OWNER.value
 # The job that a run folder belongs to.
-Run = contract.RunOwner
+RunOwner = contract.RunOwner
 _SCHEME = "pvc://"
 # What file systems without hard links answer, such as SMB shares and buckets.
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where the run keeps its checkpoints, and as which start of which job this process does so."""
+class RunFolder:
+    """The folder of a run, and the start of the job on whose behalf this process uses it."""
 
     folder: Path
-    run: Run
-    claim: Claim
+    run: RunOwner
+    token: FenceToken
     is_ours: Callable[[], bool]
 
     @property
@@ -43,27 +43,27 @@ class Place:
 
     def require_ours(self, does: str) -> None:
         """Raise Superseded unless the run is still this process's."""
-        require_ours(self.is_ours, self.claim, does)
+        require_ours(self.is_ours, self.token, does)
 
 
-def take(folder: Path, run: Run, disk: Disk | None = None) -> None:
+def own_run_folder(folder: Path, run: RunOwner, disk: Disk | None = None) -> None:
     """Make the folder this job's, or raise BadConfiguration when it is another's. Again and again is fine."""
     volume = disk or Disk()
     volume.make_folder(folder)
     written = folder / RUN
     if not written.exists():
-        _claim(volume, written, run)
+        _write_owner(volume, written, run)
     owner = _owner(written)
     if owner.uid != run.uid:
         raise BadConfiguration(
             f"{folder} belongs to job {owner.job} (uid {owner.uid}), not to job {run.job} (uid {run.uid}), and two "
             "runs in one folder would destroy each other's checkpoints; give this job another name (with "
-            f"checkpoint.resumeFrom {folder.name} and resume Run it goes on from there), or move the folder away"
+            f"checkpoint.resumeFrom {folder.name} and resume Run it continues from there), or move the folder away"
         )
 
 
-def _claim(volume: Disk, written: Path, run: Run) -> None:
-    # A rename would take the folder from whoever else is starting at this moment; of two links one fails.
+def _write_owner(volume: Disk, written: Path, run: RunOwner) -> None:
+    # A rename would take the folder from another job starting at this moment; of two links one fails.
     temporary = written.with_name(f"{TEMPORARY}{RUN}-{uuid4().hex}")
     volume.write(temporary, run.model_dump_json(by_alias=True).encode() + b"\n")
     volume.sync(temporary)
@@ -81,10 +81,10 @@ def _claim(volume: Disk, written: Path, run: Run) -> None:
         volume.remove(temporary)
 
 
-def _owner(written: Path) -> Run:
+def _owner(written: Path) -> RunOwner:
     content = written.read_bytes()
     try:
-        return Run.model_validate_json(content)
+        return RunOwner.model_validate_json(content)
     except ValidationError as error:
         raise BadConfiguration(
             f"{written} does not say whose run this is ({content[:60]!r}); put it right or move the folder away"
@@ -99,13 +99,13 @@ def other_run(resume_from: str, folder: Path, claims: Path = Path(contract.Path.
         named = folder.parent / resume_from
     if named in (folder, folder / CHECKPOINTS):
         raise BadConfiguration(
-            f"checkpoint.resumeFrom {resume_from} is this job itself, which goes on from its own checkpoints anyway; "
+            f"checkpoint.resumeFrom {resume_from} is this job itself, which resumes from its own checkpoints anyway; "
             "name another job or leave it out"
         )
     return named
 
 
-def resumed(resume_from: str, named: Path, ranks: Ranks) -> Found:
+def resumed(resume_from: str, named: Path, ranks: Coordinator) -> Found:
     """The good checkpoint in a run folder, its checkpoints folder, or a step folder. Every rank calls this."""
     if step_folder(named.name) is not None:
         outcome = checked(named, Check.HASHES, ranks)
@@ -120,8 +120,8 @@ def resumed(resume_from: str, named: Path, ranks: Ranks) -> Found:
 
 
 def _nothing_good(resume_from: str, named: Path, refused: tuple[Refusal, ...]) -> str:
-    said = f"checkpoint.resumeFrom {resume_from} names {named}, where there is no good checkpoint"
+    problem = f"checkpoint.resumeFrom {resume_from} names {named}, where there is no good checkpoint"
     fix = "name a job that has saved, a run folder or a step folder on a volume that this job mounts"
     if refused:
-        return f"{said}: {'; '.join(map(str, refused))}; {fix}"
-    return f"{said}: nothing was ever completed there; {fix}"
+        return f"{problem}: {'; '.join(map(str, refused))}; {fix}"
+    return f"{problem}: nothing was ever completed there; {fix}"

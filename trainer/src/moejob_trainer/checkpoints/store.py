@@ -13,25 +13,29 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from pydantic import TypeAdapter
+
 from moejob_api.job.storage import Checkpoint
 from moejob_trainer.checkpoints.cleaning import clean, set_aside
 from moejob_trainer.checkpoints.commit import commit
+from moejob_trainer.checkpoints.coordination import Coordinator, all_agree, on_all_ranks, on_first_rank
 from moejob_trainer.checkpoints.disk import Disk, explained, remove_tree
-from moejob_trainer.checkpoints.manifest import Entry, Facts, entries, manifest, written_names
+from moejob_trainer.checkpoints.manifest import Facts, FileEntry, entries, manifest, written_names
 from moejob_trainer.checkpoints.names import StepFolder
-from moejob_trainer.checkpoints.policy import Start, is_due, room_complaint
-from moejob_trainer.checkpoints.ranks import Ranks, agreed, decided, everyone
-from moejob_trainer.checkpoints.run import Place, other_run, resumed, take
+from moejob_trainer.checkpoints.policy import LastSave, is_due, room_complaint
+from moejob_trainer.checkpoints.run import RunFolder, other_run, own_run_folder, resumed
 from moejob_trainer.checkpoints.verification import Check, Found, latest
 from moejob_trainer.checkpoints.writer import Pending, StateWriter
+from moejob_trainer.distributed.encoding import BOOLEAN, INTEGER, NOTHING
 from moejob_trainer.errors import BadConfiguration, Retryable
 
 _POLL_SECONDS = 0.02
+_ENTRIES = TypeAdapter(list[FileEntry])
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What the run is when it is saved. Facts says what each means."""
+    """The run at the moment of a save. Facts describes each field."""
 
     step: int
     state_format: str
@@ -61,7 +65,7 @@ class _Saving:
     pending: Pending
     called_seconds: float
     stalled_seconds: float
-    hashing: Future[list[Entry]] | None = None
+    hashing: Future[list[FileEntry]] | None = None
 
 
 def _worker() -> Executor:
@@ -72,17 +76,17 @@ def _worker() -> Executor:
 class Checkpoints:
     """Every rank's hand on the run's checkpoints. At most one save is under way at any time."""
 
-    place: Place
+    place: RunFolder
     policy: Checkpoint
-    ranks: Ranks
+    ranks: Coordinator
     writer: StateWriter
     disk: Disk = field(default_factory=Disk)
     clock: Callable[[], float] = time.monotonic
-    # Hashes and deletes one after the other, while training goes on.
+    # Hashes and deletes one after the other, while training continues.
     background: Executor = field(default_factory=_worker)
     # The last save that was committed, whichever call it was that found it done.
     last: Saved | None = None
-    _start: Start = field(default_factory=lambda: Start(0, 0.0))
+    _start: LastSave = field(default_factory=lambda: LastSave(0, 0.0))
     _newest: StepFolder | None = None
     _saving: _Saving | None = None
     _size_bytes: int | None = None
@@ -94,23 +98,23 @@ class Checkpoints:
         return None if self._newest is None else self._newest.step
 
     def start(self) -> Found | None:
-        """Take the folder, clean it, and find what to go on from; nothing when the run begins from its model."""
-        decided(self.ranks, self._open)
+        """Take the folder, clean it, and find what to resume from; nothing when the run begins from its model."""
+        on_first_rank(self.ranks, self._open, NOTHING)
         search = latest(self.place.checkpoints, Check.HASHES, self.ranks)
-        decided(self.ranks, lambda: set_aside(self.place, search, self.disk))
+        on_first_rank(self.ranks, lambda: set_aside(self.place, search, self.disk), NOTHING)
         self._begin_from(search.found)
         if search.found is not None or self.policy.resume_from is None:
             return search.found
         return resumed(self.policy.resume_from, other_run(self.policy.resume_from, self.place.folder), self.ranks)
 
     def is_due(self, step: int) -> bool:
-        """Whether the state after this step is to be saved. Every rank asks; by the clock of rank 0."""
+        """Return whether to save the state after this step. Every rank asks; the clock of rank 0 decides."""
         if self.policy.every_steps is not None:
             return is_due(step, 0.0, self.policy, self._start)
-        return decided(self.ranks, lambda: is_due(step, self.clock(), self.policy, self._start))
+        return on_first_rank(self.ranks, lambda: is_due(step, self.clock(), self.policy, self._start), BOOLEAN)
 
     def save(self, moment: Moment, expected_bytes: int | None = None) -> Saved | None:
-        """Save, in the background if the job says so, else until it is committed and known what came of it.
+        """Save, in the background if the job says so, else until it is committed or has failed.
 
         A save that is still under way is finished first. `expected_bytes` counts until a save has been measured.
         """
@@ -120,9 +124,10 @@ class Checkpoints:
             return None
         facts = self._facts(moment)
         path = self.place.checkpoints / facts.folder.name
-        decided(self.ranks, lambda: self._make_room(path, self._size_bytes or expected_bytes or 0))
+        needed_bytes = self._size_bytes or expected_bytes or 0
+        on_first_rank(self.ranks, lambda: self._make_room(path, needed_bytes), NOTHING)
         pending = self._begun(path)
-        self._start = Start(moment.step, called)
+        self._start = LastSave(moment.step, called)
         self._saving = _Saving(facts, path, pending, called, stalled_seconds=self.clock() - called)
         return None if self.policy.asynchronous else self.wait()
 
@@ -139,12 +144,13 @@ class Checkpoints:
     def _open(self) -> None:
         with explained("opening the run folder", self.place.folder):
             self.place.require_ours("opens the run")
-            take(self.place.folder, self.place.run, self.disk)
-            self.disk.make_folder(self.place.checkpoints)
+            own_run_folder(self.place.folder, self.place.run, self.disk)
+            # The pods of other jobs that resume from here share the volume's group.
+            self.disk.make_folder(self.place.checkpoints, mode=0o750)
             self.disk.sync(self.place.folder)
 
     def _begin_from(self, found: Found | None) -> None:
-        self._start = Start(0 if found is None else found.folder.step, self.clock())
+        self._start = LastSave(0 if found is None else found.folder.step, self.clock())
         if found is not None:
             self._newest, self._size_bytes = found.folder, found.manifest.size_bytes
         self._clean_up()
@@ -152,8 +158,8 @@ class Checkpoints:
     # --- saving ---
 
     def _facts(self, moment: Moment) -> Facts:
-        claim, uid = self.place.claim, self.place.run.uid
-        return Facts(attempt=claim.attempt, restart=claim.restart, job_uid=uid, **asdict(moment))
+        token, uid = self.place.token, self.place.run.uid
+        return Facts(attempt=token.attempt, restart=token.restart, job_uid=uid, **asdict(moment))
 
     def _make_room(self, path: Path, needed_bytes: int) -> None:
         with explained("making room for a checkpoint", path):
@@ -173,7 +179,7 @@ class Checkpoints:
             with self._explained("saving", path):
                 begun.append(self.writer.begin(path))
 
-        everyone(self.ranks, begin)
+        on_all_ranks(self.ranks, begin, NOTHING)
         return begun[0]
 
     @contextmanager
@@ -182,7 +188,7 @@ class Checkpoints:
             with explained(doing, path):
                 yield
         except (BadConfiguration, Retryable):
-            # A newer attempt removes what this one writes, which is the reason, whatever the volume said.
+            # A newer attempt removes what this one writes, which is the reason, whatever the volume reports.
             self.place.require_ours("saves")
             raise
 
@@ -214,7 +220,7 @@ class Checkpoints:
             if not self._is_written(saving):
                 return None
             saving.hashing = self.background.submit(self._own_entries, saving)
-        if not agreed(self.ranks, saving.hashing.done()):
+        if not all_agree(self.ranks, saving.hashing.done()):
             return None
         return self._committed(saving, saving.hashing)
 
@@ -223,16 +229,17 @@ class Checkpoints:
             with self._explained("saving", saving.path):
                 return saving.pending.finished()
 
-        return self.ranks.broadcast(all(everyone(self.ranks, finished)))
+        everyones = on_all_ranks(self.ranks, finished, BOOLEAN)
+        return self.ranks.broadcast(all(everyones), BOOLEAN)
 
-    def _own_entries(self, saving: _Saving) -> list[Entry]:
+    def _own_entries(self, saving: _Saving) -> list[FileEntry]:
         with explained("reading back what was saved", saving.path):
             return entries(saving.path, saving.pending.names(), self.disk)
 
-    def _committed(self, saving: _Saving, hashing: Future[list[Entry]]) -> int:
+    def _committed(self, saving: _Saving, hashing: Future[list[FileEntry]]) -> int:
         # At first: a newer attempt has removed these files, and reading them would fail for a lesser reason.
-        decided(self.ranks, lambda: self.place.require_ours(f"commits {saving.path.name}"))
-        parts = everyone(self.ranks, hashing.result)
+        on_first_rank(self.ranks, lambda: self.place.require_ours(f"commits {saving.path.name}"), NOTHING)
+        parts = on_all_ranks(self.ranks, hashing.result, _ENTRIES)
 
         def commit_all() -> int:
             named = [entry for part in parts for entry in part]
@@ -242,7 +249,7 @@ class Checkpoints:
                 commit(saving.path, whole, self.place.is_ours, self.disk)
             return whole.size_bytes
 
-        return decided(self.ranks, commit_all)
+        return on_first_rank(self.ranks, commit_all, INTEGER)
 
     def _clean_up(self) -> None:
         if self.ranks.rank == 0:

@@ -1,4 +1,4 @@
-"""Which checkpoint can be trusted: the newest whose marker, manifest and files agree.
+"""Verification: finds the newest checkpoint whose marker, manifest and files agree.
 
 Reads only. Under many ranks, rank 0 looks for candidates and decides, and all of them read a share of the files.
 """
@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from pydantic import TypeAdapter
+
+from moejob_trainer.checkpoints.coordination import Coordinator, SingleRank, on_all_ranks, on_first_rank
 from moejob_trainer.checkpoints.disk import explained
-from moejob_trainer.checkpoints.manifest import Damaged, Entry, Manifest, divided, hashed_all, read_manifest
+from moejob_trainer.checkpoints.manifest import Damaged, FileEntry, Manifest, divided, hashed_all, read_manifest
 from moejob_trainer.checkpoints.names import MARKER, REJECTED, StepFolder, step_folder
-from moejob_trainer.checkpoints.ranks import Alone, Ranks, decided, everyone
 
 # Failures that belong to one file and will be the same the next time; others are the volume's.
 _DAMAGE = frozenset({errno.ENOENT, errno.EIO, errno.EISDIR, errno.ENOTDIR, errno.EUCLEAN})
@@ -21,14 +23,14 @@ _SHOWN = 5
 
 
 class Check(StrEnum):
-    """How far a checkpoint is checked."""
+    """Depth of the verification of a checkpoint."""
 
     SIZES = "sizes"
     HASHES = "hashes"
 
 
-class State(StrEnum):
-    """How far a checkpoint's folder got. Only a complete one may be trusted, and only after a check."""
+class FolderState(StrEnum):
+    """Progress of a checkpoint's folder. Only a complete one may be trusted, and only after a check."""
 
     PARTIAL = "partial"
     COMPLETE = "complete"
@@ -37,11 +39,11 @@ class State(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class SeenFolder:
     """One checkpoint's folder as it was found."""
 
     folder: StepFolder
-    state: State
+    state: FolderState
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,60 +68,67 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """What was found, and what was newer and refused, the newest first."""
+    """The checkpoint that was found, and the newer ones that were refused, the newest first."""
 
     found: Found | None
     refused: tuple[Refusal, ...] = ()
 
 
-def seen(checkpoints: Path) -> list[Seen]:
+_SEEN = TypeAdapter(list[SeenFolder])
+_OUTCOME: TypeAdapter[Found | Refusal] = TypeAdapter(Found | Refusal)
+_REFUSAL: TypeAdapter[Refusal | None] = TypeAdapter(Refusal | None)
+_COMPLAINTS = TypeAdapter(list[str])
+
+
+def seen(checkpoints: Path) -> list[SeenFolder]:
     """Every checkpoint's folder, the newest first; nothing when there is no such folder yet."""
     with explained("looking for checkpoints", checkpoints):
         if not checkpoints.is_dir():
             return []
         named = ((step_folder(path.name), path) for path in checkpoints.iterdir() if path.is_dir())
-        found = [Seen(folder, _state(path)) for folder, path in named if folder is not None]
+        found = [SeenFolder(folder, _state(path)) for folder, path in named if folder is not None]
     return sorted(found, key=lambda one: one.folder, reverse=True)
 
 
-def latest(checkpoints: Path, check: Check = Check.HASHES, ranks: Ranks | None = None) -> Search:
+def latest(checkpoints: Path, check: Check = Check.HASHES, ranks: Coordinator | None = None) -> Search:
     """The newest good checkpoint. Every rank calls this and gets the same answer."""
     refused: list[Refusal] = []
-    everybody = ranks or Alone()
-    for one in decided(everybody, lambda: seen(checkpoints)):
-        outcome = _refusal(one) or checked(checkpoints / one.folder.name, check, everybody)
+    coordinator = ranks or SingleRank()
+    for one in on_first_rank(coordinator, lambda: seen(checkpoints), _SEEN):
+        outcome = _refusal(one) or checked(checkpoints / one.folder.name, check, coordinator)
         if isinstance(outcome, Found):
             return Search(outcome, tuple(refused))
-        if one.state is not State.PARTIAL:
+        if one.state is not FolderState.PARTIAL:
             refused.append(outcome)
     return Search(None, tuple(refused))
 
 
-def checked(path: Path, check: Check = Check.HASHES, ranks: Ranks | None = None) -> Found | Refusal:
+def checked(path: Path, check: Check = Check.HASHES, ranks: Coordinator | None = None) -> Found | Refusal:
     """The checkpoint in this folder, or why it is not good. Every rank calls this and gets the same answer."""
-    everybody = ranks or Alone()
-    outcome = decided(everybody, lambda: _opened(path))
+    coordinator = ranks or SingleRank()
+    outcome = on_first_rank(coordinator, lambda: _opened(path), _OUTCOME)
     if isinstance(outcome, Refusal) or check is Check.SIZES:
         return outcome
-    share = divided(outcome.manifest.files, everybody.size)[everybody.rank]
-    complaints = everyone(everybody, lambda: _hash_complaints(path, share))
-    refusal = decided(everybody, lambda: _refused(outcome.folder, [one for some in complaints for one in some]))
+    share = divided(outcome.manifest.files, coordinator.size)[coordinator.rank]
+    complaints = on_all_ranks(coordinator, lambda: _hash_complaints(path, share), _COMPLAINTS)
+    found = [one for some in complaints for one in some]
+    refusal = on_first_rank(coordinator, lambda: _refused(outcome.folder, found), _REFUSAL)
     return refusal or outcome
 
 
-def _state(path: Path) -> State:
+def _state(path: Path) -> FolderState:
     if (path / MARKER).exists():
-        return State.COMPLETE
-    return State.REJECTED if (path / REJECTED).exists() else State.PARTIAL
+        return FolderState.COMPLETE
+    return FolderState.REJECTED if (path / REJECTED).exists() else FolderState.PARTIAL
 
 
-def _refusal(one: Seen) -> Refusal | None:
+def _refusal(one: SeenFolder) -> Refusal | None:
     match one.state:
-        case State.COMPLETE:
+        case FolderState.COMPLETE:
             return None
-        case State.PARTIAL:
+        case FolderState.PARTIAL:
             return Refusal(one.folder, f"was never completed: it has no {MARKER}")
-        case State.REJECTED:
+        case FolderState.REJECTED:
             return Refusal(one.folder, f"was found damaged before: {MARKER} has become {REJECTED}")
 
 
@@ -143,7 +152,7 @@ def _size_complaints(path: Path, manifest: Manifest) -> list[str]:
     return [complaint for entry in manifest.files if (complaint := _size_complaint(path, entry)) is not None]
 
 
-def _size_complaint(path: Path, entry: Entry) -> str | None:
+def _size_complaint(path: Path, entry: FileEntry) -> str | None:
     try:
         size = (path / entry.name).stat().st_size
     except OSError as error:
@@ -151,13 +160,13 @@ def _size_complaint(path: Path, entry: Entry) -> str | None:
     return None if size == entry.size_bytes else f"{entry.name} has {size} bytes instead of {entry.size_bytes}"
 
 
-def _hash_complaints(path: Path, share: list[Entry]) -> list[str]:
+def _hash_complaints(path: Path, share: list[FileEntry]) -> list[str]:
     found = hashed_all(path, [entry.name for entry in share])
     compared = zip(share, found, strict=True)
     return [complaint for entry, lies in compared if (complaint := _hash_complaint(path, entry, lies)) is not None]
 
 
-def _hash_complaint(path: Path, entry: Entry, lies: Entry | OSError) -> str | None:
+def _hash_complaint(path: Path, entry: FileEntry, lies: FileEntry | OSError) -> str | None:
     if isinstance(lies, OSError):
         return _damage(lies, path / entry.name)
     return None if lies == entry else f"{entry.name} has hash {lies.hash} instead of {entry.hash}"

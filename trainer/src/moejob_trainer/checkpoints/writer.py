@@ -1,4 +1,4 @@
-"""What the checkpoint store needs of whatever writes the state of a rank."""
+"""The interface between the checkpoint store and the writer of a rank's state."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class Pending(Protocol):
     """One rank's part of a save that is under way."""
 
     def finished(self) -> bool:
-        """Whether all that this rank writes is written; raises what went wrong. Every rank asks equally often."""
+        """Return whether this rank has written everything; raises what failed. Every rank asks equally often."""
 
     def names(self) -> Sequence[str]:
         """The files this rank wrote, relative to the folder. What no rank names, rank 0 takes care of."""

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, load_file, save, save_file
 from torch import Tensor
 
 from moejob_api.job.training import Lora, LoraTarget
@@ -22,9 +22,10 @@ from moejob_api.problems import Rule
 from moejob_trainer.conversion.export import Check, unchecked
 from moejob_trainer.conversion.families import ROWS, Table, located
 from moejob_trainer.conversion.gathering import hugging_face_tensors
-from moejob_trainer.conversion.groups import ModelGroups, collected, told
-from moejob_trainer.conversion.pieces import Piece, Row, pieces
-from moejob_trainer.conversion.shards import CorruptExport
+from moejob_trainer.conversion.groups import ModelGroups
+from moejob_trainer.conversion.safetensors_writer import CorruptExport
+from moejob_trainer.conversion.tensor_table import Piece, TensorRule, pieces
+from moejob_trainer.distributed import messages
 from moejob_trainer.model.adapters import Matrix, adapter_names, adapters, matrix_of
 from moejob_trainer.model.parameters import Parameter, parameters
 
@@ -39,7 +40,7 @@ _AS_EXPERTS = ("gate_proj", "up_proj", "down_proj")
 
 @dataclass(frozen=True, slots=True)
 class AdapterTarget:
-    """Where adapters go, and what PEFT wants to know about them."""
+    """Destination of exported adapters, and the facts that PEFT's config needs."""
 
     folder: Path
     base_model: str
@@ -47,7 +48,7 @@ class AdapterTarget:
 
     @property
     def unfinished(self) -> Path:
-        """Where they are until they are complete."""
+        """The folder of adapters until they are complete."""
         return self.folder.with_name(f".{self.folder.name}.unfinished")
 
 
@@ -64,7 +65,7 @@ def adapter_table(shape: ModelShape, lora: Lora) -> Table:
     return Table(shape, tuple(declared.values()), tuple(found), ())
 
 
-def _rows(shape: ModelShape, weight: Parameter) -> Iterator[Row]:
+def _rows(shape: ModelShape, weight: Parameter) -> Iterator[TensorRule]:
     _, suffix = located(weight.name, len(shape.layers))
     for row in ROWS[shape.family]:
         if row.parameter == suffix:
@@ -72,7 +73,7 @@ def _rows(shape: ModelShape, weight: Parameter) -> Iterator[Row]:
 
 
 def _pieces(
-    shape: ModelShape, weight: Parameter, row: Row, matrix: Matrix, pair: Sequence[Parameter]
+    shape: ModelShape, weight: Parameter, row: TensorRule, matrix: Matrix, pair: Sequence[Parameter]
 ) -> Iterator[Piece]:
     prefix, _ = located(weight.name, len(shape.layers))
     axes = re.findall(r"\([^)]*\)|\S+", row.theirs)
@@ -82,8 +83,10 @@ def _pieces(
     outputs, inputs = axes
     letters, inner = row.ours.split(), inputs.strip("()").split()
     stack = [letters[axis] for axis in matrix.stack]
-    a = Row(pair[0].name, " ".join([*stack, "R", *inner]), row.tensor, f"R {inputs}")
-    b = Row(pair[1].name, " ".join([*(one for one in letters if one not in inner), "R"]), row.tensor, f"{outputs} R")
+    a = TensorRule(pair[0].name, " ".join([*stack, "R", *inner]), row.tensor, f"R {inputs}")
+    b = TensorRule(
+        pair[1].name, " ".join([*(one for one in letters if one not in inner), "R"]), row.tensor, f"{outputs} R"
+    )
     module = _PREFIX + prefix + row.tensor.removesuffix(".weight")
     for one, parameter, name in ((a, pair[0], "lora_A"), (b, pair[1], "lora_B")):
         yield from pieces(one, parameter, f"{module}.{name}.weight", shape.vocabulary)
@@ -92,20 +95,25 @@ def _pieces(
 def export_adapters(
     state: Mapping[str, Tensor], table: Table, groups: ModelGroups, target: AdapterTarget, check: Check = unchecked
 ) -> Path:
-    """Writes the adapters whose parts all ranks hold in `state`, and reads them back. All ranks call it together."""
-    mine = {name: tensor.contiguous().cpu() for name, tensor in hugging_face_tensors(state, table, groups)}
-    everyones = collected(mine, groups.world)
+    """Write the adapters whose parts all ranks hold in `state`, and read them back. All ranks call it together."""
+    named = hugging_face_tensors(state, table, groups)
+    mine = {name: tensor.contiguous().cpu() for name, tensor in named if not tensor.is_meta}
+    everyones = messages.gather_bytes(save(mine), groups.world)
     if everyones is not None:
-        _write({name: tensor for part in everyones for name, tensor in part.items()}, table, target)
-    told("complete", groups.world)
+        write_adapters({name: tensor for part in everyones for name, tensor in load(part).items()}, table, target)
+    messages.barrier(groups.world)
     check(target.unfinished)
-    if collected("equal", groups.world) is not None:
+    # No rank replaces an export that another has found to differ.
+    messages.barrier(groups.world)
+    if groups.rank == 0:
         shutil.rmtree(target.folder, ignore_errors=True)
         target.unfinished.rename(target.folder)
-    return told(target.folder, groups.world)
+    messages.barrier(groups.world)
+    return target.folder
 
 
-def _write(tensors: Mapping[str, Tensor], table: Table, target: AdapterTarget) -> None:
+def write_adapters(tensors: Mapping[str, Tensor], table: Table, target: AdapterTarget) -> None:
+    """Write the unfinished folder and read it back."""
     expected = {piece.tensor: piece.shape for piece in table.pieces}
     unfinished = target.unfinished
     shutil.rmtree(unfinished, ignore_errors=True)
@@ -153,7 +161,7 @@ def _has_experts(table: Table) -> bool:
 
 
 def names_of_pair(tensor: str) -> tuple[str, str]:
-    """What the two adapters of a published matrix are called."""
+    """Return the names of the two adapter matrices of a published matrix."""
     module = _PREFIX + tensor.removesuffix(".weight")
     return f"{module}.lora_A.weight", f"{module}.lora_B.weight"
 

@@ -23,8 +23,8 @@ _AGAIN = "download or copy it again"
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
-    """Where a tensor is, its shape, and its type in safetensors' words (BF16)."""
+class StoredTensor:
+    """File, shape and safetensors type (BF16) of one tensor."""
 
     file: Path
     shape: tuple[int, ...]
@@ -33,14 +33,14 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What a folder holds."""
+    """The tensors of a folder."""
 
     folder: Path
-    tensors: Mapping[str, Stored]
+    tensors: Mapping[str, StoredTensor]
 
     @classmethod
     def open(cls, folder: Path) -> Checkpoint:
-        """Reads every file's header; InvalidSpec where a file is missing or broken."""
+        """Read every file's header; InvalidSpec where a file is missing or broken."""
         single = folder / SINGLE_FILE
         if single.is_file():
             return cls(folder, _stored(single))
@@ -60,7 +60,7 @@ class Checkpoint:
 
 
 def unusable(message: str) -> InvalidSpec:
-    """The error that says why a checkpoint cannot be used."""
+    """Return the error of a checkpoint that cannot be used."""
     return refused(Rule.MODEL_CONFIG, message)
 
 
@@ -71,16 +71,16 @@ def listed(names: Iterable[str], most: int = 5) -> str:
     return ", ".join(found[:most]) + more
 
 
-def _stored(file: Path) -> dict[str, Stored]:
+def _stored(file: Path) -> dict[str, StoredTensor]:
     try:
         with safe_open(file, "pt") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (not a dict)
-            return {name: Stored(file, tuple(one.get_shape()), one.get_dtype()) for name, one in slices.items()}
+            return {name: StoredTensor(file, tuple(one.get_shape()), one.get_dtype()) for name, one in slices.items()}
     except SafetensorError as error:
         raise unusable(f"{file} is cut off or not a safetensors file ({error}); {_AGAIN}") from error
 
 
-def _indexed(folder: Path) -> dict[str, Stored]:
+def _indexed(folder: Path) -> dict[str, StoredTensor]:
     places = _weight_map(folder / INDEX_FILE)
     files = sorted(set(places.values()))
     absent = [file for file in files if not (folder / file).is_file()]
@@ -93,7 +93,7 @@ def _indexed(folder: Path) -> dict[str, Stored]:
     return tensors
 
 
-def _file_name(stored: Stored | None) -> str | None:
+def _file_name(stored: StoredTensor | None) -> str | None:
     return stored.file.name if stored else None
 
 

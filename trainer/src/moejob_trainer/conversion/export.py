@@ -17,16 +17,19 @@ from itertools import chain, islice
 from pathlib import Path
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor
 
+from moejob_api.models.shape import ModelShape
 from moejob_trainer.conversion.checkpoint import INDEX_FILE, SINGLE_FILE, listed
 from moejob_trainer.conversion.families import Table
-from moejob_trainer.conversion.gathering import Gathering, agreed, names
-from moejob_trainer.conversion.groups import ModelGroups, collected, shared, told
-from moejob_trainer.conversion.imports import opened
-from moejob_trainer.conversion.pieces import Piece
-from moejob_trainer.conversion.shards import CorruptExport, Entry, planned, shard, verify
+from moejob_trainer.conversion.gathering import TensorGathering, names, plan_gathering
+from moejob_trainer.conversion.groups import ModelGroups
+from moejob_trainer.conversion.loading import opened
+from moejob_trainer.conversion.safetensors_writer import CorruptExport, TensorEntry, planned, shard_writer, verify
 from moejob_trainer.conversion.templates import copy_beside
+from moejob_trainer.conversion.tensor_table import Piece
+from moejob_trainer.distributed import messages
 from moejob_trainer.model.parameters import local_slices
 
 MOST_SHARD_BYTES = 5 * 10**9
@@ -41,7 +44,7 @@ def unchecked(_: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where an export goes. `template` is the folder the model came from: its config, tokenizer and code go along.
+    """Destination of an export. `template` is the folder the model came from: its config, tokenizer and code go along.
 
     dtype: the type weights are written in; None writes them as they are held. Buffers stay float32.
     """
@@ -53,12 +56,12 @@ class Target:
 
     @property
     def unfinished(self) -> Path:
-        """Where it is written until it is complete."""
+        """The folder of an export until it is complete."""
         return self.folder.with_name(f".{self.folder.name}.unfinished")
 
     @property
     def replaced(self) -> Path:
-        """Where an older export goes until the new one has its name."""
+        """The name of an older export until the new one has its place."""
         return self.folder.with_name(f".{self.folder.name}.replaced")
 
 
@@ -74,106 +77,120 @@ class ExportReport:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What a rank is about to write."""
+    """The files that a rank is about to write."""
 
     files: int
     bytes: int
 
 
 @dataclass(frozen=True, slots=True)
-class _Written:
+class WrittenFile:
+    """One file of an export, and the checksum of every tensor in it."""
+
     file: str
-    entries: tuple[Entry, ...]
+    entries: tuple[TensorEntry, ...]
     checksums: Mapping[str, str]
+
+
+_PLAN = TypeAdapter(_Plan)
+_WRITTEN = TypeAdapter(list[WrittenFile])
+_REPORT = TypeAdapter(ExportReport)
 
 
 def export(
     state: Mapping[str, Tensor], table: Table, groups: ModelGroups, target: Target, check: Check = unchecked
 ) -> ExportReport:
-    """Writes the model whose parts all ranks hold in `state`, by our global names. All ranks call it together.
+    """Write the model whose parts all ranks hold in `state`, by our global names. All ranks call it together.
 
     An older export of that name is replaced, and is there until the new one is complete and checked.
     """
-    gathering = agreed(state, table, groups)
+    gathering = plan_gathering(state, table, groups)
     shards = _shards(gathering, target)
     mine = _Plan(len(shards), sum(entry.bytes for entries in shards for entry in entries))
-    plans = shared(mine, groups.world)
+    plans = messages.all_gather(mine, _PLAN, groups.world)
     if groups.rank == 0:
         _prepare(gathering, target, sum(plan.bytes for plan in plans))
-    files = _file_names([plan.files for plan in plans], groups.rank)
-    # Nobody writes before the folder is there.
-    told("ready", groups.world)
+    files = file_names([plan.files for plan in plans], groups.rank)
+    # No rank writes before the folder is there.
+    messages.barrier(groups.world)
     written = _write(gathering, target, dict(zip(files, shards, strict=True)))
     for one in written:
         verify(target.unfinished / one.file, one.entries, one.checksums)
-    everything = collected(written, groups.world)
-    report = None if everything is None else _complete(table, target, list(chain.from_iterable(everything)))
-    told("complete", groups.world)
+    everything = messages.gather(written, _WRITTEN, groups.world)
+    report = None if everything is None else complete(table, target, list(chain.from_iterable(everything)))
+    messages.barrier(groups.world)
     _import_again(gathering, target)
     check(target.unfinished)
-    if collected("equal", groups.world) is not None:
+    # No rank replaces an export that another has found to differ.
+    messages.barrier(groups.world)
+    if groups.rank == 0:
         _replace(target)
-    return told(report, groups.world)
+    return messages.broadcast(report, _REPORT, groups.world)
 
 
-def _shards(gathering: Gathering, target: Target) -> list[list[Entry]]:
+def _shards(gathering: TensorGathering, target: Target) -> list[list[TensorEntry]]:
     table = gathering.table
     entries = [
-        Entry(name, piece.shape, _dtype(piece, gathering, target))
+        TensorEntry(name, piece.shape, _dtype(piece, gathering, target))
         for piece in gathering.owned()
         for name in names(piece, table)
     ]
     return planned(entries, target.most_shard_bytes)
 
 
-def _dtype(piece: Piece, gathering: Gathering, target: Target) -> torch.dtype:
+def _dtype(piece: Piece, gathering: TensorGathering, target: Target) -> torch.dtype:
     parameter = gathering.table.by_name[piece.parameter]
     if target.dtype is None or parameter.is_buffer:
         return gathering.state[parameter.name].dtype
     return target.dtype
 
 
-def _file_names(counts: Sequence[int], rank: int) -> list[str]:
-    """The names of a rank's files, given how many each rank has."""
+def file_names(counts: Sequence[int], rank: int) -> list[str]:
+    """Return the names of a rank's files, given how many each rank has."""
     total, first = sum(counts), sum(counts[:rank])
     if total == 1:
         return [SINGLE_FILE] * counts[rank]
     return [f"model-{first + index:05}-of-{total:05}.safetensors" for index in range(1, counts[rank] + 1)]
 
 
-def _prepare(gathering: Gathering, target: Target, needed_bytes: int) -> None:
-    """Whatever can be wrong before hours of writing is found here."""
+def _prepare(gathering: TensorGathering, target: Target, needed_bytes: int) -> None:
+    # Asking for weights may put them together, which takes all ranks: not without need.
+    dtype = target.dtype or max(gathering.state.values(), key=Tensor.numel).dtype
+    prepare(target, gathering.table.shape, dtype, needed_bytes)
+
+
+def prepare(target: Target, shape: ModelShape, dtype: torch.dtype, needed_bytes: int) -> None:
+    """Make the unfinished folder; whatever can be wrong before hours of writing is found here."""
     shutil.rmtree(target.unfinished, ignore_errors=True)
     target.unfinished.mkdir(parents=True)
     free_bytes = shutil.disk_usage(target.unfinished).free
     if free_bytes < needed_bytes:
-        message = f"the export needs {needed_bytes:,} bytes and {free_bytes:,} are free; make room and resume the job"
+        message = f"the export needs {needed_bytes:,} bytes and {free_bytes:,} are free; make room and try again"
         raise OSError(errno.ENOSPC, message, str(target.folder))
-    # Asking for weights may put them together, which takes all ranks: not without need.
-    dtype = target.dtype or max(gathering.state.values(), key=Tensor.numel).dtype
-    copy_beside(target.template, target.unfinished, gathering.table.shape, dtype)
+    copy_beside(target.template, target.unfinished, shape, dtype)
 
 
-def _write(gathering: Gathering, target: Target, shards: Mapping[str, list[Entry]]) -> list[_Written]:
+def _write(gathering: TensorGathering, target: Target, shards: Mapping[str, list[TensorEntry]]) -> list[WrittenFile]:
     tensors = _tensors(gathering, target)
     written = []
     for file, entries in shards.items():
-        with shard(target.unfinished / file, entries) as opened_shard:
+        with shard_writer(target.unfinished / file, entries) as opened_shard:
             checksums = {name: opened_shard.write(name, tensor) for name, tensor in islice(tensors, len(entries))}
-        written.append(_Written(file, tuple(entries), checksums))
+        written.append(WrittenFile(file, tuple(entries), checksums))
     # The others may still need this rank's parts.
     deque(tensors, maxlen=0)
     return written
 
 
-def _tensors(gathering: Gathering, target: Target) -> Iterator[tuple[str, Tensor]]:
+def _tensors(gathering: TensorGathering, target: Target) -> Iterator[tuple[str, Tensor]]:
     for piece, tensor in gathering.tensors():
         cast = tensor.to(_dtype(piece, gathering, target))
         for name in names(piece, gathering.table):
             yield name, cast
 
 
-def _complete(table: Table, target: Target, written: Sequence[_Written]) -> ExportReport:
+def complete(table: Table, target: Target, written: Sequence[WrittenFile]) -> ExportReport:
+    """Add the index, and hold the files against the model's table."""
     folder = target.unfinished
     _all_once(table, written)
     entries = {entry.name: (one.file, entry) for one in written for entry in one.entries}
@@ -189,8 +206,8 @@ def _complete(table: Table, target: Target, written: Sequence[_Written]) -> Expo
     )
 
 
-def _import_again(gathering: Gathering, target: Target) -> None:
-    """Whoever put tensors together reads its own part of them as an import would: it is what it holds, to the bit."""
+def _import_again(gathering: TensorGathering, target: Target) -> None:
+    """Read back this rank's own part of the tensors it put together, and compare it to the bit."""
     source, place = opened(target.unfinished, gathering.table), gathering.groups.coordinates
     mine = {piece.parameter for piece, _ in gathering.pieces()}
     for parameter in gathering.held():
@@ -203,7 +220,7 @@ def _import_again(gathering: Gathering, target: Target) -> None:
             )
 
 
-def _all_once(table: Table, written: Sequence[_Written]) -> None:
+def _all_once(table: Table, written: Sequence[WrittenFile]) -> None:
     expected = Counter(name for piece in table.pieces for name in names(piece, table))
     found = Counter(entry.name for one in written for entry in one.entries)
     if found != expected:
@@ -211,14 +228,14 @@ def _all_once(table: Table, written: Sequence[_Written]) -> None:
         raise RuntimeError(f"{len(found)} tensors were written, {len(expected)} expected; not once: {wrong}")
 
 
-def _index(entries: Mapping[str, tuple[str, Entry]]) -> str:
+def _index(entries: Mapping[str, tuple[str, TensorEntry]]) -> str:
     total = sum(entry.bytes for _, entry in entries.values())
     places = {name: file for name, (file, _) in sorted(entries.items())}
     return json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2) + "\n"
 
 
 def _replace(target: Target) -> None:
-    """Gives the new export its name. A crash in between leaves a complete export under one of the two."""
+    """Give the new export its name. A crash in between leaves a complete export under one of the two."""
     shutil.rmtree(target.replaced, ignore_errors=True)
     if target.folder.exists():
         target.folder.rename(target.replaced)

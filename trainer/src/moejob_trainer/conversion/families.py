@@ -1,4 +1,4 @@
-"""What each family calls its tensors in published files. A new family is a few rows here (docs/add-a-model.md).
+"""Tensor names of each family in published files. A new family is a few rows here (docs/add-a-model.md).
 
 Rotary weights stay as they are published: which pairs of a head turn together is for the rotary layer to know.
 """
@@ -12,99 +12,99 @@ from functools import cached_property
 from moejob_api.models.reader import refused
 from moejob_api.models.shape import Family, ModelShape
 from moejob_api.problems import Rule
-from moejob_trainer.conversion.pieces import Piece, Row, pieces
+from moejob_trainer.conversion.tensor_table import Piece, TensorRule, pieces
 from moejob_trainer.model.parameters import Parameter, parameters
 
 _MODEL = (
-    Row("embedding.weight", "v h", "model.embed_tokens.weight", "v h"),
-    Row("final_norm.weight", "h", "model.norm.weight", "h"),
-    Row("output.weight", "v h", "lm_head.weight", "v h"),
+    TensorRule("embedding.weight", "v h", "model.embed_tokens.weight", "v h"),
+    TensorRule("final_norm.weight", "h", "model.norm.weight", "h"),
+    TensorRule("output.weight", "v h", "lm_head.weight", "v h"),
 )
 _NORMS = (
-    Row("attention_norm.weight", "h", "input_layernorm.weight", "h"),
-    Row("mlp_norm.weight", "h", "post_attention_layernorm.weight", "h"),
+    TensorRule("attention_norm.weight", "h", "input_layernorm.weight", "h"),
+    TensorRule("mlp_norm.weight", "h", "post_attention_layernorm.weight", "h"),
 )
 _GROUPED_ATTENTION = (
-    Row("attention.query.weight", "n d h", "self_attn.q_proj.weight", "(n d) h"),
-    Row("attention.query.bias", "n d", "self_attn.q_proj.bias", "(n d)"),
-    Row("attention.key_value.weight", "g 0 d h", "self_attn.k_proj.weight", "(g d) h"),
-    Row("attention.key_value.weight", "g 1 d h", "self_attn.v_proj.weight", "(g d) h"),
-    Row("attention.key_value.bias", "g 0 d", "self_attn.k_proj.bias", "(g d)"),
-    Row("attention.key_value.bias", "g 1 d", "self_attn.v_proj.bias", "(g d)"),
-    Row("attention.query_norm.weight", "d", "self_attn.q_norm.weight", "d"),
-    Row("attention.key_norm.weight", "d", "self_attn.k_norm.weight", "d"),
-    Row("attention.sinks", "n", "self_attn.sinks", "n"),
-    Row("attention.output.weight", "h n d", "self_attn.o_proj.weight", "h (n d)"),
-    Row("attention.output.bias", "h", "self_attn.o_proj.bias", "h"),
+    TensorRule("attention.query.weight", "n d h", "self_attn.q_proj.weight", "(n d) h"),
+    TensorRule("attention.query.bias", "n d", "self_attn.q_proj.bias", "(n d)"),
+    TensorRule("attention.key_value.weight", "g 0 d h", "self_attn.k_proj.weight", "(g d) h"),
+    TensorRule("attention.key_value.weight", "g 1 d h", "self_attn.v_proj.weight", "(g d) h"),
+    TensorRule("attention.key_value.bias", "g 0 d", "self_attn.k_proj.bias", "(g d)"),
+    TensorRule("attention.key_value.bias", "g 1 d", "self_attn.v_proj.bias", "(g d)"),
+    TensorRule("attention.query_norm.weight", "d", "self_attn.q_norm.weight", "d"),
+    TensorRule("attention.key_norm.weight", "d", "self_attn.k_norm.weight", "d"),
+    TensorRule("attention.sinks", "n", "self_attn.sinks", "n"),
+    TensorRule("attention.output.weight", "h n d", "self_attn.o_proj.weight", "h (n d)"),
+    TensorRule("attention.output.bias", "h", "self_attn.o_proj.bias", "h"),
 )
 _LATENT_ATTENTION = (
-    Row("attention.query.weight", "n d h", "self_attn.q_proj.weight", "(n d) h"),
-    Row("attention.query_down.weight", "r h", "self_attn.q_a_proj.weight", "r h"),
-    Row("attention.query_down.bias", "r", "self_attn.q_a_proj.bias", "r"),
-    Row("attention.query_down_norm.weight", "r", "self_attn.q_a_layernorm.weight", "r"),
-    Row("attention.query_up.weight", "n d r", "self_attn.q_b_proj.weight", "(n d) r"),
-    Row("attention.key_value_down.weight", "r h", "self_attn.kv_a_proj_with_mqa.weight", "r h"),
-    Row("attention.key_value_down.bias", "r", "self_attn.kv_a_proj_with_mqa.bias", "r"),
-    Row("attention.key_value_down_norm.weight", "r", "self_attn.kv_a_layernorm.weight", "r"),
-    Row("attention.key_value_up.weight", "n d r", "self_attn.kv_b_proj.weight", "(n d) r"),
-    Row("attention.output.weight", "h n d", "self_attn.o_proj.weight", "h (n d)"),
-    Row("attention.output.bias", "h", "self_attn.o_proj.bias", "h"),
+    TensorRule("attention.query.weight", "n d h", "self_attn.q_proj.weight", "(n d) h"),
+    TensorRule("attention.query_down.weight", "r h", "self_attn.q_a_proj.weight", "r h"),
+    TensorRule("attention.query_down.bias", "r", "self_attn.q_a_proj.bias", "r"),
+    TensorRule("attention.query_down_norm.weight", "r", "self_attn.q_a_layernorm.weight", "r"),
+    TensorRule("attention.query_up.weight", "n d r", "self_attn.q_b_proj.weight", "(n d) r"),
+    TensorRule("attention.key_value_down.weight", "r h", "self_attn.kv_a_proj_with_mqa.weight", "r h"),
+    TensorRule("attention.key_value_down.bias", "r", "self_attn.kv_a_proj_with_mqa.bias", "r"),
+    TensorRule("attention.key_value_down_norm.weight", "r", "self_attn.kv_a_layernorm.weight", "r"),
+    TensorRule("attention.key_value_up.weight", "n d r", "self_attn.kv_b_proj.weight", "(n d) r"),
+    TensorRule("attention.output.weight", "h n d", "self_attn.o_proj.weight", "h (n d)"),
+    TensorRule("attention.output.bias", "h", "self_attn.o_proj.bias", "h"),
 )
 _MTP = (
-    Row("mtp.embedding_norm.weight", "h", "enorm.weight", "h"),
-    Row("mtp.hidden_norm.weight", "h", "hnorm.weight", "h"),
-    Row("mtp.projection.weight", "o i", "eh_proj.weight", "o i"),
-    Row("mtp.final_norm.weight", "h", "shared_head.norm.weight", "h"),
+    TensorRule("mtp.embedding_norm.weight", "h", "enorm.weight", "h"),
+    TensorRule("mtp.hidden_norm.weight", "h", "hnorm.weight", "h"),
+    TensorRule("mtp.projection.weight", "o i", "eh_proj.weight", "o i"),
+    TensorRule("mtp.final_norm.weight", "h", "shared_head.norm.weight", "h"),
 )
 
 
-def _gated(ours: str, theirs: str) -> tuple[Row, ...]:
+def _gated(ours: str, theirs: str) -> tuple[TensorRule, ...]:
     return (
-        Row(f"{ours}.gate_up.weight", "0 f h", f"{theirs}.gate_proj.weight", "f h"),
-        Row(f"{ours}.gate_up.weight", "1 f h", f"{theirs}.up_proj.weight", "f h"),
-        Row(f"{ours}.gate_up.bias", "0 f", f"{theirs}.gate_proj.bias", "f"),
-        Row(f"{ours}.gate_up.bias", "1 f", f"{theirs}.up_proj.bias", "f"),
-        Row(f"{ours}.down.weight", "h f", f"{theirs}.down_proj.weight", "h f"),
-        Row(f"{ours}.down.bias", "h", f"{theirs}.down_proj.bias", "h"),
+        TensorRule(f"{ours}.gate_up.weight", "0 f h", f"{theirs}.gate_proj.weight", "f h"),
+        TensorRule(f"{ours}.gate_up.weight", "1 f h", f"{theirs}.up_proj.weight", "f h"),
+        TensorRule(f"{ours}.gate_up.bias", "0 f", f"{theirs}.gate_proj.bias", "f"),
+        TensorRule(f"{ours}.gate_up.bias", "1 f", f"{theirs}.up_proj.bias", "f"),
+        TensorRule(f"{ours}.down.weight", "h f", f"{theirs}.down_proj.weight", "h f"),
+        TensorRule(f"{ours}.down.bias", "h", f"{theirs}.down_proj.bias", "h"),
     )
 
 
-def _experts(theirs: str, gate: str, up: str, down: str) -> tuple[Row, ...]:
+def _experts(theirs: str, gate: str, up: str, down: str) -> tuple[TensorRule, ...]:
     return (
-        Row("moe.experts.gate_up", "e 0 f h", f"{theirs}.{{e}}.{gate}.weight", "f h"),
-        Row("moe.experts.gate_up", "e 1 f h", f"{theirs}.{{e}}.{up}.weight", "f h"),
-        Row("moe.experts.down", "e h f", f"{theirs}.{{e}}.{down}.weight", "h f"),
+        TensorRule("moe.experts.gate_up", "e 0 f h", f"{theirs}.{{e}}.{gate}.weight", "f h"),
+        TensorRule("moe.experts.gate_up", "e 1 f h", f"{theirs}.{{e}}.{up}.weight", "f h"),
+        TensorRule("moe.experts.down", "e h f", f"{theirs}.{{e}}.{down}.weight", "h f"),
     )
 
 
 _DENSE = (*_MODEL, *_NORMS, *_GROUPED_ATTENTION, *_gated("mlp", "mlp"))
-_ROUTER = (Row("moe.router.weight", "e h", "mlp.gate.weight", "e h"),)
+_ROUTER = (TensorRule("moe.router.weight", "e h", "mlp.gate.weight", "e h"),)
 _EXPERTS = (*_ROUTER, *_experts("mlp.experts", "gate_proj", "up_proj", "down_proj"))
 _MIXTRAL = (
-    Row("moe.router.weight", "e h", "block_sparse_moe.gate.weight", "e h"),
+    TensorRule("moe.router.weight", "e h", "block_sparse_moe.gate.weight", "e h"),
     *_experts("block_sparse_moe.experts", "w1", "w3", "w2"),
 )
 _GATED_SHARED = (
     *_gated("moe.shared", "mlp.shared_expert"),
-    Row("moe.shared_gate.weight", "o h", "mlp.shared_expert_gate.weight", "o h"),
+    TensorRule("moe.shared_gate.weight", "o h", "mlp.shared_expert_gate.weight", "o h"),
 )
 _DEEPSEEK_EXPERTS = (
     *_EXPERTS,
     *_gated("moe.shared", "mlp.shared_experts"),
-    Row("moe.router.selection_bias", "e", "mlp.gate.e_score_correction_bias", "e"),
+    TensorRule("moe.router.selection_bias", "e", "mlp.gate.e_score_correction_bias", "e"),
 )
 # All experts in one tensor, with inputs first, and gate and up in turns.
 _GPT_OSS = (
-    Row("moe.router.weight", "e h", "mlp.router.weight", "e h"),
-    Row("moe.router.bias", "e", "mlp.router.bias", "e"),
-    Row("moe.experts.gate_up", "e p f h", "mlp.experts.gate_up_proj", "e h (f p)"),
-    Row("moe.experts.gate_up_bias", "e p f", "mlp.experts.gate_up_proj_bias", "e (f p)"),
-    Row("moe.experts.down", "e h f", "mlp.experts.down_proj", "e f h"),
-    Row("moe.experts.down_bias", "e h", "mlp.experts.down_proj_bias", "e h"),
+    TensorRule("moe.router.weight", "e h", "mlp.router.weight", "e h"),
+    TensorRule("moe.router.bias", "e", "mlp.router.bias", "e"),
+    TensorRule("moe.experts.gate_up", "e p f h", "mlp.experts.gate_up_proj", "e h (f p)"),
+    TensorRule("moe.experts.gate_up_bias", "e p f", "mlp.experts.gate_up_proj_bias", "e (f p)"),
+    TensorRule("moe.experts.down", "e h f", "mlp.experts.down_proj", "e f h"),
+    TensorRule("moe.experts.down_bias", "e h", "mlp.experts.down_proj_bias", "e h"),
 )
 _DEEPSEEK = (*_MODEL, *_NORMS, *_LATENT_ATTENTION, *_gated("mlp", "mlp"), *_DEEPSEEK_EXPERTS)
 
-ROWS: Mapping[Family, tuple[Row, ...]] = {
+ROWS: Mapping[Family, tuple[TensorRule, ...]] = {
     Family.LLAMA: _DENSE,
     Family.QWEN2: _DENSE,
     Family.QWEN3: _DENSE,
@@ -120,7 +120,7 @@ ROWS: Mapping[Family, tuple[Row, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A tensor of theirs that repeats another one. Files may lack it; `is_written` says whether ours have it."""
+    """A tensor of theirs that repeats another one. Files may lack it; `is_written`: ours have it."""
 
     tensor: str
     of: str
@@ -175,7 +175,7 @@ def _pieces(shape: ModelShape, parameter: Parameter) -> Iterator[Piece]:
 
 
 def located(name: str, layers: int) -> tuple[str, str]:
-    """Where a parameter is in their files, and what the rows call it. MTP comes after the last layer there."""
+    """Return a parameter's prefix in their files, and its name in the rows. MTP comes after the last layer there."""
     match name.split("."):
         case ["layers", index, *rest]:
             return f"model.layers.{index}.", ".".join(rest)

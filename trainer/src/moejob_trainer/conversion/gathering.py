@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+import torch
+from pydantic import TypeAdapter
 from torch import Tensor
 
 from moejob_api.layout.ranks import Group
 from moejob_trainer.conversion.families import Table
-from moejob_trainer.conversion.groups import ModelGroups, gathered, members, shared
-from moejob_trainer.conversion.pieces import Piece, within
+from moejob_trainer.conversion.groups import ModelGroups, gather_block, members
+from moejob_trainer.conversion.tensor_table import Piece, within
+from moejob_trainer.distributed import messages
 from moejob_trainer.model.parameters import Coordinates, Parameter, Slices, division, local_shape, local_slices
 
 # Where a piece is held: the rank in each group that divides its parameter and not the piece itself.
@@ -23,27 +26,30 @@ Home = tuple[tuple[Group, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """How one piece is put together in a layout; `gathered` are the axes on which it lies on several ranks."""
+    """Recipe for putting one piece together in a layout; `gathered` are the axes on which it lies on several ranks."""
 
     gathered: tuple[tuple[int, Group], ...]
     home: Home
 
     def is_held(self, place: Coordinates) -> bool:
-        """Whether a rank holds a part of it."""
+        """Return whether a rank holds a part of it."""
         return all(place.within(group)[0] == rank for group, rank in self.home)
 
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What a rank tells the others: which pieces it could put together, and the first rank of each of its groups."""
+    """Pieces that a rank could put together, and the first rank of each of its groups."""
 
     leads: frozenset[tuple[str, Home]]
     first: Mapping[Group, int]
 
 
+_HOLDING = TypeAdapter(Holding)
+
+
 @dataclass(frozen=True)
-class Gathering:
-    """An agreement of all ranks on who puts which piece together."""
+class TensorGathering:
+    """An agreement of all ranks on which of them puts which piece together."""
 
     table: Table
     groups: ModelGroups
@@ -62,15 +68,21 @@ class Gathering:
 
     def tensors(self) -> Iterator[tuple[Piece, Tensor]]:
         """Each piece this rank owns, as Hugging Face has it. All ranks must run it to its end together."""
+        return ((piece, tensor) for piece, tensor in self.every() if tensor is not None)
+
+    def every(self) -> Iterator[tuple[Piece, Tensor | None]]:
+        """Every piece of the model, in an order that all ranks share, with its tensor on the one rank that owns it.
+
+        All ranks must run it to its end together.
+        """
         owners = _owners(self.holdings)
-        for parameter in self.held():
+        for parameter in self.table.parameters:
             # Replicas may have to put it together: they ask too, though others own its pieces.
-            weight = self.state[parameter.name].detach()
-            _require_shape(parameter, weight, self.groups.coordinates)
-            for piece, how in self._pieces_of(parameter, owners):
-                whole = self._whole(piece, how, weight)
-                if whole is not None:
-                    yield piece, whole
+            weight = self.state[parameter.name].detach() if parameter.name in self.state else None
+            if weight is not None:
+                _require_shape(parameter, weight, self.groups.coordinates)
+            for piece in self.table.by_parameter[parameter.name]:
+                yield piece, None if weight is None else self._owned(piece, weight, owners)
 
     def held(self) -> Iterator[Parameter]:
         """The parameters of which this rank holds a part."""
@@ -91,6 +103,12 @@ class Gathering:
             rank = self.holdings[rank].first[group]
         return rank
 
+    def _owned(self, piece: Piece, weight: Tensor, owners: Mapping[tuple[str, Home], int]) -> Tensor | None:
+        how = assembly(piece, self.table.by_name[piece.parameter], self.groups.coordinates)
+        if not how.is_held(self.groups.coordinates) or self._leader(how) != owners[piece.parameter, how.home]:
+            return None
+        return self._whole(piece, how, weight)
+
     def _whole(self, piece: Piece, how: Assembly, weight: Tensor) -> Tensor | None:
         held = local_slices(self.table.by_name[piece.parameter], self.groups.coordinates)
         axes = {axis for axis, _ in how.gathered}
@@ -99,14 +117,15 @@ class Gathering:
         )
         block: Tensor | None = weight[within(reach, held)]
         for axis, group in how.gathered:
-            block = None if block is None else gathered(block, axis, self.groups.over(group))
+            block = None if block is None else gather_block(block, axis, self.groups.over(group))
         return None if block is None else piece.theirs(block[_rest(piece, axes)])
 
 
-def agreed(state: Mapping[str, Tensor], table: Table, groups: ModelGroups) -> Gathering:
-    """Asks every rank what it holds; ValueError on all of them where nobody holds a parameter."""
+def plan_gathering(state: Mapping[str, Tensor], table: Table, groups: ModelGroups) -> TensorGathering:
+    """Ask every rank what it holds; ValueError on all of them where no rank holds a parameter."""
     place = groups.coordinates
-    gathering = Gathering(table, groups, state, tuple(shared(_holding(state, table, groups), groups.world)))
+    holdings = messages.all_gather(_holding(state, table, groups), _HOLDING, groups.world)
+    gathering = TensorGathering(table, groups, state, tuple(holdings))
     owners = _owners(gathering.holdings)
     homeless = {
         parameter.name
@@ -128,23 +147,24 @@ def _require_shape(parameter: Parameter, tensor: Tensor, place: Coordinates) -> 
 def hugging_face_tensors(
     state: Mapping[str, Tensor], table: Table, groups: ModelGroups
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the published model once among all ranks, whole and one at a time, named as in its files.
+    """Every tensor of the published model, whole and one at a time, named as in its files.
 
-    `state` are a rank's tensors by our global names. A rank gets those it owns, yet all must run this to its end.
+    `state` are a rank's tensors by our global names. Every rank gets all names and shapes in one order, yet the values
+    of the tensors it owns alone: the others are on the meta device. All must run this to its end.
     """
-    for piece, tensor in agreed(state, table, groups).tensors():
+    for piece, tensor in plan_gathering(state, table, groups).every():
         for name in names(piece, table):
-            yield name, tensor
+            yield name, torch.empty(piece.shape, device="meta") if tensor is None else tensor
 
 
 def names(piece: Piece, table: Table) -> tuple[str, ...]:
-    """What a piece is called in files: its name, and those of its copies that are written."""
+    """Return the names of a piece in files: its own, and those of its copies that are written."""
     copies = (copy.tensor for copy in table.copies if copy.of == piece.tensor and copy.is_written)
     return (piece.tensor, *copies)
 
 
 def assembly(piece: Piece, parameter: Parameter, place: Coordinates) -> Assembly:
-    """How a piece is put together; equal on all ranks, for it looks at sizes only."""
+    """Return how a piece is put together; equal on all ranks, because it looks at sizes only."""
     several: list[tuple[int, Group]] = []
     home: list[tuple[Group, int]] = []
     for axis, group in division(parameter, place):
@@ -179,5 +199,5 @@ def _owners(holdings: tuple[Holding, ...]) -> dict[tuple[str, Home], int]:
 
 
 def _rest(piece: Piece, axes: set[int]) -> Slices:
-    """What is cut from a gathered block: rows beyond the vocabulary."""
+    """Return the slices that a gathered block is cut to: rows beyond the vocabulary go."""
     return tuple(part if axis in axes else slice(None) for axis, part in enumerate(piece.region))

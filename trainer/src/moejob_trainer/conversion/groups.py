@@ -1,12 +1,11 @@
 """The process groups over which a model is divided, as conversion needs them; without any it is one process's.
 
-Plain torch.distributed: whoever builds the groups passes them in.
+Plain torch.distributed: the groups are passed in.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,12 +15,10 @@ from torch.distributed import ProcessGroup
 from moejob_api.layout.ranks import Group
 from moejob_trainer.model.parameters import Coordinates
 
-T = TypeVar("T")
-
 
 @dataclass(frozen=True)
 class ModelGroups:
-    """A rank's groups; None where it is alone. `world` are all ranks of the run and carries Python objects only."""
+    """A rank's groups; None where it is alone. `world` are all ranks of the run and carries messages only."""
 
     world: ProcessGroup | None = None
     tensor: ProcessGroup | None = None
@@ -30,7 +27,7 @@ class ModelGroups:
 
     @property
     def coordinates(self) -> Coordinates:
-        """Where this rank stands in them."""
+        """The coordinates of this rank in them."""
         return Coordinates(
             *_place(self.tensor),
             *_place(self.expert),
@@ -56,7 +53,7 @@ def members(group: ProcessGroup | None, alone: int) -> tuple[int, ...]:
     return (alone,) if group is None else tuple(dist.get_process_group_ranks(group))
 
 
-def gathered(block: Tensor, axis: int, group: ProcessGroup | None) -> Tensor | None:
+def gather_block(block: Tensor, axis: int, group: ProcessGroup | None) -> Tensor | None:
     """The blocks of all ranks of a group side by side on its first rank; None on the others."""
     if group is None:
         return block
@@ -65,34 +62,6 @@ def gathered(block: Tensor, axis: int, group: ProcessGroup | None) -> Tensor | N
     blocks = [torch.empty_like(block) for _ in range(size)] if rank == 0 else None
     dist.gather(block, blocks, group=group, group_dst=0)
     return None if blocks is None else torch.cat(blocks, dim=axis)
-
-
-def shared(mine: T, world: ProcessGroup | None) -> list[T]:
-    """What every rank has to say, by rank."""
-    if world is None:
-        return [mine]
-    said: list[T | None] = [None] * world.size()
-    dist.all_gather_object(said, mine, group=world)
-    return said  # type: ignore[return-value]
-
-
-def collected(mine: T, world: ProcessGroup | None) -> list[T] | None:
-    """What every rank has to say, on the first rank only."""
-    if world is None:
-        return [mine]
-    said: list[T | None] | None = [None] * world.size() if world.rank() == 0 else None
-    dist.gather_object(mine, said, group=world, group_dst=0)
-    return said  # type: ignore[return-value]
-
-
-def told(mine: T | None, world: ProcessGroup | None) -> T:
-    """What the first rank has to say, said to all of them."""
-    said = [mine]
-    if world is not None:
-        dist.broadcast_object_list(said, group=world, group_src=0)
-    if said[0] is None:
-        raise ValueError("the first rank has nothing to say")
-    return said[0]
 
 
 def _place(group: ProcessGroup | None) -> tuple[int, int]:

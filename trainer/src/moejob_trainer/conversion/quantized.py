@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from moejob_trainer.conversion.checkpoint import Checkpoint, Stored, unusable
+from moejob_trainer.conversion.checkpoint import Checkpoint, StoredTensor, unusable
 from moejob_trainer.model.parameters import Slices
 
 _SCALE = "_scale_inv"
@@ -30,11 +30,11 @@ class Weights(Protocol):
 
     @property
     def folder(self) -> Path:
-        """Where they are."""
+        """The folder of the files."""
 
     @property
-    def tensors(self) -> Mapping[str, Stored]:
-        """What there is."""
+    def tensors(self) -> Mapping[str, StoredTensor]:
+        """The tensors by name."""
 
     def read(self, name: str, part: Slices) -> Tensor:
         """One part of a tensor."""
@@ -60,12 +60,12 @@ class BlockScaled:
 
     @property
     def folder(self) -> Path:
-        """Where they are."""
+        """The folder of the files."""
         return self.checkpoint.folder
 
     @cached_property
-    def tensors(self) -> Mapping[str, Stored]:
-        """What there is, without the scales of what is seen dequantized."""
+    def tensors(self) -> Mapping[str, StoredTensor]:
+        """The tensors by name."""
         stored = self.checkpoint.tensors
         scaled = {name for name in stored if self._is_scaled(name)}
         seen = {name: one for name, one in stored.items() if name.removesuffix(_SCALE) not in scaled}
@@ -101,12 +101,12 @@ class PackedFours:
 
     @property
     def folder(self) -> Path:
-        """Where they are."""
+        """The folder of the files."""
         return self.checkpoint.folder
 
     @cached_property
-    def tensors(self) -> Mapping[str, Stored]:
-        """What there is, under the names and in the shapes of what is not packed."""
+    def tensors(self) -> Mapping[str, StoredTensor]:
+        """The tensors by name."""
         seen = dict(self.checkpoint.tensors)
         for name in self.checkpoint.tensors:
             base = name.removesuffix(_BLOCKS)
@@ -114,7 +114,7 @@ class PackedFours:
                 stored = seen.pop(base + _BLOCKS)
                 del seen[base + _SCALES]
                 experts, outputs, groups, _ = stored.shape
-                seen[base] = Stored(stored.file, (experts, groups * _PACKED, outputs), "BF16")
+                seen[base] = StoredTensor(stored.file, (experts, groups * _PACKED, outputs), "BF16")
         return seen
 
     def read(self, name: str, part: Slices) -> Tensor:

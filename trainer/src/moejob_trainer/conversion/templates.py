@@ -1,15 +1,15 @@
-"""What stands beside the weights of a published model: its config.json made true, and tokenizer files as they were."""
+"""The files beside exported weights: config.json with what was trained, and tokenizer files as they were."""
 
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import torch
 
 from moejob_api.models.families import shape_of
 from moejob_api.models.shape import ModelShape
+from moejob_trainer.data.links import copy_file
 
 CONFIG_FILE = "config.json"
 _AS_THEY_WERE = (
@@ -21,17 +21,19 @@ _AS_THEY_WERE = (
     "merges.txt",
     "*.tiktoken",
     "chat_template*",
-    "additional_chat_templates",
+    "additional_chat_templates/*.jinja",
     "*.py",
     "LICENSE*",
 )
 
 
 def copy_beside(template: Path, folder: Path, shape: ModelShape, dtype: torch.dtype) -> None:
-    """Puts config and tokenizer beside weights of this shape and type."""
-    for path in sorted({path for pattern in _AS_THEY_WERE for path in template.glob(pattern)}):
-        copy = shutil.copytree if path.is_dir() else shutil.copyfile
-        copy(path, folder / path.name)
+    """Put config and tokenizer beside weights of this shape and type."""
+    found = {path for pattern in _AS_THEY_WERE for path in template.glob(pattern) if path.is_file()}
+    for path in sorted(found):
+        target = folder / path.relative_to(template)
+        target.parent.mkdir(exist_ok=True)
+        copy_file(path, target, template)
     text = (template / CONFIG_FILE).read_text(encoding="utf-8")
     (folder / CONFIG_FILE).write_text(config(text, shape, dtype), encoding="utf-8")
 

@@ -1,4 +1,4 @@
-"""What the records of each format have to hold, checked; what is wrong is named with the record's place."""
+"""Validation of the records of each format; a message names the place of the record."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moejob_trainer.data.sources import Record
+from moejob_trainer.data.records import Record
 from moejob_trainer.errors import BadData
 
 ROLES = ("system", "developer", "user", "assistant", "tool")

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import TypeAdapter
 
-from moejob_trainer.batches import Document
 from moejob_trainer.data.encoding import Sample
+from moejob_trainer.engine import Document
 from moejob_trainer.errors import BadData
 
 _TOKENS, _TRAINED, _SIZES, _REPORT = "tokens.bin", "trained.bin", "sizes.npy", "report.json"
@@ -23,7 +23,7 @@ _TOKENS, _TRAINED, _SIZES, _REPORT = "tokens.bin", "trained.bin", "sizes.npy", "
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What became of the records of a data set."""
+    """Counts of what happened to the records of a data set."""
 
     source: str
     split: str
@@ -47,7 +47,7 @@ class Corpus:
     def __init__(self, folder: Path) -> None:
         try:
             self.report = _reports.validate_json((folder / _REPORT).read_bytes())
-            sizes: npt.NDArray[np.int64] = np.load(folder / _SIZES)
+            sizes: npt.NDArray[np.int64] = np.load(folder / _SIZES, allow_pickle=False)
             self._tokens = np.memmap(folder / _TOKENS, np.int32, "r")
             self._trained = np.memmap(folder / _TRAINED, np.bool_, "r")
         except (OSError, ValueError) as error:
@@ -60,7 +60,7 @@ class Corpus:
             raise BadData(f"{folder} was damaged since it was written; delete it, and it is built again")
 
     def __len__(self) -> int:
-        """How many documents there are."""
+        """The number of documents."""
         return len(self.lengths)
 
     def document(self, number: int, source: int = 0) -> Document:
@@ -71,7 +71,7 @@ class Corpus:
 
 
 def is_written(folder: Path) -> bool:
-    """Whether a folder holds a whole corpus."""
+    """Return whether a folder holds a whole corpus."""
     return (folder / _REPORT).is_file()
 
 

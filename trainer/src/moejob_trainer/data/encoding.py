@@ -11,9 +11,9 @@ import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
 from moejob_api.job.model import DataFormat
+from moejob_trainer.data.chat_template import Rendered, Span, Template
 from moejob_trainer.data.conversations import conversation, text
-from moejob_trainer.data.rendering import Rendered, Span, Template
-from moejob_trainer.data.sources import Record
+from moejob_trainer.data.records import Record
 from moejob_trainer.errors import BadData
 
 
@@ -26,7 +26,7 @@ class Sample:
 
     @property
     def trained_tokens(self) -> int:
-        """How many tokens are trained on."""
+        """The number of tokens that are trained on."""
         return int(np.count_nonzero(self.trained))
 
 
@@ -36,7 +36,7 @@ _NEVER = np.iinfo(np.int64).max
 
 
 def encoder(format: DataFormat, tokenizer: PreTrainedTokenizerBase, chat_template: str | None) -> Encoder:  # noqa: A002
-    """What turns records of a format into samples."""
+    """Return the function that turns records of a format into samples."""
     match format:
         case DataFormat.CHAT:
             template = Template(tokenizer, chat_template)
@@ -76,7 +76,7 @@ def _by_offsets(record: Record, tokenizer: PreTrainedTokenizerBase, rendered: Re
 
 
 def _in_spans(offsets: Sequence[Span], spans: Sequence[Span]) -> npt.NDArray[np.bool_]:
-    """Which tokens have a character in one of the spans, which are in order and apart."""
+    """Return which tokens have a character in one of the spans, which are in order and apart."""
     first, last = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
     # Byte-level tokenizers leave blanks out of offsets, and give every byte of a character the same ones.
     ends = np.maximum.accumulate(last)
@@ -88,7 +88,7 @@ def _in_spans(offsets: Sequence[Span], spans: Sequence[Span]) -> npt.NDArray[np.
 
 
 def _by_pieces(record: Record, tokenizer: PreTrainedTokenizerBase, rendered: Rendered) -> Sample:
-    """For tokenizers that do not say which characters a token stands for."""
+    """Encode with a tokenizer that does not report the characters of a token."""
     tokens, trained = list[int](), list[bool]()
     for piece, is_trained in _pieces(rendered):
         found = ids(tokenizer, piece)
@@ -97,7 +97,7 @@ def _by_pieces(record: Record, tokenizer: PreTrainedTokenizerBase, rendered: Ren
     if tokens != ids(tokenizer, rendered.text):
         raise BadData(
             f"{record.place}: the tokenizer joins what the assistant says with what stands around it, and does not say "
-            "which characters a token stands for, so what to train on cannot be told; use a fast tokenizer "
+            "which characters a token stands for, so what to train on is unknown; use a fast tokenizer "
             "(tokenizer.json), or a chat template that sets special tokens around what the assistant says"
         )
     return _sample(record, tokens, trained)
@@ -122,16 +122,17 @@ def _completion(record: Record, tokenizer: PreTrainedTokenizerBase) -> Sample:
             "drops blanks between them); use the format Chat"
         )
     front = opening(tokenizer) + begin
-    answer.append(_end(tokenizer))
+    answer.append(end_of_text(tokenizer))
     return _sample(record, front + answer, [False] * len(front) + [True] * len(answer))
 
 
 def _whole(record: Record, tokenizer: PreTrainedTokenizerBase) -> Sample:
-    tokens = [*opening(tokenizer), *ids(tokenizer, text(record, "text")), _end(tokenizer)]
+    tokens = [*opening(tokenizer), *ids(tokenizer, text(record, "text")), end_of_text(tokenizer)]
     return _sample(record, tokens, [True] * len(tokens))
 
 
-def _end(tokenizer: PreTrainedTokenizerBase) -> int:
+def end_of_text(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the token that ends a text."""
     if not isinstance(tokenizer.eos_token_id, int):
         raise BadData("the tokenizer has no eos_token, so a model trained with it would never stop; set one")
     return tokenizer.eos_token_id

@@ -10,9 +10,9 @@ import multiprocessing
 import shutil
 import tempfile
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cache, partial
 from itertools import chain, islice
@@ -24,14 +24,16 @@ from moejob_api.job.model import Data, DataFormat, Dataset, Model, Overlong
 from moejob_trainer.data import corpus
 from moejob_trainer.data.corpus import Report
 from moejob_trainer.data.encoding import Encoder, Sample, encoder
-from moejob_trainer.data.sources import Record, records, state
+from moejob_trainer.data.records import Record
+from moejob_trainer.data.sources import records, state
 from moejob_trainer.data.tokenizers import CLAIMS, tokenizer
 from moejob_trainer.errors import BadData
 
 # Part of a corpus's name: what a version wrote that reads or encodes differently is not taken for this one's.
-_VERSION = 2
+_VERSION = 3
+_NO_SOURCES: Mapping[str, tuple[Dataset, ...]] = {"train": (), "eval": ()}
 _CHUNK = 256
-# Starting processes takes seconds; below so many records it is not worth them.
+# Starting processes takes seconds; fewer records than these are not worth it.
 _ALONE = 16 * _CHUNK
 
 
@@ -50,8 +52,8 @@ class Recipe:
         return tokenizer(self.model.source, self.model.revision, self.model.trust_remote_code, self.claims)
 
 
-class Fate(StrEnum):
-    """What the policy for what is too long did to a sample."""
+class Disposition(StrEnum):
+    """Decision of the policy for samples that are too long."""
 
     KEPT = "kept"
     DROPPED = "dropped"
@@ -64,7 +66,7 @@ class Fitted:
     """A sample after the policy; documents are made of those that are kept or truncated."""
 
     sample: Sample
-    fate: Fate
+    fate: Disposition
 
 
 def prepare(datasets: Sequence[Dataset], recipe: Recipe, folder: Path, workers: int = 1) -> tuple[Path, ...]:
@@ -83,13 +85,13 @@ def fitted(sample: Sample, data: Data, place: str) -> Fitted:
     """A sample after data.overlong."""
     length = len(sample.tokens)
     if length <= data.max_length:
-        return Fitted(sample, Fate.KEPT)
+        return Fitted(sample, Disposition.KEPT)
     match data.overlong:
         case Overlong.DROP:
-            return Fitted(sample, Fate.DROPPED)
+            return Fitted(sample, Disposition.DROPPED)
         case Overlong.TRUNCATE:
             cut = Sample(sample.tokens[: data.max_length], sample.trained[: data.max_length])
-            return Fitted(cut, Fate.TRUNCATED if cut.trained_tokens else Fate.EMPTIED)
+            return Fitted(cut, Disposition.TRUNCATED if cut.trained_tokens else Disposition.EMPTIED)
         case Overlong.REFUSE:
             raise BadData(
                 f"{place} has {length} tokens, data.maxLength is {data.max_length} and data.overlong Refuse; raise "
@@ -107,7 +109,7 @@ def _prepared(dataset: Dataset, recipe: Recipe, folder: Path, workers: int, fing
         _refuse_empty(report, recipe.data)
         corpus.finish(building, report)
         building.chmod(0o755)
-        # What lies there without a report is a rest. Renaming is what makes this count: whoever is killed before leaves
+        # What lies there without a report is a remnant. The rename makes it count: a rank that is killed before leaves
         # nothing that looks whole.
         shutil.rmtree(target, ignore_errors=True)
         building.rename(target)
@@ -120,7 +122,9 @@ def _fingerprint(dataset: Dataset, recipe: Recipe, using: PreTrainedTokenizerBas
     data = recipe.data
     parts = (
         *(_VERSION, recipe.vocabulary, data.max_length, data.overlong, data.chat_template),
-        *(dataset.source, dataset.split, dataset.format, state(dataset, recipe.claims)),
+        # All of what is read and how, but not how often.
+        dataset.model_copy(update={"weight": 1.0}).model_dump_json(),
+        state(dataset, recipe.claims),
         *(using.chat_template, using.special_tokens_map, using.is_fast and using.backend_tokenizer.to_str()),
         sorted(using.get_vocab().items()),
     )
@@ -128,12 +132,12 @@ def _fingerprint(dataset: Dataset, recipe: Recipe, using: PreTrainedTokenizerBas
 
 
 def _written(building: Path, dataset: Dataset, recipe: Recipe, workers: int, fingerprint: str) -> Report:
-    fates = Counter[Fate]()
+    fates = Counter[Disposition]()
 
     def kept() -> Iterator[Sample]:
         for one in _all_fitted(dataset, recipe, workers):
             fates[one.fate] += 1
-            if one.fate in (Fate.KEPT, Fate.TRUNCATED):
+            if one.fate in (Disposition.KEPT, Disposition.TRUNCATED):
                 yield one.sample
 
     documents, tokens, trained_tokens = corpus.write(building, kept())
@@ -143,9 +147,9 @@ def _written(building: Path, dataset: Dataset, recipe: Recipe, workers: int, fin
         fingerprint=fingerprint,
         records=fates.total(),
         documents=documents,
-        dropped=fates[Fate.DROPPED],
-        truncated=fates[Fate.TRUNCATED],
-        emptied=fates[Fate.EMPTIED],
+        dropped=fates[Disposition.DROPPED],
+        truncated=fates[Disposition.TRUNCATED],
+        emptied=fates[Disposition.EMPTIED],
         tokens=tokens,
         trained_tokens=trained_tokens,
     )
@@ -168,7 +172,8 @@ def _all_fitted(dataset: Dataset, recipe: Recipe, workers: int) -> Iterator[Fitt
     found = records(dataset, recipe.claims)
     first = list(islice(found, _ALONE))
     chunks = _chunks(chain(first, found))
-    encode = partial(_encoded, dataset.format, recipe)
+    # What is read is no part of how it is encoded.
+    encode = partial(_encoded, dataset.format, replace(recipe, data=recipe.data.model_copy(update=_NO_SOURCES)))
     if workers == 1 or len(first) < _ALONE:
         return chain.from_iterable(map(encode, chunks))
     return chain.from_iterable(_on_all_cores(encode, chunks, workers))
@@ -191,7 +196,7 @@ def _on_all_cores(
         waiting = deque[Future[list[Fitted]]]()
         for chunk in chunks:
             waiting.append(pool.submit(encode, chunk))
-            # Only so many are read ahead: the data may be larger than memory.
+            # Few are read ahead: the data may be larger than memory.
             if len(waiting) > 2 * workers:
                 yield waiting.popleft().result()
         while waiting:
@@ -200,7 +205,7 @@ def _on_all_cores(
 
 def _encoded(format: DataFormat, recipe: Recipe, chunk: Sequence[Record]) -> list[Fitted]:  # noqa: A002
     encode = _encoder(format, recipe)
-    return [fitted(_known(encode(record), recipe, record.place), recipe.data, record.place) for record in chunk]
+    return [fitted(known(encode(record), recipe, record.place), recipe.data, record.place) for record in chunk]
 
 
 @cache
@@ -209,7 +214,8 @@ def _encoder(format: DataFormat, recipe: Recipe) -> Encoder:  # noqa: A002
     return encoder(format, recipe.tokenizer(), recipe.data.chat_template)
 
 
-def _known(sample: Sample, recipe: Recipe, place: str) -> Sample:
+def known(sample: Sample, recipe: Recipe, place: str) -> Sample:
+    """Return the sample; BadData where the model has no embedding for one of its tokens."""
     largest = int(sample.tokens.max())
     if recipe.vocabulary is not None and largest >= recipe.vocabulary:
         raise BadData(

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from moejob_api.job.model import DataFormat, Dataset, Overlong
+from moejob_trainer.data.chat_template import Template
 from moejob_trainer.data.conversations import conversation, field, text
 from moejob_trainer.data.encoding import ids, opening
 from moejob_trainer.data.preparation import Recipe
-from moejob_trainer.data.rendering import Template
-from moejob_trainer.data.sources import Record, records
+from moejob_trainer.data.records import Record
+from moejob_trainer.data.sources import records
 from moejob_trainer.errors import BadData
 
 
@@ -46,8 +47,8 @@ def prompts(dataset: Dataset, recipe: Recipe, most_tokens: int) -> Prompts:
     if most_tokens < 1:
         raise BadData(f"data.maxLength {recipe.data.max_length} leaves no room for a prompt; it holds the answer too")
     using = recipe.tokenizer()
-    found = [_prompt(record, using, recipe) for record in records(dataset, recipe.claims)]
-    kept = tuple(prompt for prompt in found if _fits(prompt, most_tokens, recipe.data.overlong))
+    found = [read_prompt(record, using, recipe) for record in records(dataset, recipe.claims)]
+    kept = tuple(prompt for prompt in found if fits(prompt, most_tokens, recipe.data.overlong))
     if not kept:
         raise BadData(
             f"data set {dataset.source} (split {dataset.split}) has {len(found)} prompts, and none of at most "
@@ -56,7 +57,8 @@ def prompts(dataset: Dataset, recipe: Recipe, most_tokens: int) -> Prompts:
     return Prompts(dataset.source, kept, len(found) - len(kept))
 
 
-def _fits(prompt: Prompt, most_tokens: int, overlong: Overlong) -> bool:
+def fits(prompt: Prompt, most_tokens: int, overlong: Overlong) -> bool:
+    """Return whether a prompt is asked; BadData where data.overlong does not let it be dropped."""
     length = len(prompt.tokens)
     if length <= most_tokens:
         return True
@@ -68,7 +70,8 @@ def _fits(prompt: Prompt, most_tokens: int, overlong: Overlong) -> bool:
     )
 
 
-def _prompt(record: Record, using: PreTrainedTokenizerBase, recipe: Recipe) -> Prompt:
+def read_prompt(record: Record, using: PreTrainedTokenizerBase, recipe: Recipe) -> Prompt:
+    """Return the prompt of one record."""
     if isinstance(field(record, "prompt"), str):
         written = text(record, "prompt")
         tokens = [*opening(using), *ids(using, written)]

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import csv
+import gzip
+import io
 import json
 import re
+import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path, PurePath
+from typing import IO, cast
 
 import datasets
 import pyarrow as pa
@@ -14,11 +21,14 @@ import pyarrow.parquet as pq
 
 from moejob_api.job.model import Dataset
 from moejob_trainer.data import tiny
+from moejob_trainer.data.records import Record
+from moejob_trainer.data.shapes import shaped
 from moejob_trainer.data.tokenizers import CLAIMS, located
 from moejob_trainer.errors import BadData
 
-_BUILT_IN = {tiny.CHATS: tiny.chats, tiny.SUMS: tiny.sums}
-_FILES = (".jsonl", ".parquet")
+_BUILT_IN = {tiny.CHATS: tiny.chats, tiny.SUMS: tiny.sums, tiny.GUESSES: tiny.guesses}
+_FILES = (".jsonl", ".jsonl.gz", ".csv", ".csv.gz", ".parquet")
+_LONGEST_FIELD = 2**31 - 1
 # What `save_to_disk` of the datasets library leaves in a folder.
 _SAVED = ("dataset_info.json", "dataset_dict.json")
 # Files of a folder belong to a split when they begin with its name, as on the hub: train-00000-of-00002.parquet.
@@ -27,16 +37,43 @@ _SPLIT = re.compile(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
-    """What one line or row holds, and where it stands."""
-
-    fields: Mapping[str, object]
-    place: str
-
-
 def records(dataset: Dataset, claims: Path = CLAIMS) -> Iterator[Record]:
-    """Every record of a data set, in order."""
+    """Every record of a data set that the job asks for, in order, with the fields that its format reads."""
+    found = _chosen(dataset, _read(dataset, claims))
+    return islice(found, dataset.max_examples) if dataset.max_examples is not None else found
+
+
+def _chosen(dataset: Dataset, found: Iterator[Record]) -> Iterator[Record]:
+    read = chosen = 0
+    wanted = dataset.where or {}
+    for record in found:
+        read += 1
+        if all(_written(record, column) == value for column, value in wanted.items()):
+            chosen += 1
+            named = _renamed(record, dataset.columns) if dataset.columns else record
+            yield shaped(named, dataset.shape, dataset.format) if dataset.shape is not None else named
+    if read and not chosen:
+        values = ", ".join(f"{column} {value}" for column, value in wanted.items())
+        raise BadData(f"none of the {read} records of {dataset.source} has {values}; change its where, or remove it")
+
+
+def _written(record: Record, column: str) -> str:
+    """Return a value as a job writes it: text as it is, anything else as JSON."""
+    value = _column(record, column)
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _renamed(record: Record, columns: Mapping[str, str]) -> Record:
+    others = {name: value for name, value in record.fields.items() if name not in columns.values()}
+    return replace(record, fields={**others, **{name: _column(record, column) for name, column in columns.items()}})
+
+
+def _column(record: Record, column: str) -> object:
+    # A column without a value in this row is none of it.
+    return record.fields.get(column)
+
+
+def _read(dataset: Dataset, claims: Path) -> Iterator[Record]:
     if dataset.source in _BUILT_IN:
         return _built_in(dataset)
     place = located(dataset.source, claims)
@@ -45,13 +82,13 @@ def records(dataset: Dataset, claims: Path = CLAIMS) -> Iterator[Record]:
         return _of_file(path)
     if path.is_dir():
         return _of_folder(path, dataset.split)
-    if place.startswith(("/", ".")) or path.suffix in _FILES:
+    if place.startswith(("/", ".")) or path.name.endswith(_FILES):
         raise BadData(f"there is no file or folder {place}, which data source {dataset.source} names")
     return _of_hub(dataset)
 
 
 def state(dataset: Dataset, claims: Path = CLAIMS) -> str:
-    """What changes when a data set on disk does; data on the hub is held to be what it was."""
+    """Return a text that changes when a data set on disk does; data on the hub counts as unchanged."""
     path = Path(located(dataset.source, claims))
     files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
     return ";".join(f"{file}:{file.stat().st_size}:{file.stat().st_mtime_ns}" for file in files)
@@ -65,24 +102,28 @@ def _built_in(dataset: Dataset) -> Iterator[Record]:
 
 
 def _of_file(path: Path) -> Iterator[Record]:
-    if path.suffix == ".jsonl":
-        return _lines(path)
-    if path.suffix == ".parquet":
-        return _rows(path)
-    raise BadData(f"{path} is neither .jsonl nor .parquet; convert it, one JSON object a line")
+    match PurePath(path.name.removesuffix(".gz")).suffix:
+        case ".jsonl":
+            return _lines(path)
+        case ".csv":
+            return _table(path)
+        case ".parquet" if path.suffix == ".parquet":
+            return _rows(path)
+        case _:
+            raise BadData(f"{path} is none of {', '.join(_FILES)}; convert it, one JSON object a line")
 
 
 def _of_folder(folder: Path, split: str) -> Iterator[Record]:
     if any((folder / name).is_file() for name in _SAVED):
         return _saved(folder, split)
-    files = sorted(file for file in folder.rglob("*") if file.suffix in _FILES and file.is_file())
+    files = sorted(file for file in folder.rglob("*") if file.name.endswith(_FILES) and file.is_file())
     if not files:
-        raise BadData(f"folder {folder} holds no .jsonl and no .parquet file")
+        raise BadData(f"folder {folder} holds no file that ends in one of {', '.join(_FILES)}")
     return (record for file in _of_split(folder, files, split) for record in _of_file(file))
 
 
 def _of_split(folder: Path, files: list[Path], split: str) -> list[Path]:
-    """Files named after splits are told apart by them, lest test data be trained on; other files belong to any."""
+    """Choose the files of a split by name, lest test data be trained on; other files belong to any."""
     named = {file: match[1].lower() for file in files if (match := _SPLIT.match(file.name))}
     if not named:
         return files
@@ -112,13 +153,14 @@ def _saved(folder: Path, split: str) -> Iterator[Record]:
 
 def _of_hub(dataset: Dataset) -> Iterator[Record]:
     try:
-        found = datasets.load_dataset(dataset.source, split=dataset.split)
+        found = datasets.load_dataset(dataset.source, dataset.configuration, split=dataset.split)
     # Covers no network, no such name, no such split, and files that the library cannot read.
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        said = str(error).strip().partition("\n")[0]
+        reason = str(error).strip().partition("\n")[0]
+        configuration = f"configuration {dataset.configuration}, " if dataset.configuration else ""
         raise BadData(
-            f"data set {dataset.source} (split {dataset.split}) cannot be loaded: {said}; check the name, or download "
-            "it to the volume and name its path"
+            f"data set {dataset.source} ({configuration}split {dataset.split}) cannot be loaded: {reason}; check the "
+            "names, or download it to the volume and name its path"
         ) from error
     return _entries(found, f"{dataset.source}[{dataset.split}]")
 
@@ -129,10 +171,38 @@ def _entries(found: datasets.Dataset, name: str) -> Iterator[Record]:
 
 
 def _lines(path: Path) -> Iterator[Record]:
-    with path.open("rb") as lines:
+    with _opened(path) as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 yield _line(line, f"{path}, line {number}")
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file, unpacked where it is packed."""
+    try:
+        with cast("IO[bytes]", gzip.open(path)) if path.suffix == ".gz" else path.open("rb") as opened:
+            yield opened
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise BadData(f"{path} cannot be unpacked: {error}; pack or copy it again") from error
+
+
+def _table(path: Path) -> Iterator[Record]:
+    csv.field_size_limit(_LONGEST_FIELD)
+    with _opened(path) as opened, io.TextIOWrapper(opened, "utf-8-sig", newline="") as lines:
+        rows = csv.DictReader(lines, strict=True)
+        try:
+            for fields in rows:
+                yield Record(_cells(fields, f"{path}, line {rows.line_num}"), f"{path}, line {rows.line_num}")
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise BadData(f"{path} cannot be read as CSV after line {rows.line_num}: {error}") from error
+
+
+def _cells(fields: Mapping[str, object], place: str) -> Mapping[str, object]:
+    # What the reader finds beyond the header has no name, and what it misses no value.
+    if None in fields or None in fields.values():
+        raise BadData(f"{place} has another number of cells than the first line; quote cells that hold commas")
+    return fields
 
 
 def _line(line: bytes, place: str) -> Record:

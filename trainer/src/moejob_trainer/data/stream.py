@@ -12,20 +12,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import overload
 
+from moejob_api.derived import global_batch_size
 from moejob_api.job import Spec
 from moejob_api.job.model import Data
-from moejob_api.rules.batch_rules import global_batch_size
-from moejob_trainer.batches import BatchPlan, Document, MicroBatch, Rows, rank_batch, slots_of_ranks
+from moejob_trainer.data.blending import BlendedDataset, Cursor, Key
 from moejob_trainer.data.corpus import Corpus
-from moejob_trainer.data.order import Cursor, Key, Mixture
+from moejob_trainer.data.packing import BatchPlan, PackedRows, rank_batch, slots_of_ranks
+from moejob_trainer.engine import Document, MicroBatch
 
-# Documents that no row of a batch has room for wait for the next; so many may, before the batch is full.
+# Documents that no row of a batch has room for wait for the next; this many may, before the batch is full.
 _LEAST_WAITING = 32
 
 
 @dataclass(frozen=True, slots=True)
 class BatchSize:
-    """How much one optimizer update takes: rows of so many tokens, filled with documents or holding one each."""
+    """The size of one optimizer update: rows of that many tokens, filled with documents or holding one each."""
 
     rows: int
     row_tokens: int
@@ -33,7 +34,7 @@ class BatchSize:
 
 
 def batch_size(spec: Spec) -> BatchSize:
-    """What a job asks for."""
+    """Return the batch size that a job asks for."""
     return BatchSize(rows=global_batch_size(spec), row_tokens=spec.data.max_length, packing=spec.data.packing)
 
 
@@ -59,43 +60,43 @@ class TrainingBatch(Batch):
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """Which part of every global batch a rank takes."""
+class BatchShare:
+    """The part of every global batch that a rank takes."""
 
     plan: BatchPlan
     rank: int
 
 
-def mixture(corpora: Sequence[Corpus], data: Data) -> Mixture:
-    """The mixture of the training data."""
+def blended_dataset(corpora: Sequence[Corpus], data: Data) -> BlendedDataset:
+    """Return the blend of the training data."""
     weights = tuple(dataset.weight for dataset in data.train)
-    told = (*(corpus.report.fingerprint for corpus in corpora), weights, data.seed, data.shuffle)
-    return Mixture(
+    identity = (*(corpus.report.fingerprint for corpus in corpora), weights, data.seed, data.shuffle)
+    return BlendedDataset(
         sizes=tuple(map(len, corpora)),
         weights=weights,
         seed=data.seed,
         shuffle=data.shuffle,
-        fingerprint=hashlib.sha256(repr(told).encode()).hexdigest()[:16],
+        fingerprint=hashlib.sha256(repr(identity).encode()).hexdigest()[:16],
     )
 
 
-def draws(mixed: Mixture, epochs: float | None) -> int | None:
-    """How many documents a run draws in all; None where its steps are counted instead."""
+def sample_count(mixed: BlendedDataset, epochs: float | None) -> int | None:
+    """Return how many documents a run samples in all; None where its steps are counted instead."""
     return None if epochs is None else max(1, math.ceil(epochs * mixed.documents - 1e-6))
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainingData:
     """The training data of a run and how much of it makes a batch."""
 
     corpora: Sequence[Corpus]
-    mixture: Mixture
+    mixture: BlendedDataset
     size: BatchSize
-    # Documents that are drawn in all. None: without end, epoch after epoch.
-    draws: int | None = None
+    # Documents that are sampled in all. None: without end, epoch after epoch.
+    sample_count: int | None = None
 
-    def batches(self, share: Share, cursor: Cursor | None = None) -> Iterator[TrainingBatch]:
-        """Global batches from a cursor on; ends where the draws do."""
+    def batches(self, share: BatchShare, cursor: Cursor | None = None) -> Iterator[TrainingBatch]:
+        """Global batches from a cursor on; ends after the last sample."""
         cursor = self.mixture.start() if cursor is None else self.mixture.resumed(cursor)
         while True:
             keys, cursor = self.selected(cursor)
@@ -106,11 +107,11 @@ class Training:
             )
 
     def steps(self) -> int:
-        """How many global batches there are in all; looks at lengths only."""
-        if self.draws is None:
-            raise ValueError("a run without a number of draws does not end by itself")
+        """Return how many global batches there are in all; looks at lengths only."""
+        if self.sample_count is None:
+            raise ValueError("a run without a sample count does not end by itself")
         if not self.size.packing:
-            return -(-self.draws // self.size.rows)
+            return -(-self.sample_count // self.size.rows)
         steps, (keys, cursor) = 0, self.selected(self.mixture.start())
         while keys:
             steps += 1
@@ -123,30 +124,30 @@ class Training:
 
     def _one_a_row(self, cursor: Cursor) -> tuple[list[Key], Cursor]:
         keys: list[Key] = []
-        while len(keys) < self.size.rows and self._goes_on(cursor):
-            key, cursor = self.mixture.drawn(cursor)
+        while len(keys) < self.size.rows and self._has_samples(cursor):
+            key, cursor = self.mixture.sample(cursor)
             keys.append(key)
         return keys, cursor
 
     def _packed(self, cursor: Cursor) -> tuple[list[Key], Cursor]:
-        rows = Rows(self.size.rows, self.size.row_tokens)
+        rows = PackedRows(self.size.rows, self.size.row_tokens)
         keys: list[Key] = []
         waiting: list[Key] = []
         for key in cursor.waiting:
             (waiting if rows.place(self._length(key)) is None else keys).append(key)
-        while len(waiting) < max(_LEAST_WAITING, self.size.rows) and self._goes_on(cursor):
-            key, cursor = self.mixture.drawn(cursor)
+        while len(waiting) < max(_LEAST_WAITING, self.size.rows) and self._has_samples(cursor):
+            key, cursor = self.mixture.sample(cursor)
             (waiting if rows.place(self._length(key)) is None else keys).append(key)
         return keys, replace(cursor, waiting=tuple(waiting))
 
-    def _goes_on(self, cursor: Cursor) -> bool:
-        return self.draws is None or sum(cursor.taken) < self.draws
+    def _has_samples(self, cursor: Cursor) -> bool:
+        return self.sample_count is None or sum(cursor.taken) < self.sample_count
 
     def _length(self, key: Key) -> int:
         return int(self.corpora[key.source].lengths[key.document])
 
 
-def evaluation(corpora: Sequence[Corpus], size: BatchSize, share: Share) -> Iterator[Batch]:
+def evaluation(corpora: Sequence[Corpus], size: BatchSize, share: BatchShare) -> Iterator[Batch]:
     """Every document of the evaluation data once and in order, in batches of about the size of training's."""
     keys: list[Key] = []
     filled = 0
@@ -161,7 +162,7 @@ def evaluation(corpora: Sequence[Corpus], size: BatchSize, share: Share) -> Iter
     yield _batch(corpora, keys, share)
 
 
-def _batch(corpora: Sequence[Corpus], keys: Sequence[Key], share: Share) -> Batch:
+def _batch(corpora: Sequence[Corpus], keys: Sequence[Key], share: BatchShare) -> Batch:
     lengths = [int(corpora[key.source].lengths[key.document]) for key in keys]
     slots = slots_of_ranks(lengths, share.plan)[share.rank]
     return Batch(

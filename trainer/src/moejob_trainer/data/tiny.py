@@ -1,6 +1,6 @@
-"""What comes with moejob: the tokenizer of moejob/tiny-moe and two data sets that it learns within a minute.
+"""Built-in data: the tokenizer of moejob/tiny-moe and three data sets that it learns within a minute.
 
-Everything is spelled out or drawn from a fixed seed, so every version of every library builds the same.
+Everything is spelled out or sampled from a fixed seed, so every version of every library builds the same.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from moejob_trainer.data.mixing import mixed
+from moejob_trainer.data.shuffling import mixed
 
 TOKENIZER = "moejob/tiny-moe"
 CHATS = "moejob/tiny-chats"
 SUMS = "moejob/tiny-sums"
+GUESSES = "moejob/tiny-guesses"
 
 _VOCABULARY = 512
 _PAD, _END = "<|pad|>", "<|end|>"
@@ -94,10 +95,12 @@ class Exchange:
 
 
 _SPLITS = {"train": 512, "test": 64}
+# Answers to a sum among the guesses, and how many of them are right.
+_GUESSES, _RIGHT_GUESSES = 5, 3
 
 
 def splits() -> tuple[str, ...]:
-    """The splits that both data sets have; no question of one is in the other."""
+    """The splits that all data sets have; no question of one is in the other."""
     return tuple(_SPLITS)
 
 
@@ -112,10 +115,22 @@ def chats(split: str) -> Iterator[Mapping[str, object]]:
 
 
 def sums(split: str) -> Iterator[Mapping[str, object]]:
-    """Sums of two digits as tiny-chats asks them, with the answer beside the prompt."""
-    for exchange in _sums():
-        if _split(exchange) == split:
-            yield {"prompt": [_message("user", exchange.question)], "answer": exchange.answer}
+    """Sums of digits up to 5 as tiny-chats asks them, with the answer beside the prompt."""
+    for exchange in _small_sums(split):
+        yield {"prompt": [_message("user", exchange.question)], "answer": exchange.answer}
+
+
+def guesses(split: str) -> Iterator[Mapping[str, object]]:
+    """Conversations that ask each of these sums five times: three answers are right, two are those of other sums.
+
+    A model that has learned them knows what an answer looks like and often gives the right one; rewards teach the rest.
+    """
+    pool = [*_small_sums(split)]
+    for number, exchange in enumerate(pool):
+        for turn in range(_GUESSES):
+            other = pool[mixed(len(split), number, turn) % len(pool)]
+            answer = exchange.answer if turn < _RIGHT_GUESSES else other.answer
+            yield {"messages": [*_messages(Exchange(exchange.question, answer))]}
 
 
 def _exchanges() -> Iterator[Exchange]:
@@ -133,10 +148,14 @@ def _exchanges() -> Iterator[Exchange]:
             yield Exchange(f"count from {first} to {last}", numbers)
 
 
-def _sums() -> Iterator[Exchange]:
-    for left in range(10):
-        for right in range(10):
+def _sums(below: int = 10) -> Iterator[Exchange]:
+    for left in range(below):
+        for right in range(below):
             yield Exchange(f"{left} + {right}", str(left + right))
+
+
+def _small_sums(split: str) -> Iterator[Exchange]:
+    return (exchange for exchange in _sums(below=6) if _split(exchange) == split)
 
 
 def _split(exchange: Exchange) -> str:

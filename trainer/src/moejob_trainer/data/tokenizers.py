@@ -1,4 +1,4 @@
-"""Where the tokenizer of a model comes from: moejob itself, a mounted claim, a folder, or the Hugging Face hub."""
+"""The source of a model's tokenizer: moejob itself, a mounted claim, a folder, or the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from moejob_api import contract
 from moejob_trainer.data import tiny
+from moejob_trainer.data.links import require_contained
 from moejob_trainer.errors import BadData
 
 CLAIMS = Path(contract.Path.CLAIMS)
@@ -37,7 +38,16 @@ def tokenizer(
 
 
 def located(source: str, claims: Path = CLAIMS) -> str:
-    """A source as this machine sees it: claims are mounted under one folder, everything else keeps its name."""
+    """A source as this machine sees it: claims are mounted under one folder, everything else keeps its name.
+
+    BadData when it is a folder with links out of it.
+    """
+    place = _place(source, claims)
+    require_contained(Path(place))
+    return place
+
+
+def _place(source: str, claims: Path) -> str:
     if not source.startswith(_CLAIM):
         return source
     claim, _, path = source.removeprefix(_CLAIM).partition("/")
@@ -54,8 +64,8 @@ def located(source: str, claims: Path = CLAIMS) -> str:
 
 
 def _missing(source: str, place: str, error: Exception | str) -> str:
-    said = str(error).strip().partition("\n")[0]
+    reason = str(error).strip().partition("\n")[0]
     return (
-        f"no tokenizer can be read from {place} (model.source {source}): {said}; put tokenizer.json and "
+        f"no tokenizer can be read from {place} (model.source {source}): {reason}; put tokenizer.json and "
         "tokenizer_config.json beside the weights, or download the model to the volume and name its path"
     )

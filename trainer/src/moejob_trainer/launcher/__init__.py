@@ -3,14 +3,14 @@
 What others use:
 
 - `python -m moejob_trainer.launcher` with the contract's environment; `--last-word FILE` and `--logs FOLDER` for
-  `moejob run`. In code: `launch.launch(environ, options.Options(...), stop.Stop()) -> exit code`.
+  `moejob run`. In code: `launch.launch(environ, options.Options(...), stop.StopRequest()) -> exit code`.
 - A rank is `moejob_trainer.rank:main`, a function that takes nothing and returns an exit code. Set for it: all that
   torch's env:// reads, LOCAL_RANK, TORCHELASTIC_RESTART_COUNT (the round, the same number on all ranks), the contract's
   own variables. SIGTERM asks it to save; it then returns 143. Wrong configuration is 78. Anything else but 0 is a
   failure. It ends as children of multiprocessing do: functions registered with atexit are not called.
-- `moejob_trainer.beats.Beats` is a rank's way to say that it lives and, on rank 0, how the run is doing.
-- `moejob_trainer.fencing`: the launcher of pod 0 has claimed the run folder before ranks start; who commits asks
-  `is_ours(folder, Claim.of_rank())` first.
+- `moejob_trainer.runtime.heartbeats.Heartbeat` reports that a rank is alive and, on rank 0, the progress of the run.
+- `moejob_trainer.runtime.fencing`: the launcher of pod 0 has taken the fence token before ranks start; a rank asks
+  `is_ours(folder, FenceToken.of_rank())` before it commits.
 
 Imports torch for its store, and neither Megatron nor transformers: those are for the fork server.
 """

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from moejob_trainer.launcher.options import Options
-from moejob_trainer.launcher.stop import Stop
+from moejob_trainer.launcher.stop import StopRequest
 
 
 def options(arguments: list[str]) -> Options:
@@ -27,7 +27,7 @@ def options(arguments: list[str]) -> Options:
 
 def main() -> int:
     """Run the pod."""
-    stop = Stop()
+    stop = StopRequest()
     stop.listen()
     # Process 1 loses a signal that it has no handler for, and importing torch takes seconds.
     from moejob_trainer.launcher.launch import launch  # noqa: PLC0415

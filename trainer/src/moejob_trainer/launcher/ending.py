@@ -1,4 +1,4 @@
-"""How one start of all ranks ends, and what follows: the launchers' rung of the recovery ladder. Pure.
+"""The ending of one start of all ranks, and its consequence: the launchers' rung of the recovery ladder. Pure.
 
 The launcher that writes an ending first decides for all pods, so that one failure is one ending, named once and charged
 once, however many ranks it takes down. Pods and gangs are the operator's rungs: where ranks may not be restarted in
@@ -19,7 +19,7 @@ FAILED = 1
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Why ranks of this pod can no longer run."""
+    """The reason why ranks of this pod can no longer run."""
 
     cause: Cause
     message: str
@@ -29,8 +29,8 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True)
-class Departure:
-    """How a launcher ends."""
+class ExitReport:
+    """The exit code and termination message of a launcher."""
 
     exit_code: int
     word: LastWord
@@ -42,7 +42,7 @@ class Ending(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     pod: int
-    # Which process of that pod says so: a pod that was replaced has the index of the one before.
+    # The process of that pod: a pod that was replaced has the index of the one before.
     token: str
     cause: Cause
     message: str
@@ -57,23 +57,23 @@ class Ending(BaseModel):
 
     @property
     def is_final(self) -> bool:
-        """Whether no restart can help."""
+        """True when no restart can help."""
         return self.cause is Cause.BAD_CONFIGURATION
 
     @property
     def ends_gang(self) -> bool:
-        """Whether pod 0, where the others meet, has been asked to stop."""
+        """True when pod 0, which hosts the rendezvous, has been asked to stop."""
         return self.cause is Cause.PREEMPTED and self.pod_leaves
 
     @property
     def delay_seconds(self) -> float:
-        """How long to wait before ranks are restarted."""
+        """The back-off before ranks are restarted."""
         return delay_seconds(self.in_place)
 
 
 @dataclass(frozen=True, slots=True)
-class Author:
-    """Who writes an ending, and what it knows of the run."""
+class FailureOrigin:
+    """The launcher that writes an ending, and its knowledge of the run."""
 
     pod: int
     token: str
@@ -81,58 +81,58 @@ class Author:
     is_stopping: bool = False
 
 
-def ending_by(author: Author, fault: Fault, before: Ending | None) -> Ending:
+def ending_by(origin: FailureOrigin, fault: Fault, before: Ending | None) -> Ending:
     """The ending that a fault in the author's own pod calls for."""
-    spent = _spent(before, author.checkpoint)
-    may_restart = not author.is_stopping and fault.cause is not Cause.BAD_CONFIGURATION and spent < RESTARTS_IN_PLACE
+    spent = _spent(before, origin.checkpoint)
+    may_restart = not origin.is_stopping and fault.cause is not Cause.BAD_CONFIGURATION and spent < RESTARTS_IN_PLACE
     return Ending(
-        pod=author.pod,
-        token=author.token,
+        pod=origin.pod,
+        token=origin.token,
         cause=fault.cause,
         message=fault.message,
         rank=fault.rank,
         exit_code=fault.exit_code,
         step=fault.step,
         in_place=spent + 1 if may_restart else spent,
-        checkpoint=_newest(before, author.checkpoint),
+        checkpoint=_newest(before, origin.checkpoint),
         pod_leaves=not may_restart,
     )
 
 
-def ending_without(pod: int, author: Author, message: str, before: Ending | None) -> Ending:
+def ending_without(pod: int, origin: FailureOrigin, message: str, before: Ending | None) -> Ending:
     """The ending when a pod is gone; that is the operator's to charge, not a restart in place."""
     return Ending(
         pod=pod,
-        token=author.token,
+        token=origin.token,
         cause=Cause.POD_FAILED,
         message=message,
-        in_place=_spent(before, author.checkpoint),
-        checkpoint=_newest(before, author.checkpoint),
+        in_place=_spent(before, origin.checkpoint),
+        checkpoint=_newest(before, origin.checkpoint),
         pod_leaves=True,
     )
 
 
-def ending_by_stop(author: Author, before: Ending | None) -> Ending:
+def ending_by_stop(origin: FailureOrigin, before: Ending | None) -> Ending:
     """The ending that pod 0 writes when all ranks have saved and stopped because a pod was asked to."""
     return Ending(
-        pod=author.pod,
-        token=author.token,
+        pod=origin.pod,
+        token=origin.token,
         cause=Cause.PREEMPTED,
         message="all ranks have saved and stopped, for a pod was asked to",
-        in_place=_spent(before, author.checkpoint),
-        checkpoint=_newest(before, author.checkpoint),
-        pod_leaves=author.is_stopping,
+        in_place=_spent(before, origin.checkpoint),
+        checkpoint=_newest(before, origin.checkpoint),
+        pod_leaves=origin.is_stopping,
     )
 
 
 def rank_fault(ending: Ending) -> RankFault:
-    """What is told of ranks that were restarted in place because of it."""
-    said = last_word(ending)
-    return RankFault(outcome=said.outcome, message=said.message[:512], rank=said.rank, exit_code=said.exit_code)
+    """Return the fault to report for ranks that were restarted in place."""
+    word = last_word(ending)
+    return RankFault(outcome=word.outcome, message=word.message[:512], rank=word.rank, exit_code=word.exit_code)
 
 
 def last_word(ending: Ending | Fault) -> LastWord:
-    """What a launcher says that leaves because of it."""
+    """Return the termination message of a launcher that leaves because of it."""
     outcomes = {Cause.BAD_CONFIGURATION: Outcome.BAD_CONFIGURATION, Cause.HUNG: Outcome.HUNG}
     return LastWord(
         outcome=outcomes.get(ending.cause, Outcome.RANK_FAILED),
@@ -160,7 +160,7 @@ def blamed(exits: dict[int, int]) -> int:
 
 
 def is_failure(code: int) -> bool:
-    """Whether a rank that ends so takes the others down. A negative code is a signal."""
+    """Return whether a rank that ends so takes the others down. A negative code is a signal."""
     return code not in (ExitCode.DONE, ExitCode.SAVED_AND_STOPPED)
 
 

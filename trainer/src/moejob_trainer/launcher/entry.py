@@ -10,14 +10,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
-from moejob_trainer.launcher.nursery import SERVER, WARM, die_with_parent
-from moejob_trainer.launcher.says import Log
+from moejob_trainer.launcher.fork_server import SERVER, WARM, die_with_parent
+from moejob_trainer.launcher.log import Log
 
 log = Log()
 
 
 @dataclass(frozen=True, slots=True)
-class Rank:
+class RankCommand:
     """One rank to start. The target is `module:function`, a function that returns an exit code."""
 
     number: int
@@ -25,33 +25,33 @@ class Rank:
     environment: Mapping[str, str]
 
 
-def enter(rank: Rank, output: Connection, errors: Connection) -> None:
+def enter(rank: RankCommand, output: Connection, errors: Connection) -> None:
     """Become that rank. Runs in a fresh child of the fork server."""
     die_with_parent(SERVER)
     # Ctrl-C in a terminal is for the launcher alone, and a whole session can be killed at once.
     os.setsid()
-    _speak_into(output, errors)
+    _redirect_output(output, errors)
     faulthandler.enable()
     os.environ.update(rank.environment)
     if _cuda_is_lost():
-        _start_anew(rank)
+        _exec_fresh_interpreter(rank)
     sys.exit(main_of(rank.target)())
 
 
 def main_of(target: str) -> Callable[[], int]:
-    """The function that a rank is told to run."""
+    """Import the function that a rank runs."""
     module, _, function = target.partition(":")
     main: Callable[[], int] = getattr(importlib.import_module(module), function)
     return main
 
 
 def _cuda_is_lost() -> bool:
-    """Whether a module asked the CUDA driver something as the fork server imported it: no child may use CUDA then."""
+    """Return whether a module used the CUDA driver while the fork server imported it: no child may use CUDA then."""
     torch = sys.modules.get("torch")
     return torch is not None and torch.cuda._is_in_bad_fork()  # noqa: SLF001 there is no public way to ask
 
 
-def _start_anew(rank: Rank) -> None:
+def _exec_fresh_interpreter(rank: RankCommand) -> None:
     """The same process as a fresh interpreter, which does its own imports."""
     log.warning("CUDA was used before the fork; the rank does its own imports, which takes longer", rank=rank.number)
     os.environ.pop(WARM, None)
@@ -60,10 +60,10 @@ def _start_anew(rank: Rank) -> None:
     os.execv(sys.executable, [sys.executable, "-X", "faulthandler", "-c", program])  # noqa: S606
 
 
-def _speak_into(output: Connection, errors: Connection) -> None:
+def _redirect_output(output: Connection, errors: Connection) -> None:
     os.dup2(output.fileno(), 1)
     os.dup2(errors.fileno(), 2)
     output.close()
     errors.close()
-    # Whole lines at once: a rank that is killed has said what it printed.
+    # Whole lines at once: what a rank printed before it was killed is in the log.
     sys.stdout = os.fdopen(1, "w", buffering=1, errors="backslashreplace", closefd=False)

@@ -7,40 +7,48 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from moejob_api.contract import ExitCode, LastWord, Outcome
-from moejob_trainer.launcher.ending import Departure
-from moejob_trainer.launcher.last_words import leave
+from moejob_trainer.launcher.ending import ExitReport
+from moejob_trainer.launcher.engine_processes import EngineProcesses, engine_commands
+from moejob_trainer.launcher.http_server import ProgressServer
+from moejob_trainer.launcher.log import start_logging
 from moejob_trainer.launcher.options import Options
 from moejob_trainer.launcher.pod import BadEnvironment, Pod, pod_of
-from moejob_trainer.launcher.ranks import Ranks
-from moejob_trainer.launcher.says import start_logging
-from moejob_trainer.launcher.serving import Serving
-from moejob_trainer.launcher.stop import Stop
+from moejob_trainer.launcher.rank_processes import RankProcesses
+from moejob_trainer.launcher.stop import StopRequest
+from moejob_trainer.launcher.termination_message import write
 
 
-def launch(environ: Mapping[str, str], options: Options, stop: Stop) -> int:
+def launch(environ: Mapping[str, str], options: Options, stop: StopRequest) -> int:
     """Run the ranks of the pod that the environment describes; the exit code of the contract."""
     start_logging()
     try:
-        departure = _lived(pod_of(environ), options, stop)
+        pod = pod_of(environ)
+        engines = EngineProcesses(engine_commands(pod, environ), options.logs)
+        try:
+            report = _run(pod, options, stop, engines)
+        finally:
+            engines.stop()
     except BadEnvironment as error:
         word = LastWord(outcome=Outcome.BAD_CONFIGURATION, message=str(error)[:2048])
-        departure = Departure(ExitCode.BAD_CONFIGURATION, word)
+        report = ExitReport(ExitCode.BAD_CONFIGURATION, word)
     except BaseException as error:
-        leave(LastWord(outcome=Outcome.RANK_FAILED, message=f"launcher: {error!r}"[:2048]), options.last_word)
+        write(LastWord(outcome=Outcome.RANK_FAILED, message=f"launcher: {error!r}"[:2048]), options.last_word)
         raise
-    leave(departure.word, options.last_word)
-    return departure.exit_code
+    write(report.word, options.last_word)
+    return report.exit_code
 
 
-def _lived(pod: Pod, options: Options, stop: Stop) -> Departure:
+def _run(pod: Pod, options: Options, stop: StopRequest, engines: EngineProcesses) -> ExitReport:
     with tempfile.TemporaryDirectory(prefix="moejob-") as folder:
-        ranks = Ranks(Path(folder), options.preload, options.logs)
+        ranks = RankProcesses(Path(folder), options.preload, options.logs, engines)
+        # They start while ranks are imported, and read no weights before ranks send them.
+        engines.keep_running()
         # Imports torch, for seconds, and so does the fork server: the one need not wait for the other.
         from moejob_trainer.launcher.agent import Agent  # noqa: PLC0415
 
         agent = Agent(pod, options, stop, ranks)
-        serving = Serving(pod.listens_on, pod.progress_port, agent.progress)
+        server = ProgressServer(pod.listens_on, pod.progress_port, agent.progress)
         try:
             return agent.run()
         finally:
-            serving.close()
+            server.close()

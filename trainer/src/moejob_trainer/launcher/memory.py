@@ -1,4 +1,4 @@
-"""How often the kernel has ended a process of this container because its memory was used up."""
+"""Count of the processes in this container that the kernel killed for memory."""
 
 from __future__ import annotations
 

@@ -1,11 +1,13 @@
-"""What a pod says in Prometheus' text format: its ranks, its restarts and, on pod 0, the run. Pure.
+"""Metrics of a pod in Prometheus' text format: its ranks, its restarts and, on pod 0, the run. Pure.
 
 Written by hand: a dozen gauges are less than a client library, which the trainer would need for nothing else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
+from itertools import groupby
 
 from moejob_api.contract import PodProgress, RunProgress
 
@@ -26,6 +28,10 @@ _RUN = (
     ("last_checkpoint_step", "moejob_last_checkpoint_step", "Newest complete checkpoint."),
     ("save_seconds", "moejob_save_seconds", "How long the last save took."),
 )
+
+
+# Names in the step log: `syncSeconds`, `reward/exact-match`, `evalPass@4`.
+_MEASURE = re.compile(r"(?P<base>[A-Za-z]+)(?:/(?P<name>.+)|@(?P<k>\d+))?")
 
 
 def exposition(pod: PodProgress) -> str:
@@ -53,6 +59,35 @@ def _run(run: RunProgress) -> Iterable[str]:
         value = getattr(run, field)
         if value is not None:
             yield from _gauge(name, meaning, [("", value)])
+    yield from _measures(run.measures)
+
+
+def _measures(measures: Mapping[str, float]) -> Iterable[str]:
+    """Every other number of the step log, by its name there: `reward/math` is moejob_reward_by_name{name="math"}."""
+    samples = sorted(sample for name, value in measures.items() for sample in _sample(name, value))
+    for (gauge, base), rows in groupby(samples, key=lambda sample: sample[:2]):
+        yield from _gauge(gauge, f"{base} in steps.jsonl.", [(labels, value) for *_, labels, value in rows])
+
+
+def _sample(name: str, value: float) -> Iterable[tuple[str, str, str, float]]:
+    """Gauge, name in the log, labels and value of a measure; none of a name that is not one."""
+    found = _MEASURE.fullmatch(name)
+    if found is None:
+        return
+    base = found["base"]
+    # Seconds of the step, where all others say of what.
+    words = "stepSeconds" if base == "seconds" else base
+    gauge = f"moejob_{re.sub(r'(?<=[a-z])(?=[A-Z])', '_', words).lower()}"
+    if found["name"] is not None:
+        yield f"{gauge}_by_name", base, f'{{name="{_escaped(found["name"])}"}}', value
+    elif found["k"] is not None:
+        yield gauge, base, f'{{k="{found["k"]}"}}', value
+    else:
+        yield gauge, base, "", value
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 
 def _gauge(name: str, meaning: str, samples: Iterable[tuple[str, float]]) -> Iterable[str]:

@@ -1,4 +1,4 @@
-"""What a launcher is built with besides its pod's environment; the defaults are those of a pod."""
+"""Options of a launcher besides its pod's environment; the defaults are those of a pod."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from moejob_api.contract import Path as PodPath
-from moejob_trainer.starting import process_began_at
+from moejob_trainer.runtime.start_timing import process_began_at
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class Options:
     last_word: Path = Path(PodPath.TERMINATION)
     # Where each rank's output is kept as rank-N.log besides the pod's own log; absent: nowhere.
     logs: Path | None = None
-    # A pod that is not heard for this long is lost.
+    # A pod without heartbeats for this long is lost.
     lost_seconds: float = 15.0
     # When the process began, on the monotonic clock.
     began_at: float = field(default_factory=process_began_at)

@@ -1,6 +1,6 @@
-"""What ranks print: read from pipes, passed on line by line with the rank's number, its last line remembered.
+"""Output of ranks: read from pipes, passed on line by line with the rank's number, its last line remembered.
 
-One thread reads for all ranks of a round. Where nobody reads the pod's log any more, the run goes on.
+One thread reads for all ranks of a round. Where the pod's log is not read any more, the run continues.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from moejob_trainer.launcher.says import Log
+from moejob_trainer.launcher.log import Log
 
 log = Log()
 
 _CHUNK = 64 * 1024
 # A line without an end is passed on in pieces of this size.
 _LONGEST_LINE = 16 * 1024
+# More of it fits into no message.
+_LAST_LINE_CHARACTERS = 2048
 # The pipe of a dead rank ends at once, unless a child of it holds it open.
 _LAST_WORD_SECONDS = 0.5
 # Progress bars go back to the start of the line instead of ending it.
@@ -47,7 +49,7 @@ class _LogFile:
             return
         try:
             if self.descriptor is None:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                 self.descriptor = os.open(self.path, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o644)
             os.write(self.descriptor, text)
         except OSError as error:
@@ -123,7 +125,7 @@ class Output:
 
     def _pass_on(self, stream: _Stream, line: bytes) -> None:
         if stream.is_errors and line.strip():
-            self._last[stream.rank] = line.decode(errors="replace").strip()
+            self._last[stream.rank] = line.decode(errors="replace").strip()[:_LAST_LINE_CHARACTERS]
         if stream.rank in self._files:
             self._files[stream.rank].write(line)
         try:

@@ -1,18 +1,20 @@
-"""What the operator (or `moejob run`) says to a launcher: the contract's environment as a frozen model."""
+"""The contract's environment as a frozen model: the operator (or `moejob run`) sets it for a launcher."""
 
 from __future__ import annotations
 
 import ipaddress
-import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator, model_validator
 
 from moejob_api.contract import Environment, Role
-from moejob_api.documents.reading import parse_job
-from moejob_api.job import GROUP, KIND, VERSION, Spec
+from moejob_api.engines import colocated_per_pod
+from moejob_api.job import Spec
+from moejob_api.pod_environment import read_spec
+from moejob_trainer.launcher.channel import attempt_key
 
 _Name = Annotated[str, Field(min_length=1)]
 _Port = Annotated[int, Field(ge=1, le=65_535)]
@@ -20,7 +22,7 @@ _Count = Annotated[int, Field(ge=1, le=65_536)]
 
 
 class BadEnvironment(ValueError):
-    """The environment is not what the contract says; a retry would find the same."""
+    """The environment contradicts the contract; a retry would find the same."""
 
 
 class Pod(BaseModel):
@@ -43,18 +45,15 @@ class Pod(BaseModel):
     run_folder: Path
     grace_seconds: Annotated[int, Field(ge=1)]
     progress_port: _Port
+    # Python of the rollout environment; its place in images.
+    rollout_python: Path = Path("/opt/rollout/bin/python")
+    # Without it everyone who knows the job's UID would know the key.
+    secret: SecretStr = SecretStr("")
 
     @field_validator("spec", mode="before")
     @classmethod
     def _read(cls, text: object) -> object:
-        if not isinstance(text, str):
-            return text
-        try:
-            raw = json.loads(text)
-        except ValueError as error:
-            raise ValueError(f"is not JSON: {error}") from None
-        frame = {"apiVersion": f"{GROUP}/{VERSION}", "kind": KIND, "metadata": {"name": "job"}}
-        return parse_job({**frame, "spec": raw}).spec
+        return read_spec(text) if isinstance(text, str) else text
 
     @model_validator(mode="after")
     def _is_one_of_the_gang(self) -> Self:
@@ -62,9 +61,27 @@ class Pod(BaseModel):
             raise ValueError(f"{Environment.INDEX} is {self.index}, but {Environment.NODES} is {self.nodes}")
         return self
 
+    @model_validator(mode="after")
+    def _has_a_secret_where_others_reach_it(self) -> Self:
+        if not self.secret.get_secret_value() and not _is_loopback(self.host):
+            raise ValueError(
+                f"{Environment.SECRET} is not set, and {self.host} can be reached by others: let an operator of this "
+                "version create the pod"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _can_start_its_engines(self) -> Self:
+        if colocated_per_pod(self.spec, self.ranks_per_node) and not os.access(self.rollout_python, os.X_OK):
+            raise ValueError(
+                f"engines share the pods of this job, and {self.rollout_python} is no program; give resources.image an "
+                f"image with both environments, as trainer-colocated is, or set {Environment.ROLLOUT_PYTHON}"
+            )
+        return self
+
     @property
     def is_first(self) -> bool:
-        """Whether this pod hosts the rendezvous."""
+        """True for the pod that hosts the rendezvous."""
         return self.index == 0
 
     @property
@@ -78,8 +95,13 @@ class Pod(BaseModel):
         return self.nodes * self.ranks_per_node
 
     @property
+    def key(self) -> bytes:
+        """The key that the launchers of this attempt share."""
+        return attempt_key(self.secret.get_secret_value(), self.uid, self.attempt)
+
+    @property
     def listens_on(self) -> str:
-        """The address to serve on: a run on one machine is nobody else's business."""
+        """The address to serve on: a run on one machine is not reachable from others."""
         return self.host if _is_loopback(self.host) else ""
 
 
@@ -89,10 +111,10 @@ def pod_of(environ: Mapping[str, str]) -> Pod:
     try:
         return Pod.model_validate(given)
     except ValidationError as error:
-        raise BadEnvironment("; ".join(_said(found["loc"], found["msg"]) for found in error.errors())) from None
+        raise BadEnvironment("; ".join(_message(found["loc"], found["msg"]) for found in error.errors())) from None
 
 
-def _said(place: tuple[int | str, ...], message: str) -> str:
+def _message(place: tuple[int | str, ...], message: str) -> str:
     text = message.removeprefix("Value error, ")
     name = Environment.__members__.get(str(place[0]).upper()) if place else None
     if name is None:

@@ -1,4 +1,4 @@
-"""Whether the launcher has been asked to stop: signals become a number that the loop reads, and end its waiting."""
+"""Requests to stop the launcher: signals become a number that the loop reads, and end its waiting."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Stopped(Exception):
     """Asked to stop where there is nothing to save."""
 
 
-class Stop:
+class StopRequest:
     """SIGTERM and SIGINT alike. The first asks the ranks to save, the second ends them."""
 
     def __init__(self) -> None:

@@ -1,78 +1,265 @@
-"""The store that all launchers of an attempt share: torch's TCPStore, hosted by pod 0. Whatever fails is LostPeers.
+"""The store that all launchers of an attempt share: hosted by pod 0, open to who knows the attempt's secret.
 
+torch's TCPStore authenticates no client: a stranger could write the ending of a round, or where its ranks meet. So the
+launchers have a server of their own, and the TCPStore that ranks must have listens on pod 0's loopback only: launchers
+carry its bytes to their ranks over the same authenticated connections. Whatever fails is LostPeers.
 Only operations that answer at once are used: one that waits would keep the launcher from its ranks and from signals.
 """
 
 from __future__ import annotations
 
+import asyncio
 import socket
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
 from datetime import timedelta
+from enum import StrEnum
+from threading import Lock
+from typing import Annotated
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch._C._distributed_c10d import TCPStore
 
+from moejob_trainer.launcher.channel import (
+    LoopThread,
+    Stranger,
+    Streams,
+    admit,
+    introduce,
+    listener,
+    read_frame,
+    splice,
+    write_frame,
+)
+
 # How long a store that does not answer is believed in.
-_ANSWER = timedelta(seconds=20)
+_ANSWER_SECONDS = 20.0
+# A peer that knows the secret proves it in two packets.
+_ADMIT_SECONDS = 5.0
+# Connections that have not proved anything yet; more are closed at once.
+_UNPROVED_CONNECTIONS = 256
+# Names and texts together; a job of a thousand restarts on a thousand pods stays below.
+_STORE_BYTES = 256 << 20
+LOOPBACK = "127.0.0.1"
 
 
 class LostPeers(RuntimeError):
     """The other pods cannot be reached, or do not want this one."""
 
 
-class Store:
-    """Small texts under names. Nothing is ever removed: a name is written once, by whoever comes first."""
+class Operation(StrEnum):
+    """An operation that a launcher may ask of the store."""
 
-    def __init__(self, store: TCPStore) -> None:
-        self._store = store
+    PUT_FIRST = "put_first"
+    GET = "get"
+    COUNT = "count"
+    # From here on the connection carries the bytes of the ranks' store.
+    CONNECT = "connect"
 
-    @classmethod
-    def hosted(cls, address: str, port: int) -> Store:
-        """A new store on this machine; port 0 takes a free one. It ends with this object."""
-        host = address or "localhost"
-        with _reaching(f"{host}:{port}"), _listener(address, port) as listener:
-            found = listener.getsockname()[1]
-            # The store closes it.
-            taken = listener.detach()
-            return cls(
-                TCPStore(host, found, is_master=True, wait_for_workers=False, timeout=_ANSWER, master_listen_fd=taken)
-            )
 
-    @classmethod
-    def joined(cls, host: str, port: int) -> Store:
-        """The store that another pod hosts, which must be listening already."""
-        with _reaching(f"{host}:{port}"):
-            return cls(TCPStore(host, port, is_master=False, timeout=_ANSWER))
+class Request(BaseModel):
+    """One frame to the store."""
 
-    @property
-    def port(self) -> int:
-        """Where it listens."""
-        port: int = self._store.port
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    operation: Annotated[Operation, Field(strict=False)]
+    name: Annotated[str, Field(max_length=256)] = ""
+    text: Annotated[str, Field(max_length=32_768)] = ""
+    number: Annotated[int, Field(ge=-(2**40), le=2**40)] = 0
+
+
+class Answer(BaseModel):
+    """One frame from the store."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    text: str | None = None
+    number: int = 0
+    refused: str = ""
+
+
+class Entries:
+    """Small texts and counters under names. Nothing is ever removed: the first writer of a text wins."""
+
+    def __init__(self, limit_bytes: int = _STORE_BYTES) -> None:
+        self._lock = Lock()
+        self._texts: dict[str, str] = {}
+        self._counts: dict[str, int] = {}
+        self._left = limit_bytes
+
+    def answer(self, request: Request) -> Answer:
+        """Do what is asked. May be called from any thread."""
+        with self._lock:
+            match request.operation:
+                case Operation.PUT_FIRST if request.name not in self._texts and not self._takes(request):
+                    return Answer(refused="the store is full")
+                case Operation.PUT_FIRST:
+                    return Answer(text=self._texts.setdefault(request.name, request.text))
+                case Operation.GET:
+                    return Answer(text=self._texts.get(request.name))
+                case Operation.COUNT if request.name not in self._counts and not self._takes(request):
+                    return Answer(refused="the store is full")
+                case Operation.COUNT:
+                    number = self._counts[request.name] = self._counts.get(request.name, 0) + request.number
+                    return Answer(number=number)
+                case Operation.CONNECT:
+                    return Answer(refused="there is no such store of ranks")
+
+    def _takes(self, request: Request) -> bool:
+        self._left -= len(request.name) + len(request.text)
+        return self._left >= 0
+
+
+class StoreServer:
+    """Answers launchers that know the key, and carries bytes of their ranks to a store in `ranks_ports`."""
+
+    def __init__(self, entries: Entries, key: bytes) -> None:
+        self._entries, self._key = entries, key
+        self.ranks_ports: set[int] = set()
+        self._unproved = 0
+
+    async def listen(self, on: socket.socket) -> None:
+        """Serve until the loop ends."""
+        await asyncio.start_server(self._serve, sock=on)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with closing(writer), suppress(OSError, ValueError, TimeoutError, asyncio.IncompleteReadError, Stranger):
+            if await self._is_admitted(reader, writer):
+                await self._answer(reader, writer)
+
+    async def _is_admitted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        if self._unproved >= _UNPROVED_CONNECTIONS:
+            return False
+        self._unproved += 1
+        try:
+            await asyncio.wait_for(admit(reader, writer, self._key), _ADMIT_SECONDS)
+        finally:
+            self._unproved -= 1
+        return True
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while True:
+            request = Request.model_validate_json(await read_frame(reader))
+            if request.operation is Operation.CONNECT and request.number in self.ranks_ports:
+                ranks = await asyncio.open_connection(LOOPBACK, request.number)
+                await write_frame(writer, Answer().model_dump_json().encode())
+                await splice((reader, writer), ranks)
+                return
+            await write_frame(writer, self._entries.answer(request).model_dump_json().encode())
+
+
+class StoreClient:
+    """One launcher's connections to the store that pod 0 hosts."""
+
+    def __init__(self, loop: LoopThread, host: str, port: int, key: bytes) -> None:
+        self._loop, self._place, self._key = loop, (host, port), key
+        self._lock = Lock()
+        self._streams: Streams = loop.run(self._connected(), _ANSWER_SECONDS)
+        self._forwarder: asyncio.Server | None = None
+
+    def answer(self, request: Request) -> Answer:
+        """Ask the store."""
+        with self._lock:
+            answer: Answer = self._loop.run(_asked(self._streams, request), _ANSWER_SECONDS)
+        return answer
+
+    def forward(self, ranks_port: int) -> int:
+        """Listen on loopback for this pod's ranks, carry what they say to their store, and return the port to use."""
+        if self._forwarder is not None:
+            # Ranks of the round before are dead.
+            self._forwarder.close()
+        found = listener(LOOPBACK, 0)
+        port: int = found.getsockname()[1]
+
+        async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            with closing(writer), suppress(OSError, ValueError, TimeoutError, asyncio.IncompleteReadError, Stranger):
+                streams = await asyncio.wait_for(self._connected(), _ANSWER_SECONDS)
+                request = Request(operation=Operation.CONNECT, number=ranks_port)
+                if not (await _asked(streams, request)).refused:
+                    await splice((reader, writer), streams)
+
+        self._forwarder = self._loop.run(asyncio.start_server(carry, sock=found), _ANSWER_SECONDS)
         return port
+
+    async def _connected(self) -> Streams:
+        reader, writer = await asyncio.open_connection(*self._place)
+        try:
+            await introduce(reader, writer, self._key)
+        except asyncio.IncompleteReadError:
+            writer.close()
+            raise Stranger("it belongs to another attempt, or has another secret") from None
+        return reader, writer
+
+
+class Store:
+    """The store as a launcher uses it. It ends with this object."""
+
+    def __init__(
+        self, loop: LoopThread, answer: Callable[[Request], Answer], ranks_port: Callable[[int], int], port: int
+    ) -> None:
+        self._answer, self._ranks_port, self.port = answer, ranks_port, port
+        weakref.finalize(self, loop.stop)
+
+    @classmethod
+    def hosted(cls, address: str, port: int, key: bytes) -> Store:
+        """Host a new store on this machine; port 0 takes a free one."""
+        entries, loop = Entries(), LoopThread()
+        server = StoreServer(entries, key)
+        with _reaching(f"{address}:{port}"):
+            on = listener(address, port)
+            loop.run(server.listen(on), _ANSWER_SECONDS)
+
+        def registered(ranks_port: int) -> int:
+            server.ranks_ports = {ranks_port}
+            return ranks_port
+
+        return cls(loop, entries.answer, registered, on.getsockname()[1])
+
+    @classmethod
+    def joined(cls, host: str, port: int, key: bytes) -> Store:
+        """Join the store that another pod hosts, which must be listening already."""
+        loop = LoopThread()
+        with _reaching(f"{host}:{port}"):
+            client = StoreClient(loop, host, port, key)
+        return cls(loop, client.answer, client.forward, port)
 
     def put_first(self, name: str, text: str) -> str:
         """Write it unless it is there already; what is there now."""
-        with _reaching(name):
-            return self._store.compare_set(name, "", text).decode()
+        return self._asked(Request(operation=Operation.PUT_FIRST, name=name, text=text)).text or ""
 
     def get(self, name: str) -> str | None:
-        """What is there."""
-        with _reaching(name):
-            return self._store.get(name).decode() if self._store.check([name]) else None
-
-    def has_all(self, names: Sequence[str]) -> bool:
-        """Whether all of them have been written."""
-        with _reaching(names[0] if names else "nothing"):
-            return not names or self._store.check(list(names))
+        """Return what is there."""
+        return self._asked(Request(operation=Operation.GET, name=name)).text
 
     def count(self, name: str, more: int = 1) -> int:
         """Add to a counter, which starts at 0; its new value."""
-        with _reaching(name):
-            return self._store.add(name, more)
+        return self._asked(Request(operation=Operation.COUNT, name=name, number=more)).number
+
+    def reach_ranks(self, ranks_port: int) -> int:
+        """Return the port of this pod's loopback under which its ranks reach the store that pod 0 hosts for them."""
+        with _reaching("the store of the ranks"):
+            return self._ranks_port(ranks_port)
+
+    def _asked(self, request: Request) -> Answer:
+        with _reaching(request.name):
+            answer = self._answer(request)
+        if answer.refused:
+            raise LostPeers(f"the store of the rendezvous refused {request.name}: {answer.refused}")
+        return answer
+
+
+def ranks_store() -> TCPStore:
+    """Return a new store for the ranks of one round, on this pod's loopback."""
+    with _reaching("the store of the ranks"), listener(LOOPBACK, 0) as found:
+        port = found.getsockname()[1]
+        # The store closes it.
+        taken, answer = found.detach(), timedelta(seconds=_ANSWER_SECONDS)
+        return TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, timeout=answer, master_listen_fd=taken)
 
 
 def is_listening(host: str, port: int) -> bool:
-    """Whether somebody answers there; a name that is not known yet is nobody."""
+    """Return true when a server answers there; a name that is not known yet has none."""
     try:
         socket.create_connection((host, port), timeout=2.0).close()
     except OSError:
@@ -80,16 +267,17 @@ def is_listening(host: str, port: int) -> bool:
     return True
 
 
+async def _asked(streams: Streams, request: Request) -> Answer:
+    reader, writer = streams
+    await write_frame(writer, request.model_dump_json().encode())
+    return Answer.model_validate_json(await read_frame(reader))
+
+
 @contextmanager
 def _reaching(what: str) -> Iterator[None]:
+    failures = (RuntimeError, OSError, EOFError, TimeoutError, ValidationError, Stranger)
     try:
         yield
-    except (RuntimeError, OSError) as error:
-        said = str(error).splitlines()[0]
+    except failures as error:
+        said = (str(error) or type(error).__name__).splitlines()[0]
         raise LostPeers(f"the store of the rendezvous does not answer ({what}): {said}") from None
-
-
-def _listener(address: str, port: int) -> socket.socket:
-    if address or not socket.has_dualstack_ipv6():
-        return socket.create_server((address, port), backlog=1024)
-    return socket.create_server((address, port), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True)

@@ -1,1 +1,1 @@
-"""What a model computes, as functions of tensors; knows no module, no configuration and nothing of Megatron."""
+"""Layers as functions of tensors; they know no module, no configuration and nothing of Megatron."""

@@ -1,4 +1,4 @@
-"""What stands between the two linear maps of an expert or a dense block."""
+"""Activations between the two linear maps of an expert or a dense block."""
 
 from __future__ import annotations
 

@@ -7,12 +7,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from moejob_trainer.layers.communication import gathered_row
+from moejob_trainer.layers.context_parallel import gathered_row
 from moejob_trainer.layers.documents import Documents, Span
 from moejob_trainer.layers.kernels import kernels
 from moejob_trainer.layers.precision import widened
 
-# A mask is made for so many queries at a time: never one of a whole document.
+# A mask is made for this many queries at a time: never one of a whole document.
 MASKED_QUERIES = 512
 
 
@@ -113,7 +113,7 @@ def _piece_attended(
 
 
 def _mask(first: int, queries: int, window: int | None, device: torch.device) -> Tensor:
-    """Which of the keys 0, 1, ... the queries at `first`, first + 1, ... see. bool [queries, first + queries]"""
+    """Return which of the keys 0, 1, ... the queries at `first`, first + 1, ... see. bool [queries, first + queries]"""
     distance = torch.arange(first, first + queries, device=device)[:, None] - torch.arange(
         first + queries, device=device
     )

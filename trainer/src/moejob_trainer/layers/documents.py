@@ -1,4 +1,4 @@
-"""Which tokens of a packed row belong together, and which of them this rank holds; knows no tensor of the model.
+"""Document boundaries of a packed row, and the part of it that this rank holds; knows no tensor of the model.
 
 A row is documents back to back. Context parallelism cuts the row, not each document, into 2*c equal chunks, and rank r
 holds chunks r and 2*c-1-r in this order: under a causal mask every rank then has the same work.
@@ -89,7 +89,7 @@ class Documents:
         return self.row_tokens // self.context_size
 
     def held(self) -> tuple[tuple[int, int], ...]:
-        """What this rank holds, as (start, end) in the row."""
+        """Return the parts that this rank holds, as (start, end) in the row."""
         if self.context_size == 1:
             return ((0, self.row_tokens),)
         chunk = self.row_tokens // (2 * self.context_size)

@@ -82,7 +82,7 @@ def _outer_products(gradient: Tensor, x: Tensor, ends: Tensor) -> Tensor:
 
 
 def _kernel_takes(rows: Tensor, *widths: int) -> bool:
-    """Whether the grouped kernel knows this precision and these widths, and has rows to work on."""
+    """Return whether the grouped kernel supports this precision and these widths, and has rows to work on."""
     if rows.dtype not in (torch.float32, torch.bfloat16, torch.float16) or rows.shape[0] == 0:
         return False
     return all(width > 0 and width * rows.element_size() % ALIGNMENT_BYTES == 0 for width in widths)

@@ -1,4 +1,14 @@
-"""Bringing tokens to their experts and the results back, on one rank."""
+"""Permutation of tokens to their experts, and the combination of results, on one rank.
+
+Three tokens, each choosing two of three experts:
+
+    experts  [[2, 0], [0, 1], [2, 1]]    token 0 goes to experts 2 and 0, and so on
+    choices  [ 0  1    2  3    4  5 ]    numbered token by token
+    order    [1, 2, 3, 5, 0, 4]          choices sorted by expert: 0 0 1 1 2 2
+    tokens   [0, 1, 1, 2, 0, 2]          order // 2: the token in each row
+    inverse  [[4, 0], [1, 2], [5, 3]]    the row of each choice: what token 0 sums is in rows 4 and 0
+    counts   [2, 2, 2]                   rows of each expert
+"""
 
 from __future__ import annotations
 
@@ -15,7 +25,7 @@ from moejob_trainer.layers.precision import widened
 
 @dataclass(frozen=True, eq=False)
 class Permutation:
-    """Which row of the sorted rows belongs to which choice of which token.
+    """The rows sorted by expert, and the choice of a token that each belongs to.
 
     A token has k choices; a choice of the expert `expert_count` is a choice of none, and has no row.
     """
@@ -29,12 +39,14 @@ class Permutation:
 
     @staticmethod
     def of(experts: Tensor, expert_count: int, rows: int | None = None) -> Permutation:
-        """Sorts by expert; tokens of one expert keep their order.
+        """Sort by expert; tokens of one expert keep their order.
 
         experts int [t, k]. `rows` is how many choices are not of none: all of them unless given, since counting them
         here would wait for the device.
         """
-        by_expert, order = experts.flatten().sort(stable=True)
+        # A radix sort passes over two bytes instead of eight.
+        keys = experts.flatten().to(torch.int16 if expert_count < torch.iinfo(torch.int16).max else torch.int64)
+        by_expert, order = keys.sort(stable=True)
         rows = experts.numel() if rows is None else rows
         places = torch.empty_like(order)
         places[order] = torch.arange(order.numel(), device=order.device)
@@ -62,7 +74,8 @@ def permuted(x: Tensor, permutation: Permutation) -> Tensor:
 
 def permuted_probabilities(probabilities: Tensor, permutation: Permutation) -> Tensor:
     """The probabilities [t, k] of the choices, sorted by expert. [rows]"""
-    return probabilities.flatten()[permutation.order]
+    rows: Tensor = _Picked.apply(probabilities, permutation)
+    return rows
 
 
 def combined(y: Tensor, permutation: Permutation, probabilities: Tensor | None = None) -> Tensor:
@@ -82,6 +95,20 @@ class _Permuted(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return _row_sums(gradient, context.permutation.inverse), None
+
+
+class _Picked(torch.autograd.Function):
+    """Rows are picked once each, so gradients are picked too; torch's own backward would add them with atomics."""
+
+    @staticmethod
+    def forward(context: Any, values: Tensor, permutation: Permutation) -> Tensor:
+        context.inverse = permutation.inverse
+        return values.flatten().index_select(0, permutation.order)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        # A choice of none points behind the last row.
+        return torch.cat([gradient, gradient.new_zeros(1)])[context.inverse], None
 
 
 class _Combined(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""Which precision a layer computes in, whatever its tensors are stored in."""
+"""The precision that a layer computes in, whatever its tensors are stored in."""
 
 from __future__ import annotations
 

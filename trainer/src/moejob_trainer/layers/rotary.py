@@ -66,7 +66,7 @@ class Rotary:
 
     @property
     def attention_factor(self) -> float:
-        """What cosines and sines are multiplied by."""
+        """The factor on cosines and sines."""
         return _yarn_attention_factor(self.scaling) if isinstance(self.scaling, YarnScaling) else 1.0
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -154,5 +154,5 @@ def _yarn_attention_factor(scaling: YarnScaling) -> float:
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
-    """How much longer contexts sharpen attention; DeepSeek also multiplies its scale by the square of this."""
+    """Return YaRN's factor on attention for longer contexts; DeepSeek also multiplies its scale by the square of it."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0

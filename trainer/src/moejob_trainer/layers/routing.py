@@ -1,19 +1,22 @@
-"""Which experts a token goes to, with which weight, and how evenly tokens spread over the experts."""
+"""Routing: the experts of each token, their weights, and the spread of tokens over experts."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 from enum import StrEnum
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from moejob_trainer.layers.kernels import kernels
+
 
 class Scoring(StrEnum):
-    """How logits become what experts are chosen by and weighted with."""
+    """Function from logits to the scores that choose and weigh experts."""
 
     SOFTMAX = "softmax"
     """Over all experts: Mixtral, Qwen, DeepSeek-V2."""
@@ -36,7 +39,7 @@ class Routing:
     """What weights are multiplied by at last."""
     groups: int = 1
     kept_groups: int = 1
-    """Tokens choose among the experts of so many of the `groups`."""
+    """Tokens choose among the experts of this many of the `groups`."""
     dtype: torch.dtype = torch.float32
     """What scores are computed in."""
 
@@ -63,15 +66,40 @@ class _WideLinear(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
         context.save_for_backward(x, weight)
-        return functional.linear(x.to(dtype), weight.to(dtype))
+        fused = _fused(x, weight, dtype)
+        product: Tensor = fused.wide_product(x, weight) if fused else plain_wide_product(x, weight, dtype)
+        return product
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight = context.saved_tensors
-        wide = gradient.dtype
-        x_gradient = (gradient @ weight.to(wide)).to(x.dtype) if context.needs_input_grad[0] else None
-        weight_gradient = (gradient.t() @ x.to(wide)).to(weight.dtype) if context.needs_input_grad[1] else None
+        fused = _fused(x, weight, gradient.dtype)
+        of_input = fused.input_gradient if fused else plain_input_gradient
+        of_weight = fused.weight_gradient if fused else plain_weight_gradient
+        x_gradient = of_input(gradient, weight) if context.needs_input_grad[0] else None
+        weight_gradient = of_weight(gradient, x) if context.needs_input_grad[1] else None
         return x_gradient, weight_gradient, None
+
+
+def plain_wide_product(x: Tensor, weight: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """x [t, h] by weight [E, h], both widened. [t, E]"""
+    return functional.linear(x.to(dtype), weight.to(dtype))
+
+
+def plain_input_gradient(gradient: Tensor, weight: Tensor) -> Tensor:
+    """The wide gradient of the logits, back through the weight, rounded once. [t, E], [E, h] -> [t, h]"""
+    return (gradient @ weight.to(gradient.dtype)).to(weight.dtype)
+
+
+def plain_weight_gradient(gradient: Tensor, x: Tensor) -> Tensor:
+    """The wide gradient of the logits by the tokens, rounded once. [t, E], [t, h] -> [E, h]"""
+    return (gradient.t() @ x.to(gradient.dtype)).to(x.dtype)
+
+
+def _fused(x: Tensor, weight: Tensor, dtype: torch.dtype) -> ModuleType | None:
+    """The kernels for this product: of factors that are kept in bfloat16, in float32."""
+    is_narrow = x.dtype is weight.dtype is torch.bfloat16
+    return kernels("routing", x) if is_narrow and dtype is torch.float32 else None
 
 
 def routed(
@@ -94,7 +122,7 @@ def routed(
 
 
 def balancing_scores(logits: Tensor, routing: Routing) -> Tensor:
-    """What balancing losses take as the share of each expert in each token: positive, and one in sum. [t, E]"""
+    """Return each expert's share in each token for balancing losses: positive, and one in sum. [t, E]"""
     logits = logits.to(routing.dtype)
     if routing.scoring is not Scoring.SIGMOID:
         return logits.softmax(-1)
@@ -103,7 +131,7 @@ def balancing_scores(logits: Tensor, routing: Routing) -> Tensor:
 
 
 def expert_counts(experts: Tensor, expert_count: int, counted: Tensor | None = None) -> Tensor:
-    """How many of the choices [t, k] fell on each expert, of the tokens that are `counted` (bool [t]). float32 [E]"""
+    """Count the choices [t, k] that fell on each expert, of the tokens that are `counted` (bool [t]). float32 [E]"""
     return document_counts(experts, torch.zeros_like(experts[:, 0]), 1, expert_count, counted)[0]
 
 
@@ -120,7 +148,7 @@ def document_counts(
 
 
 def switch_loss(scores: Tensor, counts: Tensor, tokens: Tensor | float, per_token: int) -> Tensor:
-    """What these tokens add to the balancing loss of the Switch Transformer; one when all are balanced.
+    """Return these tokens' part of the Switch Transformer's balancing loss; one when all are balanced.
 
     scores [t, E] of the tokens here (zero for those not counted); counts [E] and `tokens` of all tokens that are
     balanced together, here and elsewhere: the sum over the ranks is the loss, whatever the layout.
@@ -140,13 +168,13 @@ def sequence_loss(scores: Tensor, counts: Tensor, lengths: Tensor, segments: Ten
 
 
 def z_loss(logits: Tensor, tokens: Tensor | float, counted: Tensor | None = None) -> Tensor:
-    """What these tokens add to the mean of logsumexp(logits)^2 over `tokens` tokens: it keeps logits small."""
+    """Return these tokens' part of the mean of logsumexp(logits)^2 over `tokens` tokens: it keeps logits small."""
     squares = logits.float().logsumexp(-1).square()
     return (squares if counted is None else squares * counted).sum() / tokens
 
 
 def capacity(tokens: Tensor, routing: Routing, factor: float) -> Tensor:
-    """How many of that number of tokens each expert takes at most. int []"""
+    """Return how many of that number of tokens each expert takes at most. int []"""
     return torch.ceil(tokens.double() * routing.per_token * factor / routing.experts).long()
 
 
@@ -179,7 +207,7 @@ def routing_entropy(logits: Tensor, routing: Routing, counted: Tensor | None = N
 
 @dataclass(frozen=True, eq=False)
 class Load:
-    """How evenly tokens spread over the experts, of each layer; tensors, so that reading it can wait."""
+    """The spread of tokens over the experts of each layer; tensors, so that reading it can wait."""
 
     imbalance: Tensor
     """Tokens of the busiest expert over the mean: one when balanced."""

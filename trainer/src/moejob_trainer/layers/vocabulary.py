@@ -1,4 +1,4 @@
-"""What a model says about the next token: log-probabilities straight from the hidden state, without the row's logits.
+"""Log-probabilities of the next token straight from the hidden state, without the row's logits.
 
 Logits of a whole row would be larger than all other activations. Forward they exist for a few tokens at a time;
 backward, where the normaliser is known, for a few words of the vocabulary at a time, so that each word's gradient is
@@ -69,7 +69,7 @@ class _Words:
         return weight[: _in_tiles(self.existing)]
 
     def chunk_words(self, tokens: int) -> int:
-        """So many words of all tokens are as many logits as all words of `chunk_tokens` tokens."""
+        """Return the words of a chunk: of all tokens they have the logits of all words of `chunk_tokens` tokens."""
         return max(WORDS_MULTIPLE, _in_tiles(math.ceil(self.existing * self.chunk_tokens / max(tokens, 1))))
 
 

@@ -1,1 +1,1 @@
-"""What the trainer takes from Megatron-Core: process groups, pipeline schedules and gradient buffers."""
+"""The engine on Megatron-Core: its process groups, pipeline schedules and gradient buffers."""

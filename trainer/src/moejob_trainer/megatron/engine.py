@@ -4,34 +4,39 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
+from pydantic import TypeAdapter
 from torch import Tensor
 
-from moejob_api.cost.estimate import model_flops
+from moejob_api.derived import router_is_frozen
 from moejob_api.job.job import Spec
 from moejob_api.job.moe import Balancing
-from moejob_api.memory.share import router_is_frozen
-from moejob_trainer.batches import MicroBatch
+from moejob_api.planner.cost.estimate import model_flops
 from moejob_trainer.conversion.families import table
 from moejob_trainer.conversion.gathering import hugging_face_tensors
 from moejob_trainer.conversion.groups import ModelGroups
-from moejob_trainer.engine import Loss, LossTerms, Mean, TokenOutputs, UpdateResult
-from moejob_trainer.groups import Groups, total
+from moejob_trainer.distributed import messages
+from moejob_trainer.distributed.collectives import total
+from moejob_trainer.distributed.groups import Groups
+from moejob_trainer.engine import Loss, LossTerms, Mean, MicroBatch, TokenOutputs, UpdateResult
 from moejob_trainer.layers.routing import updated_selection_bias
+from moejob_trainer.megatron.data_parallel import replicas
 from moejob_trainer.megatron.gradients import finish_gradients
-from moejob_trainer.megatron.measures import Measures
 from moejob_trainer.megatron.optimizer import ShardedAdamW, moments
-from moejob_trainer.megatron.pipeline import forward_backward, row_input, whole
-from moejob_trainer.megatron.replicas import replicas
+from moejob_trainer.megatron.pipeline import forward_backward, stage_input, whole
+from moejob_trainer.megatron.reference import ReferenceWeights
+from moejob_trainer.megatron.update_metrics import UpdateMetrics
 from moejob_trainer.megatron.weights import merged_weights, model_groups
 from moejob_trainer.model.architecture import Architecture
 from moejob_trainer.model.balancing import Balance, GlobalBatch
-from moejob_trainer.model.mixture import Mixture
-from moejob_trainer.model.stage import RowInput, Said, Stage
-from moejob_trainer.objectives.further import further_tokens
+from moejob_trainer.model.moe_layer import MoELayer
+from moejob_trainer.model.stage import Stage, StageInput, StageOutput
+from moejob_trainer.objectives.multi_token_prediction import mtp_loss
+from moejob_trainer.runtime.ranges import named_range
 
 
 class Diverged(RuntimeError):
@@ -40,11 +45,12 @@ class Diverged(RuntimeError):
 
 # One bad batch is survived; a model that no longer computes is not.
 _MOST_SKIPPED = 3
+_NAMES = TypeAdapter(list[str])
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where the engine runs."""
+    """The groups, device and control group that the engine runs on."""
 
     groups: Groups
     device: torch.device
@@ -58,7 +64,7 @@ class Placement:
 
 
 class MegatronEngine:
-    """A model spread over ranks by Megatron's groups. `learning_rate` says the rate of the n-th update."""
+    """A model spread over ranks by Megatron's groups. `learning_rate` returns the rate of the n-th update."""
 
     def __init__(
         self,
@@ -71,13 +77,16 @@ class MegatronEngine:
         self.model, self.spec, self.stages = model, spec, [*stages]
         self.placement, self.groups, self.device = placement, placement.groups, placement.device
         self.learning_rate = learning_rate
-        self.measures = Measures(model, spec.moe, self.stages, placement.groups, placement.device)
+        self.measures = UpdateMetrics(model, spec.moe, self.stages, placement.groups, placement.device)
         self.updates = 0
         self._skipped = 0
         # The last loss that was asked for, whether forward only, and the names of what it measures.
         self._told: tuple[tuple[Loss, bool], list[str]] | None = None
         self._freeze()
         self.replicas = replicas(self.stages, spec)
+        # Weights have moved into buffers, and nothing has been learned or resumed.
+        is_compared = spec.grpo is not None and spec.grpo.kl.coefficient > 0
+        self.reference = ReferenceWeights(self.stages) if is_compared else None
         training = spec.training
         kept = moments(training.precision.moments, spec.memory.offload_optimizer)
         self.optimizer = ShardedAdamW(self.replicas, self.groups, training.optimizer, kept)
@@ -86,25 +95,29 @@ class MegatronEngine:
 
     def update(self, batches: Sequence[MicroBatch], loss: Loss) -> UpdateResult:
         """One update of the weights from this data rank's micro batches of a global batch."""
-        self.replicas.begin()
-        result = self._run(batches, loss, forward_only=False)
-        finish_gradients(self.stages, self.replicas, self.groups)
-        norm = self.optimizer.gradient_norm()
+        with named_range("forward and backward"):
+            self._begin_balancing(batches)
+            self.replicas.begin()
+            result = self._run(batches, loss, forward_only=False)
+        with named_range("gradients"):
+            finish_gradients(self.stages, self.replicas, self.groups)
+            norm = self.optimizer.gradient_norm()
         rate = self.learning_rate(self.updates)
         is_applied = math.isfinite(norm) and math.isfinite(result.loss)
-        if is_applied:
-            self.optimizer.update(rate, self._clipping(norm))
-            self._move_selection_bias()
+        with named_range("optimizer"):
+            if is_applied:
+                self.optimizer.update(rate, self._clipping(norm))
+                self._move_selection_bias()
         self._count(is_applied, norm, result.loss)
         return replace(result, gradient_norm=norm, learning_rate=rate, is_applied=is_applied)
 
-    def evaluated(self, batches: Sequence[MicroBatch], loss: Loss) -> UpdateResult:
+    def evaluate(self, batches: Sequence[MicroBatch], loss: Loss) -> UpdateResult:
         """The loss without an update."""
-        with torch.no_grad():
+        with named_range("evaluation"), torch.no_grad():
             return self._run(batches, loss, forward_only=True)
 
     def outputs(self, batches: Sequence[MicroBatch]) -> list[TokenOutputs]:
-        """What the model says now about each micro batch; every rank of a data rank gets all of it."""
+        """Return the model's outputs for each micro batch; every rank of a data rank gets all of it."""
         found: dict[int, TokenOutputs] = {}
 
         def kept(number: int, outputs: TokenOutputs, _: MicroBatch) -> Tensor:
@@ -115,8 +128,28 @@ class MegatronEngine:
             self._through_stages([self._here(batch) for batch in batches], kept, forward_only=True)
         return [self._from_last_stage(found.get(number), batch) for number, batch in enumerate(batches)]
 
+    @contextmanager
+    def at_temperature(self, temperature: float) -> Iterator[None]:
+        """Let outputs be those of another temperature than the job's."""
+        heads = [stage.output for stage in self.stages if stage.place.is_last]
+        trained = [head.temperature for head in heads]
+        for head in heads:
+            head.temperature = temperature
+        try:
+            yield
+        finally:
+            for head, own in zip(heads, trained, strict=True):
+                head.temperature = own
+
+    def reference_outputs(self, batches: Sequence[MicroBatch]) -> list[TokenOutputs]:
+        """The same of the reference model: the weights that the engine was built with."""
+        if self.reference is None:
+            raise ValueError("there is no reference model; grpo.kl.coefficient is 0")
+        with self.reference.loaded():
+            return self.outputs(batches)
+
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights under their Hugging Face names, whole and one at a time, each on one rank."""
+        """The weights under their Hugging Face names, whole and one at a time; each on one rank, on the others meta."""
         return hugging_face_tensors(merged_weights(self.stages), table(self.model.shape), self.placement.model_groups)
 
     # --- a global batch ---------------------------------------------------------------------------------------------
@@ -125,26 +158,27 @@ class MegatronEngine:
         here = [self._here(batch) for batch in batches]
         totals = self._totals(here)
         weight = totals.weight
-        if not forward_only:
-            self._begin_balancing(GlobalBatch(len(batches), totals.micro_batches))
         sums = _Sums()
 
         def finished(_: int, outputs: TokenOutputs, batch: MicroBatch) -> Tensor:
-            terms, further = loss(outputs, batch), further_tokens(outputs, batch)
-            sums.add(replace(terms, metrics={**terms.metrics, **further.metrics}))
-            return (terms.total + self.spec.training.mtp_loss_coefficient * further.total) / weight
+            terms, mtp = loss(outputs, batch), mtp_loss(outputs, batch)
+            sums.add(replace(terms, metrics={**terms.metrics, **mtp.metrics}))
+            return (terms.total + self.spec.training.mtp_loss_coefficient * mtp.total) / weight
 
         self._through_stages(here, finished, forward_only=forward_only)
-        means = self._means(sums.values, self._names((loss, forward_only), sums.values))
+        summed = self._summed(sums.values, self._names((loss, forward_only), sums.values))
+        summed_loss, _ = summed.pop("loss", (0.0, 0.0))
+        means = {name: value / of for name, (value, of) in summed.items()}
         if not forward_only:
             means |= self.measures.of()
         return UpdateResult(
-            loss=means.pop("loss", 0.0) / weight,
+            loss=summed_loss / weight,
             gradient_norm=0.0,
             learning_rate=0.0,
             tokens=totals.tokens,
             flops=totals.tokens * model_flops(self.model.shape, totals.document_tokens),
             metrics=means,
+            weights={"loss": weight, **{name: of for name, (_, of) in summed.items()}},
         )
 
     def _through_stages(
@@ -153,56 +187,57 @@ class MegatronEngine:
         finish: Callable[[int, TokenOutputs, MicroBatch], Tensor],
         *,
         forward_only: bool,
+        counts_choices: bool = False,
     ) -> None:
-        def finished(number: int, said: Said) -> Tensor:
-            log_probabilities, entropy, *further = (
-                whole(values, self.groups) for values in (said.log_probabilities, said.entropy, *said.further)
+        def finished(number: int, output: StageOutput) -> Tensor:
+            log_probabilities, entropy, *mtp = (
+                whole(values, self.groups) for values in (output.log_probabilities, output.entropy, *output.mtp)
             )
-            return finish(number, TokenOutputs(log_probabilities, entropy, tuple(further)), batches[number])
+            return finish(number, TokenOutputs(log_probabilities, entropy, tuple(mtp)), batches[number])
 
-        rows = [self._row_input(number, batch) for number, batch in enumerate(batches)]
+        rows = [self._row_input(number, batch, counts_choices) for number, batch in enumerate(batches)]
         forward_backward(self.replicas.chunks, rows, finished, forward_only=forward_only)
         self.replicas.rest()
 
-    def _row_input(self, number: int, batch: MicroBatch) -> RowInput:
+    def _row_input(self, number: int, batch: MicroBatch, counts_choices: bool) -> StageInput:
         sequence_parallel = self.spec.parallelism.sequence_parallel
-        made = row_input(batch, self.model, self.groups, sequence_parallel=sequence_parallel)
-        return replace(made, row=replace(made.row, number=number, update=self.updates))
+        made = stage_input(batch, self.model, self.groups, sequence_parallel=sequence_parallel)
+        packed = replace(made.packed, number=number, update=self.updates, counts_choices=counts_choices)
+        return replace(made, packed=packed)
 
     def _totals(self, batches: Sequence[MicroBatch]) -> _Totals:
         """Known before the backward pass, so that no layout changes the loss."""
         weight = sum(float(batch.weights.double().sum()) for batch in batches)
         tokens = sum(sum(batch.lengths) for batch in batches)
-        filled = sum(any(batch.lengths) for batch in batches)
         squares = sum(length * length for batch in batches for length in batch.lengths)
-        totals = torch.tensor([weight, tokens, filled, squares], dtype=torch.float64, device=self.device)
-        weight, tokens, filled, squares = total(totals, self.groups.data).tolist()
+        totals = torch.tensor([weight, tokens, squares], dtype=torch.float64, device=self.device)
+        weight, tokens, squares = total(totals, self.groups.data).tolist()
         if not weight > 0.0:
             raise ValueError(
                 f"a global batch of {tokens:.0f} tokens has the loss weight {weight}: nothing to learn from"
             )
-        return _Totals(weight, int(tokens), int(filled), squares / tokens)
+        return _Totals(weight, int(tokens), squares / tokens)
 
-    def _means(self, sums: Mapping[str, tuple[Tensor, Tensor]], names: Sequence[str]) -> dict[str, float]:
-        """The same numbers on every rank, of what only the last stages saw."""
+    def _summed(
+        self, sums: Mapping[str, tuple[Tensor, Tensor]], names: Sequence[str]
+    ) -> dict[str, tuple[float, float]]:
+        """Return totals and weights over all ranks, on every rank, of what only the last stages saw."""
         zero = torch.zeros((), device=self.device)
         pairs = [sums.get(name, (zero, zero)) for name in names]
         flat = torch.stack([value.double() for pair in pairs for value in pair])
         # Context and tensor ranks hold the same sums.
         values = total(total(flat, self.groups.data), self.groups.pipeline).tolist()
-        totals = dict(zip(names, zip(values[::2], values[1::2], strict=True), strict=True))
-        loss, _ = totals.pop("loss", (0.0, 0.0))
-        return {"loss": loss, **{name: summed / weight for name, (summed, weight) in totals.items() if weight}}
+        totals = zip(names, values[::2], values[1::2], strict=True)
+        # The loss has none of its own: its weight was known before.
+        return {name: (summed, weight) for name, summed, weight in totals if weight or name == "loss"}
 
     def _names(self, asked: tuple[Loss, bool], sums: Mapping[str, object]) -> list[str]:
-        """What the last stage measured: the others have to take part in summing it. Told once for a loss and a pass."""
+        """Return the last stage's metrics: all take part in summing them. Sent once for a loss and a pass."""
         group = self.groups.pipeline
         if group.size == 1:
             return [*sums]
         if self._told is None or self._told[0] != asked:
-            names = [[*sums]]
-            dist.broadcast_object_list(names, group=group.handle, group_src=group.size - 1)
-            self._told = asked, names[0]
+            self._told = asked, messages.broadcast([*sums], _NAMES, group.handle, source=group.size - 1)
         if sums and [*sums] != self._told[1]:
             raise ValueError(f"a loss measured {', '.join(self._told[1])} before and now {', '.join(sums)}")
         return self._told[1]
@@ -231,27 +266,47 @@ class MegatronEngine:
 
     def _freeze(self) -> None:
         if router_is_frozen(self.spec):
-            for mixture in self._mixtures():
-                mixture.router.requires_grad_(requires_grad=False)
+            for moe in self._moe_layers():
+                moe.router.requires_grad_(requires_grad=False)
 
     def _clipping(self, norm: float) -> float:
         most = self.spec.training.clip_grad
         return min(1.0, most / (norm + 1e-6)) if most else 1.0
 
-    def _begin_balancing(self, batch: GlobalBatch) -> None:
-        for balance in self._balances():
-            balance.begin(batch)
+    def _begin_balancing(self, batches: Sequence[MicroBatch]) -> None:
+        seen = self._seen_by_routers(batches)
+        balances = [*self._balances()]
+        for ahead, balance in balances:
+            balance.begin(seen[ahead])
+        if any(balance.counts_first for _, balance in balances):
+            self._count_choices(batches)
+
+    def _seen_by_routers(self, batches: Sequence[MicroBatch]) -> list[GlobalBatch]:
+        """Tokens and documents over all data ranks: of the layers, then of each MTP module, which looks further on."""
+        lengths = torch.tensor([length for batch in batches for length in batch.lengths], device=self.device)
+        seen = [(lengths - ahead).clamp(min=0) for ahead in range(len(self.model.shape.mtp_layers) + 1)]
+        counts = torch.stack([torch.stack([left.sum(), (left > 0).sum()]) for left in seen])
+        # A module may look beyond the end of every document.
+        return [GlobalBatch(*pair) for pair in total(counts, self.groups.data).clamp(min=1).tolist()]
+
+    def _count_choices(self, batches: Sequence[MicroBatch]) -> None:
+        """Send the global batch through the model once more: GlobalAuxLoss needs the choices of all of it first."""
+        here = [self._here(batch) for batch in batches]
+        with torch.no_grad():
+            self._through_stages(here, _nothing, forward_only=True, counts_choices=True)
+        for _, balance in self._balances():
+            balance.finish_counting()
 
     def _move_selection_bias(self) -> None:
-        """Makes experts that got too much less likely to be chosen, and the others more."""
+        """Make experts that got too much less likely to be chosen, and the others more."""
         if self.spec.moe.balancing is not Balancing.EXPERT_BIAS:
             return
-        for mixture in self._mixtures():
-            bias = mixture.router.selection_bias
+        for moe in self._moe_layers():
+            bias = moe.router.selection_bias
             if bias is None:
                 raise ValueError("moe.balancing ExpertBias needs a model that chooses experts by a bias; use AuxLoss")
             rate = self.spec.moe.expert_bias_update_rate
-            bias.copy_(updated_selection_bias(bias, self.load(mixture.balance), rate))
+            bias.copy_(updated_selection_bias(bias, self.load(moe.balance), rate))
 
     def load(self, balance: Balance) -> Tensor:
         """Tokens that each expert of a layer got since the last update, over all ranks. [E]"""
@@ -266,11 +321,24 @@ class MegatronEngine:
                 "training.optimizer.learningRate, or look at the data of these steps"
             )
 
-    def _mixtures(self) -> Iterator[Mixture]:
-        return (module for stage in self.stages for module in stage.modules() if isinstance(module, Mixture))
+    def _moe_layers(self) -> Iterator[MoELayer]:
+        return (module for stage in self.stages for module in stage.modules() if isinstance(module, MoELayer))
 
-    def _balances(self) -> Iterator[Balance]:
-        return (mixture.balance for mixture in self._mixtures())
+    def _balances(self) -> Iterator[tuple[int, Balance]]:
+        """Those of this rank, each with how many tokens further on its module looks: 0 for the model's own layers."""
+        layers = len(self.model.shape.layers)
+        for stage in self.stages:
+            for index, layer in stage.numbered_layers():
+                yield from (
+                    (max(0, index - layers + 1), module.balance)
+                    for module in layer.modules()
+                    if isinstance(module, MoELayer)
+                )
+
+
+def _nothing(_: int, outputs: TokenOutputs, __: MicroBatch) -> Tensor:
+    """The loss of a pass that only counts."""
+    return outputs.log_probabilities.sum()
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,14 +347,12 @@ class _Totals:
 
     weight: float
     tokens: int
-    # Those with a token that is no padding.
-    micro_batches: int
     # The length of its document, for the mean token: attention costs as much as if all documents had this length.
     document_tokens: float
 
 
 class _Sums:
-    """What micro batches add up to, on the device: reading each would wait for it."""
+    """Sums over micro batches, on the device: reading each would wait for it."""
 
     def __init__(self) -> None:
         self.values: dict[str, tuple[Tensor, Tensor]] = {}

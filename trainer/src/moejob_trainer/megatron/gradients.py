@@ -1,4 +1,4 @@
-"""What happens to gradients between the backward pass and the optimizer: every replica ends up with the same sum."""
+"""Gradients between the backward pass and the optimizer: every replica ends up with the same sum."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from moejob_trainer.groups import Group, Groups
-from moejob_trainer.megatron.replicas import Replicas
+from moejob_trainer.distributed.groups import Group, Groups
+from moejob_trainer.megatron.data_parallel import DataParallel
 from moejob_trainer.model.linear import is_expert, is_partial
 from moejob_trainer.model.stage import Stage
 
 
-def finish_gradients(stages: Sequence[Stage], replicas: Replicas, groups: Groups) -> None:
+def finish_gradients(stages: Sequence[Stage], replicas: DataParallel, groups: Groups) -> None:
     """Sums gradients over replicas, over tensor ranks where each saw a part, and over both ends of a model that
     share its embedding."""
     replicas.sum()
@@ -24,7 +24,7 @@ def finish_gradients(stages: Sequence[Stage], replicas: Replicas, groups: Groups
     _sum_tied_embedding(stages, replicas)
 
 
-def _sum_parts(stages: Sequence[Stage], replicas: Replicas, group: Group, *, of_experts: bool) -> None:
+def _sum_parts(stages: Sequence[Stage], replicas: DataParallel, group: Group, *, of_experts: bool) -> None:
     parts = [
         replicas.gradient(parameter)
         for stage in stages
@@ -40,7 +40,7 @@ def _sum_parts(stages: Sequence[Stage], replicas: Replicas, group: Group, *, of_
         part.copy_(whole.view_as(part))
 
 
-def _sum_tied_embedding(stages: Sequence[Stage], replicas: Replicas) -> None:
+def _sum_tied_embedding(stages: Sequence[Stage], replicas: DataParallel) -> None:
     group = parallel_state.get_embedding_group(check_initialized=False)
     if group is None or group.size() == 1:
         return
@@ -49,7 +49,7 @@ def _sum_tied_embedding(stages: Sequence[Stage], replicas: Replicas) -> None:
         dist.all_reduce(gradient, group=group)
 
 
-def _tied_gradient(stages: Sequence[Stage], replicas: Replicas) -> Tensor | None:
+def _tied_gradient(stages: Sequence[Stage], replicas: DataParallel) -> Tensor | None:
     if not stages[0].shares_embedding:
         return None
     ends = [stage.embedding.weight for stage in stages if stage.place.is_first or stage.place.is_last]

@@ -17,8 +17,8 @@ from torch.optim.adamw import adamw
 
 from moejob_api.job.base import Dtype
 from moejob_api.job.training import Optimizer as AdamNumbers
-from moejob_trainer.groups import Groups
-from moejob_trainer.megatron.replicas import Replicas, Share
+from moejob_trainer.distributed.groups import Groups
+from moejob_trainer.megatron.data_parallel import DataParallel, ParameterShard
 from moejob_trainer.model.linear import is_expert, is_tensor_replica, is_tied_copy
 
 # Elements updated at once where temporaries are needed.
@@ -26,7 +26,7 @@ _CHUNK_ELEMENTS = 1 << 26
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Piece:
+class OptimizerShard:
     """The part of one parameter that this rank updates."""
 
     name: str
@@ -49,7 +49,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """How the optimizer keeps its state."""
+    """Storage of the optimizer's state."""
 
     dtype: torch.dtype
     # Share of all elements whose state lives and is updated in host memory.
@@ -59,9 +59,9 @@ class Moments:
 class ShardedAdamW:
     """AdamW with decoupled decay on this rank's pieces."""
 
-    def __init__(self, replicas: Replicas, groups: Groups, numbers: AdamNumbers, moments: Moments) -> None:
+    def __init__(self, replicas: DataParallel, groups: Groups, numbers: AdamNumbers, moments: Moments) -> None:
         self.replicas, self.groups, self.numbers = replicas, groups, numbers
-        self.pieces = _offloaded([_piece(share, moments.dtype) for share in replicas.shares()], moments.offloaded)
+        self.pieces = _offloaded([_piece(share, moments.dtype) for share in replicas.shards()], moments.offloaded)
         self.steps = 0
 
     def gradient_norm(self, scale: float = 1.0) -> float:
@@ -86,14 +86,14 @@ class ShardedAdamW:
         self.gather_weights()
 
     def gather_weights(self) -> None:
-        """Rounds this rank's float32 copies into its weights and gathers everybody's."""
+        """Round this rank's float32 copies into its weights and gather those of all."""
         for piece in self.pieces:
             if piece.main is not piece.weight:
                 piece.weight.copy_(piece.main)
         self.replicas.gather()
 
     def read_weights(self) -> None:
-        """Takes the float32 copies from the weights: after these were set from outside."""
+        """Take the float32 copies from the weights: after these were set from outside."""
         for piece in self.pieces:
             if piece.main is not piece.weight:
                 piece.main.copy_(piece.weight)
@@ -102,7 +102,7 @@ class ShardedAdamW:
     def _device(self) -> torch.device:
         return next(self.replicas.chunks[0].parameters()).device
 
-    def _update(self, pieces: Sequence[Piece], learning_rate: float, gradient_scale: float) -> None:
+    def _update(self, pieces: Sequence[OptimizerShard], learning_rate: float, gradient_scale: float) -> None:
         mains = [piece.main for piece in pieces]
         gradients = [piece.gradient.to(piece.main.device, torch.float32) * gradient_scale for piece in pieces]
         firsts = [piece.first_moment.float() for piece in pieces]
@@ -131,13 +131,13 @@ class ShardedAdamW:
 
 
 def moments(precision: Dtype, offloaded: float) -> Moments:
-    """How a job wants the state of its optimizer kept."""
+    """Return the storage that a job asks for."""
     return Moments(getattr(torch, precision.value), offloaded)
 
 
-def _piece(share: Share, dtype: torch.dtype) -> Piece:
+def _piece(share: ParameterShard, dtype: torch.dtype) -> OptimizerShard:
     main = share.weight if share.weight.dtype is torch.float32 else share.weight.float()
-    return Piece(
+    return OptimizerShard(
         name=share.name,
         parameter=share.parameter,
         start=share.start,
@@ -151,7 +151,7 @@ def _piece(share: Share, dtype: torch.dtype) -> Piece:
 
 
 def counts_here(parameter: nn.Parameter, groups: Groups) -> bool:
-    """Whether a parameter is counted, and saved, by this rank of those that hold the same."""
+    """Return whether this rank, of those that hold the same, counts and saves a parameter."""
     if is_tied_copy(parameter):
         return False
     holders = groups.expert_tensor if is_expert(parameter) else groups.tensor
@@ -159,30 +159,40 @@ def counts_here(parameter: nn.Parameter, groups: Groups) -> bool:
 
 
 def is_decayed(name: str) -> bool:
-    """Whether weight decay applies: not to norms, biases and sinks."""
+    """Return whether weight decay applies: not to norms, biases and sinks."""
     owner, _, last = name.rpartition(".")
     return not (last == "bias" or last.endswith("_bias") or last == "sinks" or owner.endswith("norm"))
 
 
-def _offloaded(pieces: list[Piece], share: float) -> list[Piece]:
-    """The pieces, those that hold the first `share` of all elements with their state in host memory."""
-    budget = share * sum(piece.weight.numel() for piece in pieces)
-    kept = []
-    for piece in pieces:
-        budget -= piece.weight.numel()
-        if budget < 0 or not piece.weight.is_cuda:
-            kept.append(piece)
-            continue
-        host = {
-            field: getattr(piece, field).to("cpu").pin_memory() for field in ("main", "first_moment", "second_moment")
-        }
-        kept.append(replace(piece, **host))
-    return kept
+def _offloaded(pieces: list[OptimizerShard], share: float) -> list[OptimizerShard]:
+    """The pieces, `share` of all elements with their state in host memory."""
+    moved = moved_to_host([piece.weight.numel() for piece in pieces], share)
+    return [_on_host(piece) if index in moved and piece.weight.is_cuda else piece for index, piece in enumerate(pieces)]
 
 
-def _grouped(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
-    """Pieces on one device, of about so many elements that copies of them fit anywhere."""
-    group: list[Piece] = []
+def _on_host(piece: OptimizerShard) -> OptimizerShard:
+    fields = ("main", "first_moment", "second_moment")
+    return replace(piece, **{field: getattr(piece, field).to("cpu").pin_memory() for field in fields})
+
+
+def moved_to_host(sizes: Sequence[int], share: float) -> frozenset[int]:
+    """Return which of the pieces hold `share` of all elements, as near as whole pieces come from below.
+
+    The largest that still fits goes first. One piece goes whatever the share: a fraction that is asked for acts.
+    """
+    if not share or not sizes:
+        return frozenset()
+    left, moved = share * sum(sizes), set()
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        if sizes[index] <= left:
+            moved.add(index)
+            left -= sizes[index]
+    return frozenset(moved or {min(range(len(sizes)), key=lambda index: sizes[index])})
+
+
+def _grouped(pieces: Sequence[OptimizerShard]) -> Iterator[list[OptimizerShard]]:
+    """Yield pieces on one device, few enough elements that copies of them fit anywhere."""
+    group: list[OptimizerShard] = []
     elements = 0
     for piece in sorted(pieces, key=lambda piece: piece.main.is_cuda):
         if group and (elements + piece.main.numel() > _CHUNK_ELEMENTS or piece.main.device != group[0].main.device):

@@ -10,23 +10,24 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
-from moejob_trainer.batches import MicroBatch
-from moejob_trainer.groups import Groups, gathered_alike, own_rows
+from moejob_trainer.distributed.collectives import all_gather_alike, local_rows
+from moejob_trainer.distributed.groups import Groups
+from moejob_trainer.engine import MicroBatch
 from moejob_trainer.layers.documents import Documents, in_row_order
 from moejob_trainer.model.architecture import Architecture
-from moejob_trainer.model.row import OwnTokens, row_of
-from moejob_trainer.model.stage import Further, RowInput, Said
+from moejob_trainer.model.packed_batch import LocalTokens, make_packed_batch
+from moejob_trainer.model.stage import MTPInput, StageInput, StageOutput
 
 
 def forward_backward(
     chunks: Sequence[nn.Module],
-    batches: Sequence[RowInput],
-    finish: Callable[[int, Said], Tensor],
+    batches: Sequence[StageInput],
+    finish: Callable[[int, StageOutput], Tensor],
     *,
     forward_only: bool,
 ) -> None:
-    """Runs every micro batch through every stage; on the last one `finish` gets its number and what came out."""
-    iterators: list[Iterator[tuple[int, RowInput]]] = [iter(enumerate(batches)) for _ in chunks]
+    """Run every micro batch through every stage; on the last one `finish` gets its number and what came out."""
+    iterators: list[Iterator[tuple[int, StageInput]]] = [iter(enumerate(batches)) for _ in chunks]
     is_one = len(chunks) == 1
     get_forward_backward_func()(
         forward_step_func=_step(finish),
@@ -40,8 +41,8 @@ def forward_backward(
     )
 
 
-def _step(finish: Callable[[int, Said], Tensor]) -> Callable[..., Any]:
-    def forward_step(iterator: Iterator[tuple[int, RowInput]], chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
+def _step(finish: Callable[[int, StageOutput], Tensor]) -> Callable[..., Any]:
+    def forward_step(iterator: Iterator[tuple[int, StageInput]], chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
         number, batch = next(iterator)
         result = chunk(batch)
         if isinstance(result, Tensor):
@@ -57,7 +58,7 @@ def _step(finish: Callable[[int, Said], Tensor]) -> Callable[..., Any]:
     return forward_step
 
 
-def row_input(batch: MicroBatch, model: Architecture, groups: Groups, *, sequence_parallel: bool) -> RowInput:
+def stage_input(batch: MicroBatch, model: Architecture, groups: Groups, *, sequence_parallel: bool) -> StageInput:
     """This rank's part of a micro batch that is on its device already."""
     boundaries = batch.cu_lengths.tolist()
     lengths = tuple(stop - start for start, stop in pairwise(boundaries))
@@ -66,19 +67,21 @@ def row_input(batch: MicroBatch, model: Architecture, groups: Groups, *, sequenc
     is_real = batch.is_real().to(batch.tokens.device)
 
     def own(values: Tensor) -> Tensor:
-        return own_rows(values[held], groups.tensor) if sequence_parallel else values[held]
+        return local_rows(values[held], groups.tensor) if sequence_parallel else values[held]
 
     segments = documents.segments()
-    segments = own_rows(segments, groups.tensor) if sequence_parallel else segments
-    row = row_of(documents, model.rotary, groups.context.handle, OwnTokens(own(is_real), segments))
+    segments = local_rows(segments, groups.tensor) if sequence_parallel else segments
+    packed = make_packed_batch(documents, model.rotary, groups.context.handle, LocalTokens(own(is_real), segments))
     # Taken from the whole row: the token behind the last of a chunk is another rank's.
-    further = [
-        Further(batch.ahead(batch.tokens, by)[held], batch.ahead(batch.labels, by)[held], own(batch.ahead(is_real, by)))
+    mtp = [
+        MTPInput(
+            batch.ahead(batch.tokens, by)[held], batch.ahead(batch.labels, by)[held], own(batch.ahead(is_real, by))
+        )
         for by, _ in enumerate(model.shape.mtp_layers, 1)
     ]
-    return RowInput(batch.tokens[held], batch.labels[held], row, tuple(further))
+    return StageInput(batch.tokens[held], batch.labels[held], packed, tuple(mtp))
 
 
 def whole(values: Tensor, groups: Groups) -> Tensor:
-    """What the context ranks know about their tokens, in the order of the row. [t] -> [T]"""
-    return in_row_order(gathered_alike(values, groups.context), groups.context.size)
+    """Gather values of the context ranks' tokens, in the order of the row. [t] -> [T]"""
+    return in_row_order(all_gather_alike(values, groups.context), groups.context.size)

@@ -1,8 +1,8 @@
 """Stages of which every replica keeps a share only (ZeRO-3): torch's fully_shard over the groups of the layout.
 
 Weights are float32 and divided over the ranks that see other documents; a layer is whole, in the model's type, while it
-is computed. A share is a range of a flat parameter, as in Megatron's buffers, so that everything which knows pieces and
-boxes knows these too. Knows nothing of steps, optimizers or files.
+is computed, or from its first pass to the update (ZeRO-2). A share is a range of a flat parameter, as in Megatron's
+buffers, so that everything which knows pieces and shards knows these too. Knows nothing of steps, optimizers or files.
 """
 
 from __future__ import annotations
@@ -21,18 +21,20 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from moejob_api.job.base import Dtype
-from moejob_trainer.boxes import Box, boxes_of_range
-from moejob_trainer.groups import Group, Groups, gathered_alike
+from moejob_trainer.checkpoints.shards import ShardSpec, shards_of_range
+from moejob_trainer.distributed.collectives import all_gather_alike
+from moejob_trainer.distributed.groups import Group, Groups
 from moejob_trainer.model.layer import Layer
 from moejob_trainer.model.linear import is_expert
-from moejob_trainer.model.mixture import Experts
+from moejob_trainer.model.moe_layer import Experts
 from moejob_trainer.model.stage import Stage
 
 
 @dataclass(frozen=True, slots=True)
 class Sharded:
-    """What a divided parameter is, beside its share: the shape it has on this rank when whole, the type it computes in,
-    and the ranks that have a share of so many elements each; the last ones have fewer or none.
+    """A divided parameter beside its share: its whole shape on this rank, and the type it computes in.
+
+    Every rank of the group has a share of `each` elements; the last ones have fewer or none.
     """
 
     shape: tuple[int, ...]
@@ -58,14 +60,14 @@ class Sharded:
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """What weights compute in, and what their gradients are summed in."""
+    """The type that weights compute in, and the one that their gradients are summed in."""
 
     weights: torch.dtype
     gradients: torch.dtype
 
 
 def precision(weights: Dtype, gradients: Dtype) -> Precision:
-    """The same, as a job says it."""
+    """Return the types that a job asks for."""
     return Precision(getattr(torch, weights.value), getattr(torch, gradients.value))
 
 
@@ -87,25 +89,38 @@ def fully_sharded(stage: Stage, types: Precision, groups: Groups, device: torch.
     return stage
 
 
+def keep_gathered(stage: Stage) -> None:
+    """Gather each layer once a step: it stays whole through all passes, until `reshard` (ZeRO-2)."""
+    for module in _divided(stage):
+        module.set_reshard_after_forward(False, recurse=False)
+        module.set_reshard_after_backward(False, recurse=False)
+
+
+def reshard(stage: nn.Module) -> None:
+    """Free whole weights; what is left is the share of this rank."""
+    for module in _divided(stage):
+        module.reshard()
+
+
 def sharded_as(tensor: Tensor) -> Sharded | None:
-    """How a tensor is divided over replicas; None when each of them holds it whole."""
+    """Return how a tensor is divided over replicas; None when each of them holds it whole."""
     return getattr(tensor, "sharded", None)
 
 
 def own_part(tensor: Tensor) -> Tensor:
-    """What of a tensor lies here. A view: writing into it sets the tensor."""
+    """Return the local part of a tensor. A view: writing into it sets the tensor."""
     found = tensor.detach()
     return (found.to_local() if isinstance(found, DTensor) else found).view(-1)
 
 
-def own_boxes(tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:
-    """The same as boxes of what this rank would hold without replicas, each with its view."""
+def local_shards(tensor: Tensor) -> Iterator[tuple[ShardSpec, Tensor]]:
+    """Yield it as shards of what this rank would hold without replicas, each with its view."""
     sharded, flat = sharded_as(tensor), own_part(tensor)
     shape, start = (tuple(tensor.shape), 0) if sharded is None else (sharded.shape, sharded.start)
     begin = 0
-    for box in boxes_of_range(shape, start, start + flat.numel()):
-        yield box, flat[begin : begin + box.elements].view(box.size)
-        begin += box.elements
+    for shard in shards_of_range(shape, start, start + flat.numel()):
+        yield shard, flat[begin : begin + shard.elements].view(shard.size)
+        begin += shard.elements
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -116,7 +131,7 @@ def whole(tensor: Tensor) -> Tensor:
     # Rounded before it travels: half the bytes.
     share = own_part(tensor).to(sharded.dtype)
     share = functional.pad(share, (0, sharded.each - share.numel()))
-    return gathered_alike(share, sharded.group)[: sharded.elements].view(sharded.shape)
+    return all_gather_alike(share, sharded.group)[: sharded.elements].view(sharded.shape)
 
 
 def _flatten(stage: Stage) -> None:
@@ -150,7 +165,7 @@ def _divide(stage: Stage, types: Precision, device: torch.device) -> None:
         module.set_force_sum_reduction_for_comms(enable=True)
 
 
-def _divided(stage: Stage) -> Iterator[FSDPModule]:
+def _divided(stage: nn.Module) -> Iterator[FSDPModule]:
     return (module for module in stage.modules() if isinstance(module, FSDPModule))
 
 

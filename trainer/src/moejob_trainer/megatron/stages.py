@@ -15,15 +15,15 @@ from moejob_api.job.job import Spec
 from moejob_api.job.moe import Sharding
 from moejob_api.layout.sizes import Layout
 from moejob_api.layout.stages import stages as stages_of
-from moejob_trainer.groups import Groups
-from moejob_trainer.megatron.sharding import fully_sharded, precision
+from moejob_trainer.distributed.groups import Groups
+from moejob_trainer.megatron.sharding import fully_sharded, keep_gathered, precision
 from moejob_trainer.model.architecture import Architecture
 from moejob_trainer.model.stage import Stage, StagePlace
 
 
 @dataclass
 class ScheduleConfig(ModelParallelConfig):
-    """What Megatron's schedules and buffers read, beside what all its models have."""
+    """The settings that Megatron's schedules and buffers read, beside those of all its models."""
 
     hidden_size: int = 0
     # Gradients are sums: the loss is divided by its global weight before the backward pass.
@@ -46,7 +46,7 @@ def built(model: Architecture, spec: Spec, layout: Layout, groups: Groups, devic
 
 
 def places(model: Architecture, spec: Spec, groups: Groups) -> list[StagePlace]:
-    """Which layers this rank holds, chunk by chunk."""
+    """Return the layers that this rank holds, chunk by chunk."""
     stages = stages_of(spec.parallelism, len(model.shape.layers))
     if stages is None:
         raise ValueError(f"{len(model.shape.layers)} layers do not divide over {spec.parallelism.pipeline} stages")
@@ -70,14 +70,17 @@ def named_parameters(stages: Sequence[Stage]) -> Iterator[tuple[str, nn.Paramete
 
 def _placed(make: Callable[[], Stage], spec: Spec, groups: Groups, device: torch.device) -> Stage:
     """The stage with memory for what this rank keeps of it."""
-    if spec.memory.sharding is not Sharding.FSDP:
+    if not spec.memory.sharding.divides_weights:
         with torch.device(device):
             return _typed(make(), getattr(torch, spec.model.dtype.value))
-    # Nobody may need the memory of a whole stage, not even to begin.
+    # No rank may need the memory of a whole stage, not even to begin.
     with torch.device("meta"):
         stage = _typed(make(), torch.float32)
     types = precision(spec.model.dtype, spec.training.precision.gradients)
-    return fully_sharded(stage, types, groups, device)
+    stage = fully_sharded(stage, types, groups, device)
+    if spec.memory.sharding is Sharding.ZERO2:
+        keep_gathered(stage)
+    return stage
 
 
 def _typed(stage: Stage, dtype: torch.dtype) -> Stage:

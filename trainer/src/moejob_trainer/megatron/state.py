@@ -1,6 +1,6 @@
 """The state of model and optimizer in files: every rank writes what it holds as it lies, and reads what it needs.
 
-A file holds boxes of whole tensors and says which: nothing is gathered to save, and any layout reads what any other
+A file holds shards of whole tensors and names them: nothing is gathered to save, and any layout reads what any other
 wrote. Not Megatron's own format, which gathers the whole optimizer at every save and loses its moments when the size of
 the expert group changes to or from one. Knows nothing of steps, markers or retention.
 """
@@ -13,75 +13,49 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
+from pydantic import TypeAdapter
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from moejob_api.job import Spec
 from moejob_api.layout.ranks import Group as LayoutGroup
-from moejob_trainer.boxes import Box, boxes_of_range
-from moejob_trainer.errors import BadConfiguration
-from moejob_trainer.groups import Group
+from moejob_trainer.checkpoints.shards import ShardSpec, shards_of_range
+from moejob_trainer.distributed import messages
+from moejob_trainer.distributed.groups import Group
 from moejob_trainer.megatron.engine import MegatronEngine
-from moejob_trainer.megatron.optimizer import Piece, counts_here
-from moejob_trainer.megatron.sharding import own_boxes, sharded_as
+from moejob_trainer.megatron.optimizer import OptimizerShard, counts_here
+from moejob_trainer.megatron.sharding import local_shards, sharded_as
+from moejob_trainer.megatron.stored_shards import SHARDS, Kind, ShardFiles, StoredShard, require_shape, shards_in
 from moejob_trainer.megatron.weights import coordinates, named_weights
 from moejob_trainer.model.adapters import adapters, is_adapter
 from moejob_trainer.model.linear import is_tied_copy
 from moejob_trainer.model.parameters import Parameter, division, local_shape, local_slices
 
-# What makes files of another kind unreadable here, and the other way round.
-STATE_FORMAT = "boxes-2"
-_BOXES = "boxes"
 _SYSTEM_ERROR = re.compile(r"os error (\d+)")
-
-
-class Kind(StrEnum):
-    """What of a parameter a tensor is."""
-
-    WEIGHT = "weight"
-    FIRST_MOMENT = "firstMoment"
-    SECOND_MOMENT = "secondMoment"
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A box of one tensor of the whole model, and where this rank keeps it."""
+    """A shard of one tensor of the whole model, and where this rank keeps it."""
 
     kind: Kind
     name: str
-    box: Box
+    shard: ShardSpec
     # A view: reading into it sets the state.
     tensor: Tensor
     # Whether this rank writes it; others may hold the same.
     is_own: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """A box in a file."""
-
-    file: str
-    key: str
-    kind: Kind
-    name: str
-    # Of the whole tensor.
-    shape: tuple[int, ...]
-    box: Box
-
-
-class OtherState(BadConfiguration):
-    """A checkpoint does not hold what this run needs: it was saved for another model."""
+_SHARE = TypeAdapter(list[StoredShard])
 
 
 def saved_parameters(declared: Sequence[Parameter], spec: Spec) -> tuple[Parameter, ...]:
-    """What a checkpoint holds: under adapters, not the frozen weights that the published model holds already."""
+    """Return the parameters of a checkpoint: under adapters, without frozen weights that the published model holds."""
     lora = spec.training.lora
     if lora is None:
         return tuple(declared)
@@ -99,26 +73,26 @@ class StateFiles:
         self.parameters = {parameter.name: parameter for parameter in parameters}
 
     def begin(self, folder: Path) -> PendingFiles:
-        """Copies what this rank has to write and writes the copy beside the training."""
+        """Copy what this rank has to write and write the copy beside the training."""
         groups = self.engine.groups
         owned = [held for held in self._held() if held.is_own]
-        boxes = [self._told(held) for held in owned]
+        shards = [self._entry(held) for held in owned]
         tensors = {str(number): held.tensor.detach().to("cpu", copy=True) for number, held in enumerate(owned)}
         name = f"state-{groups.world.rank:05d}.safetensors"
-        writing = self.background.submit(_write, tensors, folder / name, {_BOXES: json.dumps(boxes)})
+        writing = self.background.submit(_write, tensors, folder / name, {SHARDS: json.dumps(shards)})
         return PendingFiles(name, writing)
 
     def read(self, folder: Path, *, weights_only: bool) -> None:
-        """Sets this rank's state, or only its weights, from what the ranks of any layout wrote."""
+        """Set this rank's state, or only its weights, from what the ranks of any layout wrote."""
         kinds = frozenset({Kind.WEIGHT}) if weights_only else frozenset(Kind)
         stored = _index(folder, self.engine.groups.world)
-        opened: dict[str, safe_open] = {}
+        files = ShardFiles(folder)
         absent = _may_be_absent(self.parameters, stored) if weights_only else frozenset[str]()
         for held in self._held():
             if held.kind in kinds and ((held.kind, held.name) in stored or held.name not in absent):
                 of_tensor = stored.get((held.kind, held.name), [])
-                _require_shape(held.name, self.parameters[held.name].shape, of_tensor, folder)
-                _fill(held, of_tensor, folder, opened)
+                require_shape(self.parameters[held.name], of_tensor, folder)
+                files.fill(held.tensor, held.shard, of_tensor, f"{held.kind} of {held.name}")
         self.engine.optimizer.gather_weights()
 
     def leave_published(self) -> None:
@@ -128,19 +102,25 @@ class StateFiles:
         }
 
     def counters(self) -> Mapping[str, int]:
-        """How many updates were made, and how many of them changed the weights."""
+        """Return how many updates were made, and how many of them changed the weights."""
         return {"updates": self.engine.updates, "applied": self.engine.optimizer.steps}
 
     def set_counters(self, counters: Mapping[str, int]) -> None:
-        """Goes on counting there."""
+        """Resume the counters."""
         self.engine.updates, self.engine.optimizer.steps = counters["updates"], counters["applied"]
 
     # --- what this rank holds ---------------------------------------------------------------------------------------
 
-    def _told(self, held: Held) -> Mapping[str, Any]:
-        """What a file says of one of its tensors."""
+    def _entry(self, held: Held) -> Mapping[str, Any]:
+        """Return the metadata of one tensor of a file."""
         shape = self.parameters[held.name].shape
-        return {"kind": held.kind, "name": held.name, "shape": shape, "start": held.box.start, "size": held.box.size}
+        return {
+            "kind": held.kind,
+            "name": held.name,
+            "shape": shape,
+            "start": held.shard.start,
+            "size": held.shard.size,
+        }
 
     def _held(self) -> Iterator[Held]:
         for piece in self.engine.optimizer.pieces:
@@ -153,7 +133,7 @@ class StateFiles:
                 if name not in updated and name in self.parameters:
                     yield from self._unchanged(name, tensor)
 
-    def _of_piece(self, piece: Piece) -> Iterator[Held]:
+    def _of_piece(self, piece: OptimizerShard) -> Iterator[Held]:
         name = _name(piece.name, piece.parameter)
         origin = [part.start for part in local_slices(self.parameters[name], coordinates(self.engine.groups))]
         states = {
@@ -165,14 +145,14 @@ class StateFiles:
         is_own = counts_here(piece.parameter, self.engine.groups)
         begin = 0
         shape = local_shape(self.parameters[name], coordinates(self.engine.groups))
-        for box in boxes_of_range(shape, piece.start, piece.stop):
+        for shard in shards_of_range(shape, piece.start, piece.stop):
             for kind, flat in states.items():
-                part = flat[begin : begin + box.elements].view(box.size)
-                yield Held(kind, name, box.moved(origin), part, is_own)
-            begin += box.elements
+                part = flat[begin : begin + shard.elements].view(shard.size)
+                yield Held(kind, name, shard.moved(origin), part, is_own)
+            begin += shard.elements
 
     def _unchanged(self, name: str, tensor: Tensor) -> Iterator[Held]:
-        """What no update changes: frozen weights, and the bias on the choice of experts."""
+        """Yield the tensors that no update changes: frozen weights, and the bias on the choice of experts."""
         origin = [part.start for part in local_slices(self.parameters[name], coordinates(self.engine.groups))]
         groups = self.engine.groups
         is_of_experts = any(group is not LayoutGroup.TENSOR for _, group in self.parameters[name].divided)
@@ -183,8 +163,8 @@ class StateFiles:
         is_own = not is_whole or holders.rank == 0
         if sharded_as(tensor) is None:
             is_own = is_own and replicas.rank == 0
-        for box, part in own_boxes(tensor):
-            yield Held(Kind.WEIGHT, name, box.moved(origin), part, is_own)
+        for shard, part in local_shards(tensor):
+            yield Held(Kind.WEIGHT, name, shard.moved(origin), part, is_own)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,14 +175,14 @@ class PendingFiles:
     writing: Future[None]
 
     def finished(self) -> bool:
-        """Whether it lies there; raises what went wrong."""
+        """Return whether the file is written; raises what failed."""
         if not self.writing.done():
             return False
         self.writing.result()
         return True
 
     def names(self) -> Sequence[str]:
-        """What this rank wrote."""
+        """The files that this rank wrote."""
         return [self.name]
 
 
@@ -210,7 +190,7 @@ def _write(tensors: Mapping[str, Tensor], file: Path, about: Mapping[str, str]) 
     try:
         save_file(dict(tensors), file, dict(about))
     except SafetensorError as error:
-        # The library hides what the system said; a full disk has an answer of its own.
+        # The library hides the system's error; a full disk has an answer of its own.
         number = _SYSTEM_ERROR.search(str(error))
         if number is None:
             raise
@@ -218,72 +198,28 @@ def _write(tensors: Mapping[str, Tensor], file: Path, about: Mapping[str, str]) 
 
 
 def _name(name: str, parameter: nn.Parameter) -> str:
-    """What the whole model calls it: the last stage of a tied model holds a copy of the first one's embedding."""
+    """Return the whole model's name: the last stage of a tied model holds a copy of the first one's embedding."""
     return "embedding.weight" if is_tied_copy(parameter) else name
 
 
-def _index(folder: Path, world: Group) -> Mapping[tuple[Kind, str], list[Stored]]:
-    """Every box of a checkpoint; each rank looks into its share of the files."""
+def _index(folder: Path, world: Group) -> Mapping[tuple[Kind, str], list[StoredShard]]:
+    """Return every shard of a checkpoint; each rank reads the headers of its share of the files."""
     files = sorted(path.name for path in folder.glob("state-*.safetensors"))
-    share = [stored for file in files[world.rank :: world.size] for stored in _boxes_in(folder, file)]
-    everyones: list[list[Stored]] = [share]
-    if world.size > 1:
-        everyones = [[] for _ in range(world.size)]
-        dist.all_gather_object(everyones, share, group=world.handle)
-    index: dict[tuple[Kind, str], list[Stored]] = {}
+    share = [stored for file in files[world.rank :: world.size] for stored in shards_in(folder, file)]
+    everyones = messages.all_gather(share, _SHARE, world.handle if world.size > 1 else None)
+    index: dict[tuple[Kind, str], list[StoredShard]] = {}
     for stored in (stored for of_one in everyones for stored in of_one):
         index.setdefault((stored.kind, stored.name), []).append(stored)
     return index
 
 
 def _may_be_absent(ours: Iterable[str], stored: Iterable[tuple[Kind, str]]) -> frozenset[str]:
-    """What another job's checkpoint need not hold for one with adapters.
+    """Return what another job's checkpoint need not hold for one with adapters.
 
     Beside adapters, the weights that it trained none of: they are the published ones. Where there are none, adapters
-    begin anew.
+    begin again.
     """
     named = {name for name in ours if is_adapter(name)}
     if not named:
         return frozenset()
     return frozenset(ours) - named if any(is_adapter(name) for _, name in stored) else frozenset(named)
-
-
-def _boxes_in(folder: Path, file: str) -> Iterator[Stored]:
-    with safe_open(folder / file, framework="pt") as opened:
-        for number, told in enumerate(json.loads(opened.metadata()[_BOXES])):
-            box = Box(tuple(told["start"]), tuple(told["size"]))
-            yield Stored(file, str(number), Kind(told["kind"]), told["name"], tuple(told["shape"]), box)
-
-
-def _require_shape(name: str, shape: tuple[int, ...], stored: Sequence[Stored], folder: Path) -> None:
-    """A part of a larger tensor would fit, and mean something else."""
-    others = sorted({one.shape for one in stored} - {shape})
-    if others:
-        raise OtherState(
-            f"{folder} holds {name} as {list(others[0])} and this model has it as {list(shape)}: it was saved for "
-            "another model; name a checkpoint of this one, or another job"
-        )
-
-
-def _fill(held: Held, stored: Sequence[Stored], folder: Path, opened: dict[str, safe_open]) -> None:
-    missing = held.box.elements
-    for one in stored:
-        common = held.box.overlap(one.box)
-        if common is None:
-            continue
-        if one.file not in opened:
-            opened[one.file] = safe_open(folder / one.file, framework="pt")
-        theirs = common.moved([-start for start in one.box.start])
-        ours = common.moved([-start for start in held.box.start])
-        part = (
-            opened[one.file].get_slice(one.key)[theirs.slices] if theirs.size else opened[one.file].get_tensor(one.key)
-        )
-        with torch.no_grad():
-            held.tensor[ours.slices].copy_(part)
-        missing -= common.elements
-    if missing:
-        raise OtherState(
-            f"{folder} holds {held.box.elements - missing} of the {held.box.elements} numbers that {held.kind} of "
-            f"{held.name} needs: it was saved for another model or by another kind of training; name a checkpoint of "
-            "this one, or another job"
-        )

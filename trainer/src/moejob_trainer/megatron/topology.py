@@ -1,4 +1,4 @@
-"""Which ranks form which group: Megatron makes the groups, moejob's own arithmetic says what they have to be."""
+"""Process groups of a layout: Megatron makes them, moejob's own arithmetic checks them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron.core import parallel_state
 
 from moejob_api.layout.ranks import Place, place
 from moejob_api.layout.sizes import Layout
-from moejob_trainer.groups import Group, Groups
+from moejob_trainer.distributed.groups import Group, Groups
 
 # Longer than the slowest rank takes to read its part of a large model before it meets the others.
 _PATIENCE = timedelta(minutes=30)
@@ -20,7 +20,7 @@ class WrongTopology(RuntimeError):
 
 
 def start_groups(layout: Layout) -> Groups:
-    """Makes every group of this rank. All ranks of the world call it."""
+    """Make every group of this rank. All ranks of the world call it."""
     world = dist.get_world_size()
     if world != layout.gpus:
         raise WrongTopology(f"{world} ranks were started, but the layout needs {layout.gpus}")
@@ -41,7 +41,7 @@ def start_groups(layout: Layout) -> Groups:
 
 
 def stop_groups() -> None:
-    """Forgets all groups, so that others can be made by the same processes."""
+    """Forget all groups, so that others can be made by the same processes."""
     parallel_state.destroy_model_parallel()
 
 

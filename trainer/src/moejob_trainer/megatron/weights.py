@@ -10,9 +10,9 @@ from torch.distributed import ProcessGroup
 
 from moejob_trainer.conversion.families import Table
 from moejob_trainer.conversion.groups import ModelGroups
-from moejob_trainer.conversion.imports import Source, import_weights
-from moejob_trainer.groups import Groups
-from moejob_trainer.megatron.sharding import own_boxes, sharded_as, whole
+from moejob_trainer.conversion.loading import Source, import_weights
+from moejob_trainer.distributed.groups import Groups
+from moejob_trainer.megatron.sharding import local_shards, sharded_as, whole
 from moejob_trainer.model.adapters import Adapter, fresh, is_adapter
 from moejob_trainer.model.parameters import Coordinates, Parameter, local_shape, local_slices
 from moejob_trainer.model.stage import Stage
@@ -26,7 +26,7 @@ def model_groups(groups: Groups, control: ProcessGroup | None = None) -> ModelGr
 
 
 def coordinates(groups: Groups) -> Coordinates:
-    """Where this rank stands in the groups that divide parameters."""
+    """Return the coordinates of this rank in the groups that divide parameters."""
     return model_groups(groups).coordinates
 
 
@@ -42,8 +42,8 @@ def named_weights(stages: Sequence[Stage]) -> dict[str, Tensor]:
     return named
 
 
-def load_published(stages: Sequence[Stage], source: Source, groups: Groups) -> None:
-    """Reads this rank's part of a published checkpoint; adapters stay as they are."""
+def load_pretrained(stages: Sequence[Stage], source: Source, groups: Groups) -> None:
+    """Read this rank's part of a published checkpoint; adapters stay as they are."""
     weights, here = base_weights(stages), coordinates(groups)
     import_weights({name: tensor for name, tensor in weights.items() if sharded_as(tensor) is None}, source, here)
     for name, tensor in weights.items():
@@ -51,8 +51,8 @@ def load_published(stages: Sequence[Stage], source: Source, groups: Groups) -> N
         if sharded is not None:
             parameter = _declared(name, sharded.shape, source.table, here)
             origin = [part.start for part in local_slices(parameter, here)]
-            for box, part in own_boxes(tensor):
-                source.fill(part, parameter, box.moved(origin).slices)
+            for shard, part in local_shards(tensor):
+                source.fill(part, parameter, shard.moved(origin).slices)
                 # Trained weights begin as what is computed with, whatever replicas divide.
                 part.copy_(part.to(sharded.dtype))
 
@@ -153,8 +153,8 @@ def initialise(stages: Sequence[Stage], parameters: Sequence[Parameter], groups:
         for number, parameter in enumerate(parameters):
             if parameter.name in named:
                 everything = _fresh(parameter, seed + number)[local_slices(parameter, here)]
-                for box, part in own_boxes(named[parameter.name]):
-                    part.copy_(everything[box.slices])
+                for shard, part in local_shards(named[parameter.name]):
+                    part.copy_(everything[shard.slices])
 
 
 def _fresh(parameter: Parameter, seed: int) -> Tensor:

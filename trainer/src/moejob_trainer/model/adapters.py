@@ -23,13 +23,13 @@ from moejob_trainer.model.parameters import Parameter
 
 Between = Callable[[Tensor], Tensor]
 A, B = "lora_a", "lora_b"
-# The update and the micro batch that masks are drawn for: what is computed again draws the same ones.
-drawn_for: ContextVar[tuple[int, int]] = ContextVar("drawn_for", default=(0, 0))
+# The update and the micro batch that masks are sampled for: recomputation samples the same ones.
+dropout_key: ContextVar[tuple[int, int]] = ContextVar("dropout_key", default=(0, 0))
 
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """How a parameter is one published matrix or several: which axes count them, and how many are inputs."""
+    """The published matrices in a parameter: which axes count them, and how many are inputs."""
 
     target: LoraTarget
     stack: tuple[int, ...] = ()
@@ -54,7 +54,7 @@ MATRICES = {
 
 
 def matrix_of(name: str, lora: Lora) -> Matrix | None:
-    """What kind of matrix a parameter of a layer is, if it gets an adapter."""
+    """Return the kind of matrix that a parameter of a layer is, if it gets an adapter."""
     match name.split(".", 2):
         case ["layers", _, suffix] if suffix in MATRICES and MATRICES[suffix].target in lora.targets:
             return MATRICES[suffix]
@@ -63,13 +63,13 @@ def matrix_of(name: str, lora: Lora) -> Matrix | None:
 
 
 def adapter_names(weight: str) -> tuple[str, str]:
-    """What the two matrices of an adapter are called."""
+    """Return the names of the two matrices of an adapter."""
     owner = weight.removesuffix("weight") if weight.endswith(".weight") else f"{weight}_"
     return owner + A, owner + B
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter is part of an adapter."""
+    """Return whether a parameter is part of an adapter."""
     return name.endswith((A, B))
 
 
@@ -98,8 +98,8 @@ def _adapter(weight: Parameter, matrix: Matrix, rank: int) -> Iterator[Parameter
 
 
 @dataclass(frozen=True, slots=True)
-class Drawing:
-    """What an adapter draws masks with: `name` tells adapters apart, `seed` runs."""
+class DropoutMask:
+    """Dropout of an adapter's inputs: `name` differs between adapters, `seed` between runs."""
 
     name: str
     seed: int
@@ -109,24 +109,24 @@ class Drawing:
         """A part of the inputs left out, the others larger, while gradients are computed."""
         if not self.rate or not torch.is_grad_enabled():
             return x
-        generator = torch.Generator(x.device).manual_seed(seed_of(self.seed, self.name, part, *drawn_for.get()))
+        generator = torch.Generator(x.device).manual_seed(seed_of(self.seed, self.name, part, *dropout_key.get()))
         kept = torch.rand(x.shape, generator=generator, device=x.device) >= self.rate
         return x * kept / (1.0 - self.rate)
 
 
 class Adapter:
-    """What stands beside one matrix. Its parameters belong to the module that owns the matrix."""
+    """A low-rank adapter beside one matrix. Its parameters belong to the module that owns the matrix."""
 
-    def __init__(self, a: nn.Parameter, b: nn.Parameter, matrix: Matrix, scale: float, drawing: Drawing) -> None:
-        self.a, self.b, self.matrix, self.scale, self.drawing = a, b, matrix, scale, drawing
+    def __init__(self, a: nn.Parameter, b: nn.Parameter, matrix: Matrix, scale: float, mask: DropoutMask) -> None:
+        self.a, self.b, self.matrix, self.scale, self.mask = a, b, matrix, scale, mask
         self.rank = a.shape[len(matrix.stack)]
 
     def added(self, x: Tensor, between: Between | None = None, *, part: int = 0) -> Tensor:
-        """What it adds to the product of a matrix with x. [t, *inputs] -> [t, *outputs]
+        """Return what it adds to the product of a matrix with x. [t, *inputs] -> [t, *outputs]
 
-        `between` takes the narrow rows between the two matrices elsewhere; `part` tells parts of a row apart.
+        `between` takes the narrow rows between the two matrices elsewhere; `part` differs between parts of a row.
         """
-        x = self.drawing.dropped(x.flatten(1), part)
+        x = self.mask.dropped(x.flatten(1), part)
         count = math.prod(self.a.shape[: len(self.matrix.stack)])
         narrow = functional.linear(x, self.a.view(count * self.rank, -1))
         narrow = narrow if between is None else between(narrow)
@@ -138,7 +138,7 @@ class Adapter:
 
     def added_by_experts(self, rows: Tensor, counts: Tensor) -> Tensor:
         """The same for rows sorted by expert. [r, inputs] -> [r, *outputs]"""
-        rows = self.drawing.dropped(rows)
+        rows = self.mask.dropped(rows)
         if len(self.matrix.stack) == 1:
             return self.scale * grouped_linear(grouped_linear(rows, self.a, counts), self.b, counts)
         pairs = zip(self.a.unbind(1), self.b.unbind(1), strict=True)
@@ -167,7 +167,7 @@ def seed_of(*parts: int | str) -> int:
 
 
 def fresh(parameter: Parameter, held: Sequence[slice], seed: int) -> Tensor:
-    """What a rank holds of a new adapter: B is zero, and A the same whatever the layout. As PEFT draws it."""
+    """Return a rank's part of a new adapter: B is zero, and A the same whatever the layout, sampled as PEFT does."""
     shape = parameter.shape
     inputs = shape[-MATRICES[_weight_suffix(parameter.name)].inputs :]
     if parameter.name.endswith(B):

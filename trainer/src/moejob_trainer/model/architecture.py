@@ -1,4 +1,4 @@
-"""What a model computes: its shape, as planned with, and the numbers that only training needs.
+"""The architecture of a model: its shape, as planned with, and the numbers that only training needs.
 
 Read from config.json through Transformers' own config classes, so that a missing key means here what it means there.
 """
@@ -9,13 +9,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PretrainedConfig
 
+from moejob_api.derived import trained_shape
 from moejob_api.job.job import Spec
-from moejob_api.memory.share import trained_shape
 from moejob_api.models.families import shape_of
+from moejob_api.models.reader import refused
 from moejob_api.models.shape import Family, LatentAttention, ModelShape
-from moejob_api.problems import InvalidSpec, Problem, Rule
+from moejob_api.problems import Rule
 from moejob_trainer.layers.rotary import (
     LinearScaling,
     Llama3Scaling,
@@ -25,8 +27,6 @@ from moejob_trainer.layers.rotary import (
     yarn_mscale,
 )
 from moejob_trainer.layers.routing import Routing, Scoring
-
-_ACTIVATIONS = ("silu", "swish")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,27 +46,28 @@ class Architecture:
 def architecture(config: Mapping[str, Any], origin: str = "config.json") -> Architecture:
     """The architecture that a parsed config.json describes; InvalidSpec where it cannot be trained."""
     shape = shape_of(config, origin)
-    known = AutoConfig.for_model(**config)
-    _refuse_unknown_activation(known, origin)
+    known = _known(config, origin)
     return Architecture(
         shape=shape,
         norm_epsilon=known.rms_norm_eps,
-        rotary=_rotary(shape, known, origin),
+        rotary=_rotary(shape, known),
         routing=_routing(shape, known),
         attention_scale=_attention_scale(shape, known),
         gate_limit=getattr(known, "swiglu_limit", 7.0) if shape.family is Family.GPT_OSS else None,
     )
 
 
+def _known(config: Mapping[str, Any], origin: str) -> PretrainedConfig:
+    """The config as Transformers reads it, with a value for every key of its family."""
+    try:
+        return AutoConfig.for_model(**config)
+    except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
+        raise refused(Rule.MODEL_CONFIG, f"{origin}: Transformers cannot read it: {error}") from error
+
+
 def as_trained(model: Architecture, spec: Spec) -> Architecture:
     """The model without what a job does not train and does not need."""
     return replace(model, shape=trained_shape(model.shape, spec))
-
-
-def _refuse_unknown_activation(config: PretrainedConfig, origin: str) -> None:
-    if config.hidden_act not in _ACTIVATIONS:
-        message = f"{origin}: hidden_act is {config.hidden_act}; the trainer computes {_ACTIVATIONS[0]} only"
-        raise InvalidSpec((Problem(Rule.MODEL_FAMILY, "spec.model.source", message),))
 
 
 def _head_dim(shape: ModelShape) -> int:
@@ -76,12 +77,12 @@ def _head_dim(shape: ModelShape) -> int:
     return getattr(attention, "head_dim", 0)
 
 
-def _rotary(shape: ModelShape, config: PretrainedConfig, origin: str) -> Rotary:
+def _rotary(shape: ModelShape, config: PretrainedConfig) -> Rotary:
     parameters = config.rope_parameters
     return Rotary(
         dim=_rotary_dim(shape, parameters),
         theta=float(parameters["rope_theta"]),
-        scaling=_scaling(parameters, config.max_position_embeddings, origin),
+        scaling=_scaling(parameters, config.max_position_embeddings),
         # DeepSeek-V2's code turns neighbouring elements always, DeepSeek-V3's when its config says so.
         interleaved=shape.family is Family.DEEPSEEK_V2 or bool(getattr(config, "rope_interleave", False)),
     )
@@ -94,7 +95,7 @@ def _rotary_dim(shape: ModelShape, parameters: Mapping[str, Any]) -> int:
     return int(_head_dim(shape) * parameters.get("partial_rotary_factor", 1.0))
 
 
-def _scaling(parameters: Mapping[str, Any], positions: int, origin: str) -> Scaling | None:
+def _scaling(parameters: Mapping[str, Any], positions: int) -> Scaling | None:
     match parameters["rope_type"]:
         case "default":
             return None
@@ -120,8 +121,7 @@ def _scaling(parameters: Mapping[str, Any], positions: int, origin: str) -> Scal
             )
         case other:
             # Ignored, it would train another model without an error.
-            message = f"{origin}: rope_type is {other}; the trainer computes default, linear, llama3 and yarn"
-            raise InvalidSpec((Problem(Rule.MODEL_FAMILY, "spec.model.source", message),))
+            raise NotImplementedError(f"rope_type {other}, which the gate refuses")
 
 
 def _attention_scale(shape: ModelShape, config: PretrainedConfig) -> float:
@@ -161,4 +161,4 @@ def _routing(shape: ModelShape, config: PretrainedConfig) -> Routing | None:
                 scale=config.routed_scaling_factor,
             )
         case _:
-            raise NotImplementedError(f"nobody said how {shape.family} chooses experts")
+            raise NotImplementedError(f"{shape.family} has no rule for choosing experts")

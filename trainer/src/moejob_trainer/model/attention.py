@@ -12,13 +12,13 @@ from moejob_trainer.layers.attention import attended
 from moejob_trainer.layers.norm import RMSNorm
 from moejob_trainer.layers.rotary import rotated
 from moejob_trainer.model.linear import Linear, OutputLinear, TensorShare, mark_partial
+from moejob_trainer.model.packed_batch import PackedBatch
 from moejob_trainer.model.recompute import recomputed
-from moejob_trainer.model.row import Row
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionSettings:
-    """What attention is told beside its shape."""
+    """Settings of attention beside its shape."""
 
     scale: float
     epsilon: float
@@ -51,26 +51,26 @@ class Attention(nn.Module):
         for parameter in (*norms, *replicas):
             mark_partial(parameter)
 
-    def forward(self, x: Tensor, row: Row) -> Tensor:
+    def forward(self, x: Tensor, packed: PackedBatch) -> Tensor:
         """[t, h] -> [t, h]"""
         query, key_value = self.share.into(x, self.query, self.key_value)
         key, value = self._own_groups(key_value).unbind(2)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
-        query, key = (rotated(x, row.cosine, row.sine, interleaved=row.interleaved) for x in (query, key))
+        query, key = (rotated(x, packed.cosine, packed.sine, interleaved=packed.interleaved) for x in (query, key))
         again = RecomputeModule.CORE_ATTENTION in self.settings.recompute
-        return self.output(recomputed(again, self._attended, query, key, value, row))
+        return self.output(recomputed(again, self._attended, query, key, value, packed))
 
-    def _attended(self, query: Tensor, key: Tensor, value: Tensor, row: Row) -> Tensor:
+    def _attended(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedBatch) -> Tensor:
         return attended(
             query,
             key,
             value,
-            row.documents,
+            packed.documents,
             scale=self.settings.scale,
             window=self.shape.window,
             sinks=self.sinks,
-            context_group=row.context_group,
+            context_group=packed.context_group,
         )
 
     def _own_groups(self, key_value: Tensor) -> Tensor:

@@ -1,7 +1,16 @@
-"""What keeps experts evenly loaded: losses on the router, a bias on the choice, and the counts both live on.
+"""Load balancing of experts: losses on the router, a bias on the choice, and the counts that both need.
 
-A balancing loss is attached to the probabilities that go on through the model, so that its gradient meets theirs
+A balancing loss is attached to the probabilities that continue through the model, so that its gradient meets theirs
 whatever stage of the pipeline this is; it never appears in the loss of the run.
+
+Every loss is a mean over the tokens or documents of the global batch, never over micro batches, for which documents
+share one is decided by the layout. With n[d,e] choices of expert e and T[d] tokens in document d, s the scores, k
+choices of a token, E experts, D documents and T tokens in all:
+
+    L[d] = E sum_e n[d,e] / (k T[d]) * sum_(t in d) s[t,e] / T[d]
+    AuxLoss = sum_d T[d] / T * L[d]      SeqAuxLoss = sum_d L[d] / D      GlobalAuxLoss = L[all as one document]
+
+ExpertBias moves the bias by the same counts, with SeqAuxLoss beside it where the job asks for it, as DeepSeek-V3 does.
 """
 
 from __future__ import annotations
@@ -14,7 +23,8 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from moejob_api.job.moe import Balancing, MoE
-from moejob_trainer.groups import Groups, total
+from moejob_trainer.distributed.collectives import total
+from moejob_trainer.distributed.groups import Groups
 from moejob_trainer.layers.routing import (
     Routing,
     balancing_scores,
@@ -24,30 +34,18 @@ from moejob_trainer.layers.routing import (
     switch_loss,
     z_loss,
 )
+from moejob_trainer.model.packed_batch import PackedBatch
 from moejob_trainer.model.recompute import computes_again
-from moejob_trainer.model.row import Row
 
 _WITH_LOSS = (Balancing.AUX_LOSS, Balancing.SEQ_AUX_LOSS, Balancing.GLOBAL_AUX_LOSS)
 
 
 @dataclass(frozen=True, slots=True)
 class GlobalBatch:
-    """What an update is made of. A turn is the micro batches that data ranks work on at the same time."""
+    """Tokens and documents of an update over all ranks, as one layer counts them: MTP modules see fewer."""
 
-    turns: int = 1
-    # Those with a token that is no padding, over all data ranks.
-    micro_batches: int = 1
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Seen:
-    """Choices that fell on each expert, counted over every rank that takes part."""
-
-    # Of this micro batch, by document where documents are balanced one by one. [documents or 1, E]
-    micro_batch: Tensor
-    # Of this turn, and of all turns up to it. [E]
-    turn: Tensor
-    so_far: Tensor
+    tokens: int = 1
+    documents: int = 1
 
 
 class Balance(nn.Module):
@@ -64,90 +62,100 @@ class Balance(nn.Module):
     def __init__(self, routing: Routing, moe: MoE, balancing: Balancing, groups: Groups) -> None:
         super().__init__()
         self.routing, self.moe, self.groups = routing, moe, groups
-        self.balancing = balancing if moe.aux_loss_coefficient else Balancing.NONE
+        self.balancing, self.coefficient = _loss_beside(balancing, moe)
         self.batch = GlobalBatch()
-        # By the number of the micro batch: what is computed again must see what it saw the first time.
-        self._seen: dict[int, Seen] = {}
+        # Choices of the whole global batch, where they are counted before it is trained on. [E]
+        self.counted: Tensor | None = None
+        # By the number of the micro batch: what is computed again needs no second sum over ranks.
+        self._seen: dict[int, Tensor] = {}
         for name, size in (("load", (routing.experts,)), ("dropped", ()), ("loss", ()), ("entropy", ())):
             self.register_buffer(name, torch.zeros(size, dtype=torch.float32), persistent=False)
 
+    @property
+    def counts_first(self) -> bool:
+        """The loss needs the choices of the whole global batch before the first backward pass."""
+        return self.balancing is Balancing.GLOBAL_AUX_LOSS
+
     def begin(self, batch: GlobalBatch) -> None:
         """A new global batch: nothing has been seen of it."""
-        self.batch, self._seen = batch, {}
+        self.batch, self.counted, self._seen = batch, None, {}
+        self._reset()
+
+    def finish_counting(self) -> None:
+        """Keep the choices that were counted on all ranks; training counts from zero."""
+        self.counted = total(total(self.load.clone(), self.groups.tensor), self.groups.replicas)
+        self._reset()
+
+    def _reset(self) -> None:
         for counter in (self.load, self.dropped, self.loss, self.entropy):
             counter.zero_()
 
-    def watched(self, probabilities: Tensor, logits: Tensor, chosen: Tensor, row: Row) -> Tensor:
+    def watched(self, probabilities: Tensor, logits: Tensor, chosen: Tensor, packed: PackedBatch) -> Tensor:
         """The probabilities, with the balancing losses attached to them."""
+        if packed.counts_choices:
+            self.load += self._counts(chosen, packed).sum(0)
         if not torch.is_grad_enabled():
             return probabilities
-        counts = self._counts(chosen, row)
-        loss = self._loss(logits, counts, row)
+        counts = self._counts(chosen, packed)
+        loss = self._loss(logits, counts, packed)
         if not computes_again():
             self.load += counts.sum(0)
             self.loss += 0.0 if loss is None else loss.detach()
-            self.entropy += routing_entropy(logits, self.routing, row.is_real)
+            self.entropy += routing_entropy(logits, self.routing, packed.is_real)
         return probabilities if loss is None else _attached(probabilities, loss)
 
-    def count_dropped(self, chosen: Tensor, row: Row) -> None:
-        """Counts the choices that became one of none."""
+    def count_dropped(self, chosen: Tensor, packed: PackedBatch) -> None:
+        """Count the choices that became one of none."""
         if torch.is_grad_enabled() and not computes_again():
-            self.dropped += ((chosen == self.routing.experts) & row.is_real.unsqueeze(-1)).sum()
+            self.dropped += ((chosen == self.routing.experts) & packed.is_real.unsqueeze(-1)).sum()
 
-    def _counts(self, chosen: Tensor, row: Row) -> Tensor:
-        """Choices of the tokens here. [documents or 1, E]"""
-        if self.balancing is Balancing.SEQ_AUX_LOSS:
-            documents, segments = len(row.documents.lengths), row.segments
+    def _counts(self, chosen: Tensor, packed: PackedBatch) -> Tensor:
+        """Choices of the tokens here, by document where these are balanced one by one. [documents or 1, E]"""
+        if self.balancing in (Balancing.AUX_LOSS, Balancing.SEQ_AUX_LOSS):
+            documents, segments = len(packed.documents.lengths), packed.segments
         else:
-            documents, segments = 1, torch.zeros_like(row.segments)
-        return document_counts(chosen, segments, documents, self.routing.experts, row.is_real)
+            documents, segments = 1, torch.zeros_like(packed.segments)
+        return document_counts(chosen, segments, documents, self.routing.experts, packed.is_real)
 
-    def _loss(self, logits: Tensor, counts: Tensor, row: Row) -> Tensor | None:
+    def _loss(self, logits: Tensor, counts: Tensor, packed: PackedBatch) -> Tensor | None:
         if self.balancing not in _WITH_LOSS and not self.moe.z_loss_coefficient:
             return None
-        seen = self._everyones(counts, row)
         loss = logits.new_zeros((), dtype=torch.float32)
         if self.balancing in _WITH_LOSS:
-            scores = balancing_scores(logits, self.routing) * row.is_real.unsqueeze(-1)
-            loss = loss + self.moe.aux_loss_coefficient * self._balancing_loss(scores, seen, row)
+            scores = balancing_scores(logits, self.routing) * packed.is_real.unsqueeze(-1)
+            loss = loss + self.coefficient * self._balancing_loss(scores, counts, packed)
         if self.moe.z_loss_coefficient:
-            mean = z_loss(logits, self._tokens(seen.micro_batch), row.is_real)
-            loss = loss + self.moe.z_loss_coefficient * mean / self.batch.micro_batches
+            loss = loss + self.moe.z_loss_coefficient * z_loss(logits, self.batch.tokens, packed.is_real)
         return loss
 
-    def _balancing_loss(self, scores: Tensor, seen: Seen, row: Row) -> Tensor:
-        """What the tokens here add to the mean over micro batches, or over turns."""
+    def _balancing_loss(self, scores: Tensor, counts: Tensor, packed: PackedBatch) -> Tensor:
+        """Return the part of the tokens here in the mean over the global batch."""
         per_token = self.routing.per_token
         if self.balancing is Balancing.GLOBAL_AUX_LOSS:
-            # The counts of the whole batch so far, as those of a batch as long as this turn.
-            tokens = self._tokens(seen.turn)
-            counts = seen.so_far * (tokens / self._tokens(seen.so_far))
-            return switch_loss(scores, counts, tokens, per_token) / self.batch.turns
-        if self.balancing is Balancing.AUX_LOSS:
-            tokens = self._tokens(seen.micro_batch)
-            return switch_loss(scores, seen.micro_batch[0], tokens, per_token) / self.batch.micro_batches
-        lengths = seen.micro_batch.sum(-1) / per_token
-        documents = (lengths > 0).sum().clamp(min=1)
-        summed = sequence_loss(scores, seen.micro_batch, lengths, row.segments, per_token)
-        return summed / (documents * self.batch.micro_batches)
+            if self.counted is None:
+                raise RuntimeError("the choices of the global batch were not counted before it was trained on")
+            return switch_loss(scores, self.counted, self.batch.tokens, per_token)
+        counts = self._of_whole_documents(counts, packed)
+        lengths = counts.sum(-1) / per_token
+        if self.balancing is Balancing.SEQ_AUX_LOSS:
+            return sequence_loss(scores, counts, lengths, packed.segments, per_token) / self.batch.documents
+        weighted = counts * lengths.unsqueeze(-1)
+        return sequence_loss(scores, weighted, lengths, packed.segments, per_token) / self.batch.tokens
 
-    def _tokens(self, counts: Tensor) -> Tensor:
-        return (counts.sum() / self.routing.per_token).clamp(min=1)
+    def _of_whole_documents(self, counts: Tensor, packed: PackedBatch) -> Tensor:
+        """Sum the counts over the ranks that hold other tokens of the same documents. [documents, E]"""
+        if packed.number not in self._seen:
+            self._seen[packed.number] = total(total(counts.clone(), self.groups.context), self.groups.tensor)
+        return self._seen[packed.number]
 
-    def _everyones(self, counts: Tensor, row: Row) -> Seen:
-        """What the ranks see together; a second time it is remembered, for other micro batches went by in between."""
-        if row.number not in self._seen:
-            self._seen[row.number] = self._summed(counts)
-        return self._seen[row.number]
 
-    def _summed(self, counts: Tensor) -> Seen:
-        # Each rank of these groups has its own tokens of the micro batch.
-        micro_batch = total(total(counts.clone(), self.groups.context), self.groups.tensor)
-        if self.balancing is not Balancing.GLOBAL_AUX_LOSS:
-            return Seen(micro_batch, micro_batch[0], micro_batch[0])
-        turn = total(micro_batch[0].clone(), self.groups.data)
-        before = [seen.turn for seen in self._seen.values()]
-        return Seen(micro_batch, turn, torch.stack([turn, *before]).sum(0))
+def _loss_beside(balancing: Balancing, moe: MoE) -> tuple[Balancing, float]:
+    """Return the balancing loss and its coefficient. ExpertBias may have one too: that of each sequence."""
+    if balancing is Balancing.EXPERT_BIAS:
+        balancing, coefficient = Balancing.SEQ_AUX_LOSS, moe.seq_aux_loss_coefficient
+    else:
+        coefficient = moe.aux_loss_coefficient
+    return (balancing, coefficient) if coefficient else (Balancing.NONE, 0.0)
 
 
 def _attached(x: Tensor, loss: Tensor) -> Tensor:

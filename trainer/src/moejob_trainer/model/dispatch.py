@@ -1,9 +1,17 @@
 """The way of tokens to the ranks that hold their experts, and back.
 
-Rows leave sorted by expert; they arrive as one block from each rank and are put in order of the local experts. Where
-several ranks share an expert's matrices, each of them works on the rows of all.
+A token travels once to each rank that holds any of its experts, not once for each expert: with 8 choices over 4 ranks
+these are 3.6 rows instead of 8. Its choices on that rank and their probabilities travel with it; the rank adds up in
+float32 what its experts make of the token, and one row returns. For two ranks of two experts each:
 
-The other way: every rank gathers the tokens of all and picks those of its experts (`of_all`, `own_choices`, `of_own`).
+    token 0 chose (0, 1), token 1 chose (3, 0)          here, rank 0
+    rows to rank 0: token 0 (0, 1), token 1 (0, none)   rows to rank 1: token 1 (none, 1), counted from its own first
+    returned:       from rank 0 y0(0) + y1(0) and y0(1), from rank 1 y3(1); each token adds up what came back
+
+Where several ranks share an expert's matrices, each of them works on the rows of all.
+
+The other way (`all_gather_tokens`, `reduce_scatter_tokens`): every rank gathers the tokens of all and picks those of
+its own experts.
 """
 
 from __future__ import annotations
@@ -13,100 +21,99 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moejob_trainer.groups import (
-    Groups,
-    exchanged,
-    gathered,
-    gathered_unevenly,
-    row_counts,
-    scattered,
-    scattered_unevenly,
+from moejob_trainer.distributed.collectives import (
+    all_gather,
+    all_gather_counts,
+    all_gather_uneven,
+    all_to_all,
+    reduce_scatter,
+    reduce_scatter_uneven,
 )
+from moejob_trainer.distributed.groups import Groups
+from moejob_trainer.layers.permutation import Permutation, combined, permuted
 
 
 @dataclass(frozen=True, slots=True)
-class Dispatched:
-    """Rows at their experts, and how they got there."""
+class Sizes:
+    """Rows that leave and arrive, by rank, and rows of each rank that shares this one's experts; known to the host."""
 
-    rows: Tensor
-    probabilities: Tensor
-    # Rows of each expert of this rank.
-    counts: Tensor
-    # From the order of arrival to the order of experts; None where both are the same.
-    order: Tensor | None
     sent: tuple[int, ...]
     received: tuple[int, ...]
     shares: tuple[int, ...]
+    # Choices among the rows that arrive, of all ranks that share these experts.
+    choices: int
 
 
-def dispatch(rows: Tensor, probabilities: Tensor, counts: Tensor, groups: Groups) -> Dispatched:
-    """Takes rows sorted by expert, with how many each expert of the model gets, to those experts."""
-    ranks = groups.expert.size
-    local = len(counts) // ranks
-    if ranks == 1 and groups.expert_tensor.size == 1:
-        return Dispatched(rows, probabilities, counts, None, (), (), ())
-    # [expert tensor, from rank, to rank, local expert]
-    everyones = row_counts(row_counts(counts, groups.expert), groups.expert_tensor)
-    everyones = everyones.view(groups.expert_tensor.size, ranks, ranks, local)
-    arriving = everyones[:, :, groups.expert.rank]
-    # The one wait for the device: sizes have to be known on the host.
-    sent, received, shares = _sizes(everyones, arriving, groups)
-    rows = gathered_unevenly(exchanged(rows, sent, received, groups.expert), shares, groups.expert_tensor)
-    probabilities = exchanged(probabilities.unsqueeze(-1), sent, received, groups.expert)
-    probabilities = gathered_unevenly(probabilities, shares, groups.expert_tensor).squeeze(-1)
-    order = _expert_order(arriving.reshape(-1, local))
-    return Dispatched(
-        rows=rows[order],
-        probabilities=probabilities[order],
-        counts=arriving.sum((0, 1)),
-        order=order,
-        sent=sent,
-        received=received,
-        shares=shares,
-    )
+@dataclass(frozen=True, slots=True)
+class TokenDispatch:
+    """Tokens at a rank that holds some of their experts, and how they got there."""
+
+    rows: Tensor
+    # Counted from this rank's first expert; `experts`, which is none, for those of other ranks. [rows, k]
+    chosen: Tensor
+    probabilities: Tensor
+    sizes: Sizes
+    # Of the tokens that left, over the ranks.
+    permutation: Permutation
 
 
-def returned(rows: Tensor, sent: Dispatched, groups: Groups) -> Tensor:
-    """Takes what the experts made of the rows back to where they came from, in the order they left in."""
-    if sent.order is None:
-        return rows
-    inverse = torch.empty_like(sent.order)
-    inverse[sent.order] = torch.arange(len(inverse), device=inverse.device)
-    own = scattered_unevenly(rows[inverse], sent.shares, groups.expert_tensor)
-    return exchanged(own, sent.received, sent.sent, groups.expert)
+def dispatch(x: Tensor, chosen: Tensor, probabilities: Tensor, experts: int, groups: Groups) -> TokenDispatch:
+    """Take tokens x [t, h] with their choices and probabilities [t, k] to all ranks that hold `experts` each."""
+    owners = chosen // experts
+    destinations = owners.masked_fill(~_is_first(owners), groups.expert.size)
+    sizes = _sizes(destinations, owners, groups)
+    permutation = Permutation.of(destinations, groups.expert.size, sum(sizes.sent))
+    here = local_choices(chosen[permutation.tokens], owners.flatten()[permutation.order].unsqueeze(-1), experts)
+    rows = _exchanged(permuted(x, permutation), sizes, groups)
+    # One exchange for both; float32 holds every number of an expert exactly.
+    both = torch.cat([permuted(probabilities, permutation), here.to(probabilities.dtype)], -1)
+    probabilities, here = _exchanged(both, sizes, groups).chunk(2, -1)
+    return TokenDispatch(rows, here.detach().long(), probabilities, sizes, permutation)
 
 
-def of_all(x: Tensor, groups: Groups) -> Tensor:
-    """What all ranks that share experts hold, of which each has equally many rows; gradients are summed."""
-    return gathered(gathered(x, groups.expert), groups.expert_tensor)
+def combine(y: Tensor, sent: TokenDispatch, groups: Groups) -> Tensor:
+    """Take what ranks made of the tokens that were sent to them back, and add it up. [t, h]"""
+    sizes = sent.sizes
+    own = reduce_scatter_uneven(y, sizes.shares, groups.expert_tensor)
+    return combined(all_to_all(own, sizes.received, sizes.sent, groups.expert), sent.permutation)
 
 
-def own_choices(chosen: Tensor, experts: int, groups: Groups) -> Tensor:
-    """The choices that fell on this rank's experts, counted from its first; `experts`, which is none, for others."""
-    own = chosen - groups.expert.rank * experts
+def all_gather_tokens(x: Tensor, groups: Groups) -> Tensor:
+    """Gather the rows of all ranks that share experts, each with equally many; gradients are summed."""
+    return all_gather(all_gather(x, groups.expert), groups.expert_tensor)
+
+
+def local_choices(chosen: Tensor, rank: Tensor | int, experts: int) -> Tensor:
+    """The choices that fell on a rank's experts, counted from its first; `experts`, which is none, for others."""
+    own = chosen - rank * experts
     return own.masked_fill((own < 0) | (own > experts), experts)
 
 
-def of_own(x: Tensor, groups: Groups) -> Tensor:
-    """This rank's rows of those that `of_all` gathered, summed over the ranks."""
-    return scattered(scattered(x, groups.expert_tensor), groups.expert)
+def reduce_scatter_tokens(x: Tensor, groups: Groups) -> Tensor:
+    """This rank's rows of those that `all_gather_tokens` gathered, summed over the ranks."""
+    return reduce_scatter(reduce_scatter(x, groups.expert_tensor), groups.expert)
 
 
-def _sizes(everyones: Tensor, arriving: Tensor, groups: Groups) -> tuple[tuple[int, ...], ...]:
-    here = groups.expert_tensor.rank
-    sizes = torch.cat(
-        [
-            everyones[here, groups.expert.rank].sum(-1),
-            arriving[here].sum(-1),
-            arriving.sum((1, 2)),
-        ]
-    ).tolist()
-    ranks = groups.expert.size
-    return tuple(sizes[:ranks]), tuple(sizes[ranks : 2 * ranks]), tuple(sizes[2 * ranks :])
+def _exchanged(rows: Tensor, sizes: Sizes, groups: Groups) -> Tensor:
+    wait = all_to_all(rows, sizes.sent, sizes.received, groups.expert)
+    return all_gather_uneven(wait, sizes.shares, groups.expert_tensor)
 
 
-def _expert_order(counts: Tensor) -> Tensor:
-    """Rows come in blocks [source, expert]; where each row of the order [expert, source] lies among them."""
-    sources, experts = counts.shape
-    block = torch.arange(sources * experts, device=counts.device).repeat_interleave(counts.flatten())
-    return torch.argsort(block % experts, stable=True)
+def _is_first(owners: Tensor) -> Tensor:
+    """Mark the first choice of each token on each rank. [t, k]"""
+    same = owners.unsqueeze(-1) == owners.unsqueeze(-2)
+    return ~same.tril(-1).any(-1)
+
+
+def _sizes(destinations: Tensor, owners: Tensor, groups: Groups) -> Sizes:
+    ranks = torch.arange(groups.expert.size, device=owners.device)
+    # [rows or choices, to rank]
+    counts = (torch.stack([destinations.flatten(), owners.flatten()]).unsqueeze(-1) == ranks).sum(1)
+    # [expert tensor, from rank, rows or choices, to rank]
+    everyones = all_gather_counts(all_gather_counts(counts, groups.expert), groups.expert_tensor)
+    arriving, here = everyones[..., groups.expert.rank], groups.expert_tensor.rank
+    sizes = [everyones[here, groups.expert.rank, 0], arriving[here, :, 0], arriving[..., 0].sum(1)]
+    # The one wait for the device: sizes have to be known on the host.
+    *rows, choices = torch.cat([*sizes, arriving[..., 1].sum().view(1)]).tolist()
+    size = groups.expert.size
+    return Sizes(tuple(rows[:size]), tuple(rows[size : 2 * size]), tuple(rows[2 * size :]), choices)

@@ -8,24 +8,22 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from moejob_api.derived import balancing, recomputed_modules
 from moejob_api.job.job import Spec
-from moejob_api.job.moe import Dispatcher
 from moejob_api.job.training import RecomputeModule
-from moejob_api.memory.share import balancing
 from moejob_api.models.shape import DenseMLP, Experts, GroupedAttention
 from moejob_api.models.shape import LatentAttention as LatentShape
 from moejob_api.models.shape import Layer as LayerShape
-from moejob_trainer.errors import BadConfiguration
-from moejob_trainer.groups import Groups
+from moejob_trainer.distributed.groups import Groups
 from moejob_trainer.layers.norm import RMSNorm
 from moejob_trainer.model.architecture import Architecture
 from moejob_trainer.model.attention import Attention, AttentionSettings
-from moejob_trainer.model.feedforward import GatedMLP
-from moejob_trainer.model.latent import LatentAttention
 from moejob_trainer.model.linear import TensorShare, mark_partial
-from moejob_trainer.model.mixture import Mixture, MixtureSettings
-from moejob_trainer.model.recompute import forgotten, recomputed, recomputed_modules
-from moejob_trainer.model.row import Row
+from moejob_trainer.model.mlp import GatedMLP
+from moejob_trainer.model.moe_layer import MoELayer, MoESettings
+from moejob_trainer.model.multi_latent_attention import MultiLatentAttention
+from moejob_trainer.model.packed_batch import PackedBatch
+from moejob_trainer.model.recompute import discarded, recomputed
 
 
 class Layer(nn.Module):
@@ -43,33 +41,31 @@ class Layer(nn.Module):
             case DenseMLP(intermediate, bias):
                 self.mlp = GatedMLP(hidden, intermediate, share, bias=bias)
             case Experts() as experts:
-                settings = mixture_settings(model, spec)
-                self.moe = Mixture(experts, hidden, groups, share, settings)
+                settings = moe_settings(model, spec)
+                self.moe = MoELayer(experts, hidden, groups, share, settings)
 
-    def forward(self, x: Tensor, row: Row) -> Tensor:
+    def forward(self, x: Tensor, packed: PackedBatch) -> Tensor:
         """[t, h] -> [t, h]"""
-        x = x + forgotten(self._forgets_norms, self.attention_norm, partial(self.attention, row=row), x)
+        x = x + discarded(self._discards_norms, self.attention_norm, partial(self.attention, packed=packed), x)
         again = RecomputeModule.EXPERTS if hasattr(self, "moe") else RecomputeModule.MLP
-        return x + recomputed(again in self.recompute, self._fed_forward, x, row)
+        return x + recomputed(again in self.recompute, self._fed_forward, x, packed)
 
-    def _fed_forward(self, x: Tensor, row: Row) -> Tensor:
-        feed_forward = partial(self.moe, row=row) if hasattr(self, "moe") else self.mlp
-        return forgotten(self._forgets_norms, self.mlp_norm, feed_forward, x)
+    def _fed_forward(self, x: Tensor, packed: PackedBatch) -> Tensor:
+        feed_forward = partial(self.moe, packed=packed) if hasattr(self, "moe") else self.mlp
+        return discarded(self._discards_norms, self.mlp_norm, feed_forward, x)
 
     @property
-    def _forgets_norms(self) -> bool:
+    def _discards_norms(self) -> bool:
         return RecomputeModule.NORMS in self.recompute
 
 
-def mixture_settings(model: Architecture, spec: Spec) -> MixtureSettings:
-    """What the experts of every layer are told."""
+def moe_settings(model: Architecture, spec: Spec) -> MoESettings:
+    """Return the settings of every layer's experts."""
     if model.routing is None:
-        raise ValueError(f"{model.shape.family} does not say how it chooses experts")
-    if spec.moe.dispatcher is Dispatcher.FLEX:
-        raise BadConfiguration("spec.moe.dispatcher Flex needs DeepEP, which this image does not have; use AllToAll")
+        raise ValueError(f"{model.shape.family} has no rule for choosing experts")
     routing = replace(model.routing, dtype=getattr(torch, spec.moe.router_dtype.value))
     again = recomputed_modules(spec.training.recompute)
-    return MixtureSettings(spec.moe, balancing(spec), routing, model.gate_limit, again)
+    return MoESettings(spec.moe, balancing(spec), routing, model.gate_limit, again)
 
 
 def norm(hidden: int, model: Architecture, share: TensorShare) -> RMSNorm:
@@ -87,6 +83,6 @@ def _attention(
         case GroupedAttention() as grouped:
             return Attention(grouped, model.shape.hidden, share, settings)
         case LatentShape() as latent:
-            return LatentAttention(latent, model.shape.hidden, share, settings)
+            return MultiLatentAttention(latent, model.shape.hidden, share, settings)
         case other:
             raise NotImplementedError(f"{type(other).__name__} cannot be trained yet")

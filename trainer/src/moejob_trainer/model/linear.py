@@ -13,29 +13,30 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from moejob_trainer.groups import Group, copied, gathered, scattered, summed
-from moejob_trainer.layers.gathered import gathered_products
+from moejob_trainer.distributed.collectives import all_gather, all_reduce, copy_to_group, reduce_scatter
+from moejob_trainer.distributed.groups import Group
+from moejob_trainer.layers.all_gather_linear import gathered_products
 from moejob_trainer.model.adapters import Adapter
 
 
 @dataclass(frozen=True, slots=True)
 class TensorShare:
-    """How a rank takes part in tensor parallelism."""
+    """This rank's part in tensor parallelism."""
 
     group: Group
     sequence_parallel: bool
 
     @property
     def gathers(self) -> bool:
-        """Whether ranks have to gather the rows that they divide outside."""
+        """True when ranks have to gather the rows that they divide outside."""
         return self.sequence_parallel and self.group.size > 1
 
     def entered(self, x: Tensor) -> Tensor:
-        """What goes into matrices divided by their outputs: all rows. [t, h] -> [rows, h]"""
-        return gathered(x, self.group) if self.sequence_parallel else copied(x, self.group)
+        """Return the input of matrices divided by their outputs: all rows. [t, h] -> [rows, h]"""
+        return all_gather(x, self.group) if self.sequence_parallel else copy_to_group(x, self.group)
 
     def into(self, x: Tensor, *matrices: Linear) -> tuple[Tensor, ...]:
-        """What matrices divided by their outputs make of all rows. Rows of other ranks are not kept. [t, *inputs]"""
+        """Multiply all rows by matrices divided by their outputs. Rows of other ranks are not kept. [t, *inputs]"""
         if not self.gathers:
             x = self.entered(x)
             return tuple(matrix(x) for matrix in matrices)
@@ -43,8 +44,8 @@ class TensorShare:
         return tuple(matrix.whole(y, x, self) for matrix, y in zip(matrices, products, strict=True))
 
     def left(self, x: Tensor) -> Tensor:
-        """What comes out of matrices divided by their inputs: partial sums become whole. [rows, h] -> [t, h]"""
-        return scattered(x, self.group) if self.sequence_parallel else summed(x, self.group)
+        """Sum the partial outputs of matrices divided by their inputs. [rows, h] -> [t, h]"""
+        return reduce_scatter(x, self.group) if self.sequence_parallel else all_reduce(x, self.group)
 
     def divided(self, size: int, what: str) -> int:
         """This rank's share of a size."""
@@ -114,12 +115,12 @@ def mark_partial(parameter: nn.Parameter, *, is_partial: bool = True) -> None:
 
 
 def is_tensor_replica(parameter: nn.Parameter) -> bool:
-    """Whether every rank of the tensor group holds the same parameter."""
+    """Return whether every rank of the tensor group holds the same parameter."""
     return getattr(parameter, "is_tensor_replica", False)
 
 
 def is_partial(parameter: nn.Parameter) -> bool:
-    """Whether its gradient has to be summed over the tensor group."""
+    """Return whether its gradient has to be summed over the tensor group."""
     return getattr(parameter, "is_partial", False)
 
 
@@ -131,7 +132,7 @@ def mark_tied(parameter: nn.Parameter, *, is_copy: bool) -> None:
 
 
 def is_tied_copy(parameter: nn.Parameter) -> bool:
-    """Whether another stage holds the original."""
+    """Return whether another stage holds the original."""
     return getattr(parameter, "is_tied_copy", False)
 
 
@@ -142,5 +143,5 @@ def mark_expert(parameter: nn.Parameter) -> None:
 
 
 def is_expert(parameter: nn.Parameter) -> bool:
-    """Whether it belongs to routed experts."""
+    """Return whether it belongs to routed experts."""
     return not getattr(parameter, "allreduce", True)

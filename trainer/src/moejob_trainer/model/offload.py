@@ -1,4 +1,4 @@
-"""What a module keeps for its backward pass, moved to host memory between the passes."""
+"""Activation offload: what a module keeps for its backward pass waits in host memory between the passes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class _Moved:
 
 class Offloading(saved_tensors_hooks):
     """While it is entered, `module` keeps its activations in host memory. Its weights stay, and so does what `staying`
-    names: somebody else holds it anyway.
+    names: another holds it anyway.
     """
 
     def __init__(self, module: nn.Module, staying: Iterable[Tensor]) -> None:
@@ -44,7 +44,7 @@ class Offloading(saved_tensors_hooks):
         return self._known[part][1]
 
     def _is_weight(self, address: int) -> bool:
-        # Asked anew each time: weights that replicas divide are whole, somewhere else, while the module computes.
+        # Asked each time: weights that replicas divide are whole, somewhere else, while the module computes.
         return any(_address(parameter) == address for parameter in self._module.parameters())
 
 

@@ -13,7 +13,6 @@ from typing import assert_never
 
 from moejob_api.arithmetic import round_up
 from moejob_api.layout.ranks import Group
-from moejob_api.memory.constants import VOCABULARY_MULTIPLE
 from moejob_api.models.reader import refused
 from moejob_api.models.shape import (
     Attention,
@@ -26,6 +25,7 @@ from moejob_api.models.shape import (
     LinearAttention,
     ModelShape,
 )
+from moejob_api.planner.memory.constants import VOCABULARY_MULTIPLE
 from moejob_api.problems import Rule
 
 Slices = tuple[slice, ...]
@@ -33,7 +33,7 @@ Slices = tuple[slice, ...]
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One parameter, whole. `divided` says which axis is cut into equal parts over which group.
+    """One parameter, whole. `divided` names the axes that are cut into equal parts, each with its group.
 
     may_be_whole: every rank holds all of it where the group's size does not divide the axis (heads of keys and values).
     is_buffer: not trained by gradients, and float32 whatever the others are.
@@ -48,7 +48,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Coordinates:
-    """Where a rank stands in the groups that divide parameters."""
+    """The coordinates of a rank in the groups that divide parameters."""
 
     tensor_rank: int = 0
     tensor_size: int = 1
@@ -106,7 +106,7 @@ def division(parameter: Parameter, place: Coordinates) -> tuple[tuple[int, Group
 
 
 def local_slices(parameter: Parameter, place: Coordinates) -> Slices:
-    """What one rank holds of a parameter."""
+    """Return the part of a parameter that one rank holds."""
     held = [slice(0, size) for size in parameter.shape]
     for axis, group in division(parameter, place):
         rank, size = place.within(group)
@@ -133,7 +133,7 @@ def _vocabulary(shape: ModelShape, name: str) -> Parameter:
 
 
 def _mtp(shape: ModelShape, layer: Layer, prefix: str) -> Iterator[Parameter]:
-    """A module that predicts a further token; its projection takes the embedding's half first, then the hidden one."""
+    """An MTP module; its projection takes the embedding's half first, then the hidden one."""
     hidden = shape.hidden
     yield Parameter(f"{prefix}.embedding_norm.weight", (hidden,))
     yield Parameter(f"{prefix}.hidden_norm.weight", (hidden,))

@@ -1,4 +1,4 @@
-"""What is not kept for the backward pass but computed again."""
+"""Activation recomputation: some outputs are not kept for the backward pass but computed again."""
 
 from __future__ import annotations
 
@@ -12,21 +12,12 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from moejob_api.job.training import Recompute, RecomputeGranularity, RecomputeMethod, RecomputeModule
-from moejob_trainer.model.adapters import drawn_for
+from moejob_api.job.training import Recompute, RecomputeGranularity, RecomputeMethod
+from moejob_trainer.model.adapters import dropout_key
 
 R = TypeVar("R")
 
 _computes_again: ContextVar[bool] = ContextVar("computes_again", default=False)
-
-_BY_DEFAULT = frozenset({RecomputeModule.NORMS, RecomputeModule.EXPERT_ACTIVATION, RecomputeModule.MLP})
-
-
-def recomputed_modules(recompute: Recompute) -> frozenset[RecomputeModule]:
-    """The parts of a layer that are computed again one by one."""
-    if recompute.granularity is not RecomputeGranularity.SELECTIVE:
-        return frozenset()
-    return frozenset(recompute.modules) or _BY_DEFAULT
 
 
 def recomputed_groups(recompute: Recompute, layers: int) -> list[tuple[range, bool]]:
@@ -45,15 +36,15 @@ def recomputed(is_recomputed: bool, compute: Callable[..., R], *arguments: Any) 
     if not is_recomputed or not torch.is_grad_enabled():
         return compute(*arguments)
     # Nothing in a layer is random but the dropout of adapters, whose masks come from generators of their own.
-    contexts = partial(_first_and_again, drawn_for.get())
+    contexts = partial(_first_and_again, dropout_key.get())
     result: R = checkpoint(compute, *arguments, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
     return result
 
 
-def forgotten(
+def discarded(
     is_forgotten: bool, make: Callable[..., Tensor], use: Callable[[Tensor], Tensor], *arguments: Tensor
 ) -> Tensor:
-    """use(make(*arguments)). Between the passes nobody keeps what was made: before it is needed again it is made again.
+    """use(make(*arguments)). What was made is not kept between the passes: it is made again before it is needed.
 
     For what is cheap to make and shares no memory with its arguments. Its matrices would keep it all the same if
     `make` were merely computed again.
@@ -76,7 +67,7 @@ def _make_again(made: Tensor, make: Callable[..., Tensor], arguments: Sequence[T
 
 
 def computes_again() -> bool:
-    """Whether this is the second time: what counts things must count the first time only."""
+    """Return whether this is the second time: counters must count the first time only."""
     return _computes_again.get()
 
 
@@ -86,9 +77,9 @@ def _first_and_again(drawn: tuple[int, int]) -> tuple[AbstractContextManager[Non
 
 @contextmanager
 def _again(drawn: tuple[int, int]) -> Iterator[None]:
-    token, masks = _computes_again.set(True), drawn_for.set(drawn)
+    token, masks = _computes_again.set(True), dropout_key.set(drawn)
     try:
         yield
     finally:
-        drawn_for.reset(masks)
+        dropout_key.reset(masks)
         _computes_again.reset(token)

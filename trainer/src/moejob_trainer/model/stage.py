@@ -14,25 +14,25 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from moejob_api.job.job import Spec
-from moejob_api.memory.constants import LOSS_CHUNK_TOKENS
 from moejob_api.models.shape import ModelShape
-from moejob_trainer.groups import Groups
+from moejob_api.planner.memory.constants import LOSS_CHUNK_TOKENS
+from moejob_trainer.distributed.groups import Groups
 from moejob_trainer.layers.vocabulary import token_log_probabilities
-from moejob_trainer.model.adapters import drawn_for
-from moejob_trainer.model.adapting import adapt
+from moejob_trainer.model.adapter_placement import adapt
+from moejob_trainer.model.adapters import dropout_key
 from moejob_trainer.model.architecture import Architecture
-from moejob_trainer.model.further import FurtherToken
 from moejob_trainer.model.layer import Layer, norm
 from moejob_trainer.model.linear import TensorShare, mark_tied
+from moejob_trainer.model.multi_token_prediction import MTPModule
 from moejob_trainer.model.offload import Offloading
+from moejob_trainer.model.packed_batch import PackedBatch
 from moejob_trainer.model.parameters import padded_vocabulary, parameters
 from moejob_trainer.model.recompute import recomputed, recomputed_groups
-from moejob_trainer.model.row import Row
 
 
 @dataclass(frozen=True, slots=True)
 class StagePlace:
-    """Which layers a stage holds, and whether it stands at an end of the model."""
+    """The layers of a stage, and whether it stands at an end of the model."""
 
     layers: range
     is_first: bool
@@ -40,8 +40,8 @@ class StagePlace:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Further:
-    """What a module that predicts a further token sees of a row: that token, the one behind it, and where both are."""
+class MTPInput:
+    """Input of an MTP module: a later token of each position, the one behind that, and where both exist."""
 
     tokens: Tensor
     labels: Tensor
@@ -49,22 +49,22 @@ class Further:
 
 
 @dataclass(frozen=True, slots=True)
-class RowInput:
-    """This rank's part of one packed row; `further` for each module that predicts a further token."""
+class StageInput:
+    """This rank's part of one packed row; `mtp` has one input for each MTP module."""
 
     tokens: Tensor
     labels: Tensor
-    row: Row
-    further: tuple[Further, ...] = ()
+    packed: PackedBatch
+    mtp: tuple[MTPInput, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Said:
-    """What the last stage says of this rank's tokens, and while it learns of each further one. float32 [rows]"""
+class StageOutput:
+    """Output of the last stage for this rank's tokens, and in training for each MTP depth. float32 [rows]"""
 
     log_probabilities: Tensor
     entropy: Tensor
-    further: tuple[Tensor, ...]
+    mtp: tuple[Tensor, ...]
 
 
 class Embedding(nn.Module):
@@ -86,7 +86,7 @@ class Embedding(nn.Module):
 
 
 class Head(nn.Module):
-    """What the model says about the label of every token."""
+    """Final norm and output layer: log-probability and entropy for the label of every token."""
 
     def __init__(self, shape: ModelShape, share: TensorShare, temperature: float) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class Stage(nn.Module):
         if place.is_last:
             self.final_norm = norm(shape.hidden, model, self.share)
             self.output = Head(shape, self.share, temperature)
-            self.mtp = nn.ModuleList([FurtherToken(layer, model, spec, groups) for layer in shape.mtp_layers])
+            self.mtp = nn.ModuleList([MTPModule(layer, model, spec, groups) for layer in shape.mtp_layers])
             if shape.tied_embeddings:
                 self.output.weight = self.embedding.weight
         self.recompute = recomputed_groups(spec.training.recompute, len(place.layers))
@@ -139,46 +139,48 @@ class Stage(nn.Module):
 
     @property
     def shares_embedding(self) -> bool:
-        """Whether the last stage needs the embedding too: as its output layer, or for further tokens."""
+        """Return whether the last stage needs the embedding too: as its output layer, or for MTP modules."""
         return self.model.shape.tied_embeddings or len(self.model.shape.mtp_layers) > 0
 
     def numbered_layers(self) -> Iterator[tuple[int, nn.Module]]:
-        """The layers by their numbers in the whole model; those that predict further tokens come behind the last."""
+        """The layers by their numbers in the whole model; those of MTP modules come behind the last."""
         yield from ((int(index), layer) for index, layer in self.layers.items())
         if self.place.is_last:
             yield from enumerate((module.layer for module in self.mtp), len(self.model.shape.layers))
 
     def set_input_tensor(self, received: Sequence[Tensor | None]) -> None:
-        """What the stage before sent; Megatron's schedules call it by this name."""
+        """Take the output of the stage before; Megatron's schedules call it by this name."""
         self._received = received[0]
 
-    def forward(self, batch: RowInput) -> Tensor | Said:
-        """Hidden states [t, 1, h], or what the last stage says."""
-        drawn_for.set((batch.row.update, batch.row.number))
+    def forward(self, batch: StageInput) -> Tensor | StageOutput:
+        """Hidden states [t, 1, h], or the outputs of the last stage."""
+        dropout_key.set((batch.packed.update, batch.packed.number))
         x = self._entrance(batch)
-        x = self._through_layers(x, batch.row)
+        x = self._through_layers(x, batch.packed)
         if not self.place.is_last:
             return x.unsqueeze(1)
         hidden = self.final_norm(x)
         log_probabilities, entropy = self.output(hidden, batch.labels)
-        return Said(log_probabilities, entropy, self._further(hidden, batch))
+        return StageOutput(log_probabilities, entropy, self._mtp(hidden, batch))
 
-    def _further(self, hidden: Tensor, batch: RowInput) -> tuple[Tensor, ...]:
-        """Of each further token; nothing where nothing is learned."""
-        said = []
-        for module, further in zip(self.mtp, batch.further, strict=True) if torch.is_grad_enabled() else ():
-            row = replace(batch.row, is_real=further.is_real)
-            embedded = self.embedding(further.tokens)
-            with self._offloading(module, row):
-                hidden = module(hidden, embedded, row)
-            said.append(self.output(hidden, further.labels)[0])
-        return tuple(said)
+    def _mtp(self, hidden: Tensor, batch: StageInput) -> tuple[Tensor, ...]:
+        """Return the log-probabilities of each MTP depth; none in a pass that neither learns nor counts choices."""
+        if not torch.is_grad_enabled() and not batch.packed.counts_choices:
+            return ()
+        outputs = []
+        for module, mtp in zip(self.mtp, batch.mtp, strict=True):
+            packed = replace(batch.packed, is_real=mtp.is_real)
+            embedded = self.embedding(mtp.tokens)
+            with self._offloading(module, packed):
+                hidden = module(hidden, embedded, packed)
+            outputs.append(self.output(hidden, mtp.labels)[0])
+        return tuple(outputs)
 
-    def _offloading(self, module: nn.Module, row: Row) -> AbstractContextManager[object]:
+    def _offloading(self, module: nn.Module, packed: PackedBatch) -> AbstractContextManager[object]:
         # All layers turn their queries and keys by the same angles.
-        return Offloading(module, [row.cosine, row.sine]) if self.offloads else nullcontext()
+        return Offloading(module, [packed.cosine, packed.sine]) if self.offloads else nullcontext()
 
-    def _entrance(self, batch: RowInput) -> Tensor:
+    def _entrance(self, batch: StageInput) -> Tensor:
         if self.place.is_first:
             embedded: Tensor = self.embedding(batch.tokens)
             # Under frozen weights, what a stage sends on still has to have a gradient.
@@ -187,14 +189,14 @@ class Stage(nn.Module):
             raise RuntimeError("the stage before sent nothing")
         return self._received.squeeze(1)
 
-    def _through_layers(self, x: Tensor, row: Row) -> Tensor:
+    def _through_layers(self, x: Tensor, packed: PackedBatch) -> Tensor:
         layers = [*self.layers.values()]
         for group, again in self.recompute:
-            x = recomputed(again, partial(self._through, [layers[index] for index in group]), x, row)
+            x = recomputed(again, partial(self._through, [layers[index] for index in group]), x, packed)
         return x
 
-    def _through(self, layers: Sequence[nn.Module], x: Tensor, row: Row) -> Tensor:
+    def _through(self, layers: Sequence[nn.Module], x: Tensor, packed: PackedBatch) -> Tensor:
         for layer in layers:
-            with self._offloading(layer, row):
-                x = layer(x, row)
+            with self._offloading(layer, packed):
+                x = layer(x, packed)
         return x

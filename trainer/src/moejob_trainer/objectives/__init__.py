@@ -1,12 +1,11 @@
-"""What is learned: each objective says which batches to take and what their loss is."""
+"""Training objectives: each says which batches to take and what their loss is."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from moejob_trainer.batches import MicroBatch
-from moejob_trainer.engine import Engine, LossTerms, TokenOutputs
+from moejob_trainer.engine import Engine, LossTerms, MicroBatch, TokenOutputs
 
 
 class Objective(Protocol):
@@ -19,7 +18,7 @@ class Objective(Protocol):
         """The weighted sum of a micro batch's losses."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """What has to be known to go on: plain JSON."""
+        """Return the state to resume from: plain JSON."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where that state was taken."""
+        """Resume where that state was taken."""

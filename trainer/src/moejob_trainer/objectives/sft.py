@@ -1,13 +1,12 @@
-"""Supervised fine-tuning: the labels are what should be said."""
+"""Supervised fine-tuning: the labels are the next tokens of the data."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from moejob_trainer.batches import MicroBatch
-from moejob_trainer.engine import Engine, LossTerms, Mean, TokenOutputs
-from moejob_trainer.losses import cross_entropy
+from moejob_trainer.engine import Engine, LossTerms, Mean, MicroBatch, TokenOutputs
+from moejob_trainer.objectives.losses import cross_entropy
 
 
 class BatchSource(Protocol):
@@ -17,10 +16,10 @@ class BatchSource(Protocol):
         """This data rank's micro batches of the next global batch."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Where the source stands."""
+        """Return the position in the data."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes to where that state was taken."""
+        """Resume where that state was taken."""
 
 
 class SupervisedFineTuning:
@@ -30,7 +29,7 @@ class SupervisedFineTuning:
         self._source = source
 
     def updates(self, step: int, engine: Engine) -> Iterable[Sequence[MicroBatch]]:  # noqa: ARG002
-        """The next global batch; neither the step nor what the model says matters."""
+        """The next global batch; neither the step nor the model's outputs matter."""
         yield self._source.next_batches()
 
     def loss(self, outputs: TokenOutputs, batch: MicroBatch) -> LossTerms:
@@ -42,9 +41,9 @@ class SupervisedFineTuning:
         )
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Where the data stands."""
+        """Return the position in the data."""
         return self._source.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on with the sample after the last one that was learned from."""
+        """Resume with the sample after the last one that was learned from."""
         self._source.load_state_dict(state)

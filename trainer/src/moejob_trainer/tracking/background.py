@@ -1,4 +1,4 @@
-"""A sink in a thread of its own: what it raises is told once and counted, and nobody waits for it for long."""
+"""A tracker backend in a thread of its own: an error is reported once and counted, and does not hold up the run."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from moejob_trainer.tracking.sinks import Numbers, Sink
+from moejob_trainer.tracking.backends import Numbers, TrackerBackend
 
-# Hours of steps; a sink that is further behind will not catch up.
+# Hours of steps; a backend that is further behind will not catch up.
 MOST_WAITING = 10_000
 
 
 def to_stderr(line: str) -> None:
-    """Where a rank's words go that are for the user."""
+    """Write a line that is for the user."""
     sys.stderr.write(f"{line}\n")
 
 
 class Background:
-    """Sends to one sink. `opened` makes it, in the thread: that may already import packages and ask servers."""
+    """Sends to one backend. `opened` makes it, in the thread: that may already import packages and ask servers."""
 
     def __init__(
         self,
         name: str,
-        opened: Callable[[], Sink],
-        say: Callable[[str], None] = to_stderr,
+        opened: Callable[[], TrackerBackend],
+        write_line: Callable[[str], None] = to_stderr,
         most_waiting: int = MOST_WAITING,
     ) -> None:
-        self.name, self._opened, self._say, self._most_waiting = name, opened, say, most_waiting
-        # Steps of which the sink does not have the numbers.
+        self.name, self._opened, self._publish, self._most_waiting = name, opened, write_line, most_waiting
+        # Steps of which the backend does not have the numbers.
         self.lost = 0
         self._waiting: deque[Numbers] = deque()
         self._changed = threading.Condition()
@@ -40,7 +40,7 @@ class Background:
         self._thread.start()
 
     def write(self, numbers: Numbers) -> None:
-        """Puts the numbers in the queue, or loses them where there is no room."""
+        """Put the numbers in the queue, or lose them where there is no room."""
         with self._changed:
             has_room = len(self._waiting) < self._most_waiting
             if has_room:
@@ -61,27 +61,27 @@ class Background:
         if self._thread.is_alive():
             with self._changed:
                 self.lost += len(self._waiting)
-            self._say(f"{self.name} did not finish in time and was left behind")
+            self._publish(f"{self.name} did not finish in time and was left behind")
         if self.lost:
-            self._say(f"{self.name} lacks the numbers of {self.lost} steps; {_COMPLETE}")
+            self._publish(f"{self.name} lacks the numbers of {self.lost} steps; {_COMPLETE}")
 
     def _work(self) -> None:
         try:
-            sink = self._opened()
-        except Exception as error:  # noqa: BLE001 a sink never stops a run
+            backend = self._opened()
+        except Exception as error:  # noqa: BLE001 a backend never stops a run
             self._lose(_reason(error), steps=0)
             self._lose_all()
             return
         while (numbers := self._next()) is not None:
-            self._tried(lambda: sink.write(numbers), steps=1)
-        self._tried(lambda: sink.close(has_failed=self._has_failed), steps=0)
+            self._tried(lambda: backend.write(numbers), steps=1)
+        self._tried(lambda: backend.close(has_failed=self._has_failed), steps=0)
 
     def _lose_all(self) -> None:
         while self._next() is not None:
             self._lose("", steps=1)
 
     def _next(self) -> Numbers | None:
-        """What has waited longest; None when all is sent and nothing more will come."""
+        """Return the step that has waited longest; None when all is sent and the run has ended."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._is_closing)
             return self._waiting.popleft() if self._waiting else None
@@ -89,7 +89,7 @@ class Background:
     def _tried(self, send: Callable[[], None], steps: int) -> None:
         try:
             send()
-        except Exception as error:  # noqa: BLE001 a sink never stops a run
+        except Exception as error:  # noqa: BLE001 a backend never stops a run
             self._lose(_reason(error), steps)
 
     def _lose(self, why: str, steps: int = 1) -> None:
@@ -97,7 +97,7 @@ class Background:
             self.lost += steps
             speaks, self._has_spoken = not self._has_spoken, True
         if speaks:
-            self._say(f"{self.name}: {why}; the run goes on, and {_COMPLETE}")
+            self._publish(f"{self.name}: {why}; the run continues, and {_COMPLETE}")
 
 
 _COMPLETE = "steps.jsonl in the run folder has all of them"
@@ -105,5 +105,7 @@ _COMPLETE = "steps.jsonl in the run folder has all of them"
 
 def _reason(error: Exception) -> str:
     if isinstance(error, ModuleNotFoundError):
-        return f"this image has no package {error.name}; install it in the image or take the sink out of spec.tracking"
+        return (
+            f"this image has no package {error.name}; install it in the image or remove the tracker from spec.tracking"
+        )
     return f"{type(error).__name__}: {error}"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from moejob_api.job.lifecycle import MLflow
-from moejob_trainer.tracking.sinks import Numbers, TrackedRun
+from moejob_trainer.tracking.backends import Numbers, TrackedRun
 
 _UID = "moejob.uid"
 # What the server takes at once, and of one value.
@@ -30,12 +31,13 @@ class MLflowRun:
         self._client.log_batch(
             self._id,
             metrics=[
-                self._entities.Metric(name, value, milliseconds, numbers.step) for name, value in numbers.values.items()
+                self._entities.Metric(metric_name(name), value, milliseconds, numbers.step)
+                for name, value in numbers.values.items()
             ],
         )
 
     def close(self, *, has_failed: bool) -> None:
-        """Says how it ended."""
+        """Report how it ended."""
         self._client.set_terminated(self._id, "FAILED" if has_failed else "FINISHED")
 
     def _experiment(self, name: str) -> str:
@@ -58,6 +60,11 @@ class MLflowRun:
         for start in range(0, len(parameters), _MOST_PARAMETERS):
             self._client.log_batch(identity, params=parameters[start : start + _MOST_PARAMETERS])
         return identity
+
+
+def metric_name(name: str) -> str:
+    """Return the name as a server takes it, which refuses a whole step for an `@` or an empty part between slashes."""
+    return re.sub(r"/{2,}|[^\w\-. :/]", "-", name)
 
 
 def _flat(fields: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:

@@ -9,7 +9,7 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.proto.summary_pb2 import Summary
 from tensorboardX.summary import text
 
-from moejob_trainer.tracking.sinks import Numbers, TrackedRun
+from moejob_trainer.tracking.backends import Numbers, TrackedRun
 
 FOLDER = "tensorboard"
 
@@ -29,16 +29,16 @@ class TensorBoardEvents:
         self._write(numbers, summary=Summary(value=values))
         self._writer.flush()
 
-    def close(self, *, has_failed: bool) -> None:  # noqa: ARG002 event files do not say
-        """Closes the file."""
+    def close(self, *, has_failed: bool) -> None:  # noqa: ARG002 event files have no field for it
+        """Close the file."""
         if self._writer is not None:
             self._writer.close()
 
     def _opened(self, first: Numbers) -> Any:
-        folder, claim = self._run.folder / FOLDER, self._run.claim
+        folder, token = self._run.folder / FOLDER, self._run.token
         folder.mkdir(exist_ok=True)
         # Two starts within a second would write the same file.
-        self._writer = EventsWriter(str(folder / "events"), f".{claim.attempt}.{claim.restart}")
+        self._writer = EventsWriter(str(folder / "events"), f".{token.attempt}.{token.restart}")
         self._write(first, session_log=SessionLog(status=SessionLog.START))
         spec = self._run.spec.model_dump_json(by_alias=True, exclude_none=True, indent=2)
         self._write(first, summary=text(self._run.job, f"```\n{spec}\n```"))

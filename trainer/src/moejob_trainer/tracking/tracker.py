@@ -1,4 +1,4 @@
-"""All sinks of a run: which the job asks for, and how they end together."""
+"""The tracker of a run: all backends that the job asks for, ended together."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
+from moejob_trainer.tracking.backends import Numbers, TrackedRun, TrackerBackend
 from moejob_trainer.tracking.background import Background
 from moejob_trainer.tracking.mlflow_run import MLflowRun
-from moejob_trainer.tracking.sinks import Numbers, Sink, TrackedRun
 from moejob_trainer.tracking.tensorboard_events import TensorBoardEvents
 from moejob_trainer.tracking.wandb_run import WandbRun
 
-# For all sinks together, at the end of the run.
+# For all backends together, at the end of the run.
 PATIENCE_SECONDS = 5.0
 
 
 class Tracker:
-    """Sends what the step log says to every sink. Used in a `with`, whose end the sinks are told of.
+    """Sends the step log's metrics to every backend. Used in a `with`, whose end closes the backends.
 
     Explicitly, for what is registered with atexit does not run in ranks.
     """
 
-    def __init__(self, sinks: Sequence[Background], patience_seconds: float = PATIENCE_SECONDS) -> None:
-        self._sinks, self._patience_seconds = sinks, patience_seconds
+    def __init__(self, backends: Sequence[Background], patience_seconds: float = PATIENCE_SECONDS) -> None:
+        self._sinks, self._patience_seconds = backends, patience_seconds
 
     def write(self, step: int, line: Mapping[str, Any]) -> None:
-        """Sends the numbers among what a line says."""
+        """Send the numbers of a line."""
         if self._sinks:
             numbers = Numbers(step, time.time(), _numbers(line))
-            for sink in self._sinks:
-                sink.write(numbers)
+            for backend in self._sinks:
+                backend.write(numbers)
 
     def __enter__(self) -> Self:
         return self
@@ -44,33 +44,33 @@ class Tracker:
         # Being asked to stop is no failure.
         has_failed = kind is not None and issubclass(kind, Exception)
         deadline = time.monotonic() + self._patience_seconds
-        for sink in self._sinks:
-            sink.begin_close(has_failed=has_failed)
-        for sink in self._sinks:
-            sink.wait(deadline)
+        for backend in self._sinks:
+            backend.begin_close(has_failed=has_failed)
+        for backend in self._sinks:
+            backend.wait(deadline)
 
 
 def tracker(run: TrackedRun, *, is_first: bool) -> Tracker:
-    """The sinks that spec.tracking asks for; one rank sends for all."""
+    """Open the backends that spec.tracking asks for; one rank sends for all."""
     if not is_first:
         return Tracker([])
     return Tracker([Background(name, opened) for name, opened in asked_for(run).items()])
 
 
-def asked_for(run: TrackedRun) -> Mapping[str, Callable[[], Sink]]:
-    """What opens each sink of the job, by its field in the spec."""
+def asked_for(run: TrackedRun) -> Mapping[str, Callable[[], TrackerBackend]]:
+    """Return what opens each backend of the job, by its field in the spec."""
     tracking = run.spec.tracking
-    sinks: dict[str, Callable[[], Sink]] = {}
+    backends: dict[str, Callable[[], TrackerBackend]] = {}
     if tracking.tensorboard:
-        sinks["tracking.tensorboard"] = partial(TensorBoardEvents, run)
+        backends["tracking.tensorboard"] = partial(TensorBoardEvents, run)
     if tracking.wandb is not None:
-        sinks["tracking.wandb"] = partial(WandbRun, run, tracking.wandb)
+        backends["tracking.wandb"] = partial(WandbRun, run, tracking.wandb)
     if tracking.mlflow is not None:
-        sinks["tracking.mlflow"] = partial(MLflowRun, run, tracking.mlflow)
-    return sinks
+        backends["tracking.mlflow"] = partial(MLflowRun, run, tracking.mlflow)
+    return backends
 
 
-# The axes, not what is drawn over them.
+# The axes, not the metrics plotted over them.
 _AXES = ("step", "time")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 
 from moejob_api.job.lifecycle import Wandb
-from moejob_trainer.tracking.sinks import Numbers, TrackedRun
+from moejob_trainer.tracking.backends import Numbers, TrackedRun
 
 
 class WandbRun:
@@ -34,5 +34,5 @@ class WandbRun:
         self._run.log({"step": numbers.step, **numbers.values})
 
     def close(self, *, has_failed: bool) -> None:
-        """Waits for what is on its way."""
+        """Wait for what is on its way."""
         self._run.finish(exit_code=int(has_failed))

@@ -33,13 +33,19 @@ BACKENDS = [
 
 
 def flash_takes(q: Tensor, v: Tensor) -> bool:
-    """Whether flash-attn-4 is installed and knows this GPU, this precision and these heads."""
-    if q.dtype not in (torch.bfloat16, torch.float16) or find_spec("flash_attn") is None or _flash() is None:
+    """Return whether flash-attn-4 is installed and supports this GPU, this precision and these heads."""
+    if find_spec("flash_attn") is None or _flash() is None:
         return False
-    generation = torch.cuda.get_device_capability(q.device)[0]
-    sizes = (q.shape[-1], v.shape[-1])
+    return flash_supports(q.dtype, (q.shape[-1], v.shape[-1]), torch.cuda.get_device_capability(q.device)[0])
+
+
+def flash_supports(dtype: torch.dtype, heads: tuple[int, int], generation: int) -> bool:
+    """Return whether flash-attn-4 computes this on a GPU of this generation, and as reproducibly as torch has to."""
+    # Its backward pass adds up the gradients of queries with atomics.
+    if dtype not in (torch.bfloat16, torch.float16) or torch.are_deterministic_algorithms_enabled():
+        return False
     return generation in FLASH_GENERATIONS and all(
-        size % 8 == 0 and 8 <= size <= WIDEST_HEAD[generation] for size in sizes
+        size % 8 == 0 and 8 <= size <= WIDEST_HEAD[generation] for size in heads
     )
 
 
@@ -87,7 +93,7 @@ def packed_attended(
 
 
 def padding_pays(documents: Documents) -> bool:
-    """Whether a batch of all documents, each as long as the longest, is little more than the row."""
+    """Return whether a batch of all documents, each as long as the longest, is little more than the row."""
     if documents.context_size > 1:
         return False
     return len(documents.lengths) * max(documents.lengths) <= PADDED_ROWS * documents.row_tokens
@@ -96,11 +102,12 @@ def padding_pays(documents: Documents) -> bool:
 def padded_attended(q: Tensor, k: Tensor, v: Tensor, documents: Documents, *, scale: float) -> Tensor:
     """Twin of `attention.plain_attended` without window and sinks.
 
-    Behind the end of a document nobody looks: a causal mask hides it from every token of the document.
+    Behind the end of a document no query looks: a causal mask hides it from every token of the document.
     """
     lengths = list(documents.lengths)
     grouped = q.shape[1] != k.shape[1]
     q, k, v = (pad_sequence(x.split(lengths), batch_first=True).transpose(1, 2) for x in (q, k, v))
+    # torch itself leaves out cuDNN where algorithms have to be deterministic, and has the others sum in one order.
     with sdpa_kernel(BACKENDS, set_priority=True):
         output = functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
     return torch.cat([one[:length] for one, length in zip(output.transpose(1, 2), lengths, strict=True)])

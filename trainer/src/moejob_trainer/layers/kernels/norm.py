@@ -11,12 +11,12 @@ from torch import Tensor
 
 TILE_ELEMENTS = 4096
 WIDEST = 16384
-# The gradient of the weight is summed in so many parts, each by one program.
+# The gradient of the weight is summed in this many parts, each by one program.
 PARTS = 512
 
 
 def takes(x: Tensor) -> bool:
-    """Whether a row fits into one tile."""
+    """Return whether a row fits into one tile."""
     return x.shape[-1] <= WIDEST
 
 

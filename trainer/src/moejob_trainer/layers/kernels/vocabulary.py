@@ -1,4 +1,4 @@
-"""What is read from logits in one pass over them, and their gradient in another. Both compute in float32."""
+"""Statistics of logits in one pass over them, and their gradient in another. Both compute in float32."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ BLOCK = 4096
 
 
 def takes(logits: Tensor) -> bool:
-    """Whether float32 loses none of their digits."""
+    """Return whether float32 loses none of their digits."""
     return logits.dtype is torch.float32
 
 

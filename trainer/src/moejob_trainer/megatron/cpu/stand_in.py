@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -16,9 +17,9 @@ MODULES = (
 )
 
 
-def use_cpu() -> None:
-    """Puts the stand-in into Megatron's modules; doing it again changes nothing."""
-    for name in MODULES:
+def use_cpu(modules: Sequence[str] = MODULES) -> None:
+    """Put the stand-in into Megatron's modules; doing it again changes nothing."""
+    for name in modules:
         module = import_module(name)
         if module.torch is torch:
             module.torch = _Torch()  # type: ignore[attr-defined]

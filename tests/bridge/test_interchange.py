@@ -1,0 +1,208 @@
+"""Models go to Megatron's checkpoints and come back to the bit; what Megatron itself saved imports as it was."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+from bridge.reference import MegatronModel
+from moejob_api.contract import ExitCode
+from moejob_api.models.shape import Family
+from moejob_trainer.interchange.__main__ import main
+from moejob_trainer.interchange.torch_dist import Entry, Stacks, entry
+from trainer.parity.cells import reference_model
+
+ROOT = Path(__file__).parents[2]
+CONVERTED = (
+    Family.LLAMA,
+    Family.QWEN2,
+    Family.QWEN3,
+    Family.QWEN3_MOE,
+    Family.DEEPSEEK_V2,
+    Family.DEEPSEEK_V3,
+    Family.GLM4_MOE,
+)
+# Stacked with experts, stacked without, and each layer by itself.
+SAVED_BY_MEGATRON = (Family.QWEN3_MOE, Family.QWEN2, Family.DEEPSEEK_V3)
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Family], Path]:
+    """The folder of a family's model, as Transformers saves it."""
+    folders: dict[Family, Path] = {}
+
+    def written(family: Family) -> Path:
+        if family not in folders:
+            folders[family] = tmp_path_factory.mktemp(family) / "published"
+            reference_model(family).save_pretrained(folders[family])
+        return folders[family]
+
+    return written
+
+
+@pytest.fixture
+def groups() -> Iterator[None]:
+    parallel_state.initialize_model_parallel()
+    yield
+    parallel_state.destroy_model_parallel()
+
+
+@pytest.fixture
+def exported(published: Callable[[Family], Path], tmp_path: Path) -> Path:
+    """A model of Qwen3-MoE as a checkpoint of Megatron's."""
+    main(["export", str(published(Family.QWEN3_MOE)), "--out", str(tmp_path / "megatron")])
+    return tmp_path / "megatron"
+
+
+@pytest.mark.parametrize("family", CONVERTED)
+def test_a_model_comes_back_from_megatron_to_the_bit(
+    published: Callable[[Family], Path], family: Family, tmp_path: Path
+) -> None:
+    source, checkpoint, back = published(family), tmp_path / "megatron", tmp_path / "back"
+    assert main(["export", str(source), "--out", str(checkpoint)]) == ExitCode.DONE
+    assert main(["import", str(checkpoint), "--config", str(source), "--out", str(back)]) == ExitCode.DONE
+    assert_equal_models(back, source)
+
+
+@pytest.mark.usefixtures("groups")
+@pytest.mark.parametrize("family", SAVED_BY_MEGATRON)
+def test_what_megatron_saved_of_a_published_model_imports_to_the_same_tensors(
+    published: Callable[[Family], Path], family: Family, tmp_path: Path
+) -> None:
+    source, checkpoint = published(family), tmp_path / "megatron"
+    checkpoint.mkdir()
+    dist_checkpointing.save({"model": MegatronModel(source).model.sharded_state_dict()}, str(checkpoint))
+    assert main(["import", str(checkpoint), "--config", str(source), "--out", str(tmp_path / "back")]) == ExitCode.DONE
+    assert_equal_models(tmp_path / "back", source)
+
+
+@pytest.mark.usefixtures("groups")
+@pytest.mark.parametrize("family", [Family.LLAMA, Family.QWEN2, Family.QWEN3])
+def test_megatron_loads_what_is_exported(published: Callable[[Family], Path], family: Family, tmp_path: Path) -> None:
+    source, checkpoint = published(family), tmp_path / "megatron"
+    main(["export", str(source), "--out", str(checkpoint)])
+    expected, model = MegatronModel(source).model, MegatronModel(source).model
+    for parameter in model.parameters():
+        parameter.data.fill_(torch.nan)
+    loaded = dist_checkpointing.load({"model": model.sharded_state_dict()}, str(checkpoint / "iter_0000000"))
+    model.load_state_dict(loaded["model"])
+    found = dict(model.named_parameters())
+    assert [name for name, one in expected.named_parameters() if not torch.equal(one, found[name])] == []
+
+
+@pytest.mark.usefixtures("groups")
+def test_an_export_holds_all_that_a_mixture_asks_for(published: Callable[[Family], Path], exported: Path) -> None:
+    asked = MegatronModel(published(Family.QWEN3_MOE)).model.sharded_state_dict()
+    keys = {one.unique_key if isinstance(one, ShardedObject) else one.key for one in asked.values()}
+    held = {*FileSystemReader(exported / "iter_0000000").read_metadata().state_dict_metadata}
+    # Layers without Transformer Engine save this norm under another name than those with it.
+    assert keys - held == {"decoder.layers.mlp.linear_fc1.layer_norm_weight"}
+
+
+@pytest.mark.parametrize(
+    ("name", "are_layers_stacked", "expected"),
+    [
+        ("output_layer.weight", True, Entry("output_layer.weight")),
+        ("decoder.layers.2.mlp.linear_fc1.weight", True, Entry("decoder.layers.mlp.linear_fc1.weight", (2,))),
+        ("decoder.layers.2.mlp.linear_fc1.weight", False, Entry("decoder.layers.2.mlp.linear_fc1.weight")),
+        (
+            "decoder.layers.2.mlp.experts.linear_fc1.weight7",
+            True,
+            Entry("decoder.layers.mlp.experts.experts.linear_fc1.weight", (2, 7)),
+        ),
+        (
+            "decoder.layers.2.mlp.experts.linear_fc1.weight7",
+            False,
+            Entry("decoder.layers.2.mlp.experts.experts.linear_fc1.weight", (7,)),
+        ),
+    ],
+)
+def test_layers_and_experts_are_stacked_as_megatron_stacks_them(
+    name: str, are_layers_stacked: bool, expected: Entry
+) -> None:
+    assert entry(name, Stacks(4, 8, are_layers_stacked=are_layers_stacked)) == expected
+
+
+@pytest.mark.parametrize("family", [Family.MIXTRAL, Family.GPT_OSS])
+def test_a_family_that_the_bridge_does_not_convert_is_refused_by_name(
+    published: Callable[[Family], Path], family: Family, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = main(["export", str(published(family)), "--out", str(tmp_path / "megatron")])
+    assert code == ExitCode.BAD_CONFIGURATION
+    assert "Megatron-Bridge 0.3.1" in capsys.readouterr().err
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_folder_that_exists_is_not_written_to(
+    published: Callable[[Family], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["export", str(published(Family.LLAMA)), "--out", str(tmp_path)]) == ExitCode.BAD_CONFIGURATION
+    assert f"{tmp_path} exists" in capsys.readouterr().err
+
+
+def test_the_config_of_another_model_is_refused(
+    published: Callable[[Family], Path], exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert imported(exported, published(Family.LLAMA), tmp_path) == ExitCode.BAD_CONFIGURATION
+    assert "use the config.json of the model" in capsys.readouterr().err
+
+
+def test_a_checkpoint_that_is_cut_off_leaves_nothing_behind(
+    published: Callable[[Family], Path], exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = exported / "iter_0000000/__0_0.distcp"
+    os.truncate(data, data.stat().st_size // 2)
+    assert imported(exported, published(Family.QWEN3_MOE), tmp_path) == ExitCode.BAD_CONFIGURATION
+    assert "cannot be read" in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {"megatron"}
+
+
+class _Calls:
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[str]]:
+        return os.system, ("false",)
+
+
+def test_no_code_of_a_checkpoint_runs(
+    published: Callable[[Family], Path], exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (exported / "iter_0000000/.metadata").write_bytes(pickle.dumps(_Calls()))
+    assert imported(exported, published(Family.QWEN3_MOE), tmp_path) == ExitCode.BAD_CONFIGURATION
+    assert "it names posix.system" in capsys.readouterr().err
+
+
+def test_the_command_line_exports_a_run_and_imports_it_again(
+    published: Callable[[Family], Path], tmp_path: Path
+) -> None:
+    source, run = published(Family.LLAMA), tmp_path / "run"
+    run.mkdir()
+    (run / "export").symlink_to(source)
+    there, back = tmp_path / "megatron", tmp_path / "back"
+    assert "each read back" in moejob("export", run, "--to", "megatron", "--out", there)
+    assert "each read back" in moejob("import", there, "--from", "megatron", "--config", source, "--out", back)
+    assert_equal_models(back, source)
+
+
+def moejob(*arguments: str | Path) -> str:
+    done = subprocess.run([ROOT / ".venv/operator/bin/moejob", *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def imported(checkpoint: Path, config: Path, folder: Path) -> int:
+    return main(["import", str(checkpoint), "--config", str(config), "--out", str(folder / "back")])
+
+
+def assert_equal_models(found: Path, expected: Path) -> None:
+    ours, theirs = load_file(found / "model.safetensors"), load_file(expected / "model.safetensors")
+    assert ours.keys() == theirs.keys()
+    assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []

@@ -1,0 +1,113 @@
+"""Links in folders that others may write: none leads out of a model or of data, and a hub's cache is read as before."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from moejob_api.job.model import DataFormat, Dataset, Model
+from moejob_api.models import catalog
+from moejob_api.models.families import shape_of
+from moejob_trainer.conversion.templates import copy_beside
+from moejob_trainer.data import tiny
+from moejob_trainer.data.sources import records, state
+from moejob_trainer.data.tokenizers import tokenizer
+from moejob_trainer.errors import BadData
+from moejob_trainer.model.pretrained import fetch
+
+CONFIG = catalog.config("moejob/tiny-moe") or {}
+ENVIRON = Path("/proc/self/environ")
+
+
+def model(folder: Path) -> Path:
+    """A model without weights."""
+    tiny.tokenizer().save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return folder
+
+
+def _data(folder: Path) -> Dataset:
+    return Dataset(source=str(folder), format=DataFormat.TEXT)
+
+
+def copied(template: Path, target: Path) -> list[str]:
+    """Names of the files that go beside exported weights."""
+    target.mkdir()
+    copy_beside(template, target, shape_of(CONFIG), torch.float32)
+    return sorted(str(path.relative_to(target)) for path in target.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        pytest.param(lambda folder: fetch(Model(source=str(folder)), folder.parent), id="model"),
+        pytest.param(lambda folder: tokenizer(str(folder)), id="tokenizer"),
+        pytest.param(lambda folder: records(_data(folder)), id="data"),
+        pytest.param(lambda folder: state(_data(folder)), id="state of data"),
+        pytest.param(
+            lambda folder: tokenizer(f"pvc://{folder.parent.name}/{folder.name}", claims=folder.parents[1]), id="claim"
+        ),
+    ],
+)
+@pytest.mark.parametrize("name", ["vocab.txt", "more/train.jsonl"])
+def test_a_folder_with_a_link_out_of_it_is_refused(read: Callable[[Path], object], name: str, tmp_path: Path) -> None:
+    folder = model(tmp_path / "claim/model")
+    (folder / "more").mkdir()
+    (folder / name).symlink_to(ENVIRON)
+    with pytest.raises(BadData, match=f"{name} leads to /proc/.*put the file itself there"):
+        read(folder)
+
+
+def test_links_inside_of_a_folder_and_to_it_are_followed(tmp_path: Path) -> None:
+    folder = model(tmp_path / "v2")
+    (folder / "tokenizer.json").rename(folder / "kept.json")
+    (folder / "tokenizer.json").symlink_to("kept.json")
+    (tmp_path / "latest").symlink_to(folder)
+    assert tokenizer(str(tmp_path / "latest")).get_vocab() == tiny.tokenizer().get_vocab()
+    assert "tokenizer.json" in copied(tmp_path / "latest", tmp_path / "export")
+    assert not (tmp_path / "export/tokenizer.json").is_symlink()
+
+
+def test_a_snapshot_in_the_cache_of_the_hub_is_read_through_its_links(tmp_path: Path) -> None:
+    cached = tmp_path / "hub/models--team--tiny"
+    snapshot, blobs = model(cached / "snapshots/0123abcd"), cached / "blobs"
+    blobs.mkdir()
+    for number, path in enumerate(sorted(snapshot.iterdir())):
+        path.rename(blobs / str(number))
+        path.symlink_to(Path("../../blobs", str(number)))
+    assert fetch(Model(source=str(snapshot)), tmp_path) == snapshot
+    assert tokenizer(str(snapshot)).get_vocab() == tiny.tokenizer().get_vocab()
+    assert copied(snapshot, tmp_path / "export") == sorted(path.name for path in snapshot.iterdir())
+    (snapshot / "vocab.txt").symlink_to("../../../models--other--model/blobs/0")
+    with pytest.raises(BadData, match=r"vocab\.txt leads to"):
+        fetch(Model(source=str(snapshot)), tmp_path)
+
+
+@pytest.mark.parametrize("link", ["tokenizer.model", "additional_chat_templates"])
+def test_an_export_copies_no_file_from_elsewhere_though_its_link_came_after_the_check(
+    link: str, tmp_path: Path
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "secret.jinja").write_text("secret")
+    folder = model(tmp_path / "model")
+    (folder / link).symlink_to(elsewhere if link == "additional_chat_templates" else elsewhere / "secret.jinja")
+    with pytest.raises(BadData, match="leads to"):
+        copied(folder, tmp_path / "export")
+    assert not any("secret" in path.read_text() for path in (tmp_path / "export").rglob("*") if path.is_file())
+
+
+def test_an_export_copies_regular_files_of_known_names_alone(tmp_path: Path) -> None:
+    folder = model(tmp_path / "model")
+    expected = sorted(path.name for path in folder.iterdir())
+    (folder / "additional_chat_templates").mkdir()
+    for name in ("additional_chat_templates/tools.jinja", "additional_chat_templates/.netrc", "id_rsa"):
+        (folder / name).write_text(name)
+    (folder / "tokenizers").mkdir()
+    os.mkfifo(folder / "merges.txt")
+    assert copied(folder, tmp_path / "export") == sorted([*expected, "additional_chat_templates/tools.jinja"])

@@ -1,0 +1,300 @@
+"""A step of GRPO between a generator, rewards and an engine that are simple enough to reckon with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from moejob_api.job.grpo import Grpo
+from moejob_api.job.model import Data
+from moejob_trainer.data.packing import BatchPlan
+from moejob_trainer.data.prompt_loader import PromptLoader, steps_of_epochs
+from moejob_trainer.data.prompts import Prompt, Prompts
+from moejob_trainer.engine import LossTerms, MicroBatch, TokenOutputs, UpdateResult
+from moejob_trainer.errors import BadConfiguration
+from moejob_trainer.objectives.grpo.collecting import Collector, PromptSets
+from moejob_trainer.objectives.grpo.loss import OLD, REFERENCE
+from moejob_trainer.objectives.grpo.objective import GroupRelativePolicyOptimization, Parts, Settings
+from moejob_trainer.objectives.grpo.rank_exchange import Peers
+from moejob_trainer.objectives.grpo.sampling import Asker
+from moejob_trainer.rewards.scorer import Scorer
+from moejob_trainer.rollouts.interface import Answer, FinishReason, Request, Sampling, SyncReport
+
+END = 1
+PLAN = BatchPlan(data=1, tokens=64)
+TOKENS = {"yes": [7, END], "no": [8, 9, END], "for ever": [8] * 6}
+
+
+@dataclass
+class Scripted:
+    """A generator and publisher: answers by what `said` makes of the prompt's number and the member."""
+
+    said: Callable[[int, int], str]
+    version: int = -1
+    is_awake: bool = False
+    asked: list[Request] = field(default_factory=list)
+
+    async def generate(self, request: Request, sampling: Sampling) -> Answer:
+        """Return the scripted tokens."""
+        assert self.is_awake
+        self.asked.append(request)
+        tokens = np.array(TOKENS[self.said(request.group, request.member)][: sampling.max_new_tokens], np.int32)
+        reason = FinishReason.STOP if tokens[-1] == END else FinishReason.LENGTH
+        said = np.full(len(tokens), -0.5, np.float32)
+        return Answer(request, tokens, said, np.full(len(tokens), self.version, np.int32), reason)
+
+    def publish(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> SyncReport:
+        """Note the version."""
+        self.version, self.is_awake = version, True
+        return SyncReport(version, 0.25, sum(tensor.nbytes for _, tensor in weights), 1e-6, 2e-6)
+
+    def release(self) -> None:
+        """Sleep."""
+        self.is_awake = False
+
+
+@dataclass
+class Flat:
+    """An engine to which every token is as likely as any; each update makes all of them likelier."""
+
+    level: float = -0.5
+
+    def outputs(self, batches: Sequence[MicroBatch]) -> list[TokenOutputs]:
+        """Return the level for every token."""
+        return [
+            TokenOutputs(torch.full((len(batch.tokens),), self.level), torch.ones(len(batch.tokens)))
+            for batch in batches
+        ]
+
+    def reference_outputs(self, batches: Sequence[MicroBatch]) -> list[TokenOutputs]:
+        """Return a lower level."""
+        return Flat(-0.75).outputs(batches)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield four bytes."""
+        yield "w", torch.zeros(1)
+
+    def update(self, batches: Sequence[MicroBatch], loss: Callable[..., LossTerms]) -> UpdateResult:
+        """Add the terms of the loss up."""
+        terms = [loss(outputs, batch) for outputs, batch in zip(self.outputs(batches), batches, strict=True)]
+        self.level += 0.1
+        weight = sum(float(batch.weights.sum()) for batch in batches)
+        return UpdateResult(sum(float(one.total) for one in terms) / weight, 1.0, 1.0, 0)
+
+    def evaluate(self, batches: Sequence[MicroBatch], loss: Callable[..., LossTerms]) -> UpdateResult:
+        """Nothing asks for it."""
+        raise NotImplementedError
+
+
+def _grpo(**settings: Any) -> Grpo:
+    written = {"groupSize": 2, "promptsPerStep": 2, "maxNewTokens": 6, "rewards": [{"name": "exact-match"}], **settings}
+    return Grpo.model_validate_json(json.dumps(written))
+
+
+def _prompts(count: int = 3) -> list[Prompts]:
+    made = tuple(Prompt((3, 4 + n), f"question {n}", {"answer": "yes"}, f"line {n}") for n in range(count))
+    return [Prompts("questions", made, 0)]
+
+
+def _data(**settings: Any) -> Data:
+    return Data.model_validate_json(
+        json.dumps({"train": [{"source": "questions", "format": "Prompts"}], "shuffle": False, **settings})
+    )
+
+
+@dataclass
+class Run:
+    """A run of one rank."""
+
+    objective: GroupRelativePolicyOptimization
+    collector: Collector
+    engines: Scripted
+    engine: Flat = field(default_factory=Flat)
+
+    def step(self, number: int) -> tuple[list[list[MicroBatch]], list[UpdateResult]]:
+        """Run a step as the loop does."""
+        batches, results = [], []
+        for update in self.objective.updates(number, self.engine):
+            batches.append([*update])
+            results.append(self.engine.update(update, self.objective.loss))
+        return batches, results
+
+
+TEXTS = {tuple(tokens[:-1] if tokens[-1] == END else tokens): text for text, tokens in TOKENS.items()}
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    open_collectors: list[Collector] = []
+
+    def start(grpo: Grpo, said: Callable[[int, int], str], updates: int = 1, evaluation: Sequence[Prompt] = ()) -> Run:
+        engines = Scripted(said)
+        scorer = Scorer(grpo.rewards, grpo.reward_failure)
+        asker = Asker(engines, scorer, lambda tokens: TEXTS[tuple(tokens)], seed=5)
+        prompts = PromptSets(PromptLoader(_prompts(), _data()), evaluation)
+        collector = Collector(grpo, asker, prompts, [END], tmp_path).__enter__()
+        open_collectors.append(collector)
+        parts = Parts(Peers(), engines, collector)
+        return Run(GroupRelativePolicyOptimization(Settings(grpo, PLAN, updates, 5), parts), collector, engines)
+
+    yield start
+    for collector in open_collectors:
+        collector.__exit__(None, None, None)
+
+
+def _first_is_right(_: int, member: int) -> str:
+    return "yes" if member == 0 else "no"
+
+
+def test_a_step_learns_from_the_answers_that_were_rewarded(started: Callable[..., Run]) -> None:
+    run = started(_grpo(advantage="DrGRPO"), _first_is_right)
+    ((batch,),), (result,) = run.step(0)
+    # Two groups of a right answer of two tokens and a wrong one of three: -(4 x 0.5 - 6 x 0.5) / 10.
+    assert result.loss == pytest.approx(0.1)
+    assert float(batch.weights.sum()) == 10
+    metrics = run.objective.metrics()
+    assert metrics["reward"] == 0.5
+    assert metrics["reward/exact-match"] == 0.5
+    assert metrics["answerTokens"] == 10
+    assert metrics["truncated"] == 0
+    assert metrics["version"] == metrics["staleness"] == 0
+    assert metrics["syncBytes"] == 4
+    assert metrics["mismatchMaximum"] == 0
+    phases = {"syncSeconds", "generateSeconds", "rewardSeconds", "releaseSeconds", "outputsSeconds", "learnSeconds"}
+    assert phases <= metrics.keys()
+    assert metrics["generateSeconds"] == pytest.approx(run.objective.waited_seconds(), abs=1e-6)
+    # Prompts of two tokens, to answers of two and of three.
+    assert metrics["trainingTokensPerSecond"] * metrics["learnSeconds"] == pytest.approx(18, rel=0.02)
+
+
+def test_only_what_the_model_wrote_carries_weight(started: Callable[..., Run]) -> None:
+    run = started(_grpo(promptsPerStep=1), _first_is_right)
+    ((batch,),), _ = run.step(0)
+    for start, length in zip(batch.cu_lengths.tolist(), batch.lengths, strict=False):
+        weights = batch.weights[start : start + length].tolist()
+        # Of two tokens of the prompt the first predicts the second, which the model did not write.
+        assert weights == [0.0, *[1.0] * (length - 2), 0.0]
+
+
+def test_engines_sleep_while_the_trainer_learns(started: Callable[..., Run]) -> None:
+    run = started(_grpo(), _first_is_right)
+    for _ in run.objective.updates(0, run.engine):
+        assert not run.engines.is_awake
+
+
+def test_later_updates_of_a_step_are_measured_against_what_was_said_before_the_first(
+    started: Callable[..., Run],
+) -> None:
+    run = started(_grpo(epochsPerStep=2), _first_is_right, updates=2)
+    batches, _ = run.step(0)
+    assert len(batches) == 4
+    for (batch,) in batches:
+        learned = batch.weights > 0
+        assert batch.extras[OLD][learned].tolist() == pytest.approx([-0.5] * int(learned.sum()))
+    sizes = [sum(length > 0 for length in batch.lengths) for (batch,) in batches]
+    assert sizes == [2, 2, 2, 2]
+
+
+def test_a_reference_is_asked_only_where_it_counts(started: Callable[..., Run]) -> None:
+    ((without,),), _ = started(_grpo(), _first_is_right).step(0)
+    ((batch,),), _ = started(_grpo(kl={"coefficient": 0.1}), _first_is_right).step(0)
+    assert REFERENCE not in without.extras
+    assert set(batch.extras[REFERENCE][batch.weights > 0].tolist()) == {-0.75}
+
+
+def test_a_divergence_in_the_reward_moves_advantages_by_length(started: Callable[..., Run]) -> None:
+    grpo = _grpo(advantage="DrGRPO", kl={"kind": "K1", "coefficient": 2.0, "applyTo": "Reward"})
+    ((batch,),), _ = started(grpo, _first_is_right).step(0)
+    # 1 - 2 x 2 x 0.25 = 0 and 0 - 3 x 2 x 0.25 = -1.5: advantages 0.75 and -0.75.
+    found = set(batch.extras["advantage"][batch.weights > 0].tolist())
+    assert found == {0.75, -0.75}
+
+
+def test_a_group_with_a_failed_reward_is_left_out_and_counted(started: Callable[..., Run]) -> None:
+    grpo = _grpo(rewards=[{"name": "numeric", "reference": "missing"}, {"name": "exact-match"}])
+    with pytest.raises(BadConfiguration, match=r"every group of step 1 was dropped.*has no field missing"):
+        started(grpo, _first_is_right).step(0)
+
+
+def test_groups_without_signal_are_replaced_up_to_a_bound(started: Callable[..., Run]) -> None:
+    grpo = _grpo(promptsPerStep=1, dynamicSampling={"overSampling": 3})
+    run = started(grpo, lambda group, member: "yes" if group == 1 and member == 0 else "no")
+    run.step(0)
+    assert {request.group for request in run.engines.asked} == {0, 1}
+    # One that was replaced was generated, too: three tokens, two times, and five of the other.
+    assert run.objective.metrics()["generatedTokens"] == 11
+    assert run.objective.metrics()["answerTokens"] == 5
+    assert run.objective.metrics()["groupsReplaced"] == 1
+    assert run.objective.metrics()["groupsWithoutSignal"] == 0
+    # The group of step 0 that had one was number 1; none of the next three has.
+    run.step(1)
+    assert {request.group for request in run.engines.asked} == {0, 1, 2, 3, 4}
+    assert run.objective.metrics()["groupsWithoutSignal"] == 1
+
+
+def test_answers_without_an_end_are_left_out_where_that_is_asked_for(started: Callable[..., Run]) -> None:
+    grpo = _grpo(promptsPerStep=1, overlong={"filter": True})
+    ((batch,),), _ = started(grpo, lambda _, member: "yes" if member else "for ever").step(0)
+    assert float(batch.weights.sum()) == 2
+    with pytest.raises(BadConfiguration, match="none has an end"):
+        started(grpo, lambda *_: "for ever").step(0)
+
+
+def test_a_long_answer_pays_its_penalty(started: Callable[..., Run]) -> None:
+    grpo = _grpo(overlong={"penalty": 0.5, "penaltyTokens": 2})
+    run = started(grpo, lambda _, member: "yes" if member else "for ever")
+    run.step(0)
+    assert run.objective.metrics()["reward"] == pytest.approx((1 - 0.5) / 2)
+
+
+def test_a_resumed_run_asks_the_prompts_that_come_next_with_the_same_seeds(started: Callable[..., Run]) -> None:
+    whole = started(_grpo(), _first_is_right)
+    whole.step(0)
+    saved = json.loads(json.dumps(whole.objective.state_dict()))
+    whole.step(1)
+    resumed = started(_grpo(), _first_is_right)
+    resumed.objective.load_state_dict(saved)
+    resumed.step(1)
+    expected = [(request.group, request.member, request.seed) for request in whole.engines.asked[4:]]
+    assert [(request.group, request.member, request.seed) for request in resumed.engines.asked] == expected
+    assert len({seed for *_, seed in expected}) == 4
+
+
+def test_samples_of_a_step_are_written_with_what_they_were_worth(started: Callable[..., Run], tmp_path: Path) -> None:
+    started(_grpo(loggedAnswers=3, advantage="DrGRPO"), _first_is_right).step(4)
+    lines = [json.loads(line) for line in (tmp_path / "samples/step-5.jsonl").read_text().splitlines()]
+    assert [line["advantage"] for line in lines] == [0.5, -0.5, 0.5]
+    assert lines[0] | {"advantage": 0.5} == {
+        # By the number of its line in the step log; the weights that answered are those of four updates.
+        "step": 5,
+        "group": 0,
+        "member": 0,
+        "prompt": "question 0",
+        "answer": "yes",
+        "finishReason": "Stop",
+        "reward": 1.0,
+        "rewards": {"exact-match": 1.0},
+        "advantage": 0.5,
+        "version": 4,
+    }
+
+
+def test_an_evaluation_tells_mean_and_pass_of_k_answers(started: Callable[..., Run]) -> None:
+    grpo = _grpo(evaluation={"samples": 4})
+    asked = [*_prompts()[0].prompts[:2]]
+    run = started(grpo, lambda group, member: "yes" if group % 2 == 0 and member == 3 else "no", evaluation=asked)
+    assert run.objective.evaluate(7, run.engine) == {"evalMean@4": 1 / 8, "evalPass@4": 0.5, "evalFailed": 0}
+    assert run.engines.version == 7
+    assert not run.engines.is_awake
+
+
+def test_steps_of_epochs_ask_every_prompt_as_often_as_said() -> None:
+    assert steps_of_epochs(prompts=10, epochs=1.5, prompts_per_step=4) == 4

@@ -1,0 +1,104 @@
+"""Rendezvous of launchers by the store alone: two of them in one process."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from pathlib import Path
+
+import pytest
+from torch._C._distributed_c10d import TCPStore
+
+from moejob_api.restarts import Cause
+from moejob_trainer.launcher.ending import Ending, FailureOrigin, Fault, ending_by
+from moejob_trainer.launcher.pod import pod_of
+from moejob_trainer.launcher.rendezvous import Rendezvous, Round
+from moejob_trainer.launcher.stop import StopRequest
+from moejob_trainer.launcher.store import LostPeers, Store
+from trainer.launcher.launchers import Gang, free_port
+
+
+def rendezvous(gang: Gang, index: int) -> Rendezvous:
+    return Rendezvous(pod_of(pod_environment(gang, index)), StopRequest(), lost_seconds=30.0)
+
+
+def pod_environment(gang: Gang, index: int) -> dict[str, str]:
+    return gang.environment(index, attempt=1) | {"MOEJOB_PROGRESS_PORT": "9400"}
+
+
+@pytest.fixture
+def pair() -> tuple[Rendezvous, Rendezvous]:
+    gang = Gang(Path("/nowhere"), nodes=2)
+    first, second = rendezvous(gang, 0), rendezvous(gang, 1)
+    first.open()
+    second.open()
+    return first, second
+
+
+def gathered(pair: tuple[Rendezvous, Rendezvous]) -> list[Round | Ending]:
+    with ThreadPoolExecutor() as threads:
+        return list(threads.map(lambda one: one.gather(20.0, lambda _: None), pair))
+
+
+def ending(pod: int, cause: Cause = Cause.RANK_FAILED) -> Ending:
+    return ending_by(FailureOrigin(pod, f"token of {pod}"), Fault(cause, "why"), None)
+
+
+def test_all_meet_in_the_next_round_once_one_has_ended(pair: tuple[Rendezvous, Rendezvous]) -> None:
+    assert [met.number for met in gathered(pair) if isinstance(met, Round)] == [0, 0]
+    pair[1].end(0, ending(1))
+    assert [met.number for met in gathered(pair) if isinstance(met, Round)] == [1, 1]
+
+
+def test_ranks_of_each_round_have_a_store_of_their_own(pair: tuple[Rendezvous, Rendezvous]) -> None:
+    for number in (0, 1):
+        ports = [met.port for met in gathered(pair) if isinstance(met, Round)]
+        # Each pod's ranks come by a port of their own, and find the same store.
+        one, other = (TCPStore("127.0.0.1", port, is_master=False) for port in ports)
+        assert not other.check(["written"])
+        one.set("written", str(number))
+        assert other.get("written") == str(number).encode()
+        pair[0].end(number, ending(0))
+
+
+def test_a_late_pod_of_an_older_attempt_cannot_turn_pod_0_away_by_being_quicker() -> None:
+    job = Gang(Path("/nowhere"), nodes=2)
+    store = Store.hosted("127.0.0.1", job.rendezvous, pod_of(pod_environment(job, 0)).key)
+    with ThreadPoolExecutor() as threads:
+        late = threads.submit(rendezvous(job, 1).open)
+        with pytest.raises(FutureTimeout):
+            late.result(timeout=0.5)
+        store.put_first("gang", '{"uid": "1234", "attempt": 2}')
+        with pytest.raises(LostPeers, match=r"'attempt': 1.* but the rendezvous to .*'attempt': 2"):
+            late.result()
+
+
+def test_the_first_ending_holds_for_all(pair: tuple[Rendezvous, Rendezvous]) -> None:
+    gathered(pair)
+    assert pair[1].end(0, ending(1)) == ending(1)
+    assert pair[0].end(0, ending(0)) == ending(1)
+    assert [one.ending(0) for one in pair] == [ending(1), ending(1)]
+
+
+def test_a_final_ending_that_came_second_still_ends_the_job(pair: tuple[Rendezvous, Rendezvous]) -> None:
+    gathered(pair)
+    final = ending(1, Cause.BAD_CONFIGURATION)
+    pair[0].end(0, ending(0))
+    pair[1].end_for_good(0, final)
+    assert gathered(pair) == [final, final]
+
+
+def test_a_checkpoint_that_pod_0_tells_is_known_to_all(pair: tuple[Rendezvous, Rendezvous]) -> None:
+    seen = [pair[1].checkpoint()]
+    for step in (None, 0, 10, 5, 20):
+        pair[0].publish_checkpoint(step)
+        seen.append(pair[1].checkpoint())
+    assert seen == [None, None, 0, 10, 10, 20]
+
+
+def test_a_gang_of_another_size_is_turned_away() -> None:
+    port = free_port()
+    first = rendezvous(Gang(Path("/nowhere"), nodes=2, rendezvous=port), 0)
+    first.open()
+    with pytest.raises(LostPeers, match="'nodes': 3"):
+        rendezvous(Gang(Path("/nowhere"), nodes=3, rendezvous=port), 1).open()

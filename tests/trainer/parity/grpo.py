@@ -1,0 +1,162 @@
+"""A step of GRPO on recorded answers: in any layout, and as plain Transformers computes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from moejob_api.layout.sizes import layout as layout_of
+from moejob_trainer.data.packing import batch_plan
+from moejob_trainer.engine import UpdateResult
+from moejob_trainer.megatron.cpu import use_cpu
+from moejob_trainer.megatron.topology import stop_groups
+from moejob_trainer.objectives.grpo.experience import Experience, experience
+from moejob_trainer.objectives.grpo.objective import GroupRelativePolicyOptimization, Parts, Settings
+from moejob_trainer.objectives.grpo.rank_exchange import Peers
+from moejob_trainer.objectives.grpo.rollout import Author, Rollout, Span
+from moejob_trainer.rollouts.interface import SyncReport
+from trainer.parity.cells import Cell, started
+
+TEMPERATURE, MAXIMUM, COEFFICIENT = 0.7, 1.05, 0.2
+GROUP_SIZE = 4
+GRPO: dict[str, Any] = {
+    "groupSize": GROUP_SIZE,
+    "promptsPerStep": 2,
+    "epochsPerStep": 2,
+    "temperature": TEMPERATURE,
+    "maxNewTokens": 20,
+    "mismatch": {"maximum": MAXIMUM},
+    "kl": {"coefficient": COEFFICIENT},
+    "rewards": [{"name": "exact-match"}],
+}
+SECTIONS: dict[str, Any] = {"method": "GRPO", "grpo": GRPO}
+LENGTHS = ((4, 9), (4, 3), (4, 17), (4, 8), (7, 5), (7, 12), (7, 2), (7, 10))
+REWARDS = (1.0, 0.0, 0.5, 0.0, -1.0, 2.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Learned:
+    """The step as one rank saw it."""
+
+    updates: Sequence[UpdateResult]
+    metrics: Mapping[str, float]
+
+
+@dataclass
+class Recorded:
+    """Rank 0's source: the same answers whatever the layout."""
+
+    answers: Experience
+
+    def collect(self, step: int) -> Experience:  # noqa: ARG002
+        """Return the answers."""
+        return self.answers
+
+    def evaluate(self) -> Mapping[str, float]:
+        """Nothing is evaluated."""
+        return {}
+
+    def learned(self, step: int, advantages: Sequence[float]) -> None:
+        """Note nothing."""
+
+    def metrics(self) -> Mapping[str, float]:
+        """Nothing is measured."""
+        return {}
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Nothing is kept."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Nothing is kept."""
+
+
+class Published:
+    """Counts the bytes of what comes."""
+
+    def publish(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> SyncReport:
+        """Take all of it."""
+        return SyncReport(version, 0.0, sum(tensor.nbytes for _, tensor in weights), 0.0, 0.0)
+
+    def release(self) -> None:
+        """Hold nothing."""
+
+
+def learned(cell: Cell, folder: Path, answers: Experience) -> Learned:
+    """Take one step with the objective; one rank's part."""
+    use_cpu()
+    engine = started(cell, folder)
+    try:
+        spec, groups = cell.spec(), engine.groups
+        assert spec.grpo is not None
+        peers = Peers(groups.world.rank, groups.world.handle if groups.world.size > 1 else None, groups.data)
+        plan = batch_plan(spec, layout_of(spec.parallelism, 8), pad_token=0)
+        parts = Parts(peers, Published(), Recorded(answers) if peers.is_first else None)
+        objective = GroupRelativePolicyOptimization(Settings(spec.grpo, plan, 1, 3), parts)
+        updates = [engine.update(batches, objective.loss) for batches in objective.updates(0, engine)]
+        return Learned(updates, objective.metrics())
+    finally:
+        stop_groups()
+
+
+def recorded(folder: Path) -> Experience:
+    """Answers of random tokens, of which engines say nearly what Transformers does."""
+    random = np.random.default_rng(11)
+    model, rollouts = _model(folder), []
+    for asked, said in LENGTHS:
+        tokens = random.integers(3, 38, asked + said).astype(np.int32)
+        with torch.no_grad():
+            own = _log_probabilities(model, tokens)[asked - 1 :].numpy() + random.normal(0, 0.1, said)
+        spans = (_span(Author.PROMPT, tokens[:asked]), _span(Author.MODEL, tokens[asked:], own.astype(np.float32)))
+        rollouts.append(Rollout(spans, is_truncated=False))
+    return experience(rollouts, REWARDS)
+
+
+def by_transformers(folder: Path, answers: Experience) -> tuple[float, float]:
+    """The loss of the first update and the norm of its gradient, an answer at a time."""
+    model = _model(folder)
+    for name, parameter in model.named_parameters():
+        # The router of a MoE model is frozen.
+        parameter.requires_grad_(not name.endswith("mlp.gate.weight"))
+    rewards = np.array(REWARDS).reshape(-1, GROUP_SIZE)
+    spread = rewards.std(1, ddof=1, keepdims=True) + 1e-4
+    advantages = ((rewards - rewards.mean(1, keepdims=True)) / spread).flatten()
+    count, loss = sum(said for _, said in LENGTHS), 0.0
+    for number, (asked, said) in enumerate(LENGTHS):
+        start = int(answers.starts[number])
+        tokens = answers.tokens[start : start + asked + said]
+        own = _log_probabilities(model, tokens)[asked - 1 :]
+        engine = torch.from_numpy(answers.engine[start + asked : start + asked + said])
+        weights = (own.detach() - engine).exp().clamp(max=MAXIMUM)
+        ratios = (own - own.detach()).exp()
+        total = -(ratios * weights * float(advantages[number])).sum() / count
+        total.backward()
+        loss += total.item()
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return loss, float(torch.stack([gradient.double().norm() for gradient in gradients]).norm())
+
+
+def _model(folder: Path) -> Any:
+    config = AutoConfig.from_pretrained(folder / "first")
+    config._attn_implementation = config._experts_implementation = "eager"  # noqa: SLF001 how Transformers takes it
+    return AutoModelForCausalLM.from_pretrained(folder / "first", config=config).float()
+
+
+def _log_probabilities(model: Any, tokens: Any) -> Tensor:
+    """Of every token but the first, at the temperature. [N - 1]"""
+    row = torch.from_numpy(np.asarray(tokens, np.int64))
+    every = (model(row[None], use_cache=False).logits[0, :-1].double() / TEMPERATURE).log_softmax(-1)
+    found: Tensor = every.gather(-1, row[1:, None])[:, 0]
+    return found
+
+
+def _span(author: Author, tokens: Any, said: Any = None) -> Span:
+    plain = np.zeros(len(tokens), np.float32)
+    return Span(author, tokens, plain if said is None else said, np.zeros(len(tokens), np.int32))

@@ -1,0 +1,89 @@
+"""A step of GRPO is the same in every layout, and its first update is that of plain Transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moejob_api.models.shape import Family
+from trainer.parity.cells import FOLDED, LAYOUTS, Cell, Steps
+from trainer.parity.grpo import SECTIONS, Learned, by_transformers, learned, recorded
+from trainer.worlds import Worlds
+
+Reference = Callable[[Family], tuple[Path, Steps]]
+LearnedIn = Callable[[Family, str], Sequence[Learned]]
+
+WITHIN = 1e-5
+SINGLE = "single"
+SHARED: dict[str, Any] = {
+    "FSDP over DP3": {"data": 3},
+    "FSDP over TP2.EP2.DP2": {"tensor": 2, "expert": 2, "data": 2, **FOLDED},
+}
+CELLS = [
+    *((Family.QWEN3_MOE, layout) for layout in (SINGLE, "TP2", "PP2", "PP2.VPP2", "EP2", "CP2", "DP2", "TP2.PP2.EP2")),
+    (Family.QWEN2, "DP2"),
+    *((Family.QWEN3_MOE, layout) for layout in SHARED),
+]
+
+
+@pytest.fixture(scope="module")
+def learned_in(worlds: Worlds, reference: Reference) -> LearnedIn:
+    @cache
+    def run(family: Family, layout: str) -> Sequence[Learned]:
+        cell, (folder, _) = Cell(family, SECTIONS | _sections(layout)), reference(family)
+        return worlds.run(cell.ranks(), learned, cell, folder, recorded(folder))
+
+    return run
+
+
+@pytest.mark.parametrize(("family", "layout"), CELLS)
+def test_the_first_update_is_that_of_transformers(
+    learned_in: LearnedIn, reference: Reference, family: Family, layout: str
+) -> None:
+    folder, _ = reference(family)
+    loss, norm = by_transformers(folder, recorded(folder))
+    for rank in learned_in(family, layout):
+        first = rank.updates[0]
+        assert first.loss == pytest.approx(loss, abs=WITHIN)
+        assert first.gradient_norm == pytest.approx(norm, rel=10 * WITHIN)
+
+
+@pytest.mark.parametrize(("family", "layout"), [cell for cell in CELLS if cell[0] is Family.QWEN3_MOE])
+def test_the_second_update_is_the_same_in_every_layout(learned_in: LearnedIn, family: Family, layout: str) -> None:
+    single = learned_in(family, SINGLE)[0]
+    for rank in learned_in(family, layout):
+        np.testing.assert_allclose(_numbers(rank), _numbers(single), rtol=10 * WITHIN, atol=WITHIN)
+
+
+def test_the_reference_model_stays_where_training_began(learned_in: LearnedIn) -> None:
+    first, second = (update.metrics["kl"] for update in learned_in(Family.QWEN3_MOE, SINGLE)[0].updates)
+    assert first == pytest.approx(0.0, abs=1e-9)
+    assert second > 1e-5
+
+
+def test_how_far_engines_are_off_is_told_of_all_tokens(learned_in: LearnedIn, reference: Reference) -> None:
+    noise = recorded(reference(Family.QWEN3_MOE)[0])
+    assert noise.engine.any()
+    for layout in (SINGLE, "DP2", "PP2"):
+        for rank in learned_in(Family.QWEN3_MOE, layout):
+            # Normal, with a deviation of 0.1, over 66 tokens.
+            assert 0.05 < rank.updates[0].metrics["mismatchMean"] < 0.12
+            assert 0.15 < rank.metrics["mismatchMaximum"] < 0.4
+            single = learned_in(Family.QWEN3_MOE, SINGLE)[0].metrics["mismatchMaximum"]
+            assert rank.metrics["mismatchMaximum"] == pytest.approx(single, abs=WITHIN)
+
+
+def _sections(layout: str) -> dict[str, Any]:
+    if layout in SHARED:
+        return {"parallelism": SHARED[layout], "memory": {"sharding": "FSDP"}}
+    return {"parallelism": {} if layout == SINGLE else LAYOUTS[layout]}
+
+
+def _numbers(rank: Learned) -> list[list[float]]:
+    names = ("entropy", "kl", "clipLow", "clipHigh", "mismatchMean", "mismatchWeight")
+    return [[update.loss, update.gradient_norm, *(update.metrics[name] for name in names)] for update in rank.updates]

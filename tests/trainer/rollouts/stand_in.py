@@ -1,0 +1,128 @@
+"""Engines that misbehave as a real one cannot be made to: an HTTP server for each, driven by the test."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+# Says what to answer a request for tokens, given its body.
+Behaviour = Callable[[dict[str, Any]], Awaitable[web.Response]]
+
+
+@dataclass
+class StandIn:
+    """One engine of a stand-in server; `asked` are the paths that were called, in order."""
+
+    version: str = "default"
+    behaviour: Behaviour | None = None
+    asked: list[str] = field(default_factory=list)
+    prompts: list[list[int]] = field(default_factory=list)
+    cancelled: int = 0
+    most_in_flight: int = 0
+    in_flight: int = 0
+    # Of each path, the status that it answers with instead of 200.
+    failing: dict[str, int] = field(default_factory=dict)
+    # Log-probability of every token of a probe.
+    probe: float = -1.0
+    # Each works in a thread before the answer; given what is sent to join a group, and to receive a bucket.
+    joined: Callable[[dict[str, Any]], None] | None = None
+    updated: Callable[[dict[str, Any]], None] | None = None
+
+    def __post_init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self._runner: web.AppRunner | None = None
+        self.port = 0
+        self.start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        """Listen, on the same port as before."""
+        self._run(self._started())
+
+    def stop(self) -> None:
+        """Break all connections and listen no more."""
+        if self._runner is not None:
+            self._run(self._runner.cleanup())
+            self._runner = None
+
+    def close(self) -> None:
+        self.stop()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+    def _run(self, asked: Any) -> None:
+        asyncio.run_coroutine_threadsafe(asked, self._loop).result(60)
+
+    async def _started(self) -> None:
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", self._answer)
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", self.port)
+        await site.start()
+        self.port = self._runner.addresses[0][1]
+
+    async def _answer(self, request: web.Request) -> web.Response:
+        self.asked.append(request.path_qs)
+        if request.path in self.failing:
+            return web.json_response({"error": "told to fail"}, status=self.failing[request.path])
+        body = await request.json() if request.method == "POST" and request.can_read_body else {}
+        match request.path:
+            case "/weight_info":
+                return web.json_response({"weight_version": self.version})
+            case "/init_weight_transfer_engine" if self.joined:
+                await asyncio.to_thread(self.joined, body["init_info"])
+            case "/update_weights" if self.updated:
+                await asyncio.to_thread(self.updated, body["update_info"])
+            case "/finish_weight_update":
+                self.version = body["weight_version"]
+            case "/inference/v1/generate" if "prompt_logprobs" in body["sampling_params"]:
+                return self._probed(body["token_ids"])
+            case "/inference/v1/generate":
+                return await self._generated(body)
+            case _:
+                pass
+        return web.json_response({})
+
+    def _probed(self, tokens: list[int]) -> web.Response:
+        rows = [None, *({str(token): {"logprob": self.probe}} for token in tokens[1:])]
+        return web.json_response({"choices": [{}], "prompt_logprobs": rows})
+
+    async def _generated(self, body: dict[str, Any]) -> web.Response:
+        self.prompts.append(body["token_ids"])
+        self.in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self.in_flight)
+        try:
+            return await self.behaviour(body) if self.behaviour else web.json_response(self.answer(body))
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        finally:
+            self.in_flight -= 1
+
+    def answer(self, body: dict[str, Any], **changes: Any) -> dict[str, Any]:
+        """Return the answer of a healthy engine: the prompt once more."""
+        tokens = body["token_ids"]
+        choice = {
+            "token_ids": tokens,
+            "finish_reason": "stop",
+            "logprobs": {"content": [{"token_id": token, "logprob": -0.5} for token in tokens]},
+            "weight_versions": [{"version": self.version, "start": 0, "end": len(tokens)}],
+        }
+        return {"choices": [choice | changes]}
+
+    async def hang(self, _: dict[str, Any]) -> web.Response:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.Event().wait(), 600)
+        return web.json_response({})

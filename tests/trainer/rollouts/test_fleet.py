@@ -1,0 +1,252 @@
+"""Answers of a fleet whose engines die, hang, lie and return."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from aiohttp import web
+
+from moejob_trainer.rollouts.connection import Connection, RequestRefused
+from moejob_trainer.rollouts.fleet import Fleet, Limits, NoEngine
+from moejob_trainer.rollouts.generator import AnswerFailed, FleetGenerator
+from moejob_trainer.rollouts.interface import Answer, Request, Sampling
+from moejob_trainer.rollouts.sync import Sync
+from moejob_trainer.rollouts.wire import Label
+from trainer.rollouts.stand_in import StandIn
+
+LABEL = Label(3, "here")
+LIMITS = Limits(start_seconds=120, silence_seconds=60, answer_seconds=120, look_seconds=0.02, in_flight=64)
+SAMPLING = Sampling(temperature=1.0, top_p=1.0, max_new_tokens=8, stop_tokens=(1,))
+
+
+class Served:
+    """A fleet over stand-ins that hold the published weights."""
+
+    def __init__(self, engines: list[StandIn], limits: Limits) -> None:
+        self.engines = engines
+        self.connection = Connection("secret")
+        self.fleet = Fleet([engine.url for engine in engines], self.connection, limits)
+        self.generator = FleetGenerator(self.fleet)
+        self.fleet.label = LABEL
+
+    def serve(self) -> Served:
+        sync = Sync(self.fleet)
+        engines = self.connection.run(sync.begin(60))
+        self.connection.run(sync.serve(self.connection.run(sync.finish(engines, LABEL)), None))
+        return self
+
+    def answers(self, requests: list[Request]) -> list[Answer]:
+        async def all_of_them() -> list[Answer]:
+            return await asyncio.gather(*(self.generator.generate(one, SAMPLING) for one in requests))
+
+        return asyncio.run(all_of_them())
+
+
+Serve = Callable[..., Served]
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    made: list[Served] = []
+
+    def served(count: int = 2, limits: Limits = LIMITS) -> Served:
+        made.append(Served([StandIn() for _ in range(count)], limits))
+        return made[-1]
+
+    yield served
+    for one in made:
+        one.connection.run(one.fleet.unwatch())
+        one.connection.close()
+        for engine in one.engines:
+            engine.close()
+
+
+def requests(groups: int, members: int) -> list[Request]:
+    return [
+        Request(group, member, np.array([group, 2, 3], np.int32), seed=group * members + member)
+        for group in range(groups)
+        for member in range(members)
+    ]
+
+
+def until(is_so: Callable[[], bool], what: str) -> None:
+    end = time.monotonic() + 120
+    while not is_so():
+        assert time.monotonic() < end, what
+        time.sleep(0.01)
+
+
+def test_each_request_gets_its_own_answer_with_the_version_of_each_token(serve: Serve) -> None:
+    asked = requests(groups=20, members=4)
+    answers = serve().serve().answers(asked)
+    assert [answer.request for answer in answers] == asked
+    assert all(answer.tokens.tolist() == answer.request.prompt.tolist() for answer in answers)
+    assert {version for answer in answers for version in answer.versions.tolist()} == {3}
+    assert answers[0].log_probabilities.tolist() == [-0.5, -0.5, -0.5]
+
+
+def test_members_of_a_group_go_to_one_engine_and_groups_to_all(serve: Serve) -> None:
+    served = serve(count=3).serve()
+    served.answers(requests(groups=30, members=4))
+    seen = [{prompt[0] for prompt in engine.prompts} for engine in served.engines]
+    assert all(seen)
+    assert sum(map(len, seen)) == len(set.union(*seen)) == 30
+
+
+def test_no_engine_has_more_in_flight_than_it_may(serve: Serve) -> None:
+    served = serve(limits=replace(LIMITS, in_flight=5)).serve()
+    served.answers(requests(groups=40, members=2))
+    assert all(0 < engine.most_in_flight <= 5 for engine in served.engines)
+
+
+def test_what_a_lost_engine_had_not_answered_is_asked_elsewhere(serve: Serve) -> None:
+    served = serve().serve()
+    dying, living = served.engines
+    dying.behaviour = dying.hang
+
+    def stop_it_once_asked() -> None:
+        until(lambda: dying.in_flight > 0, "nothing was asked")
+        dying.stop()
+
+    stopping = threading.Thread(target=stop_it_once_asked)
+    stopping.start()
+    answers = served.answers(requests(groups=10, members=2))
+    stopping.join()
+    assert len(answers) == 20
+    assert len(living.prompts) == 20
+
+
+def test_an_engine_that_says_nothing_is_lost_with_what_it_was_asked(serve: Serve) -> None:
+    served = serve(limits=replace(LIMITS, silence_seconds=0.5)).serve()
+    hung, living = served.engines
+    hung.behaviour = hung.hang
+    hung.failing["/weight_info"] = 503
+    assert len(served.answers(requests(groups=10, members=2))) == 20
+    assert len(living.prompts) == 20
+
+
+def test_an_engine_that_was_restarted_gets_no_work_before_it_has_the_weights(serve: Serve) -> None:
+    served = serve().serve()
+    restarted, other = served.engines
+    restarted.version = "default"
+    assert {version for one in served.answers(requests(4, 2)) for version in one.versions.tolist()} == {3}
+    restarted.prompts.clear()
+    served.answers(requests(4, 2))
+    assert restarted.prompts == []
+    assert other.prompts
+
+
+def test_weights_of_another_start_of_the_trainer_are_other_weights(serve: Serve) -> None:
+    served = serve().serve()
+    served.engines[0].version = "3.before"
+    served.answers(requests(4, 2))
+    assert len(served.engines[1].prompts) == 8
+
+
+def test_an_engine_that_returns_is_brought_to_the_weights_and_serves(serve: Serve) -> None:
+    served = serve().serve()
+    lost, _ = served.engines
+    sync = Sync(served.fleet)
+
+    async def load(engine: Any) -> None:
+        await sync.update(engine, {"paths": ["somewhere"]})
+
+    async def catch_up(engine: Any) -> None:
+        await sync.whole(engine, LABEL, load)
+
+    served.fleet.catch_up = catch_up
+    lost.stop()
+    served.answers(requests(4, 2))
+    lost.version = "default"
+    lost.asked.clear()
+    lost.start()
+    until(lambda: len(served.fleet.serving) == 2, "the engine does not serve again")
+    order = [path for path in lost.asked if path != "/weight_info"]
+    given = ["/update_weights", "/finish_weight_update", "/reset_prefix_cache"]
+    assert order == ["/pause?mode=keep", "/start_weight_update", *given, "/resume"]
+
+
+def test_a_cancelled_request_ends_in_the_engine(serve: Serve) -> None:
+    served = serve(count=1).serve()
+    engine = served.engines[0]
+    engine.behaviour = engine.hang
+
+    async def cancelled() -> None:
+        asking = asyncio.create_task(served.generator.generate(requests(1, 1)[0], SAMPLING))
+        await asyncio.to_thread(until, lambda: engine.in_flight == 1, "nothing was asked")
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+
+    asyncio.run(cancelled())
+    until(lambda: engine.cancelled == 1, "the engine works on")
+    assert served.fleet.engines[0].in_flight == 0
+
+
+def test_without_any_engine_it_says_why(serve: Serve) -> None:
+    served = serve(count=1, limits=replace(LIMITS, start_seconds=0.3)).serve()
+    served.engines[0].stop()
+    with pytest.raises(NoEngine, match=r"no engine has served .* cannot be reached"):
+        served.answers(requests(1, 1))
+
+
+def test_engines_that_nothing_can_bring_to_the_weights_are_not_waited_for(serve: Serve) -> None:
+    served = serve().serve()
+    for engine in served.engines:
+        engine.version = "default"
+    until(lambda: not served.fleet.serving, "an engine of other weights serves")
+    with pytest.raises(NoEngine, match=r"no engine has the published weights any more: .* has weights 'default'"):
+        served.answers(requests(1, 1))
+
+
+def test_a_request_that_is_wrong_is_not_asked_again(serve: Serve) -> None:
+    served = serve().serve()
+
+    async def refuse(_: dict[str, Any]) -> web.Response:
+        return web.json_response({"error": "too long"}, status=400)
+
+    for engine in served.engines:
+        engine.behaviour = refuse
+    with pytest.raises(RequestRefused, match="too long"):
+        served.answers(requests(1, 1))
+    assert sum(len(engine.prompts) for engine in served.engines) == 1
+
+
+def test_a_request_that_every_engine_dies_of_is_given_up(serve: Serve) -> None:
+    served = serve().serve()
+
+    async def die(_: dict[str, Any]) -> web.Response:
+        return web.json_response({"error": "engine dead"}, status=500)
+
+    for engine in served.engines:
+        engine.behaviour = die
+    with pytest.raises(AnswerFailed, match=r"failed 5 times: .*engine dead"):
+        served.answers(requests(1, 1))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"finish_reason": "abort"}, id="aborted"),
+        pytest.param({"logprobs": {"content": []}}, id="fewer log-probabilities than tokens"),
+        pytest.param({"weight_versions": []}, id="tokens of no version"),
+        pytest.param({"weight_versions": [{"version": "3.here", "start": 0, "end": 1}]}, id="some tokens of none"),
+    ],
+)
+def test_an_answer_that_is_not_whole_is_asked_again(serve: Serve, changes: dict[str, Any]) -> None:
+    served = serve().serve()
+    odd, other = served.engines
+
+    async def answer(body: dict[str, Any]) -> web.Response:
+        return web.json_response(odd.answer(body, **changes))
+
+    odd.behaviour = answer
+    assert len(served.answers(requests(2, 1))) == 2
+    assert other.prompts

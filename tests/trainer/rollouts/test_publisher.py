@@ -1,0 +1,183 @@
+"""Publications of weights through a folder: the proof, a full volume, engines that fail on the way, several ranks."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import Tensor
+
+from moejob_trainer.rollouts.connection import Connection
+from moejob_trainer.rollouts.fleet import Fleet, Limits, NoEngine
+from moejob_trainer.rollouts.interface import SyncReport
+from moejob_trainer.rollouts.publisher import Publisher, Trial, WrongWeights, wrong
+from moejob_trainer.rollouts.transports.disk import DiskTransport, NoRoom
+from trainer.rollouts.stand_in import StandIn
+from trainer.worlds import Worlds
+
+LIMITS = Limits(start_seconds=120, silence_seconds=60, answer_seconds=120, look_seconds=0.02)
+# What stand-ins say of every token.
+SAID = -1.0
+
+
+def weights(rank: int = 0) -> Iterator[tuple[str, Tensor]]:
+    yield f"{rank}.first", torch.full((3, 5), float(rank))
+    yield f"{rank}.second", torch.arange(7, dtype=torch.bfloat16)
+
+
+class Run:
+    """A trainer of one rank, or the first of several, and its stand-in engines."""
+
+    def __init__(self, folder: Path, count: int = 2, trainers: float = SAID, seconds: float = 60) -> None:
+        self.engines = [StandIn(probe=SAID) for _ in range(count)]
+        self.connection = Connection("secret")
+        self.fleet = Fleet([engine.url for engine in self.engines], self.connection, LIMITS)
+        self.transport = DiskTransport(folder, None, seconds)
+        self.publisher = Publisher(self.fleet, None, self.transport, trial(trainers))
+
+    def close(self) -> None:
+        self.publisher.close()
+        for engine in self.engines:
+            engine.close()
+
+
+def trial(trainers: float) -> Trial:
+    return Trial(512, lambda tokens: np.full(len(tokens) - 1, trainers, np.float32), 0.001)
+
+
+Make = Callable[..., Run]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    made: list[Run] = []
+
+    def run(folder: Path = tmp_path, **options: Any) -> Run:
+        made.append(Run(folder, **options))
+        return made[-1]
+
+    yield run
+    for one in made:
+        one.close()
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def test_all_engines_get_the_weights_and_their_name(make: Make, tmp_path: Path) -> None:
+    run = make()
+    report = run.publisher.publish(5, weights())
+    assert (report.version, report.size_bytes) == (5, 3 * 5 * 4 + 7 * 2)
+    assert (report.probe_mean, report.probe_maximum) == (0.0, 0.0)
+    assert {engine.version for engine in run.engines} == {str(run.fleet.label)}
+    assert len(run.fleet.serving) == 2
+    (file,) = files(tmp_path)
+    with safe_open(file, "pt") as written:
+        assert {name: written.get_tensor(name).tolist() for name in written.keys()} == {  # noqa: SIM118  # no mapping
+            name: tensor.tolist() for name, tensor in weights()
+        }
+
+
+def test_the_files_of_a_version_go_with_the_next_one_and_at_the_end(make: Make, tmp_path: Path) -> None:
+    run = make()
+    run.publisher.publish(5, weights())
+    (first,) = files(tmp_path)
+    run.publisher.publish(6, weights())
+    (second,) = files(tmp_path)
+    assert first != second
+    run.transport.close()
+    assert files(tmp_path) == []
+
+
+def test_engines_with_other_probabilities_stop_the_run_with_both_numbers(make: Make) -> None:
+    run = make(trainers=-1.25)
+    with pytest.raises(WrongWeights, match=r"-1\.00000 and the trainer -1\.25000; .* 0\.25000 where 0\.001"):
+        run.publisher.publish(1, weights())
+
+
+@pytest.mark.parametrize(
+    ("theirs", "is_wrong"),
+    [
+        pytest.param([-1.0, -2.0], False, id="equal"),
+        pytest.param([-1.0, -2.01], False, id="as far as allowed"),
+        pytest.param([-1.5, -1.5], True, id="equal in the mean only"),
+        pytest.param([float("nan"), -2.0], True, id="not a number"),
+    ],
+)
+def test_a_probe_is_compared_token_by_token(theirs: list[float], is_wrong: bool) -> None:
+    said = np.array(theirs, np.float32)
+    assert (wrong(np.array([-1.0, -2.0], np.float32), [("there", said)], 0.01) is not None) == is_wrong
+
+
+def test_one_wrong_engine_among_right_ones_is_seen() -> None:
+    right, other = np.array([-1.0], np.float32), np.array([-3.0], np.float32)
+    assert "second" in str(wrong(right, [("first", right), ("second", other)], 0.01))
+
+
+@pytest.mark.parametrize("path", ["/start_weight_update", "/update_weights", "/finish_weight_update", "/resume"])
+def test_an_engine_that_fails_on_the_way_serves_no_more_and_the_others_do(make: Make, path: str) -> None:
+    run = make()
+    run.engines[0].failing[path] = 500
+    assert run.publisher.publish(2, weights()).version == 2
+    assert [engine.url for engine in run.fleet.serving] == [run.engines[1].url]
+
+
+def test_without_engines_it_says_so(make: Make) -> None:
+    run = make(count=1, seconds=0.2)
+    run.engines[0].failing["/ready"] = 503
+    with pytest.raises(NoEngine, match=r"no engine is ready after 0\.2 s: .* answered 503"):
+        run.publisher.publish(2, weights())
+
+
+def test_a_full_volume_is_named_and_engines_keep_what_they_have(make: Make, tmp_path: Path) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", small], check=False).returncode:  # noqa: S607
+        pytest.skip("a small volume cannot be mounted here")
+    try:
+        run = make(folder=small)
+        run.publisher.publish(1, weights())
+        before = [engine.version for engine in run.engines]
+        large = iter([("large", torch.zeros(100_000))])
+        with pytest.raises(NoRoom, match=r"bytes free and weights of 400,000 bytes do not fit .*grpo\.rollout\.sync"):
+            run.publisher.publish(2, large)
+        assert [engine.version for engine in run.engines] == before
+        assert len(run.fleet.serving) == 2
+        assert files(small) == []
+    finally:
+        subprocess.run(["umount", "--lazy", small], check=True)  # noqa: S607
+
+
+def test_every_rank_writes_what_it_owns(worlds: Worlds, tmp_path: Path) -> None:
+    reports = worlds.run(2, published_by_ranks, tmp_path)
+    assert [report.version for report in reports] == [4, 4]
+    assert reports[0].size_bytes == 2 * (3 * 5 * 4 + 7 * 2)
+    names = set()
+    for file in files(tmp_path):
+        with safe_open(file, "pt") as written:
+            names |= set(written.keys())
+    assert names == {"0.first", "0.second", "1.first", "1.second"}
+
+
+def published_by_ranks(folder: Path) -> SyncReport:
+    """Rank 0 has the engine, each rank its own weights."""
+    world, rank = dist.new_group(backend="gloo"), dist.get_rank()
+    transport = DiskTransport(folder, world, 60)
+    if rank:
+        return Publisher(None, world, transport, trial(SAID)).publish(4, weights(rank))
+    engine, connection = StandIn(probe=SAID), Connection(None)
+    fleet = Fleet([engine.url], connection, LIMITS)
+    try:
+        return Publisher(fleet, world, transport, trial(SAID)).publish(4, weights(rank))
+    finally:
+        connection.run(fleet.unwatch())
+        connection.close()
+        engine.close()

@@ -1,0 +1,258 @@
+"""A trainer's client and two real engines, each in the environment of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from builders import merged
+from engines import SECRET, Engine
+from moejob_api.contract import Environment
+from moejob_api.models import catalog
+from moejob_trainer.data import tiny
+from moejob_trainer.rollouts.connection import Connection
+from moejob_trainer.rollouts.fleet import Fleet, Limits
+from moejob_trainer.rollouts.generator import FleetGenerator
+from moejob_trainer.rollouts.interface import Answer, Floats, Request, Sampling, Tokens
+from moejob_trainer.rollouts.publisher import Publisher, Trial
+from moejob_trainer.rollouts.transports.disk import DiskTransport
+from trainer.rollouts.passage import SCORES, Passage
+from trainer.rollouts.stand_in import StandIn
+from trainer.runs import LONGEST_SECONDS, Runs, Started, eventually, steps
+
+# An engine that is silent for so long hangs: its server answers at once, whatever its workers do.
+LIMITS = Limits(start_seconds=900, silence_seconds=10, answer_seconds=900, look_seconds=0.2)
+SAMPLING = Sampling(temperature=0.8, top_p=1.0, max_new_tokens=48, stop_tokens=())
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, Engine]]:
+    folder = tmp_path_factory.mktemp("run")
+    model().config.save_pretrained(folder / "engine-model")
+    job: dict[str, Any] = {
+        "model": {"dtype": "float32"},
+        "data": {"maxLength": 64},
+        "grpo": {"maxNewTokens": 64, "rollout": {"placement": "Separate"}},
+    }
+    two = Engine(folder, folder / "first.log", **job), Engine(folder, folder / "second.log", **job)
+    yield two
+    for one in two:
+        one.kill()
+
+
+def model(seed: int = 0) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    values = dict(catalog.config(tiny.TOKENIZER) or {})
+    values.pop("model_type")
+    found: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", **values))
+    found.float().eval()
+    return found
+
+
+def log_probabilities(model: PreTrainedModel, tokens: Tokens, temperature: float = 1.0) -> Floats:
+    """Of each token but the first."""
+    row = torch.from_numpy(tokens.astype(np.int64))[None]
+    with torch.no_grad():
+        rows = torch.log_softmax(model(row).logits[0].float() / temperature, -1)[:-1]
+    picked: Floats = rows.gather(1, row[0, 1:, None])[:, 0].numpy()
+    return picked
+
+
+def weights(model: PreTrainedModel, folder: Path) -> dict[str, torch.Tensor]:
+    """Under the names of the hub's files."""
+    model.save_pretrained(folder)
+    return load_file(folder / "model.safetensors")
+
+
+def apart(model: PreTrainedModel, answers: list[Answer]) -> float:
+    """Mean |log-probability of the model - of the engine| over the tokens of answers."""
+    differences = []
+    for answer in answers:
+        whole = np.concatenate([answer.request.prompt, answer.tokens])
+        theirs = log_probabilities(model, whole, SAMPLING.temperature)[-len(answer.tokens) :]
+        differences.append(np.abs(theirs - answer.log_probabilities))
+    return float(np.concatenate(differences).mean())
+
+
+STEPS = 4
+GRPO: dict[str, Any] = {
+    "method": "GRPO",
+    "data": {"train": [{"source": "moejob/tiny-sums", "format": "Prompts"}]},
+    "training": {"maxSteps": STEPS, "globalBatchSize": 16},
+    "grpo": {
+        "groupSize": 4,
+        "promptsPerStep": 4,
+        "maxNewTokens": 8,
+        "rollout": {"placement": "Separate", "sync": "Disk"},
+    },
+}
+
+
+@pytest.mark.slow
+def test_a_trainer_that_is_killed_repeats_and_loses_no_group(engines: tuple[Engine, Engine], tmp_path: Path) -> None:
+    runs, passage = Runs(tmp_path / "volume"), Passage(engines[0].ready().url)
+    runs.volume.mkdir()
+    reward = {"url": passage.url + SCORES, "timeoutSeconds": 2}
+    is_asked_again, samples = threading.Event(), runs.volume / "killed/samples"
+    environ: dict[str, str] = {
+        Environment.ROLLOUT_URLS: passage.url,
+        Environment.SECRET: SECRET,
+        Environment.HOST: "127.0.0.1",
+    }
+    sections = merged(GRPO, {"grpo": {"rewards": [reward]}})
+
+    def started(attempt: int, job: str = "killed", **more: Any) -> Started:
+        return runs.start(job, attempt=attempt, environ=environ, **(sections | more))
+
+    try:
+        full = started(1, before="small files")
+        assert any(full.codes())
+        assert re.search(r"bytes free and weights of [0-9,]+ bytes do not fit", full.last_line()), full.said()
+        # Between generation and update of step 3, then in the synchronization before step 4.
+        _killed_at(passage, SCORES, samples / "step-2.jsonl", lambda: started(2))
+        _killed_at(passage, "/update_weights", samples / "step-3.jsonl", lambda: started(3))
+
+        def down_then_silent(number: int) -> int | None:
+            if number == 2:
+                is_asked_again.wait(LONGEST_SECONDS)
+            elif number == 3:
+                is_asked_again.set()
+            return 503 if number == 1 else None
+
+        passage.disturb(SCORES, down_then_silent)
+        again = started(4)
+        assert again.codes() == [0], again.said()
+        assert {step.step for step in steps(again.folder) if step.attempt == 4} <= {2, 3, 4}
+        passage.disturb(SCORES, lambda _: None)
+        assert is_asked_again.is_set()
+        assert started(1, "undisturbed").codes() == [0]
+        assert _learned(runs.volume / "killed") == _learned(runs.volume / "undisturbed")
+    finally:
+        runs.close()
+        passage.close()
+
+
+def _killed_at(passage: Passage, path: str, after: Path, start: Callable[[], Started]) -> None:
+    """Kill a run once a file is there and the engine or the service has answered, before the trainer knows it."""
+    reached, is_dead = threading.Event(), threading.Event()
+
+    def held(_: int) -> None:
+        if after.exists():
+            reached.set()
+            is_dead.wait(LONGEST_SECONDS)
+
+    passage.disturb(path, held)
+    run = start()
+    eventually(lambda: reached.is_set() or not run.is_running(), f"{path} after {after.name}")
+    assert run.is_running(), run.said()
+    run.kill()
+    is_dead.set()
+    passage.disturb(path, lambda _: None)
+
+
+def _learned(folder: Path) -> list[Any]:
+    """Return answers, rewards and advantages of every step, and its loss."""
+    last = {line["step"]: line for line in map(json.loads, (folder / "steps.jsonl").read_text().splitlines())}
+    answers = [(folder / f"samples/step-{step}.jsonl").read_text() for step in range(1, STEPS + 1)]
+    return [*answers, *(pytest.approx(last[step]["loss"], abs=1e-5) for step in range(1, STEPS + 1))]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A fleet with weights, which is asked for 16 groups."""
+
+    fleet: Fleet
+    trained: PreTrainedModel
+
+    def answers(self, disturb: Callable[[], None]) -> list[Answer]:
+        """Return all answers; the first engine is disturbed once it generates."""
+        generator = FleetGenerator(self.fleet)
+
+        async def asked() -> list[Answer]:
+            requests = [
+                Request(group, member, np.arange(group, group + 12, dtype=np.int32), seed=100 * group + member)
+                for group in range(16)
+                for member in range(4)
+            ]
+            return await asyncio.gather(*(generator.generate(request, SAMPLING) for request in requests))
+
+        def disturbed() -> None:
+            eventually(lambda: self.fleet.engines[0].in_flight >= 8, "work for the first engine")
+            disturb()
+
+        disturbing = threading.Thread(target=disturbed)
+        disturbing.start()
+        answers = asyncio.run(asked())
+        disturbing.join()
+        return answers
+
+    def are_right(self, answers: list[Answer]) -> None:
+        """Check that there is one answer to each request, of the weights that were published."""
+        assert [(one.request.group, one.request.member) for one in answers] == [
+            (g, m) for g in range(16) for m in range(4)
+        ]
+        assert {version for one in answers for version in one.versions.tolist()} == {1}
+        assert apart(self.trained, answers) < 1e-4
+
+
+@pytest.fixture
+def asked(engines: tuple[Engine, Engine], tmp_path: Path) -> Iterator[Asked]:
+    fleet = Fleet([engine.url for engine in engines], Connection(SECRET), LIMITS)
+    trained = model(5)
+    trial = Trial(512, lambda tokens: log_probabilities(trained, tokens), 1e-3)
+    publisher = Publisher(fleet, None, DiskTransport(tmp_path / "weights", None, LIMITS.start_seconds), trial)
+    try:
+        assert publisher.publish(1, iter(weights(trained, tmp_path / "first").items())).probe_mean < 1e-4
+        yield Asked(fleet, trained)
+    finally:
+        publisher.close()
+
+
+def test_what_an_engine_that_hangs_was_asked_is_answered_by_the_other(
+    engines: tuple[Engine, Engine], asked: Asked
+) -> None:
+    answers = asked.answers(lambda: os.killpg(engines[0].pid, signal.SIGSTOP))
+    try:
+        asked.are_right(answers)
+        assert [engine.url for engine in asked.fleet.serving] == [engines[1].url]
+    finally:
+        os.killpg(engines[0].pid, signal.SIGCONT)
+    # It has the published weights: it serves as soon as it says so.
+    eventually(lambda: len(asked.fleet.serving) == 2, "its return")
+
+
+def test_all_answers_arrive_when_an_engine_is_killed_while_it_generates(
+    engines: tuple[Engine, Engine], asked: Asked
+) -> None:
+    asked.are_right(asked.answers(lambda: os.killpg(engines[0].pid, signal.SIGKILL)))
+    assert [engine.url for engine in asked.fleet.serving] == [engines[1].url]
+
+
+def test_an_engine_that_is_killed_while_it_takes_weights_is_left_out(
+    engines: tuple[Engine, Engine], tmp_path: Path
+) -> None:
+    # Both load at once, and neither is asked to finish before both have loaded.
+    other = StandIn(updated=lambda _: os.killpg(engines[1].pid, signal.SIGKILL))
+    fleet = Fleet([engines[1].ready().url, other.url], Connection(SECRET), LIMITS)
+    trial = Trial(512, lambda tokens: np.full(len(tokens) - 1, other.probe, np.float32), 1e-3)
+    publisher = Publisher(fleet, None, DiskTransport(tmp_path / "weights", None, LIMITS.start_seconds), trial)
+    try:
+        publisher.publish(1, iter(weights(model(6), tmp_path / "first").items()))
+        assert [engine.url for engine in fleet.serving] == [other.url]
+    finally:
+        publisher.close()
+        other.close()

@@ -1,0 +1,94 @@
+"""Beats from a rank to its launcher."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moejob_api.contract import PodProgress, RankBeat, RunProgress
+from moejob_trainer.launcher.metrics import exposition
+from moejob_trainer.runtime.heartbeats import BOARD, BackgroundHeartbeat, Heartbeat, HeartbeatBoard, NoLauncher
+
+
+def test_a_board_shows_who_has_beaten_at_which_step(tmp_path: Path) -> None:
+    board = HeartbeatBoard(tmp_path / "board", 3)
+    Heartbeat.for_rank({BOARD: str(board.folder), "LOCAL_RANK": "1"}).beat(42)
+    rows = board.read()
+    assert [(row.has_beaten, row.step) for row in rows] == [(False, 0), (True, 42), (False, 0)]
+    # The one that beat was heard of last; the others when they were started.
+    assert 0 <= rows[1].age_seconds < rows[0].age_seconds
+
+
+def test_what_rank_0_says_is_read_and_carried_to_the_next_board(tmp_path: Path) -> None:
+    board = HeartbeatBoard(tmp_path / "first", 1)
+    assert board.run() is None
+    said = RunProgress(step=3, loss=1.5)
+    Heartbeat.for_rank({BOARD: str(board.folder), "LOCAL_RANK": "0"}).report(said)
+    assert board.run() == said
+    assert HeartbeatBoard(tmp_path / "second", 1, said).run() == said
+
+
+def test_a_beat_into_an_older_board_is_not_seen(tmp_path: Path) -> None:
+    old = HeartbeatBoard(tmp_path / "old", 1)
+    late = Heartbeat.for_rank({BOARD: str(old.folder), "LOCAL_RANK": "0"})
+    new = HeartbeatBoard(tmp_path / "new", 1)
+    late.beat(5)
+    assert not new.read()[0].has_beaten
+
+
+def test_a_run_that_cannot_be_shown_goes_on(tmp_path: Path) -> None:
+    board = HeartbeatBoard(tmp_path / "board", 1)
+    heartbeat = Heartbeat.for_rank({BOARD: str(board.folder), "LOCAL_RANK": "0"})
+    (board.folder / "run.new").mkdir()
+    heartbeat.report(RunProgress(step=1))
+    assert board.run() is None
+
+
+def test_beats_without_a_launcher_are_an_error_unless_asked_for() -> None:
+    with pytest.raises(NoLauncher, match=r"moejob_trainer\.launcher"):
+        Heartbeat.for_rank({})
+    heartbeat = Heartbeat.without_launcher()
+    heartbeat.beat(1)
+    heartbeat.report(RunProgress(step=1))
+
+
+def test_metrics_are_what_prometheus_reads() -> None:
+    pod = PodProgress(
+        attempt=1,
+        index=0,
+        restarts=2,
+        ready=True,
+        ranks=(RankBeat(rank=8, pid=7, step=3, age_seconds=0.25),),
+        run=RunProgress(step=3, mfu=0.4),
+    )
+    assert exposition(pod).splitlines() == [
+        "# HELP moejob_pod_ready Every rank of the pod has sent a heartbeat.",
+        "# TYPE moejob_pod_ready gauge",
+        "moejob_pod_ready 1",
+        "# HELP moejob_rank_beat_age_seconds Seconds since the last sign of life.",
+        "# TYPE moejob_rank_beat_age_seconds gauge",
+        'moejob_rank_beat_age_seconds{rank="8"} 0.25',
+        "# HELP moejob_rank_step Steps a rank has done.",
+        "# TYPE moejob_rank_step gauge",
+        'moejob_rank_step{rank="8"} 3',
+        "# HELP moejob_rank_restarts_total Restarts of ranks in place that this pod was the reason for.",
+        "# TYPE moejob_rank_restarts_total counter",
+        "moejob_rank_restarts_total 2",
+        "# HELP moejob_step Steps done.",
+        "# TYPE moejob_step gauge",
+        "moejob_step 3",
+        "# HELP moejob_mfu_ratio Share of peak.",
+        "# TYPE moejob_mfu_ratio gauge",
+        "moejob_mfu_ratio 0.4",
+    ]
+
+
+def test_a_pulse_beats_until_it_is_stopped(tmp_path: Path) -> None:
+    board = HeartbeatBoard(tmp_path / "board", 1)
+    heartbeat = Heartbeat.for_rank({BOARD: str(board.folder), "LOCAL_RANK": "0"})
+    with BackgroundHeartbeat(heartbeat, step=7) as background:
+        background.stop()
+    (heard,) = board.read()
+    assert heard.has_beaten
+    assert heard.step == 7

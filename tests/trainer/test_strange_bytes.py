@@ -1,0 +1,126 @@
+"""Ten thousand damaged inputs for each parser of what ranks, launchers and earlier runs wrote, and for the store.
+
+Each is answered, refused or read within its bounds; nothing else is raised. `make fuzz` draws a million others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pydantic import TypeAdapter
+
+from fuzzing import damaged, drawn
+from moejob_api.contract import RunFile, RunOwner, claim_name, claimed
+from moejob_trainer.checkpoints.manifest import Damaged, FileEntry, Manifest, manifest, marker, read_manifest
+from moejob_trainer.checkpoints.names import MANIFEST, MARKER
+from moejob_trainer.checkpoints.run import own_run_folder
+from moejob_trainer.distributed.encoding import BadMessage, decoded, encoded, packed, unpacked
+from moejob_trainer.errors import BadConfiguration
+from moejob_trainer.launcher.store import Entries, Operation, Request, StoreServer
+from trainer.checkpoints.worlds import facts
+
+WHOLE = manifest([FileEntry(name="__0_0.distcp", size_bytes=5, hash="0" * 32)], facts(20)).content()
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    """A folder on no disk: thousands of files are written there."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        yield Path(folder)
+
+
+def test_a_damaged_manifest_or_marker_is_never_trusted(memory: Path) -> None:
+    vouched = marker(WHOLE).content()
+    for draw in drawn():
+        content, beside = damaged(draw, [WHOLE]), damaged(draw, [vouched])
+        # One is damaged and vouched for, or neither belongs to the other.
+        is_forged = draw.random() < 0.5
+        (memory / MANIFEST).write_bytes(content)
+        (memory / MARKER).write_bytes(marker(content).content() if is_forged else beside)
+        try:
+            found = read_manifest(memory)
+        except (Damaged, BadConfiguration):
+            continue
+        assert is_forged or content == WHOLE
+        assert not any(entry.name.startswith("/") or ".." in entry.name.split("/") for entry in found.files)
+        assert Manifest.model_validate_json(found.content()) == found
+
+
+def test_a_run_folder_whose_owner_file_is_damaged_is_left_alone(memory: Path) -> None:
+    mine = RunOwner(job="sft", uid="1234")
+    written = memory / RunFile.OWNER
+    content = mine.model_dump_json().encode()
+    for draw in drawn():
+        wrong = damaged(draw, [content])
+        written.write_bytes(wrong)
+        with suppress(BadConfiguration):
+            own_run_folder(memory, mine)
+        assert written.read_bytes() == wrong
+
+
+def test_a_file_name_is_a_fence_token_or_none() -> None:
+    for draw in drawn():
+        name = damaged(draw, [claim_name(3, 1).encode()]).decode(errors="replace")
+        found = claimed(name)
+        assert found is None or claimed(claim_name(*found)) == found
+
+
+def test_a_message_of_a_rank_is_of_the_type_that_is_expected_or_is_refused() -> None:
+    kind = TypeAdapter(dict[str, list[float]])
+    text = encoded({"loss": [1.5, float("nan")]}, kind)
+    arrays = packed({"tokens": np.arange(6).reshape(2, 3), "mask": np.ones(4, np.bool_)})
+    for draw in drawn():
+        with suppress(BadMessage):
+            assert all(
+                isinstance(value, float) for row in decoded(damaged(draw, [text]), kind).values() for value in row
+            )
+        with suppress(BadMessage):
+            assert sum(array.nbytes for array in unpacked(damaged(draw, [arrays])).values()) < 10 * len(arrays)
+
+
+class _Writer:
+    """Keeps what the store answers."""
+
+    def __init__(self) -> None:
+        self.answer = b""
+
+    def write(self, content: bytes) -> None:
+        self.answer += content
+
+    async def drain(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def test_the_store_answers_strangers_nothing_and_its_own_within_bounds() -> None:
+    requests = [
+        Request(operation=Operation.PUT_FIRST, name="round/1/ranks", text="x" * 100).model_dump_json().encode(),
+        Request(operation=Operation.COUNT, name="round/1", number=1).model_dump_json().encode(),
+    ]
+    frames = [len(request).to_bytes(4, "big") + request for request in requests]
+    entries = Entries(limit_bytes=10_000)
+    server = StoreServer(entries, b"the key of an attempt")
+
+    async def story() -> int:
+        answers = 0
+        for draw in drawn():
+            for serves in (server._serve, server._answer):  # noqa: SLF001 the second is behind the proof of a key
+                reader, writer = asyncio.StreamReader(), _Writer()
+                reader.feed_data(damaged(draw, frames))
+                reader.feed_eof()
+                try:
+                    await serves(reader, writer)  # type: ignore[arg-type]
+                except (ValueError, asyncio.IncompleteReadError):
+                    assert serves == server._answer  # noqa: SLF001
+                # A stranger sees the nonce that he is asked to prove a key over, and no more.
+                assert serves == server._answer or len(writer.answer) <= 32  # noqa: SLF001
+                answers += serves == server._answer and bool(writer.answer)  # noqa: SLF001
+        return answers
+
+    assert asyncio.run(story()) > 0

@@ -1,0 +1,61 @@
+"""`python -m moejob_trainer.checkpoint_export`, which `moejob export` starts.
+
+RUN --out FOLDER [--step N] [--merge-adapters] [--dtype TYPE] [--base FOLDER]
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from moejob_api.contract import ExitCode
+from moejob_api.problems import InvalidSpec
+from moejob_trainer.checkpoint_export.export import Wanted, export_run
+from moejob_trainer.checkpoint_export.run import stored_run
+from moejob_trainer.errors import BadConfiguration
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Export; print one line, or what is wrong."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    asked = _parser().parse_args(arguments)
+    dtype = None if asked.dtype is None else getattr(torch, asked.dtype)
+    try:
+        done = export_run(stored_run(asked.run, asked.step), Wanted(asked.out, asked.merge_adapters, dtype, asked.base))
+    except (BadConfiguration, InvalidSpec) as error:
+        print(error, file=sys.stderr)  # noqa: T201
+        return ExitCode.BAD_CONFIGURATION
+    except FileNotFoundError as error:
+        print(  # noqa: T201
+            f"{error}: a run that is training may have removed this checkpoint (checkpoint.keep); export again, or "
+            "name a newer --step",
+            file=sys.stderr,
+        )
+        return 1
+    except OSError as error:
+        print(f"{asked.out}: {error}", file=sys.stderr)  # noqa: T201
+        return 1
+    print(done)  # noqa: T201
+    return ExitCode.DONE
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="moejob_trainer.checkpoint_export")
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--step", type=int)
+    parser.add_argument("--merge-adapters", action="store_true")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"))
+    parser.add_argument("--base", type=Path)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,147 @@
+"""The export of a stored run: the model, merged with its adapters where it is asked for, or the adapters alone.
+
+What is being written lies under another name until it has been read back, and is removed when anything fails.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from moejob_trainer.checkpoint_export.run import StoredRun
+from moejob_trainer.checkpoint_export.tensors import CheckpointTensors, MergedTensors, PublishedTensors
+from moejob_trainer.conversion.adapters import AdapterTarget, adapter_table, write_adapters
+from moejob_trainer.conversion.export import (
+    MOST_SHARD_BYTES,
+    ExportReport,
+    Target,
+    WrittenFile,
+    complete,
+    file_names,
+    prepare,
+)
+from moejob_trainer.conversion.families import Table, table
+from moejob_trainer.conversion.gathering import names
+from moejob_trainer.conversion.loading import Source, opened
+from moejob_trainer.conversion.safetensors_writer import TensorEntry, planned, shard_writer, verify
+from moejob_trainer.conversion.tensor_table import Piece
+from moejob_trainer.data import tiny
+from moejob_trainer.errors import BadConfiguration
+from moejob_trainer.model.pretrained import fetch
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """The form of an export. `dtype` None: the job's; `base` None: published weights lie where the job says."""
+
+    folder: Path
+    merge_adapters: bool = False
+    dtype: torch.dtype | None = None
+    base: Path | None = None
+    most_shard_bytes: int = MOST_SHARD_BYTES
+
+
+def export_run(run: StoredRun, wanted: Wanted) -> str:
+    """Export a run's checkpoint; return one line that says what was written."""
+    if wanted.folder.exists():
+        raise BadConfiguration(f"{wanted.folder} exists; name another folder, or remove it")
+    if run.adapters.lora is None and wanted.merge_adapters:
+        raise BadConfiguration(f"{run.checkpoint.path} holds no adapters; leave out --merge-adapters")
+    if run.adapters.lora is not None and not wanted.merge_adapters:
+        return _export_adapters(run, wanted)
+    report = export_model(run, wanted)
+    return (
+        f"wrote {wanted.folder}: step {run.checkpoint.folder.step}, {len(report.checksums)} tensors, "
+        f"{report.bytes:,} bytes, each read back and compared"
+    )
+
+
+def export_model(run: StoredRun, wanted: Wanted) -> ExportReport:
+    """Write every tensor of the model, with no more than one of them in memory."""
+    declared = table(run.shape)
+    tensors = _merged(run, declared, wanted) if run.adapters.lora else _weights(run, declared)
+    dtype = wanted.dtype or getattr(torch, run.spec.model.dtype.value)
+    target = Target(wanted.folder, run.template, dtype, wanted.most_shard_bytes)
+    with _removed_on_failure(target.unfinished):
+        report = _write(tensors, declared, target, dtype)
+        target.unfinished.rename(target.folder)
+    return report
+
+
+def _export_adapters(run: StoredRun, wanted: Wanted) -> str:
+    lora = run.adapters.lora
+    if lora is None:
+        raise ValueError("the checkpoint holds no adapters")
+    if wanted.dtype is not None:
+        raise BadConfiguration("adapters are written in float32; leave out --dtype, or add --merge-adapters")
+    declared = adapter_table(run.shape, lora)
+    tensors = CheckpointTensors.open(run.checkpoint.path, declared)
+    target = AdapterTarget(wanted.folder, run.spec.model.source, lora)
+    with _removed_on_failure(target.unfinished):
+        write_adapters(
+            {piece.tensor: tensors.tensor(piece).contiguous() for piece in declared.pieces}, declared, target
+        )
+        target.unfinished.rename(target.folder)
+    return (
+        f"wrote {wanted.folder}: step {run.checkpoint.folder.step}, the adapters of {run.spec.model.source} for PEFT; "
+        "--merge-adapters writes the whole model"
+    )
+
+
+def _weights(run: StoredRun, declared: Table) -> CheckpointTensors:
+    return CheckpointTensors.open(run.checkpoint.path, declared)
+
+
+def _merged(run: StoredRun, declared: Table, wanted: Wanted) -> MergedTensors:
+    facts = run.adapters
+    if facts.lora is None:
+        raise ValueError("the checkpoint holds no adapters")
+    weights = _weights(run, declared)
+    adapters = CheckpointTensors.open(run.checkpoint.path, adapter_table(run.shape, facts.lora))
+    base = None if facts.holds_weights else _base(run, declared, wanted)
+    return MergedTensors(weights, adapters, facts.lora.alpha / facts.lora.rank, base)
+
+
+def _base(run: StoredRun, declared: Table, wanted: Wanted) -> Source:
+    """The published weights that the adapters belong to."""
+    source = run.spec.model.source
+    if source == tiny.TOKENIZER:
+        raise BadConfiguration(
+            f"{source} has no published weights to merge adapters with: each run makes its own from its seed; export "
+            "the adapters alone"
+        )
+    return opened(wanted.base or fetch(run.spec.model, run.template.parent), declared)
+
+
+def _write(tensors: PublishedTensors, declared: Table, target: Target, dtype: torch.dtype) -> ExportReport:
+    pieces = {name: piece for piece in declared.pieces for name in names(piece, declared)}
+    entries = [TensorEntry(name, piece.shape, _dtype(piece, declared, dtype)) for name, piece in pieces.items()]
+    shards = planned(entries, target.most_shard_bytes)
+    prepare(target, declared.shape, dtype, sum(entry.bytes for entry in entries))
+    written = []
+    for file, of_file in zip(file_names([len(shards)], 0), shards, strict=True):
+        path = target.unfinished / file
+        with shard_writer(path, of_file) as shard:
+            checksums = {
+                one.name: shard.write(one.name, tensors.tensor(pieces[one.name]).to(one.dtype)) for one in of_file
+            }
+        verify(path, of_file, checksums)
+        written.append(WrittenFile(file, tuple(of_file), checksums))
+    return complete(declared, target, written)
+
+
+def _dtype(piece: Piece, declared: Table, dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if declared.by_name[piece.parameter].is_buffer else dtype
+
+
+@contextmanager
+def _removed_on_failure(unfinished: Path) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)

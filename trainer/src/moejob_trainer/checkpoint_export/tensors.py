@@ -1,0 +1,82 @@
+"""Published tensors, one at a time, out of what a checkpoint holds, and of published weights beside its adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from moejob_trainer.checkpoints.shards import ShardSpec
+from moejob_trainer.conversion.adapters import names_of_pair
+from moejob_trainer.conversion.families import Table
+from moejob_trainer.conversion.loading import Source
+from moejob_trainer.conversion.tensor_table import Piece, sizes
+from moejob_trainer.megatron.stored_shards import Kind, ShardFiles, StoredShard, require_shape, shards_in
+
+
+class PublishedTensors(Protocol):
+    """The tensors of a model as its family publishes them."""
+
+    def tensor(self, piece: Piece) -> Tensor:
+        """Return one tensor, whole."""
+
+
+@dataclass(frozen=True)
+class CheckpointTensors:
+    """Those of a checkpoint's weights, each read when it is asked for."""
+
+    table: Table
+    stored: Mapping[str, Sequence[StoredShard]]
+    files: ShardFiles
+
+    @classmethod
+    def open(cls, folder: Path, table: Table) -> CheckpointTensors:
+        """Read the headers of a checkpoint; OtherState where it holds a parameter in another shape."""
+        stored: dict[str, list[StoredShard]] = {}
+        for path in sorted(folder.glob("state-*.safetensors")):
+            for one in shards_in(folder, path.name):
+                if one.kind is Kind.WEIGHT and one.name in table.by_name:
+                    stored.setdefault(one.name, []).append(one)
+        for name, shards in stored.items():
+            require_shape(table.by_name[name], shards, folder)
+        # Mapped pages count as this process's memory for as long as a file is open.
+        return cls(table, stored, ShardFiles(folder, keeps_open=False))
+
+    def holds(self, piece: Piece) -> bool:
+        """Return whether the checkpoint has the parameter of a tensor: beside adapters it need not."""
+        return piece.parameter in self.stored
+
+    def tensor(self, piece: Piece) -> Tensor:
+        """Return one tensor, in float32 as the optimizer keeps it, or as it was frozen."""
+        shard = ShardSpec(tuple(part.start for part in piece.region), sizes(piece.region))
+        whole = torch.empty(shard.size, dtype=torch.float32)
+        self.files.fill(whole, shard, self.stored.get(piece.parameter, ()), f"weight of {piece.parameter}")
+        return piece.theirs(whole)
+
+
+@dataclass(frozen=True)
+class MergedTensors:
+    """Weights with the product of their adapters added: W + scale B A, summed in float32."""
+
+    weights: CheckpointTensors
+    adapters: CheckpointTensors
+    scale: float
+    # The published weights, where the checkpoint holds those that it trained alone.
+    base: Source | None
+
+    def tensor(self, piece: Piece) -> Tensor:
+        """Return one tensor with its adapter merged."""
+        weight = self._weight(piece)
+        pair = [self.adapters.table.by_tensor.get(name) for name in names_of_pair(piece.tensor)]
+        a, b = (None if one is None else self.adapters.tensor(one) for one in pair)
+        return weight if a is None or b is None else weight + self.scale * (b @ a)
+
+    def _weight(self, piece: Piece) -> Tensor:
+        if self.base is None or self.weights.holds(piece):
+            return self.weights.tensor(piece)
+        whole = tuple(slice(0, size) for size in piece.shape)
+        return self.base.checkpoint.read(piece.tensor, whole).float()

@@ -1,0 +1,69 @@
+"""Compatibility of adapters from another job: they belong to the weights that they were trained beside.
+
+Pure. Every checkpoint names its adapters; a job that begins with another's asks here first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from moejob_api.job import Spec
+from moejob_api.job.base import ApiModel
+from moejob_api.job.training import Lora
+from moejob_trainer.errors import BadConfiguration
+
+
+class AdapterFacts(ApiModel):
+    """The adapters that a state holds, the published weights they belong to, and whether it holds those too."""
+
+    lora: Lora | None
+    beside: str
+    holds_weights: bool
+
+
+def adapter_facts(spec: Spec, *, has_weights: bool) -> AdapterFacts:
+    """Return what the checkpoints of a job hold. A model without published weights is made from the seed."""
+    model = spec.model.source if spec.model.revision is None else f"{spec.model.source} ({spec.model.revision})"
+    named = model if has_weights else f"{model} made from seed {spec.training.seed}"
+    is_apart = spec.training.lora is not None and spec.checkpoint.resume_from is None
+    return AdapterFacts(lora=spec.training.lora, beside=named, holds_weights=not is_apart)
+
+
+def refuse_other_adapters(theirs: AdapterFacts, ours: AdapterFacts, where: Path, *, goes_on: bool = False) -> None:
+    """Raise where this job would lose the adapters of another, or take them for something else.
+
+    A job that resumes the run of another, and does not only begin with its weights, cannot have adapters of its own.
+    """
+    if theirs.lora is None and ours.lora is not None and goes_on:
+        raise BadConfiguration(
+            f"{where} is of a run without adapters, and a run with training.lora cannot go on with it; leave out "
+            "checkpoint.resume to begin with new adapters on its weights, or leave out training.lora"
+        )
+    if theirs.lora is None:
+        return
+    if ours.lora is None:
+        raise BadConfiguration(
+            f"{where} holds adapters, which this job would lose for want of training.lora; give it that of the other "
+            "job, or merge the other's export into its model and name the result as model.source"
+        )
+    for name, given, wanted in _differences(theirs.lora, ours.lora):
+        raise BadConfiguration(
+            f"{where} holds adapters of {name} {given} and training.lora.{name} of this job is {wanted}; change it to "
+            f"{given}, or leave out checkpoint.resumeFrom to begin with new adapters"
+        )
+    if not theirs.holds_weights and theirs.beside != ours.beside:
+        raise BadConfiguration(
+            f"{where} holds adapters beside the weights of {theirs.beside}, and this job trains beside those of "
+            f"{ours.beside}, where they mean nothing; name the same model"
+        )
+
+
+def _differences(theirs: Lora, ours: Lora) -> Iterator[tuple[str, str, str]]:
+    for name, given, wanted in (
+        ("rank", str(theirs.rank), str(ours.rank)),
+        ("alpha", f"{theirs.alpha:g}", f"{ours.alpha:g}"),
+        ("targets", ", ".join(sorted(theirs.targets)), ", ".join(sorted(ours.targets))),
+    ):
+        if given != wanted:
+            yield name, given, wanted

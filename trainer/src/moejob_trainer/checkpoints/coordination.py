@@ -1,0 +1,126 @@
+"""Decisions that all ranks share: rank 0 decides, the others receive it, a failure of one is a failure of all.
+
+A collective that only some ranks reach hangs the run; so whatever can fail is caught, sent to all, and raised on
+every rank alike. The transport (torch.distributed) is passed in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol, TypeVar
+
+from pydantic import TypeAdapter
+
+from moejob_trainer.distributed.encoding import BOOLEAN, decoded, encoded
+from moejob_trainer.errors import BadConfiguration, Retryable, Superseded
+
+T = TypeVar("T")
+
+ErrorName = Literal["Superseded", "BadConfiguration", "Retryable"]
+
+# In the order in which they matter when ranks failed differently.
+_FORESEEN: Mapping[ErrorName, type[Exception]] = {
+    "Superseded": Superseded,
+    "BadConfiguration": BadConfiguration,
+    "Retryable": Retryable,
+}
+
+
+class Coordinator(Protocol):
+    """All ranks of the run. Every rank makes the same calls in the same order; a value arrives as what `kind` says."""
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+
+    def gather(self, value: T, kind: TypeAdapter[T]) -> Sequence[T]:
+        """Every rank's value in rank order, at rank 0; nothing elsewhere."""
+
+    def broadcast(self, value: T | None, kind: TypeAdapter[T]) -> T:
+        """Rank 0's value, on every rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class SingleRank:
+    """The only rank of its run."""
+
+    rank: int = 0
+    size: int = 1
+
+    def gather(self, value: T, kind: TypeAdapter[T]) -> Sequence[T]:
+        """The one value."""
+        return [decoded(encoded(value, kind), kind)]
+
+    def broadcast(self, value: T | None, kind: TypeAdapter[T]) -> T:
+        """The value."""
+        return decoded(encoded(value, kind), kind)
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """It worked, and this came of it, as JSON."""
+
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """It did not work, for a foreseen reason."""
+
+    error: ErrorName
+    message: str
+
+
+_OUTCOME: TypeAdapter[Done | Failed] = TypeAdapter(Done | Failed)
+_FAILURE: TypeAdapter[Failed | None] = TypeAdapter(Failed | None)
+
+
+def attempted(act: Callable[[], T], kind: TypeAdapter[T]) -> Done | Failed:
+    """Return the result of an action, foreseen failures as values."""
+    try:
+        return Done(encoded(act(), kind).decode())
+    except (Superseded, BadConfiguration, Retryable) as error:
+        return Failed(_name(error), str(error))
+
+
+def on_all_ranks(ranks: Coordinator, act: Callable[[], T], kind: TypeAdapter[T]) -> list[T]:
+    """Every rank acts; rank 0 gets all results in rank order, the others nothing. A failure is raised on all."""
+    outcomes = ranks.gather(attempted(act, kind), _OUTCOME)
+    _raise(ranks.broadcast(_worst(outcomes), _FAILURE))
+    return [decoded(one.content.encode(), kind) for one in outcomes if isinstance(one, Done)]
+
+
+def on_first_rank(ranks: Coordinator, act: Callable[[], T], kind: TypeAdapter[T]) -> T:
+    """Rank 0 acts; all get its result, or all raise."""
+    outcome = ranks.broadcast(attempted(act, kind) if ranks.rank == 0 else None, _OUTCOME)
+    if isinstance(outcome, Failed):
+        raise _FORESEEN[outcome.error](outcome.message)
+    return decoded(outcome.content.encode(), kind)
+
+
+def all_agree(ranks: Coordinator, claim: bool) -> bool:
+    """Return whether it holds on every rank."""
+    claims = ranks.gather(claim, BOOLEAN)
+    return ranks.broadcast(all(claims), BOOLEAN)
+
+
+def _name(error: Exception) -> ErrorName:
+    return next(name for name, kind in _FORESEEN.items() if isinstance(error, kind))
+
+
+def _worst(outcomes: Sequence[Done | Failed]) -> Failed | None:
+    failures = [(rank, one) for rank, one in enumerate(outcomes) if isinstance(one, Failed)]
+    if not failures:
+        return None
+    rank, worst = min(failures, key=lambda failure: [*_FORESEEN].index(failure[1].error))
+    return worst if len(outcomes) == 1 else replace(worst, message=f"rank {rank}: {worst.message}")
+
+
+def _raise(failure: Failed | None) -> None:
+    if failure is not None:
+        raise _FORESEEN[failure.error](failure.message)

@@ -1,0 +1,211 @@
+"""The checkpoints of a run as the loop knows them: state of model and optimizer, data cursor, and counters.
+
+Puts together what writes the state (moejob_trainer.megatron.state) and what decides over folders
+(moejob_trainer.checkpoints).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch.distributed as dist
+from pydantic import TypeAdapter
+
+from moejob_api.job.storage import Resume
+from moejob_api.layout.sizes import Layout
+from moejob_trainer.checkpoints import Checkpoints, Found, Moment, Pending
+from moejob_trainer.checkpoints.adapter_compatibility import AdapterFacts, refuse_other_adapters
+from moejob_trainer.distributed import messages
+from moejob_trainer.errors import BadConfiguration
+from moejob_trainer.objectives import Objective
+
+T = TypeVar("T")
+
+_COUNTERS = "run-state.json"
+_PACKAGES = ("torch", "megatron-core", "transformers")
+
+
+class ModelState(Protocol):
+    """Writer and reader of the tensors of this rank."""
+
+    def begin(self, folder: Path) -> Pending:
+        """Begin to write this rank's part."""
+
+    def read(self, folder: Path, *, weights_only: bool) -> None:
+        """Set this rank's state from what any layout wrote."""
+
+    def leave_published(self) -> None:
+        """From now on neither writes nor reads frozen weights that the published model has."""
+
+    def counters(self) -> Mapping[str, int]:
+        """The numbers of updates."""
+
+    def set_counters(self, counters: Mapping[str, int]) -> None:
+        """Resume the counters."""
+
+
+@dataclass(frozen=True, slots=True)
+class GlooCoordinator:
+    """All ranks, as the checkpoint store wants to speak to them."""
+
+    group: dist.ProcessGroup
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self.group.rank()
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self.group.size()
+
+    def gather(self, value: T, kind: TypeAdapter[T]) -> Sequence[T]:
+        """Every rank's value, at rank 0."""
+        return messages.gather(value, kind, self.group) or []
+
+    def broadcast(self, value: T | None, kind: TypeAdapter[T]) -> T:
+        """Rank 0's value, on every rank."""
+        return messages.broadcast(value, kind, self.group)
+
+
+@dataclass(slots=True)
+class RunWriter:
+    """Writes the tensors, and on rank 0 the counters beside them."""
+
+    state: ModelState
+    objective: Objective
+    adapter_facts: AdapterFacts
+    is_first: bool
+    step: int = 0
+
+    def go_on_from(self, theirs: AdapterFacts) -> None:
+        """Hold weights beside adapters only where the resumed state does: else they are published."""
+        self.adapter_facts = self.adapter_facts.model_copy(update={"holds_weights": theirs.holds_weights})
+        if not theirs.holds_weights:
+            self.state.leave_published()
+
+    def begin(self, folder: Path) -> Pending:
+        """Begin to write this rank's part."""
+        pending = self.state.begin(folder)
+        if not self.is_first:
+            return pending
+        entry = {
+            "step": self.step,
+            "objective": self.objective.state_dict(),
+            "counters": self.state.counters(),
+            "adapted": self.adapter_facts.model_dump(mode="json", by_alias=True),
+        }
+        (folder / _COUNTERS).write_text(json.dumps(entry) + "\n", encoding="utf-8")
+        return _WithCounters(pending)
+
+
+@dataclass(frozen=True, slots=True)
+class _WithCounters:
+    tensors: Pending
+
+    def finished(self) -> bool:
+        """Return whether the tensors are written; the counters are."""
+        return self.tensors.finished()
+
+    def names(self) -> Sequence[str]:
+        """The files that rank 0 wrote."""
+        return [*self.tensors.names(), _COUNTERS]
+
+
+@dataclass(frozen=True, slots=True)
+class StateFacts:
+    """Facts of the state that are known before it is written."""
+
+    layout: Layout
+    format: str
+    expected_bytes: int
+
+
+class RunCheckpoints:
+    """Checkpoints of one run. `begun` is called when there is nothing to resume from."""
+
+    def __init__(
+        self, store: Checkpoints, writer: RunWriter, state: StateFacts, begun: Callable[[], None] | None = None
+    ) -> None:
+        self.store, self.writer, self.state, self.begun = store, writer, state, begun
+
+    def restore(self) -> int:
+        """Resume from the newest good checkpoint of this run or another, or begin with the weights of another one's.
+
+        Returns the steps that are done.
+        """
+        found = self.store.start()
+        if found is None:
+            if self.begun is not None:
+                self.begun()
+            return 0
+        self._refuse_other_format(found)
+        is_own = found.manifest.facts.job_uid == self.store.place.run.uid
+        entry = _counters_in(found.path)
+        theirs = _adapter_facts(entry)
+        goes_on = is_own or self.store.policy.resume is Resume.RUN
+        if not is_own:
+            refuse_other_adapters(theirs, self.writer.adapter_facts, found.path, goes_on=goes_on)
+        self.writer.go_on_from(theirs)
+        self.writer.state.read(found.path, weights_only=not goes_on)
+        if not goes_on:
+            return 0
+        self.writer.objective.load_state_dict(entry["objective"])
+        self.writer.state.set_counters(entry["counters"])
+        return int(entry["step"])
+
+    def is_due(self, step: int) -> bool:
+        """Return whether to save after this step; advances a save that is under way."""
+        self.store.poll()
+        return self.store.is_due(step)
+
+    def save(self, step: int) -> None:
+        """Save the run after this step; in the background if the job says so."""
+        self.writer.step = step
+        self.store.save(
+            Moment(
+                step=step,
+                state_format=self.state.format,
+                layout={name: int(size) for name, size in asdict(self.state.layout).items()},
+                versions={package: version(package) for package in _PACKAGES},
+                data={"steps": step},
+            ),
+            self.state.expected_bytes,
+        )
+
+    def finish(self) -> None:
+        """Wait for what is under way: a process that ends would take it along."""
+        self.store.wait()
+
+    def _refuse_other_format(self, found: Found) -> None:
+        theirs = found.manifest.facts.state_format
+        if theirs != self.state.format:
+            raise BadConfiguration(
+                f"{found.path} holds {theirs} and this job reads {self.state.format}; start from its Hugging Face "
+                "export by spec.model.source instead of checkpoint.resumeFrom"
+            )
+
+
+def adapter_facts_in(checkpoint: Path) -> AdapterFacts:
+    """Return what the folder of a checkpoint says about its adapters."""
+    return _adapter_facts(_counters_in(checkpoint))
+
+
+def _counters_in(checkpoint: Path) -> Any:
+    return json.loads((checkpoint / _COUNTERS).read_text(encoding="utf-8"))
+
+
+def _adapter_facts(counters: Mapping[str, Any]) -> AdapterFacts:
+    return AdapterFacts.model_validate_json(json.dumps(counters["adapted"]))
+
+
+def background() -> ThreadPoolExecutor:
+    """Return one thread that writes files while training continues."""
+    return ThreadPoolExecutor(1, "state")

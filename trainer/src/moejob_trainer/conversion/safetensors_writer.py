@@ -1,0 +1,135 @@
+"""One safetensors file, written tensor by tensor: the library's own writer wants all of a file in memory at once.
+
+What is written here is read back through the library.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from moejob_trainer.distributed.messages import Dtype
+
+_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One tensor that a file will hold."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: Dtype
+
+    @property
+    def bytes(self) -> int:
+        """Its size in the file."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+class CorruptExport(OSError):
+    """The tensors read back differ from those written or held: storage or assembly is at fault."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardWriter:
+    """An open file and where each tensor goes."""
+
+    file: BinaryIO
+    offsets: Mapping[str, int]
+
+    def write(self, name: str, tensor: Tensor) -> str:
+        """Write one tensor; return the checksum of its bytes."""
+        content = _content(tensor)
+        self.file.seek(self.offsets[name])
+        self.file.write(content)
+        return hashlib.sha256(content).hexdigest()
+
+
+def planned(entries: Sequence[TensorEntry], most_bytes: int) -> list[list[TensorEntry]]:
+    """The entries in order, in files of at most `most_bytes`; a tensor above that has a file of its own."""
+    shards: list[list[TensorEntry]] = []
+    free = 0
+    for entry in entries:
+        if not shards or entry.bytes > free:
+            shards.append([])
+            free = most_bytes
+        shards[-1].append(entry)
+        free -= entry.bytes
+    return shards
+
+
+@contextmanager
+def shard_writer(path: Path, entries: Sequence[TensorEntry]) -> Iterator[ShardWriter]:
+    """A file ready for its tensors in any order; on storage when the block ends."""
+    # Wide numbers first: so every tensor begins at a multiple of its own width.
+    ordered = sorted(entries, key=lambda entry: (-entry.dtype.itemsize, entry.name))
+    header, offsets, end = _header(ordered)
+    with path.open("xb") as file:
+        file.write(header)
+        file.truncate(end)
+        yield ShardWriter(file, offsets)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def verify(path: Path, entries: Sequence[TensorEntry], checksums: Mapping[str, str]) -> None:
+    """Read a file back from storage; CorruptExport where it is not what was written."""
+    _forget(path)
+    try:
+        with safe_open(path, "pt") as opened:
+            if sorted(opened.keys()) != sorted(entry.name for entry in entries):
+                raise CorruptExport(f"{path} does not hold the tensors that were written to it")
+            for entry in entries:
+                _verify(path, entry, opened.get_tensor(entry.name), checksums[entry.name])
+    except SafetensorError as error:
+        raise CorruptExport(f"{path} cannot be read back ({error})") from error
+
+
+def _verify(path: Path, entry: TensorEntry, found: Tensor, checksum: str) -> None:
+    if (tuple(found.shape), found.dtype) != (entry.shape, entry.dtype):
+        raise CorruptExport(f"{path}: {entry.name} is {found.dtype} {list(found.shape)}, not as it was written")
+    if hashlib.sha256(_content(found)).hexdigest() != checksum:
+        raise CorruptExport(f"{path}: {entry.name} was read back with other bytes than were written")
+
+
+def _header(entries: Sequence[TensorEntry]) -> tuple[bytes, dict[str, int], int]:
+    """The header, where each tensor begins in the file, and the file's length."""
+    described: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    begins: dict[str, int] = {}
+    end = 0
+    for entry in entries:
+        begins[entry.name] = end
+        end += entry.bytes
+        place = [begins[entry.name], end]
+        described[entry.name] = {"dtype": _NAMES[entry.dtype], "shape": entry.shape, "data_offsets": place}
+    text = json.dumps(described).encode()
+    # The data begins at a multiple of eight.
+    text += b" " * (-len(text) % 8)
+    first = 8 + len(text)
+    offsets = {name: first + begin for name, begin in begins.items()}
+    return len(text).to_bytes(8, "little") + text, offsets, first + end
+
+
+def _content(tensor: Tensor) -> memoryview:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def _forget(path: Path) -> None:
+    """Drop the file from the page cache: what is read next comes from storage."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)

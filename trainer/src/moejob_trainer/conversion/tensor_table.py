@@ -1,0 +1,143 @@
+"""The table between tensors of Hugging Face files and regions of our parameters, read both ways.
+
+A row names the axes of both sides in letters, as in `g 0 d h` <- `(g d) h`: a digit is a fixed index into an axis of
+ours, a bracket is one axis of theirs that is several of ours, `e` is the expert where the tensor's name says {e}, and
+`v` is the vocabulary, which is padded on our side only. Pure arithmetic and views: reads and writes nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+from torch import Tensor
+
+from moejob_trainer.model.parameters import Parameter, Slices
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRule:
+    """One line of a family's table."""
+
+    parameter: str
+    ours: str
+    tensor: str
+    theirs: str
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One tensor of theirs and the region of ours that it fills.
+
+    region: its bounds on every axis of our parameter, fixed ones as a slice of one.
+    axes: for each axis of their tensor the axes of ours that it consists of, the slowest first.
+    """
+
+    tensor: str
+    parameter: str
+    region: Slices
+    axes: tuple[tuple[int, ...], ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Their shape."""
+        extents = self.extents
+        return tuple(prod(extents[axis] for axis in group) for group in self.axes)
+
+    @property
+    def extents(self) -> tuple[int, ...]:
+        """The shape of the region, in our axes."""
+        return sizes(self.region)
+
+    @property
+    def elements(self) -> int:
+        """The number of its elements."""
+        return prod(self.extents)
+
+    def overlap(self, held: Slices) -> Slices | None:
+        """The part of the region that lies in what a rank holds, in our whole parameter's coordinates."""
+        common = tuple(
+            slice(max(mine.start, theirs.start), min(mine.stop, theirs.stop))
+            for mine, theirs in zip(held, self.region, strict=True)
+        )
+        return common if all(part.start < part.stop for part in common) else None
+
+    def around(self, part: Slices) -> Slices:
+        """The smallest part around one that is a single range on every axis of their tensor."""
+        found = list(part)
+        for group in self.axes:
+            is_cut = False
+            for axis in group:
+                if is_cut:
+                    found[axis] = self.region[axis]
+                is_cut = is_cut or part[axis].stop - part[axis].start > 1
+        return tuple(found)
+
+    def source(self, part: Slices) -> Slices:
+        """Return the slices of their tensor for a part of the region."""
+        return tuple(self._theirs(group, part) for group in self.axes)
+
+    def ours(self, theirs: Tensor, part: Slices) -> Tensor:
+        """A part as read from their tensor, seen with our axes."""
+        extents = sizes(part)
+        order = [axis for group in self.axes for axis in group]
+        split = theirs.reshape([extents[axis] for axis in order])
+        return split.permute([order.index(axis) for axis in range(len(order))])
+
+    def theirs(self, ours: Tensor) -> Tensor:
+        """The whole region, seen as their tensor."""
+        order = [axis for group in self.axes for axis in group]
+        return ours.permute(order).reshape(self.shape)
+
+    def _theirs(self, group: tuple[int, ...], part: Slices) -> slice:
+        """The range on one axis of theirs: of those it consists of, what is faster than a cut one has to be whole."""
+        if self.around(part) != part:
+            raise ValueError(f"{self.tensor}: the part {part} is not one range of it")
+        start = 0
+        for axis in group:
+            start = start * self.extents[axis] + part[axis].start - self.region[axis].start
+        return slice(start, start + prod(part[axis].stop - part[axis].start for axis in group))
+
+
+def sizes(part: Slices) -> tuple[int, ...]:
+    """Return the length of each slice."""
+    return tuple(one.stop - one.start for one in part)
+
+
+def within(part: Slices, held: Slices) -> Slices:
+    """A part of a parameter in the coordinates of what a rank holds."""
+    return tuple(slice(one.start - base.start, one.stop - base.start) for one, base in zip(part, held, strict=True))
+
+
+def pieces(row: TensorRule, parameter: Parameter, tensor: str, vocabulary: int) -> Iterator[Piece]:
+    """The pieces that a row means for one parameter; `tensor` is the row's tensor with all but {e} filled in."""
+    letters = row.ours.split()
+    names = re.findall(r"\(([^)]*)\)|(\S+)", row.theirs)
+    axes = _complete(tuple(_group(letters, (bracket or plain).split()) for bracket, plain in names), len(letters))
+    region = tuple(_bounds(letter, size, vocabulary) for letter, size in zip(letters, parameter.shape, strict=True))
+    if "{e}" not in tensor:
+        yield Piece(tensor, parameter.name, region, axes)
+        return
+    expert = letters.index("e")
+    for index in range(parameter.shape[expert]):
+        one = (*region[:expert], slice(index, index + 1), *region[expert + 1 :])
+        yield Piece(tensor.replace("{e}", str(index)), parameter.name, one, axes)
+
+
+def _group(letters: list[str], names: list[str]) -> tuple[int, ...]:
+    return tuple(letters.index(name) for name in names)
+
+
+def _bounds(letter: str, size: int, vocabulary: int) -> slice:
+    if letter.isdigit():
+        return slice(int(letter), int(letter) + 1)
+    return slice(0, vocabulary if letter == "v" else size)
+
+
+def _complete(axes: tuple[tuple[int, ...], ...], count: int) -> tuple[tuple[int, ...], ...]:
+    """Axes of one index are nowhere in their shape; put before the first axis they change nothing."""
+    named = {axis for group in axes for axis in group}
+    fixed = tuple(axis for axis in range(count) if axis not in named)
+    return (fixed + axes[0], *axes[1:])

@@ -1,0 +1,165 @@
+"""A conversation as the text that the model reads, and which characters of it the assistant wrote.
+
+A template marks it with {% generation %}; for some that do not, `marked` has the same with marks. For others the
+text before and after every assistant message is compared, and a template under which that is no statement is refused:
+never is everything trained on for want of a mask.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from moejob_trainer.data.conversations import Conversation, Message
+from moejob_trainer.data.generation_templates import KNOWN, fingerprint, marked
+from moejob_trainer.errors import BadData
+
+Span = tuple[int, int]
+
+# Its types claim that it returns one text; it returns texts and, for each, spans.
+_render_jinja: Callable[..., tuple[list[str], list[list[Span]]]] = render_jinja_template  # type: ignore[assignment]
+
+_MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+_FIX = (
+    "give data.chatTemplate a template that marks what the assistant says with {% generation %} ... {% endgeneration %}"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """The text, and the spans of characters that are trained on, in order."""
+
+    text: str
+    spans: tuple[Span, ...]
+
+
+class Template:
+    """The chat template of a tokenizer, or the one that the job gives instead."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, override: str | None) -> None:
+        if override is None and not tokenizer.chat_template:
+            raise BadData("the tokenizer has no chat template; give one as data.chatTemplate, or use another format")
+        self._tokenizer = tokenizer
+        self._override = override
+
+    def rendered(self, conversation: Conversation) -> Rendered:
+        """The conversation with the spans of its assistant messages."""
+        if not any(message["role"] == "assistant" for message in conversation.messages):
+            raise BadData(f"{conversation.place} has no assistant message, so there is nothing to train on")
+        text, marked = self._render(conversation, conversation.messages, mark=True)
+        _refuse_omissions(conversation, text)
+        spans = marked if self.has_markers(conversation) else tuple(self._spans(conversation, text))
+        written = tuple(sorted((start, end) for start, end in spans if start < end))
+        if not written:
+            raise BadData(f"{conversation.place}: the chat template marks nothing as the assistant's; {_FIX}")
+        return Rendered(text, written)
+
+    def prompt(self, conversation: Conversation) -> str:
+        """The conversation up to where the assistant begins to answer."""
+        text = self._text(conversation, conversation.messages, prompt=True)
+        _refuse_omissions(conversation, text)
+        return text
+
+    def has_markers(self, conversation: Conversation) -> bool:
+        """Return whether the template itself marks the assistant's text."""
+        return _MARKER.search(self._source(conversation)) is not None
+
+    def _spans(self, conversation: Conversation, text: str) -> Iterator[Span]:
+        messages = conversation.messages
+        for number, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before = self._text(conversation, messages[:number], prompt=True)
+            after = self._text(conversation, messages[: number + 1])
+            if not (after.startswith(before) and text.startswith(after)):
+                raise BadData(
+                    f"{conversation.place}, message {number + 1}: the chat template writes this assistant message "
+                    "differently when it is answered and when other messages follow, so what to train on is "
+                    f"unknown; {self._unknown(conversation)}; {_FIX}"
+                )
+            # Of a line break after the end of a turn the model knows nothing: it has stopped.
+            spoken = after[len(before) :].rstrip()
+            if not spoken.endswith(tuple(self._tokenizer.get_added_vocab())):
+                # Some models stop by beginning the next turn; their own turn has no end to learn.
+                raise BadData(
+                    f"{conversation.place}, message {number + 1}: under the chat template this message ends without a "
+                    f"special token, so the model would not learn to stop; {self._unknown(conversation)}; {_FIX}, "
+                    "that token included"
+                )
+            yield len(before), len(before) + len(spoken)
+
+    def _unknown(self, conversation: Conversation) -> str:
+        known_by = fingerprint(self._source(conversation))[:12]
+        return f"this template (SHA-256 {known_by}...) is none of {KNOWN}, which moejob knows how to mark"
+
+    def _text(self, conversation: Conversation, messages: Sequence[Message], prompt: bool = False) -> str:
+        return self._render(conversation, messages, prompt=prompt)[0]
+
+    def _render(
+        self, conversation: Conversation, messages: Sequence[Message], prompt: bool = False, mark: bool = False
+    ) -> tuple[str, tuple[Span, ...]]:
+        source = self._source(conversation)
+        try:
+            texts, spans = _render_jinja(
+                conversations=[list(messages)],
+                tools=list(conversation.tools) or None,
+                chat_template=source,
+                return_assistant_tokens_mask=mark and _MARKER.search(source) is not None,
+                add_generation_prompt=prompt,
+                **self._tokenizer.special_tokens_map,
+            )
+        # A template is a foreign program: it refuses with TemplateError and fails with the others.
+        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            raise BadData(f"{conversation.place}: the chat template fails: {error}") from error
+        return texts[0], tuple(spans[0]) if spans else ()
+
+    def _source(self, conversation: Conversation) -> str:
+        given = self._given(conversation)
+        return marked(given) or given
+
+    def _given(self, conversation: Conversation) -> str:
+        if self._override is not None:
+            return self._override
+        # A tokenizer can have several templates, one of them for tools.
+        source: str = self._tokenizer.get_chat_template(None, list(conversation.tools) or None)  # type: ignore[arg-type]
+        return source
+
+
+def _refuse_omissions(conversation: Conversation, text: str) -> None:
+    """Templates silently leave out what their model was not made for: tools, a role, text beside a tool call."""
+    for what, needed in _needed(conversation):
+        # Some write a tool's answer as JSON.
+        if needed not in text and json.dumps(needed, ensure_ascii=False)[1:-1] not in text:
+            raise BadData(
+                f"{conversation.place}: the chat template leaves out {what}; change the record, or give a template "
+                "that knows it as data.chatTemplate"
+            )
+
+
+def _needed(conversation: Conversation) -> Iterator[tuple[str, str]]:
+    for tool in conversation.tools:
+        name = tool.get("function", tool).get("name")
+        yield f"the tool {name}", str(name)
+    for number, message in enumerate(conversation.messages, start=1):
+        for call in message.get("tool_calls", ()):
+            yield f"the tool call of message {number}", call["function"]["name"]
+        if isinstance(message["content"], str):
+            thought, spoken = _thought_and_spoken(message)
+            yield f"the content of message {number} (role {message['role']})", spoken.strip()
+            # Earlier thoughts may go: many templates keep none but the last.
+            if number == len(conversation.messages):
+                yield f"the thoughts of message {number}", thought.strip()
+
+
+def _thought_and_spoken(message: Message) -> tuple[str, str]:
+    if message["role"] != "assistant":
+        return "", message["content"]
+    thought, _, spoken = message["content"].rpartition("</think>")
+    apart = next((message[key] for key in ("reasoning_content", "thinking") if isinstance(message.get(key), str)), "")
+    return apart or thought.removeprefix("<think>"), spoken

@@ -1,0 +1,58 @@
+"""The training data as an objective asks for it: global batches in order, prepared before they are needed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from moejob_trainer.data.blending import Cursor
+from moejob_trainer.data.prefetch import Prefetched
+from moejob_trainer.data.stream import BatchShare, TrainingBatch, TrainingData
+from moejob_trainer.engine import MicroBatch
+
+_CURSOR = "cursor"
+
+
+class BatchLoader:
+    """This rank's share of every global batch, from a cursor on."""
+
+    def __init__(self, training: TrainingData, share: BatchShare) -> None:
+        self._training, self._share = training, share
+        self._cursor = training.mixture.start()
+        self._ahead: Prefetched[TrainingBatch] | None = None
+        self.epoch: float | None = None
+        self._waited_seconds = 0.0
+
+    def next_batches(self) -> Sequence[MicroBatch]:
+        """This data rank's micro batches of the next global batch."""
+        begun = time.monotonic()
+        batch = next(self._batches())
+        self._waited_seconds += time.monotonic() - begun
+        self._cursor, self.epoch = batch.cursor, batch.epoch
+        return batch.micro_batches
+
+    def waited_seconds(self) -> float:
+        """Return how long steps have waited for data since the last call."""
+        waited, self._waited_seconds = self._waited_seconds, 0.0
+        return waited
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return the samples taken by steps, whatever has been prepared beyond."""
+        return {_CURSOR: self._cursor.as_json()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume behind the last batch that was learned from."""
+        self.close()
+        self._cursor = Cursor.from_json(state[_CURSOR])
+
+    def close(self) -> None:
+        """End the thread that prepares batches."""
+        if self._ahead is not None:
+            self._ahead.__exit__(None, None, None)
+            self._ahead = None
+
+    def _batches(self) -> Iterator[TrainingBatch]:
+        if self._ahead is None:
+            self._ahead = Prefetched(self._training.batches(self._share, self._cursor)).__enter__()
+        return self._ahead

@@ -1,0 +1,298 @@
+"""Sequence packing: documents of one optimizer update become micro batches, padded and split over data ranks.
+
+Pure: the same documents and plan give the same micro batches on every rank, so nothing has to be communicated. Knows
+neither where documents come from nor what the loss is; never imports Megatron.
+
+Five documents of 5, 3, 2, 2 and 1 tokens, for two data ranks with micro batches of 8 tokens and slots of even length
+(`multiple` 2), are padded to 6, 4, 2, 2 and 2 and packed into two micro batches, one for each rank:
+
+    rank 0   tokens     a b c d e . | i j            documents 0 and 3; a dot is padding
+             labels     b c d e . . | j .            the next token of the same document
+             positions  0 1 2 3 4 5 | 0 1
+             cu_lengths 0, 6, 8
+    rank 1   tokens     f g h . | k l | m .          documents 1, 2 and 4
+             cu_lengths 0, 4, 6, 8
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moejob_api.arithmetic import round_up
+from moejob_api.derived import sequence_divisor
+from moejob_api.job import Spec
+from moejob_api.job.moe import Dispatcher
+from moejob_api.layout.sizes import Layout
+from moejob_trainer.engine import Document, MicroBatch
+from moejob_trainer.engine.micro_batch import FILLER, Array
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlan:
+    """The demands that a layout and a job make on micro batches."""
+
+    # Data-parallel ranks; every one gets equally many micro batches, for all meet in the exchange of experts' tokens.
+    data: int
+    # Most tokens of one micro batch.
+    tokens: int
+    # Off: all slots of a micro batch are padded to one length, so that they can be seen as [documents, length].
+    packing: bool = True
+    # Most documents of one micro batch. None: as many as fit.
+    documents: int | None = None
+    # What the length of every slot is a multiple of: context and sequence parallelism cut it.
+    multiple: int = 1
+    # What the number of micro batches of a rank is a multiple of: the pipeline size when stages are interleaved.
+    count_multiple: int = 1
+    # All micro batches of a global batch get one length, for what exchanges buffers of one size.
+    equal_lengths: bool = False
+    pad_token: int = 0
+
+
+def batch_plan(spec: Spec, layout: Layout, pad_token: int) -> BatchPlan:
+    """The plan that a job and its layout ask for."""
+    training, dynamic = spec.training, spec.training.dynamic_batch_tokens
+    return BatchPlan(
+        data=layout.data,
+        tokens=dynamic or training.micro_batch_size * spec.data.max_length,
+        packing=spec.data.packing,
+        documents=None if spec.data.packing or dynamic else training.micro_batch_size,
+        multiple=sequence_divisor(layout),
+        count_multiple=layout.pipeline if layout.virtual_pipeline > 1 else 1,
+        equal_lengths=spec.moe.dispatcher is Dispatcher.ALL_GATHER,
+        pad_token=pad_token,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Room for one document: its place in the list that is batched, and the padded length."""
+
+    document: int
+    tokens: int
+
+
+Slots = tuple[Slot, ...]
+
+
+def loss_weight(documents: Iterable[Document]) -> float:
+    """Return the divisor of a global batch's summed loss; known before the forward pass, whatever the layout."""
+    return math.fsum(document.loss_weight for document in documents)
+
+
+def global_batch(documents: Sequence[Document], plan: BatchPlan) -> list[list[MicroBatch]]:
+    """The micro batches of every data rank."""
+    return [rank_batch(documents, slots, plan) for slots in slots_of_ranks([len(d.tokens) for d in documents], plan)]
+
+
+def rank_batch(documents: Sequence[Document], slots: Sequence[Slots], plan: BatchPlan) -> list[MicroBatch]:
+    """The micro batches of one rank; asks `documents` for no more than this rank needs, and for the first."""
+    # A micro batch of padding alone must carry the same extras as every other.
+    pattern = documents[0]
+    return [_micro_batch(documents, of_one, pattern, plan.pad_token) for of_one in slots]
+
+
+def slots_of_ranks(lengths: Sequence[int], plan: BatchPlan) -> list[list[Slots]]:
+    """Return the documents of each micro batch of each rank: the outer list is over ranks.
+
+    Every rank gets equally many; micro batches that run at the same time on different ranks are about equally long.
+    """
+    if not lengths:
+        raise ValueError("a global batch without documents; a step on nothing would still move the weights")
+    slots = [_slot_length(length, plan) for length in lengths]
+    groups = _packed(slots, plan) if plan.packing else _padded(slots, plan)
+    batches = [tuple(Slot(place, slots[place]) for place in sorted(group)) for group in groups]
+    if not plan.packing:
+        batches = [_levelled(batch, plan.multiple) for batch in batches]
+    filled = [batch or (Slot(FILLER, plan.multiple),) for batch in batches]
+    ordered = sorted(filled, key=lambda batch: (batch[0].document == FILLER, -_tokens(batch), batch[0].document))
+    return _dealt(_equal(ordered, plan) if plan.equal_lengths else ordered, plan.data)
+
+
+def _slot_length(length: int, plan: BatchPlan) -> int:
+    slot = round_up(length, plan.multiple)
+    if slot > plan.tokens:
+        raise ValueError(f"a document of {length} tokens does not fit into micro batches of {plan.tokens}")
+    return slot
+
+
+def _tokens(batch: Slots) -> int:
+    return sum(slot.tokens for slot in batch)
+
+
+def _packed(slots: Sequence[int], plan: BatchPlan) -> list[list[int]]:
+    """Groups within plan.tokens, as few as can be had quickly, and as even as possible."""
+    step = plan.data * plan.count_multiple
+    count = round_up(max(1, -(-sum(slots) // plan.tokens)), step)
+    order = sorted(range(len(slots)), key=lambda place: (-slots[place], place))
+    # Ends at one document a group at the latest.
+    while True:
+        groups = _evenly(order, slots, count, plan.tokens) or _tightly(order, slots, count, plan.tokens)
+        if groups is not None:
+            return groups
+        count += step
+
+
+def _evenly(order: Sequence[int], slots: Sequence[int], count: int, most: int) -> list[list[int]] | None:
+    """The longest first, each to the group that has least; None if one runs over."""
+    groups: list[list[int]] = [[] for _ in range(count)]
+    loads = [(0, number) for number in range(count)]
+    for place in order:
+        load, number = loads[0]
+        if load + slots[place] > most:
+            return None
+        heapq.heapreplace(loads, (load + slots[place], number))
+        groups[number].append(place)
+    return groups
+
+
+def _tightly(order: Sequence[int], slots: Sequence[int], count: int, most: int) -> list[list[int]] | None:
+    """The longest first, each to the fullest group that still has room; None if one finds none."""
+    groups: list[list[int]] = [[] for _ in range(count)]
+    rows = PackedRows(count, most)
+    for place in order:
+        number = rows.place(slots[place])
+        if number is None:
+            return None
+        groups[number].append(place)
+    return groups
+
+
+class PackedRows:
+    """Rows that fill up: best fit, the first of equals."""
+
+    def __init__(self, count: int, tokens: int) -> None:
+        self._free = np.full(count, tokens, dtype=np.int64)
+
+    def place(self, length: int) -> int | None:
+        """Place a document in the row that is left with least room; None if none has room."""
+        left = np.where(self._free >= length, self._free, np.iinfo(np.int64).max)
+        row = int(left.argmin())
+        if self._free[row] < length:
+            return None
+        self._free[row] -= length
+        return row
+
+
+def _padded(slots: Sequence[int], plan: BatchPlan) -> list[list[int]]:
+    """Groups of like lengths, for all of a group are padded to its longest."""
+    groups: list[list[int]] = []
+    for place in sorted(range(len(slots)), key=lambda place: (-slots[place], place)):
+        if groups and _takes_one_more(groups[-1], slots, plan):
+            groups[-1].append(place)
+        else:
+            groups.append([place])
+    count = round_up(max(1, len(groups)), plan.data * plan.count_multiple)
+    return _split_into(groups, count)
+
+
+def _takes_one_more(group: Sequence[int], slots: Sequence[int], plan: BatchPlan) -> bool:
+    count = len(group) + 1
+    return count * slots[group[0]] <= plan.tokens and (plan.documents is None or count <= plan.documents)
+
+
+def _split_into(groups: list[list[int]], count: int) -> list[list[int]]:
+    """As many groups as asked for: work is better shared than left to some, with padding for the others."""
+    while len(groups) < count:
+        largest = max(range(len(groups)), key=lambda number: len(groups[number]), default=None)
+        if largest is None or len(groups[largest]) < 2:
+            return groups + [[] for _ in range(count - len(groups))]
+        group, middle = groups[largest], (len(groups[largest]) + 1) // 2
+        groups[largest : largest + 1] = [group[:middle], group[middle:]]
+    return groups
+
+
+def _levelled(batch: Slots, least: int) -> Slots:
+    longest = max((slot.tokens for slot in batch), default=least)
+    return tuple(Slot(slot.document, longest) for slot in batch)
+
+
+def _equal(batches: Sequence[Slots], plan: BatchPlan) -> list[Slots]:
+    if plan.packing:
+        most = max(map(_tokens, batches))
+        return [(*batch, Slot(FILLER, most - _tokens(batch))) if _tokens(batch) < most else batch for batch in batches]
+    rows, length = max(map(len, batches)), max(batch[0].tokens for batch in batches)
+    return [
+        tuple(Slot(slot.document, length) for slot in (*batch, *[Slot(FILLER, length)] * (rows - len(batch))))
+        for batch in batches
+    ]
+
+
+def _dealt(batches: Sequence[Slots], ranks: int) -> list[list[Slots]]:
+    """To and fro over the ranks, so that the first does not get the longest every time."""
+    hands: list[list[Slots]] = [[] for _ in range(ranks)]
+    for number, start in enumerate(range(0, len(batches), ranks)):
+        turn = batches[start : start + ranks]
+        for hand, batch in zip(hands, reversed(turn) if number % 2 else turn, strict=True):
+            hand.append(batch)
+    return hands
+
+
+def _micro_batch(documents: Sequence[Document], slots: Slots, pattern: Document, pad_token: int) -> MicroBatch:
+    starts = np.cumsum([0, *(slot.tokens for slot in slots)])
+    held = [
+        (int(start), documents[s.document]) for start, s in zip(starts, slots, strict=False) if s.document != FILLER
+    ]
+    lengths, total = {start: len(document.tokens) for start, document in held}, int(starts[-1])
+    tokens, labels = np.full(total, pad_token, np.int64), np.full(total, pad_token, np.int64)
+    weights = np.zeros(total, np.float32)
+    for start, document in held:
+        end = start + len(document.tokens)
+        tokens[start:end] = document.tokens
+        labels[start : end - 1] = document.tokens[1:]
+        weights[start : end - 1] = document.weights[1:]
+    return MicroBatch(
+        tokens=torch.from_numpy(tokens),
+        labels=torch.from_numpy(labels),
+        weights=torch.from_numpy(weights),
+        positions=torch.from_numpy(np.concatenate([_positions(slot) for slot in slots])),
+        cu_lengths=torch.from_numpy(starts.astype(np.int32)),
+        documents=tuple(slot.document for slot in slots),
+        extras=dict(_extras(held, slots, pattern, total)),
+        lengths=tuple(lengths.get(int(start), 0) for start in starts[:-1]),
+    )
+
+
+def _positions(slot: Slot) -> Array:
+    # Padding that evens out micro batches can be longer than any position the model knows.
+    return np.zeros(slot.tokens, np.int64) if slot.document == FILLER else np.arange(slot.tokens, dtype=np.int64)
+
+
+def _extras(
+    held: Sequence[tuple[int, Document]], slots: Slots, pattern: Document, total: int
+) -> Iterator[tuple[str, Tensor]]:
+    for _, document in held:
+        if document.extras.keys() != pattern.extras.keys() or document.inputs.keys() != pattern.inputs.keys():
+            raise ValueError(f"documents {pattern.id} and {document.id} of one batch carry different extras")
+    if both := pattern.extras.keys() & pattern.inputs.keys():
+        raise ValueError(f"{', '.join(sorted(both))} cannot be about tokens as input and as label at once")
+    for name, value in pattern.extras.items():
+        yield name, _per_label(name, held, value, total) if value.ndim else _per_document(name, held, slots, value)
+    for name, value in pattern.inputs.items():
+        yield name, _per_input(name, held, value, total)
+
+
+def _per_label(name: str, held: Sequence[tuple[int, Document]], like: Array, total: int) -> Tensor:
+    values = np.zeros((total, *like.shape[1:]), like.dtype)
+    for start, document in held:
+        values[start : start + len(document.tokens) - 1] = document.extras[name][1:]
+    return torch.from_numpy(values)
+
+
+def _per_input(name: str, held: Sequence[tuple[int, Document]], like: Array, total: int) -> Tensor:
+    values = np.zeros((total, *like.shape[1:]), like.dtype)
+    for start, document in held:
+        values[start : start + len(document.tokens)] = document.inputs[name]
+    return torch.from_numpy(values)
+
+
+def _per_document(name: str, held: Sequence[tuple[int, Document]], slots: Slots, like: Array) -> Tensor:
+    values = iter([document.extras[name] for _, document in held])
+    zero = np.zeros((), like.dtype)
+    return torch.from_numpy(np.stack([zero if slot.document == FILLER else next(values) for slot in slots]))

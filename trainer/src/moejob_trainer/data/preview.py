@@ -1,0 +1,185 @@
+"""`python -m moejob_trainer.data.preview`, which `moejob data` starts: what the model will see of a job's data.
+
+Reads a spec as JSON from standard input and writes a DataPreview as JSON; a run reads its data by the same functions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby, islice
+from statistics import median_low
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from moejob_api.contract import ExitCode
+from moejob_api.data_preview import DataPreview, DatasetPreview, Extent, LeftOut, PreviewedExample, PreviewedText
+from moejob_api.job import Method, Spec
+from moejob_api.job.model import Dataset
+from moejob_api.pod_environment import read_spec
+from moejob_trainer.data.encoding import Sample, encoder
+from moejob_trainer.data.preparation import Disposition, Fitted, Recipe, fitted, known
+from moejob_trainer.data.prompts import fits, read_prompt
+from moejob_trainer.data.records import Record
+from moejob_trainer.data.sources import records
+from moejob_trainer.errors import BadData
+
+# Reasons beyond these are counted, not listed.
+_MOST_LEFT_OUT = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A record after the policy for what is too long; `length` is that before."""
+
+    place: str
+    length: int
+    fitted: Fitted
+
+
+@dataclass(slots=True)
+class _Counts:
+    """Sums over the records of a data set."""
+
+    records: int = 0
+    truncated: int = 0
+    dropped: int = 0
+    trained_tokens: int = 0
+    lengths: list[int] = field(default_factory=list)
+    left_out: list[LeftOut] = field(default_factory=list)
+    examples: list[PreviewedExample] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Previewer:
+    """Reads the data sets of one job with its tokenizer."""
+
+    spec: Spec
+    extent: Extent
+    recipe: Recipe
+    tokenizer: PreTrainedTokenizerBase
+
+    def dataset(self, part: str, dataset: Dataset) -> DatasetPreview:
+        """Read, encode and count the records of one data set; BadData where a run would end for it."""
+        found = records(dataset, self.recipe.claims)
+        counts = _Counts()
+        for one in self._seen(dataset, islice(found, self.extent.records)):
+            self._count(counts, one)
+        lengths = sorted(counts.lengths)
+        return DatasetPreview(
+            part=part,
+            source=dataset.source,
+            split=dataset.split,
+            format=dataset.format,
+            records=counts.records,
+            is_whole=next(found, None) is None,
+            kept=len(lengths) - counts.truncated,
+            truncated=counts.truncated,
+            dropped=counts.dropped,
+            tokens=sum(lengths),
+            trained_tokens=counts.trained_tokens,
+            lengths=(lengths[0], median_low(lengths), lengths[-1]) if lengths else None,
+            left_out=tuple(counts.left_out),
+            examples=tuple(counts.examples),
+        )
+
+    def _seen(self, dataset: Dataset, found: Iterator[Record]) -> Iterator[Seen]:
+        if self.spec.method is Method.GRPO:
+            yield from map(self._prompt, found)
+            return
+        data = self.spec.data
+        encode = encoder(dataset.format, self.tokenizer, data.chat_template)
+        for record in found:
+            sample = known(encode(record), self.recipe, record.place)
+            yield Seen(record.place, len(sample.tokens), fitted(sample, data, record.place))
+
+    def _prompt(self, record: Record) -> Seen:
+        prompt = read_prompt(record, self.tokenizer, self.recipe)
+        tokens = np.array(prompt.tokens, dtype=np.int32)
+        sample = Sample(tokens, np.zeros(len(tokens), dtype=np.bool_))
+        is_asked = fits(prompt, self._room, self.spec.data.overlong)
+        return Seen(record.place, len(tokens), Fitted(sample, Disposition.KEPT if is_asked else Disposition.DROPPED))
+
+    def _count(self, counts: _Counts, one: Seen) -> None:
+        counts.records += 1
+        sample, fate = one.fitted.sample, one.fitted.fate
+        if fate is not Disposition.KEPT and len(counts.left_out) < _MOST_LEFT_OUT:
+            counts.left_out.append(LeftOut(place=one.place, reason=self._reason(one)))
+        if fate in (Disposition.DROPPED, Disposition.EMPTIED):
+            counts.dropped += 1
+            return
+        counts.truncated += fate is Disposition.TRUNCATED
+        counts.lengths.append(len(sample.tokens))
+        counts.trained_tokens += sample.trained_tokens
+        if len(counts.examples) < self.extent.examples:
+            counts.examples.append(_example(one.place, sample, self.tokenizer))
+
+    def _reason(self, one: Seen) -> str:
+        room = "data.maxLength" if self.spec.grpo is None else "data.maxLength less grpo.maxNewTokens"
+        long = f"{one.length} tokens, {room} is {self._room}"
+        match one.fitted.fate:
+            case Disposition.TRUNCATED:
+                return f"{long}: truncated at the end"
+            case Disposition.EMPTIED:
+                return f"{long}: dropped, nothing would be left to train on after truncation"
+            case _:
+                return f"{long}: dropped"
+
+    @property
+    def _room(self) -> int:
+        return self.spec.data.max_length - (self.spec.grpo.max_new_tokens if self.spec.grpo is not None else 0)
+
+
+def preview(spec: Spec, extent: Extent, vocabulary: int | None = None) -> DataPreview:
+    """Every data set of a job as its run would read it; BadData where the run would end for it."""
+    recipe = Recipe(spec.model, spec.data, vocabulary=vocabulary)
+    previewer = Previewer(spec, extent, recipe, recipe.tokenizer())
+    parts = [(f"train[{index}]", dataset) for index, dataset in enumerate(spec.data.train)]
+    parts += [(f"eval[{index}]", dataset) for index, dataset in enumerate(spec.data.eval)]
+    return DataPreview(datasets=tuple(previewer.dataset(part, dataset) for part, dataset in parts))
+
+
+def _example(place: str, sample: Sample, using: PreTrainedTokenizerBase) -> PreviewedExample:
+    pairs = zip(sample.trained.tolist(), sample.tokens.tolist(), strict=True)
+    runs = [(trained, [token for _, token in run]) for trained, run in groupby(pairs, key=lambda pair: pair[0])]
+    parts = (PreviewedText(text=_written(tokens, using), trained=trained) for trained, tokens in runs)
+    return PreviewedExample(
+        place=place, tokens=len(sample.tokens), trained_tokens=sample.trained_tokens, parts=tuple(parts)
+    )
+
+
+def _written(tokens: list[int], using: PreTrainedTokenizerBase) -> str:
+    text = using.decode(tokens, clean_up_tokenization_spaces=False)
+    return text if isinstance(text, str) else "".join(text)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the preview, or on standard error what is wrong with the data."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    parser = argparse.ArgumentParser(prog="moejob_trainer.data.preview")
+    parser.add_argument("--records", type=int, required=True)
+    parser.add_argument("--examples", type=int, required=True)
+    parser.add_argument("--vocabulary", type=int)
+    asked = parser.parse_args(arguments)
+    # Progress of downloads belongs to standard error, and nothing else may reach what is parsed.
+    answer, sys.stdout = sys.stdout, sys.stderr
+    try:
+        found = preview(read_spec(sys.stdin.read()), Extent(asked.records, asked.examples), asked.vocabulary)
+    except BadData as error:
+        sys.stderr.write(f"{error}\n")
+        return ExitCode.BAD_CONFIGURATION
+    answer.write(found.model_dump_json(by_alias=True) + "\n")
+    answer.flush()
+    return ExitCode.DONE
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    sys.exit(main())

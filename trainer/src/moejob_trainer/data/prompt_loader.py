@@ -1,0 +1,74 @@
+"""The prompts of a run in the order in which they are asked, and the cursor that resumes exactly there."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from moejob_api.job.model import Data
+from moejob_trainer.data.blending import BlendedDataset, Cursor
+from moejob_trainer.data.prompts import Prompt, Prompts
+
+_CURSOR = "cursor"
+
+
+@dataclass(frozen=True, slots=True)
+class NumberedPrompt:
+    """A prompt, and how many were asked before it in the whole run."""
+
+    number: int
+    prompt: Prompt
+
+
+class PromptLoader:
+    """Prompts of several sources, each as often as its weight says."""
+
+    def __init__(self, sources: Sequence[Prompts], data: Data) -> None:
+        self._sources, self._dataset = sources, blended(sources, data)
+        self._cursor = self._dataset.start()
+
+    @property
+    def epoch(self) -> float:
+        """Return the passes over the data so far."""
+        return self._dataset.epochs(self._cursor)
+
+    def next_prompts(self, count: int) -> list[NumberedPrompt]:
+        """Return the next prompts."""
+        found = []
+        for _ in range(count):
+            number = sum(self._cursor.taken)
+            key, self._cursor = self._dataset.sample(self._cursor)
+            found.append(NumberedPrompt(number, self._sources[key.source].prompts[key.document]))
+        return found
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return what was asked so far."""
+        return {_CURSOR: self._cursor.as_json()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on behind the last prompt that was asked; other data is refused."""
+        self._cursor = self._dataset.resumed(Cursor.from_json(state[_CURSOR]))
+
+
+def blended(sources: Sequence[Prompts], data: Data) -> BlendedDataset:
+    """Return the order of prompts from several sources."""
+    weights = tuple(dataset.weight for dataset in data.train)
+    hashed = hashlib.sha256(repr((weights, data.seed, data.shuffle)).encode())
+    for source in sources:
+        for prompt in source.prompts:
+            hashed.update(repr((prompt.tokens, sorted(prompt.fields.items(), key=str))).encode())
+    return BlendedDataset(
+        sizes=tuple(len(source.prompts) for source in sources),
+        weights=weights,
+        seed=data.seed,
+        shuffle=data.shuffle,
+        fingerprint=hashed.hexdigest()[:16],
+    )
+
+
+def steps_of_epochs(prompts: int, epochs: float, prompts_per_step: int) -> int:
+    """Return the steps that ask every prompt this many times."""
+    return max(1, math.ceil(epochs * prompts / prompts_per_step - 1e-6))

@@ -1,0 +1,172 @@
+"""Collectives over a group of ranks, with and without gradients that flow back through them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Function
+
+from moejob_trainer.distributed.groups import Group
+
+# torch 2.11 has them under their other names.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+# --- what has no gradient -------------------------------------------------------------------------------------------
+
+
+def total(value: Tensor, group: Group) -> Tensor:
+    """The sum over the group, in place."""
+    if group.size > 1:
+        dist.all_reduce(value, group=group.handle)
+    return value
+
+
+def all_gather_counts(count: Tensor, group: Group) -> Tensor:
+    """Return the counts of every rank of the group: [size, *count.shape]."""
+    if group.size == 1:
+        return count.unsqueeze(0)
+    everyones = count.new_empty(group.size * count.numel())
+    _all_gather_single(everyones, count.flatten(), group=group.handle)
+    return everyones.view(group.size, *count.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class PendingCollective:
+    """Rows that ranks exchange while this one computes something else."""
+
+    rows: Tensor
+    # What is sent must live until it has been.
+    sent: Tensor
+    work: dist.Work | None
+
+    def wait(self) -> Tensor:
+        """The rows, once they are here."""
+        if self.work is not None:
+            self.work.wait()
+        return self.rows
+
+
+def start_all_gather(x: Tensor, group: Group) -> PendingCollective:
+    """The rows of all ranks, in the order of ranks, on their way."""
+    everyones, sent = x.new_empty((group.size * x.shape[0], *x.shape[1:])), x.contiguous()
+    return PendingCollective(everyones, sent, _all_gather_single(everyones, sent, group=group.handle, async_op=True))
+
+
+def start_reduce_scatter(x: Tensor, group: Group) -> PendingCollective:
+    """This rank's share of the rows, summed over the group, on its way."""
+    share, sent = x.new_empty((x.shape[0] // group.size, *x.shape[1:])), x.contiguous()
+    return PendingCollective(share, sent, _reduce_scatter_single(share, sent, group=group.handle, async_op=True))
+
+
+# --- what gradients flow back through -------------------------------------------------------------------------------
+
+
+def copy_to_group(x: Tensor, group: Group) -> Tensor:
+    """The same on every rank; each rank uses it differently, so gradients are summed."""
+    return _through(x, group, _same, _all_reduce)
+
+
+def all_reduce(x: Tensor, group: Group) -> Tensor:
+    """Sum over the group; every rank uses the sum alike."""
+    return _through(x, group, _all_reduce, _same)
+
+
+def all_gather(x: Tensor, group: Group) -> Tensor:
+    """The rows of all ranks, in the order of ranks; each rank uses them differently, so gradients are summed."""
+    return _through(x, group, _all_gather, _reduce_scatter)
+
+
+def all_gather_alike(x: Tensor, group: Group) -> Tensor:
+    """The rows of all ranks; every rank uses them alike, so that its own rows' gradient is already whole."""
+    return _through(x, group, _all_gather, _share)
+
+
+def reduce_scatter(x: Tensor, group: Group) -> Tensor:
+    """This rank's share of the rows, summed over the group."""
+    return _through(x, group, _reduce_scatter, _all_gather)
+
+
+def local_rows(x: Tensor, group: Group) -> Tensor:
+    """This rank's share of rows that are the same on every rank."""
+    return _through(x, group, _share, _all_gather)
+
+
+def all_to_all(x: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
+    """Rows sent to each rank of the group, and those that came from each, in the order of ranks."""
+    there = partial(_all_to_all, sent=sent, received=received)
+    back = partial(_all_to_all, sent=received, received=sent)
+    return _through(x, group, there, back)
+
+
+def all_gather_uneven(x: Tensor, counts: Sequence[int], group: Group) -> Tensor:
+    """The rows of all ranks, of which each has another number; gradients are summed."""
+    if group.size == 1:
+        return x
+    # An all-to-all in which every rank sends all its rows to all: gloo gathers equal shares only.
+    return all_to_all(x.repeat(group.size, *(1,) * (x.dim() - 1)), [len(x)] * group.size, counts, group)
+
+
+def reduce_scatter_uneven(x: Tensor, counts: Sequence[int], group: Group) -> Tensor:
+    """This rank's share of the rows, summed over the group, where each rank has another number of them."""
+    if group.size == 1:
+        return x
+    own = counts[group.rank]
+    return all_to_all(x, counts, [own] * group.size, group).view(group.size, own, *x.shape[1:]).sum(0)
+
+
+Exchange = Callable[[Tensor, Group], Tensor]
+
+
+def _through(x: Tensor, group: Group, there: Exchange, back: Exchange) -> Tensor:
+    """Apply `there` to x; its gradient goes through `back`."""
+    if group.size == 1:
+        return x
+    result: Tensor = _Exchanged.apply(x, group, there, back)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Exchanged(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, there: Exchange, back: Exchange) -> Tensor:
+        ctx.group, ctx.back = group, back
+        return there(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return ctx.back(gradients[0], ctx.group), None, None, None
+
+
+def _same(x: Tensor, _: Group) -> Tensor:
+    # A view: a function of autograd may not hand its input on as its output.
+    return x.view_as(x)
+
+
+def _all_reduce(x: Tensor, group: Group) -> Tensor:
+    x = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(x, group=group.handle)
+    return x
+
+
+def _all_gather(x: Tensor, group: Group) -> Tensor:
+    return start_all_gather(x, group).wait()
+
+
+def _reduce_scatter(x: Tensor, group: Group) -> Tensor:
+    return start_reduce_scatter(x, group).wait()
+
+
+def _share(x: Tensor, group: Group) -> Tensor:
+    return x.contiguous().view(group.size, -1, *x.shape[1:])[group.rank].clone()
+
+
+def _all_to_all(x: Tensor, group: Group, *, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+    wait = x.new_empty((sum(received), *x.shape[1:]))
+    dist.all_to_all_single(wait, x.contiguous(), list(received), list(sent), group=group.handle)
+    return wait

@@ -1,0 +1,57 @@
+"""Messages between ranks as bytes: JSON that pydantic validates, and arrays as safetensors. Knows no torch.
+
+The receiver names the type that it expects. Nothing is unpickled: a pickle runs code of its sender's choice.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Final, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import TypeAdapter, ValidationError
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+T = TypeVar("T")
+
+Array = npt.NDArray[Any]
+
+NOTHING: Final = TypeAdapter[None](None)
+BOOLEAN: Final = TypeAdapter(bool)
+INTEGER: Final = TypeAdapter(int)
+TEXT: Final = TypeAdapter(str)
+
+
+class BadMessage(ValueError):
+    """A peer sent what none of our ranks sends."""
+
+
+def encoded(value: T | None, kind: TypeAdapter[T]) -> bytes:
+    """Return the value as JSON."""
+    # pydantic's own dump_json writes NaN as null; a measurement may be NaN and must arrive as that.
+    plain = kind.dump_python(value, mode="json", by_alias=True, warnings="none")  # type: ignore[arg-type]
+    return json.dumps(plain, separators=(",", ":")).encode()
+
+
+def decoded(content: bytes, kind: TypeAdapter[T]) -> T:
+    """Return the value of `encoded`; BadMessage where it is of another type."""
+    try:
+        return kind.validate_json(content)
+    except ValidationError as error:
+        raise BadMessage(f"a rank sent what this one does not expect: {error}") from error
+
+
+def packed(arrays: Mapping[str, Array]) -> bytes:
+    """Return arrays by name as safetensors."""
+    return save({name: np.ascontiguousarray(array) for name, array in arrays.items()})
+
+
+def unpacked(content: bytes) -> dict[str, Array]:
+    """Return the arrays of `packed`; BadMessage where sizes, shapes or types disagree."""
+    try:
+        return load(content)
+    except (SafetensorError, ValueError, KeyError) as error:
+        raise BadMessage(f"a rank sent what holds no arrays: {error}") from error

@@ -1,0 +1,38 @@
+"""The process groups that this rank belongs to.
+
+Knows torch.distributed only: moejob_trainer.megatron.topology decides which ranks form a group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Ranks that share something; a group of one never communicates."""
+
+    rank: int = 0
+    size: int = 1
+    handle: dist.ProcessGroup | None = None
+
+
+ALONE = Group()
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Every group that this rank belongs to. Experts divide the ranks of a stage a second time."""
+
+    tensor: Group = ALONE
+    context: Group = ALONE
+    data: Group = ALONE
+    pipeline: Group = ALONE
+    # Ranks with the same dense weights: they see other documents, or other parts of the same ones.
+    replicas: Group = ALONE
+    expert: Group = ALONE
+    expert_tensor: Group = ALONE
+    expert_replicas: Group = ALONE
+    world: Group = ALONE

@@ -1,0 +1,133 @@
+"""Values that ranks send each other, as bytes in tensors. torch's own object collectives unpickle what a peer sent.
+
+A size is checked before memory is taken for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Final, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from pydantic import PlainSerializer, PlainValidator, TypeAdapter
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from moejob_trainer.distributed.encoding import BadMessage, decoded, encoded
+
+T = TypeVar("T")
+
+# No plan, index or report of a rank comes near it.
+MOST_JSON_BYTES: Final = 2**30
+# A step of GRPO or the adapters of a rank; more is a mistake, and memory that a peer asks for in vain.
+MOST_ARRAY_BYTES: Final = 2**37
+
+
+def _dtype(name: object) -> torch.dtype:
+    found = name if isinstance(name, torch.dtype) else getattr(torch, str(name), None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"torch has no dtype {name!r}")  # noqa: TRY004  # pydantic catches no TypeError
+    return found
+
+
+# A field of a message that is a dtype: "bfloat16".
+Dtype = Annotated[torch.dtype, PlainValidator(_dtype), PlainSerializer(lambda dtype: str(dtype).removeprefix("torch."))]
+
+# Every rank of the group calls the same, in the same order. A group of None is this rank alone.
+
+
+def all_gather(value: T, kind: TypeAdapter[T], group: ProcessGroup | None) -> list[T]:
+    """Return the value of every rank, by rank."""
+    if group is None:
+        return [value]
+    content = _tensor(encoded(value, kind), group)
+    sizes = _sizes(content, group, MOST_JSON_BYTES)
+    everyones = [content.new_empty(max(sizes)) for _ in sizes]
+    dist.all_gather(everyones, _padded(content, max(sizes)), group=group)
+    return [decoded(_bytes(one, size), kind) for one, size in zip(everyones, sizes, strict=True)]
+
+
+def gather(value: T, kind: TypeAdapter[T], group: ProcessGroup | None) -> list[T] | None:
+    """Return the value of every rank by rank, on the group's first rank; None on the others."""
+    if group is None:
+        return [value]
+    everyones = gather_bytes(encoded(value, kind), group, MOST_JSON_BYTES)
+    return None if everyones is None else [decoded(content, kind) for content in everyones]
+
+
+def broadcast(value: T | None, kind: TypeAdapter[T], group: ProcessGroup | None, source: int = 0) -> T:
+    """Return the value of the group's rank `source`, on every rank."""
+    is_source = group is None or group.rank() == source
+    # The source reads its own words too: a value of another type fails on every rank alike, and none waits for it.
+    content = encoded(value, kind) if is_source else None
+    return decoded(broadcast_bytes(content, group, source, MOST_JSON_BYTES), kind)
+
+
+def gather_bytes(
+    content: bytes, group: ProcessGroup | None, most_bytes: int = MOST_ARRAY_BYTES
+) -> Sequence[bytes] | None:
+    """Return the bytes of every rank by rank, on the group's first rank; None on the others."""
+    if group is None:
+        return [content]
+    mine = _tensor(content, group)
+    sizes = _sizes(mine, group, most_bytes)
+    everyones = [mine.new_empty(max(sizes)) for _ in sizes] if group.rank() == 0 else None
+    dist.gather(_padded(mine, max(sizes)), everyones, group=group, group_dst=0)
+    if everyones is None:
+        return None
+    return [_bytes(one, size) for one, size in zip(everyones, sizes, strict=True)]
+
+
+def broadcast_bytes(
+    content: bytes | None, group: ProcessGroup | None, source: int = 0, most_bytes: int = MOST_ARRAY_BYTES
+) -> bytes:
+    """Return the bytes of the group's rank `source`, on every rank."""
+    if group is None:
+        return _given(content)
+    sent = _tensor(_given(content) if group.rank() == source else b"", group)
+    size = torch.tensor([len(sent)], device=sent.device)
+    dist.broadcast(size, group=group, group_src=source)
+    count = _checked(int(size), most_bytes)
+    received = sent if group.rank() == source else sent.new_empty(count)
+    dist.broadcast(received, group=group, group_src=source)
+    return _bytes(received, count)
+
+
+def barrier(group: ProcessGroup | None) -> None:
+    """Return when every rank of the group is here."""
+    if group is not None:
+        dist.barrier(group)
+
+
+def _given(content: bytes | None) -> bytes:
+    if content is None:
+        raise ValueError("the rank that speaks for the others has nothing to send")
+    return content
+
+
+def _sizes(content: Tensor, group: ProcessGroup, most_bytes: int) -> list[int]:
+    sizes = [torch.zeros(1, dtype=torch.int64, device=content.device) for _ in range(group.size())]
+    dist.all_gather(sizes, torch.tensor([len(content)], device=content.device), group=group)
+    return [_checked(int(size), most_bytes) for size in sizes]
+
+
+def _checked(size: int, most_bytes: int) -> int:
+    if not 0 <= size <= most_bytes:
+        raise BadMessage(f"a rank announced a message of {size} bytes; it has at most {most_bytes}")
+    return size
+
+
+def _tensor(content: bytes, group: ProcessGroup) -> Tensor:
+    # NCCL moves nothing but what lies on this rank's GPU.
+    device = "cuda" if dist.get_backend(group) == dist.Backend.NCCL else "cpu"
+    return torch.from_numpy(np.frombuffer(content, np.uint8).copy()).to(device)
+
+
+def _padded(content: Tensor, size: int) -> Tensor:
+    return torch.nn.functional.pad(content, (0, size - len(content)))
+
+
+def _bytes(content: Tensor, size: int) -> bytes:
+    return content[:size].cpu().numpy().tobytes()

@@ -1,0 +1,110 @@
+"""Megatron-Bridge as it can be used without a GPU, without Transformer Engine and with the trainer's Transformers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+from transformers import AutoConfig, PretrainedConfig
+
+from moejob_api.models.shape import Family
+from moejob_trainer.conversion.checkpoint import unusable
+
+_TRANSFORMER_ENGINE = "transformer_engine"
+# Each remembers, when it is first imported, whether there is a Transformer Engine.
+_ASKING = (
+    "megatron.core.extensions.transformer_engine",
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.transformer.moe.moe_utils",
+)
+
+
+BRIDGE = "Megatron-Bridge 0.3.1"
+# Of a rotary embedding that it does not know, the bridge takes no notice.
+_ROTARY = ("default", "llama3", "yarn")
+
+
+@dataclass(frozen=True)
+class BridgedModel:
+    """Megatron's configuration of a published model, and the bridge's mappings of its tensors."""
+
+    provider: Any
+    registry: Any
+
+
+def bridged_model(folder: Path) -> BridgedModel:
+    """Return what Megatron-Bridge makes of a folder's config.json; InvalidSpec where it knows no such model."""
+    config, bridges = published_config(folder), auto_bridge()
+    if not set(config.architectures or ()) & set(bridges.list_supported_models()):
+        raise unusable(f"{BRIDGE} knows no {config.architectures or config.model_type}; it cannot be converted")
+    rotary = config.rope_parameters["rope_type"]
+    if rotary not in _ROTARY:
+        raise unusable(f"{folder}: {BRIDGE} does not know rope_type {rotary}; it converts {', '.join(_ROTARY)}")
+    bridge = bridges.from_hf_config(config)
+    provider = bridge.to_megatron_provider(load_weights=False)
+    # Its modules are not converted for every family.
+    provider.mtp_num_layers = None
+    if rotary == "default" and hasattr(provider, "rope_type"):
+        # Left at yarn, latent attention would compute something else.
+        provider.rope_type, provider.rotary_scaling_factor = "rope", 1.0
+        provider.mscale = provider.mscale_all_dim = 1.0
+    return BridgedModel(provider, bridge._model_bridge.mapping_registry())  # noqa: SLF001 there is no other way
+
+
+def auto_bridge() -> Any:
+    """Return Megatron-Bridge's AutoBridge class."""
+    for name in _ASKING:
+        import_module(name)
+    with _importable_transformer_engine():
+        return import_module("megatron.bridge").AutoBridge
+
+
+def published_config(folder: Path) -> PretrainedConfig:
+    """Return the config of a published model, as Megatron-Bridge expects it."""
+    return as_expected(AutoConfig.from_pretrained(folder))
+
+
+def as_expected(config: PretrainedConfig) -> PretrainedConfig:
+    """Say in the words of Transformers 4 what its fifth version says elsewhere, or takes for granted."""
+    # Not found there, it silently becomes 10000.
+    config.rope_theta = config.rope_parameters["rope_theta"]
+    if config.model_type == Family.DEEPSEEK_V3:
+        # Published configs say it; Transformers computes nothing else and forgets to.
+        config.scoring_func = "sigmoid"
+    return config
+
+
+@contextmanager
+def _importable_transformer_engine() -> Iterator[None]:
+    """Let `megatron.bridge.peft` import what it names at its top: classes of layers that it would adapt."""
+    if find_spec(_TRANSFORMER_ENGINE) is not None:
+        yield
+        return
+    made = {f"{_TRANSFORMER_ENGINE}{suffix}": _empty(suffix) for suffix in ("", ".pytorch", ".pytorch.ops")}
+    for name, module in made.items():
+        parent, _, child = name.rpartition(".")
+        setattr(made.get(parent, module), child, module)
+    sys.modules.update(made)
+    try:
+        yield
+    finally:
+        # Left behind, other packages would take it for the real one.
+        for name in made:
+            del sys.modules[name]
+
+
+def _empty(suffix: str) -> ModuleType:
+    module = ModuleType(_TRANSFORMER_ENGINE + suffix)
+    module.__spec__ = ModuleSpec(module.__name__, None, is_package=True)
+    for name in ("Linear", "LayerNormLinear", "TransformerLayer", "Sequential"):
+        setattr(module, name, type(name, (nn.Module,), {}))
+    return module

@@ -1,0 +1,152 @@
+"""Colocated engines: children of the launcher, so that they outlive the ranks of a round.
+
+An engine takes a minute to start and nothing of it depends on ranks: they are restarted beside it. One that ends is
+started again, later each time; the ranks then ask another, or wait.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from moejob_api.contract import Environment, ExitCode, Role
+from moejob_api.engines import colocated_per_pod
+from moejob_api.job.resources import Accelerator
+from moejob_trainer.launcher.log import Log
+from moejob_trainer.launcher.pod import Pod
+
+log = Log()
+
+_FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS = 1.0, 60.0
+# One that ran for this long has not failed at its start.
+_STARTED_SECONDS = 120.0
+_END_SECONDS = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCommand:
+    """One engine to start."""
+
+    index: int
+    python: Path
+    environment: Mapping[str, str]
+
+
+def engine_commands(pod: Pod, environ: Mapping[str, str]) -> tuple[EngineCommand, ...]:
+    """Return the engines of a pod; none where they have pods of their own. Pure."""
+    count = colocated_per_pod(pod.spec, pod.ranks_per_node)
+    first = pod.index * count
+    # The modules of one environment are not those of another.
+    kept = {name: value for name, value in environ.items() if name not in {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}}
+    return tuple(
+        EngineCommand(
+            first + number,
+            pod.rollout_python,
+            kept
+            | {Environment.ROLE.value: Role.ROLLOUT.value, Environment.INDEX.value: str(first + number)}
+            | _gpus(pod, number, environ),
+        )
+        for number in range(count)
+    )
+
+
+def _gpus(pod: Pod, number: int, environ: Mapping[str, str]) -> dict[str, str]:
+    """The GPUs of one engine: as many as it spans, beside the ranks that use them too."""
+    if pod.spec.grpo is None or pod.spec.resources.accelerator is not Accelerator.GPU:
+        return {}
+    tensor = pod.spec.grpo.rollout.tensor
+    limited = environ.get("CUDA_VISIBLE_DEVICES")
+    names = limited.split(",") if limited else [str(gpu) for gpu in range(pod.ranks_per_node)]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(names[number * tensor : (number + 1) * tensor])}
+
+
+class EngineProcesses:
+    """The engines of one pod. The launcher's main thread alone starts, looks at and ends them."""
+
+    def __init__(self, commands: Sequence[EngineCommand], logs: Path | None) -> None:
+        self._engines = tuple(_Engine(command, logs) for command in commands)
+
+    @property
+    def pids(self) -> frozenset[int]:
+        """The engines that run; whatever else they have started goes with them."""
+        return frozenset(engine.pid for engine in self._engines if engine.pid is not None)
+
+    def keep_running(self) -> None:
+        """Start engines that do not run and are due."""
+        for engine in self._engines:
+            engine.keep_running(time.monotonic())
+
+    def stop(self) -> None:
+        """End all engines: asked first, then by force."""
+        for engine in self._engines:
+            engine.signal(signal.SIGTERM)
+        until = time.monotonic() + _END_SECONDS
+        for engine in self._engines:
+            engine.end(until)
+
+
+class _Engine:
+    def __init__(self, command: EngineCommand, logs: Path | None) -> None:
+        self._command, self._logs = command, logs
+        self._process: subprocess.Popen[bytes] | None = None
+        self._started_at, self._due_at, self._delay = 0.0, 0.0, _FIRST_DELAY_SECONDS
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    def keep_running(self, now: float) -> None:
+        if self._process is not None and self._process.poll() is not None:
+            self._ended(self._process.returncode, now)
+        if self._process is None and now >= self._due_at:
+            self._start(now)
+
+    def signal(self, number: signal.Signals) -> None:
+        """Signal the engine itself, or all of its group where it cannot answer for them."""
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                (os.killpg if number is signal.SIGKILL else os.kill)(self._process.pid, number)
+
+    def end(self, until: float) -> None:
+        if self._process is None:
+            return
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(max(0.0, until - time.monotonic()))
+        # Its workers hold the GPU's memory, and may outlive it.
+        self.signal(signal.SIGKILL)
+        self._process.wait()
+
+    def _ended(self, code: int, now: float) -> None:
+        self.signal(signal.SIGKILL)
+        self._process = None
+        if code == ExitCode.BAD_CONFIGURATION:
+            log.warning("an engine cannot start; see its log", engine=self._command.index)
+            self._due_at = float("inf")
+            return
+        has_run = now - self._started_at >= _STARTED_SECONDS
+        self._delay = _FIRST_DELAY_SECONDS if has_run else min(2 * self._delay, _LONGEST_DELAY_SECONDS)
+        self._due_at = now + self._delay
+        log.warning("an engine has ended", engine=self._command.index, exit_code=code, again_in_seconds=self._delay)
+
+    def _start(self, now: float) -> None:
+        output = None if self._logs is None else (self._logs / f"engine-{self._command.index}.log").open("ab")
+        try:
+            self._process = subprocess.Popen(
+                [self._command.python, "-m", "moejob_rollout"],
+                env=self._command.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+        finally:
+            if output is not None:
+                output.close()
+        self._started_at = now
+        log.info("engine started", engine=self._command.index, pid=self._process.pid)

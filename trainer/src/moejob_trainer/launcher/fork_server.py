@@ -1,0 +1,58 @@
+"""Preload of the fork server: it imports the modules that ranks need, so that a rank starts in milliseconds.
+
+It is imported there only. Knows which modules by MOEJOB_PRELOAD, which the launcher sets before the server starts.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import importlib.util
+import os
+import signal
+import traceback
+from pathlib import Path
+
+PRELOAD = "MOEJOB_PRELOAD"
+# The file that names the process that has imported all.
+WARM = "MOEJOB_WARM"
+# Process id of the launcher.
+LAUNCHER = "MOEJOB_LAUNCHER"
+
+_PR_SET_PDEATHSIG = 1
+# The fork server, as a rank finds it in the memory that it inherits.
+SERVER = os.getpid()
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when its parent ends, however that happens."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    # The parent may have ended before the call.
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def import_all(names: list[str]) -> None:
+    """Import what is there. What fails is left to the rank that needs it, which reports it in its own log."""
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except Exception:  # noqa: BLE001  # whatever a module does as it loads, the ranks can still be started
+            # What is not installed is nothing to talk about.
+            if not _is_absent(name):
+                traceback.print_exc()
+
+
+def _is_absent(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is None
+    except ModuleNotFoundError:
+        return True
+
+
+if WARM in os.environ:
+    die_with_parent(int(os.environ[LAUNCHER]))
+    # Else torch asks the CUDA driver whether there is a GPU, and a process that has may not fork one that uses it.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    import_all([name for name in os.environ.get(PRELOAD, "").split(",") if name])
+    Path(os.environ[WARM]).write_text(str(SERVER))

@@ -1,0 +1,159 @@
+"""The processes of the ranks of this pod: started by a fork server with the imports done, watched, stopped, killed.
+
+The fork server is a child of the launcher and the ranks are its children; each dies with its parent. Knows nothing of
+why a rank is stopped. Must be used from one thread: the kernel counts a thread's end as the parent's.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+
+from moejob_trainer.launcher.engine_processes import EngineProcesses
+from moejob_trainer.launcher.entry import RankCommand, enter
+from moejob_trainer.launcher.fork_server import LAUNCHER, PRELOAD, WARM
+from moejob_trainer.launcher.log import Log
+from moejob_trainer.launcher.orphans import Orphans
+from moejob_trainer.launcher.output import Output
+from moejob_trainer.launcher.stop import StopRequest
+
+log = Log()
+
+# A process that the kernel cannot end (stuck on a GPU or a dead volume) is not waited for longer than this.
+_REAP_SECONDS = 20.0
+_LONGEST_IMPORT_SECONDS = 900.0
+# Exit code that multiprocessing gives to a process whose fork server is gone.
+_UNSEEN = 255
+# The kernel closes the files of a process before it calls it ended.
+_DYING_SECONDS = 0.5
+
+
+class RankProcesses:
+    """The ranks of one pod, round after round."""
+
+    def __init__(self, folder: Path, preload: Sequence[str], logs: Path | None, engines: EngineProcesses) -> None:
+        self._engines = engines
+        self.folder, self._logs, self._warm = folder, logs, folder / "warm"
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["moejob_trainer.launcher.fork_server"])
+        os.environ[PRELOAD], os.environ[WARM] = ",".join(preload), str(self._warm)
+        os.environ[LAUNCHER] = str(os.getpid())
+        forkserver.ensure_running()
+        self._orphans = Orphans(lambda: self._engines.pids)
+        self._processes: dict[int, ForkServerProcess] = {}
+        self._output: Output | None = None
+        self._pids: Mapping[int, int] = {}
+        self._exits: Mapping[int, int] = {}
+
+    def preload(self, stop: StopRequest) -> None:
+        """Wait until the imports are done: a launcher that arrives at the rendezvous must be able to start at once."""
+        # A fork server that died with the ranks of the round before is started again.
+        forkserver.ensure_running()
+        until = time.monotonic() + _LONGEST_IMPORT_SECONDS
+        while not self._is_warm() and time.monotonic() < until:
+            stop.check()
+            stop.wait(0.05)
+
+    def start(self, ranks: Sequence[RankCommand]) -> None:
+        """Start all ranks of a round."""
+        self._orphans = Orphans(lambda: self._engines.pids)
+        readers, writers = {}, []
+        for rank in ranks:
+            output, output_end = self._context.Pipe(duplex=False)
+            errors, errors_end = self._context.Pipe(duplex=False)
+            process = self._context.Process(
+                target=enter, args=(rank, output_end, errors_end), name=f"rank-{rank.number}"
+            )
+            process.start()
+            self._processes[rank.number] = process
+            readers[rank.number] = (output, errors)
+            writers += [output_end, errors_end]
+        for writer in writers:
+            writer.close()
+        self._output = Output(readers, self._logs)
+        self._poll()
+        log.info("ranks started", ranks=[rank.number for rank in ranks], pids=list(self._pids.values()))
+
+    @property
+    def pids(self) -> Mapping[int, int]:
+        """The living ranks, as of the last look. May be read from any thread."""
+        return self._pids
+
+    @property
+    def exits(self) -> Mapping[int, int]:
+        """The exit codes of ranks, as of the last poll; a negative code is a signal."""
+        return self._exits
+
+    def wait(self, stop: StopRequest, seconds: float) -> None:
+        """Wait until a rank ends, a signal comes, or that long."""
+        stop.wait(seconds, [self._processes[rank].sentinel for rank in self._pids])
+        self._engines.keep_running()
+        self._orphans.reap()
+        self._poll()
+
+    def last_line(self, rank: int) -> str:
+        """Return the last line that a rank wrote to standard error."""
+        return "" if self._output is None else self._output.last_line(rank)
+
+    def terminate(self) -> None:
+        """Ask every rank to save and stop; its own children are its to stop."""
+        for pid in self._pids.values():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Kill the ranks and what they have started, without waiting. Peers of a dead rank hang in a collective."""
+        for process in self._processes.values():
+            if process.pid is not None:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                with suppress(ProcessLookupError):
+                    process.kill()
+
+    def reap(self) -> None:
+        """Wait for what was killed, and forget it."""
+        until = time.monotonic() + _REAP_SECONDS
+        for rank, process in self._processes.items():
+            process.join(max(0.0, until - time.monotonic()))
+            if process.exitcode is None:
+                log.warning("a rank cannot be killed; its node may need a restart", rank=rank, pid=process.pid)
+        if self._output is not None:
+            self._output.finish()
+        self._output, self._processes = None, {}
+        self._poll()
+        self._orphans.kill()
+
+    def _is_warm(self) -> bool:
+        """Return whether the living fork server is the one that has done its imports."""
+        try:
+            os.kill(int(self._warm.read_text()), 0)
+        except (FileNotFoundError, ValueError, ProcessLookupError):
+            return False
+        return True
+
+    def _is_server_gone(self) -> bool:
+        until, pid = time.monotonic() + _DYING_SECONDS, int(self._warm.read_text())
+        while time.monotonic() < until:
+            # The server's end is left to be seen by ensure_running, which starts it again.
+            with suppress(ChildProcessError):
+                if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                    time.sleep(0.01)
+                    continue
+            return True
+        return False
+
+    def _poll(self) -> None:
+        # An exit code may be asked for by one thread only: it is read from a pipe.
+        codes = {rank: process.exitcode for rank, process in self._processes.items()}
+        if _UNSEEN in codes.values() and self._is_server_gone():
+            # Their exit codes are unknown, but a rank that outlives the server is killed with it.
+            codes = {rank: -signal.SIGKILL if code == _UNSEEN else code for rank, code in codes.items()}
+        self._exits = {rank: code for rank, code in codes.items() if code is not None}
+        self._pids = {rank: self._processes[rank].pid or 0 for rank, code in codes.items() if code is None}

@@ -1,0 +1,60 @@
+"""Matrices that see the rows of a whole group, of which each rank keeps only its own between the passes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from moejob_trainer.distributed.collectives import start_all_gather, start_reduce_scatter
+from moejob_trainer.distributed.groups import Group
+
+
+def gathered_products(x: Tensor, group: Group, matrices: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, ...]:
+    """The rows of all ranks times each matrix, plus its bias. x [t, k], weights [n, k] -> [ranks * t, n] each.
+
+    Each rank uses the products differently, so x's gradient is summed over the group. What other ranks sent is not kept
+    for the backward pass but sent again, while the gradient of the rows is computed.
+    """
+    weights, biases = zip(*matrices, strict=True)
+    products: tuple[Tensor, ...] = _GatheredProducts.apply(x, group, len(weights), *weights, *biases)
+    return products
+
+
+class _GatheredProducts(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: Tensor, group: Group, count: int, *matrices: Tensor | None) -> tuple[Tensor, ...]:
+        weights, biases = matrices[:count], matrices[count:]
+        context.group, context.count = group, count
+        are_trained = any(context.needs_input_grad[3 : 3 + count])
+        context.save_for_backward(x if are_trained else None, *weights)
+        everyones = start_all_gather(x, group).wait()
+        return tuple(functional.linear(everyones, *matrix) for matrix in zip(weights, biases, strict=True))  # type: ignore[arg-type]
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        x, *weights = context.saved_tensors
+        of_x, of_weights = context.needs_input_grad[0], context.needs_input_grad[3 : 3 + context.count]
+        of_biases = context.needs_input_grad[3 + context.count :]
+        again = None if x is None else start_all_gather(x, context.group)
+        # Nothing of a weight's gradient is computed before this is on its way.
+        back = start_reduce_scatter(_sum_of_products(gradients, weights), context.group) if of_x else None
+        everyones = None if again is None else again.wait()
+        weight_gradients = [
+            gradient.t() @ everyones if is_needed and everyones is not None else None
+            for gradient, is_needed in zip(gradients, of_weights, strict=True)
+        ]
+        bias_gradients = [
+            gradient.sum(0) if is_needed else None for gradient, is_needed in zip(gradients, of_biases, strict=True)
+        ]
+        return None if back is None else back.wait(), None, None, *weight_gradients, *bias_gradients
+
+
+def _sum_of_products(gradients: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+    total = gradients[0] @ weights[0]
+    for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
+        total.addmm_(gradient, weight)
+    return total

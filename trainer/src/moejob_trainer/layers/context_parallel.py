@@ -1,0 +1,18 @@
+"""A row that context ranks hold in chunks, put together."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import Tensor
+
+from moejob_trainer.distributed.collectives import all_gather
+from moejob_trainer.distributed.groups import Group
+from moejob_trainer.layers.documents import in_row_order
+
+
+def gathered_row(held: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The whole row, of which each rank of the context group holds its chunks. [t, ...] -> [t * context_size, ...]
+
+    Backward, every rank receives the sum of all ranks' gradients for its tokens.
+    """
+    return in_row_order(all_gather(held, Group(group.rank(), group.size(), group)), group.size())

@@ -1,0 +1,187 @@
+"""Ranks that hold the same weights and see other documents: the part that each updates, and the sums of gradients.
+
+Two ways: Megatron's buffers, in which every replica holds all weights and gradients and updates a share (ZeRO-1), and
+shares of everything (ZeRO-2 and ZeRO-3). Nothing outside knows which one it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from torch import Tensor, nn
+
+from moejob_api.job.base import Dtype
+from moejob_api.job.job import Spec
+from moejob_api.job.resources import Accelerator
+from moejob_trainer.megatron.sharding import own_part, reshard, sharded_as
+from moejob_trainer.model.stage import Stage
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ParameterShard:
+    """The part of one parameter that this rank updates."""
+
+    name: str
+    parameter: nn.Parameter
+    # Where it begins in the flat parameter of this rank.
+    start: int
+    weight: Tensor
+    gradient: Tensor
+
+
+class DataParallel(Protocol):
+    """The stages of this rank among their replicas."""
+
+    @property
+    def chunks(self) -> Sequence[nn.Module]:
+        """The stages as Megatron's schedules call them."""
+
+    def begin(self) -> None:
+        """Gradients of zero."""
+
+    def sum(self) -> None:
+        """Sum this rank's part of each gradient over all replicas."""
+
+    def gradient(self, parameter: nn.Parameter) -> Tensor:
+        """Return this rank's part of a gradient."""
+
+    def shards(self) -> Iterator[ParameterShard]:
+        """Yield the parts that this rank updates."""
+
+    def gather(self) -> None:
+        """Every replica gets to know the others' updated shares."""
+
+    def rest(self) -> None:
+        """Nothing is computed for now."""
+
+
+def replicas(stages: Sequence[Stage], spec: Spec) -> DataParallel:
+    """The way that the job asks for. Weights may move, so this comes before any optimizer."""
+    if spec.memory.sharding.divides_weights:
+        return ShardedDataParallel(stages)
+    return BufferedDataParallel(_buffered(stages, spec))
+
+
+class BufferedDataParallel:
+    """Contiguous gradients of whole parameters, of which each replica sums a share."""
+
+    def __init__(self, chunks: Sequence[DistributedDataParallel]) -> None:
+        self.chunks = chunks
+
+    def begin(self) -> None:
+        """Empty the buffers."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+
+    def sum(self) -> None:
+        """Sums those that were not summed beside the backward pass."""
+        for chunk in self.chunks:
+            for buckets in _exchanged(chunk):
+                buckets.finish_grad_sync()
+
+    def gradient(self, parameter: nn.Parameter) -> Tensor:
+        """All of it; what is right after the sum is the share of this rank."""
+        gradient: Tensor = parameter.main_grad  # type: ignore[attr-defined]
+        return gradient
+
+    def shards(self) -> Iterator[ParameterShard]:
+        """Pieces of parameters, cut out of the buffers where these lie one after another."""
+        for chunk in self.chunks:
+            names = {parameter: name for name, parameter in chunk.module.named_parameters()}
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+                for parameter, begin, low, high in _cut(buffer):
+                    weight, gradient = buffer.param_data[low:high], buffer.grad_data[low:high]
+                    yield ParameterShard(names[parameter], parameter, low - begin, weight, gradient)
+
+    def gather(self) -> None:
+        """Shares of weights travel as they lie in the buffers."""
+        for chunk in self.chunks:
+            for buckets in _exchanged(chunk):
+                buckets.start_param_sync(force_sync=True)
+
+    def rest(self) -> None:
+        """Whole weights stay."""
+
+
+class ShardedDataParallel:
+    """Shares alone: of weights, which are whole while they compute, and of gradients, summed in the backward pass."""
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        self.chunks = stages
+        for parameter in self._trained().values():
+            # Torch adds to what is there already, so that gradients lie still like everything that is updated.
+            parameter.grad = torch.zeros_like(parameter)
+
+    def begin(self) -> None:
+        """Zeros where sums of the last update lie."""
+        for parameter in self._trained().values():
+            self.gradient(parameter).zero_()
+
+    def sum(self) -> None:
+        """Every micro batch has been summed in its backward pass."""
+
+    def gradient(self, parameter: nn.Parameter) -> Tensor:
+        """The share of it."""
+        if parameter.grad is None:
+            raise RuntimeError("gradients of a divided parameter exist as long as it is trained")
+        return own_part(parameter.grad)
+
+    def shards(self) -> Iterator[ParameterShard]:
+        """Yield the parts that this rank updates."""
+        for name, parameter in self._trained().items():
+            sharded, weight = sharded_as(parameter), own_part(parameter)
+            if sharded is not None and weight.numel():
+                yield ParameterShard(name, parameter, sharded.start, weight, self.gradient(parameter))
+
+    def gather(self) -> None:
+        """Shares are gathered when they are needed."""
+
+    def rest(self) -> None:
+        """Free what was kept for further passes."""
+        for stage in self.chunks:
+            reshard(stage)
+
+    def _trained(self) -> dict[str, nn.Parameter]:
+        named = (pair for stage in self.chunks for pair in stage.named_parameters())
+        return {name: parameter for name, parameter in named if parameter.requires_grad}
+
+
+def _buffered(stages: Sequence[Stage], spec: Spec) -> list[DistributedDataParallel]:
+    """The stages with contiguous gradients. Their weights move into buffers."""
+    config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=spec.training.precision.gradients is Dtype.FLOAT32,
+        use_distributed_optimizer=True,
+        # gloo would do the same work at the same time on the same cores.
+        overlap_grad_reduce=spec.resources.accelerator is Accelerator.GPU,
+    )
+    chunks = [
+        DistributedDataParallel(stage.config, config, stage, disable_bucketing=index > 0)
+        for index, stage in enumerate(stages)
+    ]
+    no_sync = [chunk.no_sync for chunk in chunks]
+    stages[0].config.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]  # type: ignore[union-attr]
+    return chunks
+
+
+def _exchanged(chunk: DistributedDataParallel) -> list[Any]:
+    """The bucket groups that replicas exchange. gloo copies those of a lone replica to and fro, a tenth of a step."""
+    groups = [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
+    is_begun = chunk.ddp_config.overlap_grad_reduce
+    return [buckets for buckets in groups if is_begun or buckets.intra_distributed_optimizer_instance_size > 1]
+
+
+def _cut(buffer: Any) -> Iterator[tuple[nn.Parameter, int, int, int]]:
+    """Parameters of which a part falls to this rank: where they and their part begin, and where it ends."""
+    ranks, rank = buffer.data_parallel_group.size(), buffer.data_parallel_group.rank()
+    for bucket in buffer.buckets:
+        size = bucket.grad_data.numel() // ranks
+        first = bucket.offset + rank * size
+        for parameter in bucket.params_list:
+            begin, end, _ = buffer.param_index_map[parameter]
+            low, high = max(begin, first), min(end, first + size)
+            if low < high:
+                yield parameter, begin, low, high

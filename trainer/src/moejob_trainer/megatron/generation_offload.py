@@ -1,0 +1,74 @@
+"""Weights and gradients that leave the GPU while engines on it generate answers (memory.offloadParameters, -Gradients).
+
+Tensors stay the same objects with the same views: their storage shrinks to nothing and grows again, so that buffers,
+pieces of the optimizer and torch's shards notice nothing. Knows nothing of engines or phases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from moejob_trainer.megatron.data_parallel import DataParallel
+from moejob_trainer.megatron.sharding import own_part
+from moejob_trainer.model.stage import Stage
+
+
+class GenerationOffload:
+    """The tensors of one rank that leave: weights with their values, gradients without."""
+
+    def __init__(self, weights: Iterable[Tensor], gradients: Iterable[Tensor]) -> None:
+        self._weights, self._gradients = _storages(weights), _storages(gradients)
+        self._sizes = [storage.nbytes() for storage in self._gradients]
+        # Pinned once: allocating pinned memory costs more than the copy.
+        self._copies = [_host_copy(storage) for storage in self._weights]
+        self._is_away = False
+
+    def leave(self) -> None:
+        """Free the memory."""
+        if self._is_away:
+            return
+        for storage, copy in zip(self._weights, self._copies, strict=True):
+            copy.copy_(_bytes(storage))
+            storage.resize_(0)
+        for storage in self._gradients:
+            storage.resize_(0)
+        self._is_away = True
+
+    def enter(self) -> None:
+        """Take it again. Gradients have any values until an update begins, which sets them to zero."""
+        if not self._is_away:
+            return
+        for storage, copy in zip(self._weights, self._copies, strict=True):
+            storage.resize_(copy.numel())
+            _bytes(storage).copy_(copy)
+        for storage, size in zip(self._gradients, self._sizes, strict=True):
+            storage.resize_(size)
+        self._is_away = False
+
+
+def generation_offload(
+    stages: Sequence[Stage], replicas: DataParallel, *, parameters: bool, gradients: bool
+) -> GenerationOffload:
+    """The offload that a job asks for, of the weights and gradients of this rank."""
+    found = [parameter for stage in stages for parameter in stage.parameters()]
+    return GenerationOffload(
+        (own_part(parameter) for parameter in found if parameters),
+        (replicas.gradient(parameter) for parameter in found if gradients and parameter.requires_grad),
+    )
+
+
+def _storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
+    """The distinct memory of all tensors: many are views of one buffer."""
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return [*{storage.data_ptr(): storage for storage in storages if storage.nbytes()}.values()]
+
+
+def _host_copy(storage: UntypedStorage) -> Tensor:
+    return torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
+
+
+def _bytes(storage: UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

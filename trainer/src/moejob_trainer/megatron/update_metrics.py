@@ -1,0 +1,92 @@
+"""Metrics of an update beside its loss: the spread of tokens over experts, and the peak memory.
+
+Every number is the same on every rank and in every layout. All of them travel in one sum and are read once an update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moejob_api.job.moe import MoE
+from moejob_api.models.shape import Experts
+from moejob_trainer.distributed.collectives import total
+from moejob_trainer.distributed.groups import Groups
+from moejob_trainer.layers.routing import Routing, load
+from moejob_trainer.model.architecture import Architecture
+from moejob_trainer.model.balancing import Balance
+from moejob_trainer.model.moe_layer import MoELayer
+from moejob_trainer.model.stage import Stage
+from moejob_trainer.runtime.devices import peak_memory_bytes
+
+# Of each layer, behind the tokens of each of its experts.
+_LOSS, _DROPPED, _ENTROPY = -3, -2, -1
+_SUMS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateMetrics:
+    """Reads the counters of this rank's layers."""
+
+    model: Architecture
+    moe: MoE
+    stages: Sequence[Stage]
+    groups: Groups
+    device: torch.device
+
+    def of(self) -> dict[str, float]:
+        """The numbers of the update that has just run."""
+        counters, memory = self._counters(), self._memory()
+        # Every rank counts its own tokens in its own layers.
+        flat = total(torch.cat([counters.flatten(), memory]), self.groups.world).cpu()
+        layers = flat[: counters.numel()].view(counters.shape)
+        peak = {"peakMemoryBytes": flat[counters.numel() :].max().item()}
+        return peak if self.model.routing is None else peak | self._routing(layers, self.model.routing)
+
+    def _routing(self, layers: Tensor, routing: Routing) -> dict[str, float]:
+        """Of [layers, E + sums]."""
+        found = load(layers[:, :-_SUMS])
+        worst = int(found.imbalance.argmax())
+        # MTP modules see fewer tokens.
+        decisions = layers[:, :-_SUMS].sum().item() / routing.per_token
+        numbers = {
+            "balancingLoss": layers[:, _LOSS].sum().item(),
+            "routerEntropy": layers[:, _ENTROPY].sum().item() / decisions,
+            "expertImbalance": found.imbalance.mean().item(),
+            "worstExpertImbalance": found.imbalance[worst].item(),
+            "worstExpertLayer": self._moe_layers()[worst],
+            "idleExperts": int(found.idle_experts.sum()),
+        }
+        if self.moe.capacity_factor is not None:
+            numbers["dropRate"] = layers[:, _DROPPED].sum().item() / (decisions * routing.per_token)
+        return numbers
+
+    def _counters(self) -> Tensor:
+        """This rank's share of [layers, E + sums], over all layers of the model that have experts."""
+        places = self._moe_layers()
+        experts = 0 if self.model.routing is None else self.model.routing.experts
+        counters = torch.zeros((len(places), experts + _SUMS), dtype=torch.float64, device=self.device)
+        for layer, balance in self._balances():
+            sums = torch.stack([balance.loss, balance.dropped, balance.entropy])
+            counters[places.index(layer)] = torch.cat([balance.load, sums])
+        return counters
+
+    def _memory(self) -> Tensor:
+        """A place for each rank; this one fills its own."""
+        memory = torch.zeros(self.groups.world.size, dtype=torch.float64, device=self.device)
+        memory[self.groups.world.rank] = peak_memory_bytes(self.device)
+        return memory
+
+    def _moe_layers(self) -> list[int]:
+        layers = (*self.model.shape.layers, *self.model.shape.mtp_layers)
+        return [index for index, layer in enumerate(layers) if isinstance(layer.mlp, Experts)]
+
+    def _balances(self) -> Iterator[tuple[int, Balance]]:
+        for stage in self.stages:
+            for index, layer in stage.numbered_layers():
+                moe = getattr(layer, "moe", None)
+                if isinstance(moe, MoELayer):
+                    yield index, moe.balance

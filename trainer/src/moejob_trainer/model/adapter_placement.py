@@ -1,0 +1,43 @@
+"""Puts adapters beside the frozen matrices of a stage; knows which ranks see only a part of their gradients."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from moejob_api.job.training import Lora
+from moejob_api.layout.ranks import Group
+from moejob_trainer.model.adapters import Adapter, DropoutMask, Matrix, adapter_names, matrix_of
+from moejob_trainer.model.linear import is_expert, is_partial, is_tensor_replica, mark_expert, mark_partial
+from moejob_trainer.model.parameters import Parameter
+
+
+def adapt(stage: nn.Module, declared: dict[str, Parameter], lora: Lora, seed: int) -> None:
+    """Freeze everything that a stage holds and give its matrices adapters; their values are not set."""
+    stage.requires_grad_(requires_grad=False)
+    for name, weight in [*stage.named_parameters()]:
+        matrix = matrix_of(name, lora)
+        if matrix is None:
+            continue
+        a, b = _parameters(weight, declared[name], matrix, lora.rank)
+        owner = stage.get_submodule(name.rpartition(".")[0])
+        for adapter_name, parameter in zip(adapter_names(name), (a, b), strict=True):
+            owner.register_parameter(adapter_name.rpartition(".")[2], parameter)
+        place = "adapter" if name.endswith(".weight") else f"{name.rpartition('.')[2]}_adapter"
+        setattr(owner, place, Adapter(a, b, matrix, lora.alpha / lora.rank, DropoutMask(name, seed, lora.dropout)))
+
+
+def _parameters(weight: nn.Parameter, declared: Parameter, matrix: Matrix, rank: int) -> tuple[nn.Parameter, ...]:
+    shape, first_input = weight.shape, weight.dim() - matrix.inputs
+    a = nn.Parameter(weight.new_empty([*(shape[axis] for axis in matrix.stack), rank, *shape[first_input:]]))
+    b = nn.Parameter(weight.new_empty([*shape[:first_input], rank]))
+    if is_tensor_replica(weight):
+        mark_partial(a, is_partial=is_partial(weight))
+        mark_partial(b, is_partial=is_partial(weight))
+    else:
+        # The one that is whole everywhere meets only this rank's share of the other.
+        cut = next(axis for axis, group in declared.divided if group is not Group.EXPERT)
+        mark_partial(a if cut < first_input else b)
+    if is_expert(weight):
+        mark_expert(a)
+        mark_expert(b)
+    return a, b

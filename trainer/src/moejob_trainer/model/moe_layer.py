@@ -1,0 +1,187 @@
+"""A layer's experts: which tokens go to which, the way there and back, and what keeps the load even."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from moejob_api.job.moe import Balancing, Dispatcher, MoE
+from moejob_api.job.training import RecomputeModule
+from moejob_api.models.shape import Experts as ExpertShape
+from moejob_trainer.distributed.groups import Groups
+from moejob_trainer.layers.activation import clamped_swiglu, swiglu
+from moejob_trainer.layers.experts import grouped_linear, rows_of_experts
+from moejob_trainer.layers.permutation import Permutation, combined, permuted, permuted_probabilities
+from moejob_trainer.layers.routing import Routing, capacity, routed, router_logits, within_capacity
+from moejob_trainer.model.adapters import Adapter
+from moejob_trainer.model.balancing import Balance
+from moejob_trainer.model.dispatch import all_gather_tokens, combine, dispatch, local_choices, reduce_scatter_tokens
+from moejob_trainer.model.linear import Linear, TensorShare, mark_expert, mark_partial
+from moejob_trainer.model.mlp import GatedMLP
+from moejob_trainer.model.packed_batch import PackedBatch
+from moejob_trainer.model.recompute import discarded
+
+
+@dataclass(frozen=True, slots=True)
+class MoESettings:
+    """Settings of experts, beside the model's own shape."""
+
+    moe: MoE
+    balancing: Balancing
+    routing: Routing
+    gate_limit: float | None
+    recompute: frozenset[RecomputeModule]
+
+
+class Router(nn.Module):
+    """One logit for each expert. Computed in float32 or float64, whatever the weights are kept in."""
+
+    def __init__(self, shape: ExpertShape, hidden: int, share: TensorShare, settings: MoESettings) -> None:
+        super().__init__()
+        self.dtype = settings.routing.dtype
+        self.weight = nn.Parameter(torch.empty(shape.count, hidden))
+        self.bias = nn.Parameter(torch.empty(shape.count)) if shape.router_bias else None
+        self.selection_bias: Tensor | None
+        bias = torch.zeros(shape.count, dtype=torch.float32) if shape.sigmoid_scores else None
+        self.register_buffer("selection_bias", bias)
+        for parameter in self.parameters():
+            mark_partial(parameter, is_partial=share.sequence_parallel)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[t, h] -> [t, E]"""
+        return router_logits(x, self.weight, self.bias, self.dtype)
+
+
+class Experts(nn.Module):
+    """The experts of this rank: rows sorted by expert go through all of them at once."""
+
+    def __init__(self, shape: ExpertShape, hidden: int, groups: Groups, settings: MoESettings) -> None:
+        super().__init__()
+        self.gate_limit = settings.gate_limit
+        self.forgets_activation = RecomputeModule.EXPERT_ACTIVATION in settings.recompute
+        self.count = _exact(shape.count, groups.expert.size, "experts", "expert")
+        # Replicas that divide the weights flatten their axes.
+        self.features = _exact(shape.intermediate, groups.expert_tensor.size, "features of an expert", "expert tensor")
+        features = self.features
+        self.gate_up = nn.Parameter(torch.empty(self.count, 2, features, hidden))
+        self.down = nn.Parameter(torch.empty(self.count, hidden, features))
+        self.gate_up_bias = nn.Parameter(torch.empty(self.count, 2, features)) if shape.bias else None
+        self.down_bias = nn.Parameter(torch.empty(self.count, hidden)) if shape.bias else None
+        # Partial sums meet behind the experts: only one rank may add the bias, so only one sees its gradient.
+        self.adds_bias = groups.expert_tensor.rank == 0
+        if self.down_bias is not None:
+            mark_partial(self.down_bias)
+        for parameter in self.parameters():
+            mark_expert(parameter)
+        self.gate_up_adapter: Adapter | None = None
+        self.down_adapter: Adapter | None = None
+
+    def forward(self, rows: Tensor, probabilities: Tensor, counts: Tensor) -> Tensor:
+        """[r, h], sorted by expert -> [r, h], weighted"""
+        gate_up = self._gate_up(rows, counts)
+        down = partial(self._down, counts=counts)
+        y = discarded(self.forgets_activation, self._activated, down, gate_up, probabilities)
+        if self.down_bias is None:
+            return y
+        biases = rows_of_experts(self.down_bias, counts, len(rows)) * probabilities.unsqueeze(-1)
+        return y + (biases * float(self.adds_bias)).to(y.dtype)
+
+    def _gate_up(self, rows: Tensor, counts: Tensor) -> Tensor:
+        bias = None if self.gate_up_bias is None else self.gate_up_bias.view(self.count, -1)
+        weight = self.gate_up.view(self.count, 2 * self.features, -1)
+        gate_up = grouped_linear(rows, weight, counts, bias).unflatten(1, (2, -1))
+        if self.gate_up_adapter is not None:
+            gate_up = gate_up + self.gate_up_adapter.added_by_experts(rows, counts)
+        return gate_up
+
+    def _down(self, inner: Tensor, counts: Tensor) -> Tensor:
+        y = grouped_linear(inner, self.down.view(self.count, -1, self.features), counts)
+        return y if self.down_adapter is None else y + self.down_adapter.added_by_experts(inner, counts)
+
+    def _activated(self, gate_up: Tensor, probabilities: Tensor) -> Tensor:
+        if self.gate_limit is not None:
+            return clamped_swiglu(gate_up, probabilities, limit=self.gate_limit)
+        return swiglu(gate_up, probabilities)
+
+
+class MoELayer(nn.Module):
+    """Router, experts and what all tokens share."""
+
+    def __init__(
+        self, shape: ExpertShape, hidden: int, groups: Groups, share: TensorShare, settings: MoESettings
+    ) -> None:
+        super().__init__()
+        self.shape, self.groups, self.settings = shape, groups, settings
+        self.router = Router(shape, hidden, share, settings)
+        self.experts = Experts(shape, hidden, groups, settings)
+        self.balance = Balance(settings.routing, settings.moe, settings.balancing, groups)
+        self.shared: GatedMLP | None = None
+        self.shared_gate: Linear | None = None
+        if shape.shared_intermediate:
+            is_recomputed = RecomputeModule.SHARED_EXPERTS in settings.recompute
+            self.shared = GatedMLP(hidden, shape.shared_intermediate, share, is_recomputed=is_recomputed)
+        if shape.shared_gate:
+            self.shared_gate = Linear((1,), (hidden,))
+            mark_partial(self.shared_gate.weight, is_partial=share.sequence_parallel)
+
+    def forward(self, x: Tensor, packed: PackedBatch) -> Tensor:
+        """[t, h] -> [t, h]"""
+        logits = self.router(x)
+        chosen, probabilities = routed(logits, self.settings.routing, selection_bias=self.router.selection_bias)
+        probabilities = self.balance.watched(probabilities, logits, chosen, packed)
+        chosen, probabilities = self._within_capacity(chosen, probabilities, packed)
+        y = self._mixed(x, chosen, probabilities)
+        if self.shared is None:
+            return y
+        shared = self.shared(x)
+        return y + (shared if self.shared_gate is None else torch.sigmoid(self.shared_gate(x)) * shared)
+
+    def _within_capacity(self, chosen: Tensor, probabilities: Tensor, packed: PackedBatch) -> tuple[Tensor, Tensor]:
+        factor = self.settings.moe.capacity_factor
+        if factor is None:
+            return chosen, probabilities
+        # Padding takes no place, or the padding of a layout would decide what is dropped.
+        chosen = chosen.masked_fill(~packed.is_real.unsqueeze(-1), self.shape.count)
+        most = capacity(packed.is_real.sum(), self.settings.routing, factor)
+        chosen, probabilities = within_capacity(chosen, probabilities, most, self.shape.count)
+        self.balance.count_dropped(chosen, packed)
+        return chosen, probabilities
+
+    def _mixed(self, x: Tensor, chosen: Tensor, probabilities: Tensor) -> Tensor:
+        groups, experts = self.groups, self.experts.count
+        if groups.expert.size == groups.expert_tensor.size == 1:
+            is_complete = self.settings.moe.capacity_factor is None
+            return self._computed(x, chosen, probabilities, None if is_complete else _choices(chosen, experts))
+        if self.settings.moe.dispatcher is Dispatcher.ALL_GATHER:
+            return self._mixed_of_all(x, chosen, probabilities)
+        sent = dispatch(x, chosen, probabilities, experts, groups)
+        return combine(self._computed(sent.rows, sent.chosen, sent.probabilities, sent.sizes.choices), sent, groups)
+
+    def _mixed_of_all(self, x: Tensor, chosen: Tensor, probabilities: Tensor) -> Tensor:
+        """Every rank sees the tokens of all and adds what its own experts make of them."""
+        experts, groups = self.experts.count, self.groups
+        own = local_choices(all_gather_tokens(chosen, groups), groups.expert.rank, experts)
+        y = self._computed(
+            all_gather_tokens(x, groups), own, all_gather_tokens(probabilities, groups), _choices(own, experts)
+        )
+        return reduce_scatter_tokens(y, groups)
+
+    def _computed(self, x: Tensor, chosen: Tensor, probabilities: Tensor, choices: int | None) -> Tensor:
+        """Apply this rank's experts to tokens x [t, h], of whose choices `count` are theirs. [t, h]"""
+        permutation = Permutation.of(chosen, self.experts.count, choices)
+        weights = permuted_probabilities(probabilities, permutation)
+        return combined(self.experts(permuted(x, permutation), weights, permutation.counts), permutation)
+
+
+def _choices(chosen: Tensor, experts: int) -> int:
+    """Return how many choices are not of none, where some are: the host has to know."""
+    return int((chosen < experts).sum())
+
+
+def _exact(size: int, ranks: int, what: str, group: str) -> int:
+    if size % ranks:
+        raise ValueError(f"{size} {what} cannot be divided over {ranks} {group} ranks")
+    return size // ranks

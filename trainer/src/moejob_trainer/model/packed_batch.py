@@ -1,0 +1,47 @@
+"""The packed micro batch as every layer sees it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from moejob_trainer.layers.documents import Documents
+from moejob_trainer.layers.rotary import Rotary
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBatch:
+    """One packed row of documents: where they begin, and the rotation of each of this rank's tokens."""
+
+    documents: Documents
+    cosine: Tensor
+    sine: Tensor
+    interleaved: bool
+    context_group: ProcessGroup | None
+    # True for tokens that are no padding; this tensor rank's share under sequence parallelism. [t]
+    is_real: Tensor
+    # The document of each of the same tokens. [t]
+    segments: Tensor
+    # Which of this rank's micro batches of the global batch it is, and of which update.
+    number: int = 0
+    update: int = 0
+    # Choices of experts are counted, and nothing else is wanted of this pass.
+    counts_choices: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LocalTokens:
+    """Facts for routing about the tokens that this rank sends to experts. [t]"""
+
+    is_real: Tensor
+    segments: Tensor
+
+
+def make_packed_batch(
+    documents: Documents, rotary: Rotary, context_group: ProcessGroup | None, own: LocalTokens
+) -> PackedBatch:
+    """The row, with its rotation computed once for all layers."""
+    cosine, sine = rotary.angles(documents.positions())
+    return PackedBatch(documents, cosine, sine, rotary.interleaved, context_group, own.is_real, own.segments)

@@ -1,0 +1,72 @@
+"""The model that a run starts from: a folder with config, tokenizer and weights, put on the volume once.
+
+One rank downloads or writes it before the others look; afterwards every rank reads its own part.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+from moejob_api.job.model import Model
+from moejob_api.models import catalog
+from moejob_trainer.data import tiny
+from moejob_trainer.data.links import require_contained
+from moejob_trainer.data.tokenizers import CLAIMS, located
+from moejob_trainer.errors import BadConfiguration
+
+_CONFIG = "config.json"
+_MODEL = "model"
+
+
+@dataclass(frozen=True, slots=True)
+class PretrainedModel:
+    """A model as it lies on a disk of this machine."""
+
+    folder: Path
+    config: Mapping[str, Any]
+    # False for the model that comes with moejob: it has no weights to start from.
+    has_weights: bool
+
+
+def fetch(model: Model, run_folder: Path, claims: Path = CLAIMS) -> Path:
+    """Make sure that the model's files lie on a disk, and name their folder. One rank of the run calls this."""
+    if model.source == tiny.TOKENIZER:
+        return _written_tiny(run_folder / _MODEL)
+    place = Path(located(model.source, claims))
+    if place.is_dir():
+        return place
+    if place.is_absolute() or model.source.startswith("."):
+        raise BadConfiguration(f"there is no folder {place}, which spec.model.source names")
+    try:
+        fetched = snapshot_download(model.source, revision=model.revision, cache_dir=run_folder.parent / "hub")
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise BadConfiguration(
+            f"{model.source} cannot be had from the Hugging Face hub: {error}; name a folder, or pvc://claim/path"
+        ) from error
+    # Other jobs of the claim write to this cache as well.
+    require_contained(Path(fetched))
+    return Path(fetched)
+
+
+def read_pretrained(folder: Path, model: Model) -> PretrainedModel:
+    """Read the folder that `fetch` named."""
+    try:
+        config = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BadConfiguration(f"{folder / _CONFIG} cannot be read: {error}; spec.model.source needs it") from error
+    return PretrainedModel(folder, config, has_weights=model.source != tiny.TOKENIZER)
+
+
+def _written_tiny(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    config = catalog.config(tiny.TOKENIZER)
+    (folder / _CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    tiny.tokenizer().save_pretrained(folder)
+    return folder

@@ -1,0 +1,159 @@
+"""A published model as Transformers computes it, with the weights of one part in memory at a time.
+
+Knows nothing of our modules: what it reads are the published files, what it computes is Transformers' own code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import convert_and_load_state_dict_in_model
+from transformers.modeling_utils import LoadStateDictConfig
+from transformers.utils.logging import disable_progress_bar
+
+from moejob_trainer.conversion.adapters import WEIGHTS_FILE, names_of_pair
+from moejob_trainer.conversion.checkpoint import StoredTensor, unusable
+from moejob_trainer.conversion.quantized import Weights
+from moejob_trainer.model.parameters import Slices
+
+
+class Reference:
+    """Transformers' model of some weights. `config_folder` holds their config.json."""
+
+    def __init__(self, weights: Weights, config_folder: Path, dtype: torch.dtype) -> None:
+        disable_progress_bar()
+        config = AutoConfig.from_pretrained(config_folder)
+        # Weights are seen dequantized here.
+        config.quantization_config = None
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
+            )
+        self.weights, self.model, self.dtype = weights, model.eval(), dtype
+        self._base: Any = model.base_model
+        # What is computed from the config alone is in no file.
+        rotary: Any = type(self._base.rotary_emb)
+        self._base.rotary_emb = rotary(config=config)
+
+    @torch.no_grad()
+    def embedded(self, tokens: Tensor) -> Tensor:
+        """[t] -> [t, h]"""
+        with self._loaded(self._base.embed_tokens, "model.embed_tokens."):
+            found: Tensor = self._base.embed_tokens(tokens)
+        return found
+
+    @torch.no_grad()
+    def layers(self, inputs: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """Apply some layers each to its own input, [t, h] -> [t, h]; the others are not even read."""
+        if not inputs:
+            return {}
+        found: dict[int, Tensor] = {}
+
+        def compute(index: int, forward: Callable[..., Tensor], hidden: Tensor, *others: Any, **named: Any) -> Tensor:
+            if index in inputs:
+                with self._loaded(self._base.layers[index], f"model.layers.{index}."), self._refused(f"layer {index}"):
+                    found[index] = forward(inputs[index].to(self.dtype)[None], *others, **named)[0]
+            return hidden
+
+        with ExitStack() as stack:
+            # The model itself makes masks and angles and hands them to its layers.
+            for index, layer in enumerate(self._base.layers):
+                stack.enter_context(_replaced(layer, partial(compute, index, layer.forward)))
+            stack.enter_context(_replaced(self._base.norm, lambda hidden: hidden))
+            self._base(inputs_embeds=torch.zeros_like(next(iter(inputs.values())), dtype=self.dtype)[None])
+        return found
+
+    @torch.no_grad()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Of the last layer's result. [t, h] -> [t, v]"""
+        with self._loaded(self._base.norm, "model.norm."):
+            normed = self._base.norm(hidden.to(self.dtype))
+        if self.model.config.tie_word_embeddings:
+            with self._loaded(self._base.embed_tokens, "model.embed_tokens."):
+                return functional.linear(normed, self._base.embed_tokens.weight)
+        head: Any = self.model.get_output_embeddings()
+        with self._loaded(head, "lm_head."):
+            found: Tensor = head(normed)
+        return found
+
+    @contextmanager
+    def _refused(self, part: str) -> Iterator[None]:
+        """Sizes that contradict each other are found here at the latest."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise unusable(f"Transformers cannot compute {part} of {self.weights.folder}: {error}") from error
+
+    @contextmanager
+    def _loaded(self, module: nn.Module, prefix: str) -> Iterator[None]:
+        """The module has its weights, as Transformers itself reads them, and loses them again."""
+        tensors = self.weights.tensors
+        state = {
+            name: self.weights.read(name, tuple(slice(0, size) for size in stored.shape))
+            for name, stored in tensors.items()
+            if name.startswith(prefix)
+        }
+        how = LoadStateDictConfig(
+            device_map={"": "cpu"},
+            dtype=self.dtype,
+            dtype_plan=self.model._get_dtype_plan(self.dtype),  # noqa: SLF001 what from_pretrained asks
+            weight_mapping=cast(Any, get_model_conversion_mapping(self.model)),
+        )
+        convert_and_load_state_dict_in_model(self.model, state, how)
+        absent = [name for name, one in chain(module.named_parameters(), module.named_buffers()) if one.is_meta]
+        if absent:
+            theirs = type(self.model).__name__
+            raise unusable(f"{self.weights.folder} has nothing for {prefix}{absent[0]} of Transformers' {theirs}")
+        yield
+        module.to("meta")
+
+
+@dataclass(frozen=True)
+class AdaptedWeights:
+    """Weights to which adapters in PEFT's format are added."""
+
+    base: Weights
+    adapters: Mapping[str, Tensor]
+    scale: float
+
+    @classmethod
+    def read_from(cls, base: Weights, folder: Path, scale: float) -> AdaptedWeights:
+        """With the adapters of a folder; `scale` is alpha over rank."""
+        return cls(base, load_file(folder / WEIGHTS_FILE), scale)
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the base."""
+        return self.base.folder
+
+    @property
+    def tensors(self) -> Mapping[str, StoredTensor]:
+        """The tensors by name."""
+        return self.base.tensors
+
+    def read(self, name: str, part: Slices) -> Tensor:
+        """One part of a tensor."""
+        found = self.base.read(name, part)
+        a, b = (self.adapters.get(one) for one in names_of_pair(name))
+        if a is None or b is None:
+            return found
+        return (found.float() + (self.scale * b.float() @ a.float())[part]).to(found.dtype)
+
+
+@contextmanager
+def _replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    vars(module)["forward"] = forward
+    yield
+    del vars(module)["forward"]

@@ -1,0 +1,1 @@
+"""Group relative policy optimization: rewards of a group's answers become a loss of their tokens."""

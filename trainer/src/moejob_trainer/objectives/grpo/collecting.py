@@ -1,0 +1,131 @@
+"""Rank 0's part of a step: prompts in, rewarded rollouts out, and what is noted of them."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from moejob_api.job.grpo import Grpo
+from moejob_trainer.data.prompt_loader import NumberedPrompt, PromptLoader
+from moejob_trainer.data.prompts import Prompt
+from moejob_trainer.errors import BadConfiguration
+from moejob_trainer.objectives.grpo.experience import Experience, experience
+from moejob_trainer.objectives.grpo.rollout import rollout
+from moejob_trainer.objectives.grpo.sampling import Asker, Sampled, sample
+from moejob_trainer.objectives.grpo.step_metrics import of_evaluation, of_rewards, of_versions, sample_lines
+from moejob_trainer.rewards.completion import RewardFailed
+from moejob_trainer.rollouts.interface import Sampling
+
+# Answers of each step that the log shows.
+_SHOWN = 2
+_SAMPLES = "samples"
+# Numbers of evaluation prompts are below every training prompt's: their seeds are never the same.
+_EVALUATION = -(2**31)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSets:
+    """The prompts of training, asked in turn, and those of an evaluation, all asked at once."""
+
+    training: PromptLoader
+    evaluation: Sequence[Prompt] = ()
+
+
+class Collector:
+    """Rank 0's Rollouts. One event loop for the whole run: engines and rewards keep their connections."""
+
+    def __init__(self, grpo: Grpo, asker: Asker, prompts: PromptSets, stop_tokens: Sequence[int], folder: Path) -> None:
+        self._grpo, self._asker, self._prompts, self._folder = grpo, asker, prompts, folder
+        self._sampling = Sampling(grpo.temperature, grpo.top_p, grpo.max_new_tokens, tuple(stop_tokens))
+        self._runner = asyncio.Runner()
+        self._sampled = Sampled(())
+        self._metrics: dict[str, float] = {}
+
+    def __enter__(self) -> Self:
+        self._runner.__enter__()
+        self._runner.run(self._asker.scorer.__aenter__())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._runner.run(self._asker.scorer.__aexit__(kind, error, trace))
+        self._runner.__exit__(kind, error, trace)
+
+    @property
+    def epoch(self) -> float:
+        """Return the passes over the prompts so far."""
+        return self._prompts.training.epoch
+
+    def collect(self, step: int) -> Experience:
+        """Return the rollouts of a step; answers whose rewards failed have taken their groups along."""
+        scorer = self._asker.scorer
+        scorer.failures.clear()
+        try:
+            sampled = self._runner.run(sample(self._asker, self._prompts.training, self._grpo, self._sampling))
+        except RewardFailed as failed:
+            raise BadConfiguration(str(failed)) from failed
+        if not sampled.groups:
+            told = "; ".join(f"{name}: {reason}" for name, reason in scorer.last_failure.items())
+            raise BadConfiguration(f"every group of step {step + 1} was dropped for a failed reward ({told})")
+        self._sampled = sampled
+        self._metrics = of_rewards(sampled, scorer.names) | of_versions(sampled.groups, step)
+        self._metrics |= {f"rewardFailures/{name}": float(count) for name, count in scorer.failures.items()}
+        self._tell_failures()
+        flat = [answer for group in sampled.groups for answer in group.answers]
+        return experience([rollout(each.answer) for each in flat], [each.reward for each in flat])
+
+    def evaluate(self) -> Mapping[str, float]:
+        """Return mean@k and pass@k over all evaluation prompts."""
+        settings = self._grpo.evaluation
+        sampling = Sampling(
+            settings.temperature or self._grpo.temperature,
+            settings.top_p,
+            self._grpo.max_new_tokens,
+            self._sampling.stop_tokens,
+        )
+        numbered = [NumberedPrompt(_EVALUATION + n, prompt) for n, prompt in enumerate(self._prompts.evaluation)]
+
+        async def asked() -> Any:
+            return await asyncio.gather(
+                *(self._asker.group(each, settings.samples, sampling, self._grpo) for each in numbered)
+            )
+
+        weights = [reward.weight for reward in self._grpo.rewards]
+        groups = self._runner.run(asked())
+        return of_evaluation(groups, dict(zip(self._asker.scorer.names, weights, strict=True)))
+
+    def learned(self, step: int, advantages: Sequence[float]) -> None:
+        """Write the answers of a step to samples/step-N.jsonl, and a few to the log."""
+        # By the number that its line in the step log will have: the steps done with it.
+        number = step + 1
+        lines = list(sample_lines(self._sampled, advantages, number, max(self._grpo.logged_answers, _SHOWN)))
+        for line in lines[:_SHOWN]:
+            sys.stdout.write(f"{line}\n")
+        if self._grpo.logged_answers:
+            folder = self._folder / _SAMPLES
+            folder.mkdir(exist_ok=True)
+            text = "".join(f"{line}\n" for line in lines[: self._grpo.logged_answers])
+            (folder / f"step-{number}.jsonl").write_text(text, encoding="utf-8")
+
+    def metrics(self) -> Mapping[str, float]:
+        """Return the numbers of the last step."""
+        return self._metrics
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return where the prompts stand: every answer before is learned from, none behind is asked."""
+        return self._prompts.training.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on behind the last prompt that was asked."""
+        self._prompts.training.load_state_dict(state)
+
+    def _tell_failures(self) -> None:
+        for name, count in self._asker.scorer.failures.items():
+            reason = self._asker.scorer.last_failure[name]
+            sys.stderr.write(f"reward {name} failed for {count} answers, whose groups are left out: {reason}\n")

@@ -1,0 +1,35 @@
+"""Groups and answers that a step does not learn from, and what long answers cost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from moejob_api.job.grpo import Overlong
+
+Floats = npt.NDArray[np.floating[Any]]
+Booleans = npt.NDArray[np.bool_]
+
+
+def has_signal(rewards: Floats) -> Booleans:
+    """Return which groups have rewards that differ: others have no advantage. [groups, members] -> [groups]"""
+    found: Booleans = np.ptp(rewards, axis=1) > 0
+    return found
+
+
+def is_complete(rewards: Floats) -> Booleans:
+    """Return which groups have a reward for every answer; one that failed is NaN. [groups, members] -> [groups]"""
+    found: Booleans = np.isfinite(rewards.sum(axis=1))
+    return found
+
+
+def overlong_penalty(lengths: npt.NDArray[np.integer[Any]], max_new_tokens: int, settings: Overlong) -> Floats:
+    """Return what is added to the reward of answers of these lengths: 0, then linear down to -penalty.
+
+    With maxNewTokens 100, penaltyTokens 20 and penalty 1: 0 up to 80 tokens, -0.5 at 90, -1 at 100 (DAPO).
+    """
+    beyond = np.clip(lengths - (max_new_tokens - settings.penalty_tokens), 0, settings.penalty_tokens)
+    found: Floats = -settings.penalty * beyond / settings.penalty_tokens
+    return found

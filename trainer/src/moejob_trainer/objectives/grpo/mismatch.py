@@ -1,0 +1,41 @@
+"""Importance sampling against the mismatch of trainer and engine, which give the same token different probabilities.
+
+An answer is sampled with the engine's probabilities and learned from with the trainer's. Weights p_trainer / p_engine
+make up for it; they are bounded, for a single one may be huge.
+"""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+import torch
+from torch import Tensor
+
+from moejob_api.job.grpo import Importance, Mismatch, MismatchMode
+from moejob_trainer.objectives.grpo.packed_answers import Answers
+
+
+def mismatch_weights(settings: Mismatch, trainer: Tensor, engine: Tensor, answers: Answers) -> Tensor:
+    """Return the weight of each token, from log-probabilities of the version that sampled it; no gradient. [T]
+
+    Sequence: every token has the product over its answer.
+    """
+    weights = _log_weights(settings.level, (trainer - engine).detach(), answers).exp()
+    match settings.mode:
+        case MismatchMode.TRUNCATE:
+            return weights.clamp(max=settings.maximum)
+        case MismatchMode.MASK:
+            is_within = (weights >= settings.minimum) & (weights <= settings.maximum)
+            return torch.where(is_within, weights, 0)
+        case _:
+            assert_never(settings.mode)
+
+
+def _log_weights(level: Importance, ratios: Tensor, answers: Answers) -> Tensor:
+    match level:
+        case Importance.TOKEN:
+            return ratios
+        case Importance.SEQUENCE:
+            return answers.of_tokens(answers.sums(ratios))
+        case _:
+            assert_never(level)

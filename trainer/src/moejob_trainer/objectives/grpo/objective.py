@@ -1,0 +1,218 @@
+"""GRPO as the loop sees it: a step publishes the weights, generates and scores answers, and updates on them.
+
+Rank 0 asks the engines and the rewards; then every rank has the whole step as arrays and cuts its micro batches itself.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from moejob_api.job.grpo import Grpo, KlTarget
+from moejob_trainer.data.packing import BatchPlan, global_batch
+from moejob_trainer.distributed.encoding import Array, packed, unpacked
+from moejob_trainer.engine import Engine, LossTerms, MicroBatch, TokenOutputs
+from moejob_trainer.errors import BadConfiguration
+from moejob_trainer.objectives.grpo import experience as experiences
+from moejob_trainer.objectives.grpo.experience import Experience
+from moejob_trainer.objectives.grpo.loss import grpo_loss, mismatch
+from moejob_trainer.objectives.grpo.packed_answers import answers
+from moejob_trainer.objectives.grpo.rank_exchange import Peers
+from moejob_trainer.rollouts.interface import SyncReport, WeightPublisher
+
+_GENERATE, _LEARN = "generateSeconds", "learnSeconds"
+
+
+class Rollouts(Protocol):
+    """Rank 0's source of experience, which knows engines, prompts and rewards."""
+
+    def collect(self, step: int) -> Experience:
+        """Return the rollouts of a step."""
+
+    def evaluate(self) -> Mapping[str, float]:
+        """Return the numbers of an evaluation."""
+
+    def learned(self, step: int, advantages: Sequence[float]) -> None:
+        """Note what each answer's tokens were worth on the average."""
+
+    def metrics(self) -> Mapping[str, float]:
+        """Return the numbers of the last step."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return where the prompts stand."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on behind them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The settings that decide a step."""
+
+    grpo: Grpo
+    plan: BatchPlan
+    # Parts that the answers are cut into, each an update in every epoch.
+    updates: int
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The services that a step uses. `rollouts` is rank 0's alone; `waiting` beats while a rank waits."""
+
+    peers: Peers
+    publisher: WeightPublisher
+    rollouts: Rollouts | None
+    waiting: Callable[[int], AbstractContextManager[object]] = lambda _: nullcontext()
+
+
+@dataclass(slots=True)
+class Phases:
+    """Seconds of each phase of a step."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Add the time inside to a phase."""
+        begun = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - begun
+
+
+class GroupRelativePolicyOptimization:
+    """The objective."""
+
+    def __init__(self, settings: Settings, parts: Parts) -> None:
+        self.settings, self.parts, self._grpo = settings, parts, settings.grpo
+        self._phases, self._sync = Phases(), SyncReport(0, 0.0, 0, 0.0, 0.0)
+        # Of this rank, since the step began; on the device, for reading it would wait.
+        self._mismatch: torch.Tensor | None = None
+        # Through the updates of the step, over all ranks.
+        self._tokens = 0
+        self._metrics: Mapping[str, float] = {}
+
+    def updates(self, step: int, engine: Engine) -> Iterator[Sequence[MicroBatch]]:
+        """Yield this data rank's micro batches of each update."""
+        self._phases, self._mismatch, self._tokens = Phases(), None, 0
+        collected = self._collected(step, engine)
+        with self._phases.timed("outputsSeconds"):
+            old, reference = self._outputs(collected, engine)
+        learned = experiences.learned(self._grpo, collected, old, reference)
+        self._note(step, collected, learned)
+        extras = experiences.extras(collected, learned, old, reference)
+        seed, parts = (self.settings.seed, step), self.settings.updates
+        is_learned = False
+        for members in experiences.updates(len(collected.rewards), self._grpo, parts, seed):
+            documents = experiences.documents(self._grpo, collected, members, extras)
+            # Answers without an end may be all that an update has: a step on nothing would still move the weights.
+            if any(document.loss_weight for document in documents):
+                is_learned = True
+                self._tokens += sum(len(document.tokens) for document in documents)
+                with self._phases.timed(_LEARN):
+                    yield global_batch(documents, self.settings.plan)[self.parts.peers.data.rank]
+        if not is_learned:
+            raise BadConfiguration(
+                f"step {step + 1} has {len(collected.rewards)} answers and none has an end, so overlong.filter leaves "
+                "nothing to learn from; raise maxNewTokens, or set overlong.filter: false"
+            )
+        self._measure()
+
+    def loss(self, outputs: TokenOutputs, batch: MicroBatch) -> LossTerms:
+        """Return the weighted sum of a micro batch's losses."""
+        with torch.no_grad():
+            largest = mismatch(outputs, batch).where(answers(batch).mask, 0).amax()
+            self._mismatch = largest if self._mismatch is None else torch.maximum(self._mismatch, largest)
+        return grpo_loss(self._grpo, outputs, batch)
+
+    def evaluate(self, step: int, engine: Engine) -> Mapping[str, float]:
+        """Return what the engines make of the evaluation data with the weights of that step."""
+        rollouts = self.parts.rollouts
+        with self.parts.waiting(step):
+            self.parts.publisher.publish(step, engine.weights())
+            found = None if rollouts is None else rollouts.evaluate()
+            # The others wait here; the numbers are reported by rank 0.
+            self.parts.peers.broadcast(None if found is None else b"done")
+            self.parts.publisher.release()
+        return found or {}
+
+    def metrics(self) -> Mapping[str, float]:
+        """Return the numbers of the last step beside those of its updates."""
+        return self._metrics
+
+    def waited_seconds(self) -> float:
+        """Return how long the last step waited for its data: for answers and their rewards."""
+        return self._phases.seconds.get(_GENERATE, 0.0)
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return where the prompts stand: rank 0 knows."""
+        return {} if self.parts.rollouts is None else self.parts.rollouts.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on behind the last prompt that was asked."""
+        if self.parts.rollouts is not None:
+            self.parts.rollouts.load_state_dict(state)
+
+    def _collected(self, step: int, engine: Engine) -> Experience:
+        rollouts = self.parts.rollouts
+        # However long engines and rewards take, a rank that waits is no rank that hangs.
+        with self.parts.waiting(step):
+            with self._phases.timed("syncSeconds"):
+                self._sync = self.parts.publisher.publish(step, engine.weights())
+            with self._phases.timed(_GENERATE):
+                collected = None if rollouts is None else packed(vars_of(rollouts.collect(step)))
+                arrays = unpacked(self.parts.peers.broadcast(collected))
+            with self._phases.timed("releaseSeconds"):
+                self.parts.publisher.release()
+        return Experience(**arrays)
+
+    def _outputs(self, collected: Experience, engine: Engine) -> tuple[Array | None, Array | None]:
+        """Return log-probabilities of all tokens, of the trainer and of the reference model, where they are needed."""
+        kl, share = self._grpo.kl, None
+        needs_old = self.settings.updates * self._grpo.epochs_per_step > 1 or (
+            kl.coefficient > 0 and kl.apply_to is KlTarget.REWARD
+        )
+        old = reference = None
+        if needs_old or kl.coefficient > 0:
+            share = experiences.own(collected, self.settings.plan, self.parts.peers.data.rank)
+        if share is not None and needs_old:
+            old = self.parts.peers.sum(share.placed(engine.outputs(share.batches)))
+        if share is not None and kl.coefficient > 0:
+            reference = self.parts.peers.sum(share.placed(engine.reference_outputs(share.batches)))
+        return old, reference
+
+    def _note(self, step: int, collected: Experience, learned: Sequence[Array]) -> None:
+        if self.parts.rollouts is not None:
+            masks = collected.cut(collected.mask)
+            means = [float(value[mask > 0].mean()) for value, mask in zip(learned, masks, strict=True)]
+            self.parts.rollouts.learned(step, means)
+
+    def _measure(self) -> None:
+        """All ranks: the last stage of a pipeline alone has seen how far the engines were off."""
+        largest = self.parts.peers.maximum(0.0 if self._mismatch is None else float(self._mismatch))
+        told = {} if self.parts.rollouts is None else dict(self.parts.rollouts.metrics())
+        seconds = self._phases.seconds
+        if "generatedTokens" in told:
+            told["generationTokensPerSecond"] = told["generatedTokens"] / seconds[_GENERATE]
+        self._metrics = {
+            **told,
+            "trainingTokensPerSecond": self._tokens / seconds[_LEARN],
+            **{name: round(took, 6) for name, took in seconds.items()},
+            "mismatchMaximum": largest,
+            "syncBytes": float(self._sync.size_bytes),
+            "probeMean": self._sync.probe_mean,
+            "probeMaximum": self._sync.probe_maximum,
+        }
+
+
+def vars_of(collected: Experience) -> dict[str, Array]:
+    """Return the arrays of a step by name."""
+    names = ("tokens", "mask", "engine", "lengths", "truncated", "rewards")
+    return {name: getattr(collected, name) for name in names}

@@ -1,0 +1,48 @@
+"""Exchanges between the ranks of a run about a step: numbers, never objects."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moejob_trainer.distributed import messages
+from moejob_trainer.distributed.collectives import total
+from moejob_trainer.distributed.encoding import Array
+from moejob_trainer.distributed.groups import ALONE, Group
+
+
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """The ranks of a run. Every rank calls the same methods in the same order."""
+
+    rank: int = 0
+    # All ranks, on the CPU. None: there is one.
+    control: dist.ProcessGroup | None = None
+    # Ranks that see other documents.
+    data: Group = ALONE
+    device: str | torch.device = "cpu"
+
+    @property
+    def is_first(self) -> bool:
+        """Return whether this rank speaks for all."""
+        return self.rank == 0
+
+    def broadcast(self, data: bytes | None) -> bytes:
+        """Return rank 0's bytes on every rank."""
+        return messages.broadcast_bytes(data, self.control)
+
+    def sum(self, values: Tensor) -> Array:
+        """Return the sum over the ranks that see other documents."""
+        found: Array = total(values.to(self.device), self.data).cpu().numpy()
+        return found
+
+    def maximum(self, value: float) -> float:
+        """Return the largest value of all ranks."""
+        if self.control is None:
+            return value
+        largest = torch.tensor([value], dtype=torch.float64)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, self.control)
+        return float(largest)

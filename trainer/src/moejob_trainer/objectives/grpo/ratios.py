@@ -1,0 +1,26 @@
+"""Importance ratios: how much likelier the model makes what an older version of it has sampled."""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+from torch import Tensor
+
+from moejob_api.job.grpo import Importance
+from moejob_trainer.objectives.grpo.packed_answers import Answers
+
+
+def log_ratios(level: Importance, new: Tensor, old: Tensor, answers: Answers) -> Tensor:
+    """Return the logarithm of each token's ratio of probabilities, new to old. [T]
+
+    Sequence (GSPO): every token has the ratio of its answer to the power of 1 / its length, which is the mean of the
+    logarithms. exp((0.3 + 0.1) / 2) for an answer of two tokens that became likelier by exp(0.3) and exp(0.1).
+    """
+    ratios = new - old
+    match level:
+        case Importance.TOKEN:
+            return ratios
+        case Importance.SEQUENCE:
+            return answers.of_tokens(answers.means(ratios))
+        case _:
+            assert_never(level)

@@ -1,0 +1,61 @@
+"""A rollout: spans of tokens one after another, each with its author. What the model wrote is learned from.
+
+Today a rollout is one prompt and one answer; with tools or several turns it has more spans and nothing else changes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+
+from moejob_trainer.rollouts.interface import Answer, FinishReason, Floats, Tokens
+
+
+class Author(StrEnum):
+    """The one who wrote a span."""
+
+    PROMPT = "Prompt"
+    MODEL = "Model"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Span:
+    """Tokens of one author, with the engine's log-probability of each and the version that chose it. [N]"""
+
+    author: Author
+    tokens: Tokens
+    log_probabilities: Floats
+    versions: Tokens
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rollout:
+    """All that was said, and whether it has no end."""
+
+    spans: tuple[Span, ...]
+    is_truncated: bool
+
+    @property
+    def tokens(self) -> Tokens:
+        """Return the tokens of all spans. [N]"""
+        return np.concatenate([span.tokens for span in self.spans])
+
+    @property
+    def mask(self) -> Tokens:
+        """Return 1 for each token that the model wrote. [N]"""
+        return np.concatenate([np.full(len(span.tokens), span.author is Author.MODEL, np.int32) for span in self.spans])
+
+    @property
+    def log_probabilities(self) -> Floats:
+        """Return the engine's log-probabilities. [N]"""
+        return np.concatenate([span.log_probabilities for span in self.spans])
+
+
+def rollout(answer: Answer) -> Rollout:
+    """Return the rollout of one prompt and its answer."""
+    prompt = answer.request.prompt
+    asked = Span(Author.PROMPT, prompt, np.zeros(len(prompt), np.float32), np.full(len(prompt), -1, np.int32))
+    said = Span(Author.MODEL, answer.tokens, answer.log_probabilities, answer.versions)
+    return Rollout((asked, said), answer.finish_reason is FinishReason.LENGTH)

@@ -1,0 +1,123 @@
+"""Groups of answers with their rewards: what rank 0 does while the others wait.
+
+Answers are asked for all at once and each is scored as soon as it arrives. Knows a Generator, no engine behind it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from moejob_api.job.grpo import Grpo
+from moejob_trainer.data.prompt_loader import NumberedPrompt, PromptLoader
+from moejob_trainer.data.shuffling import mixed
+from moejob_trainer.objectives.grpo.groups import has_signal, is_complete, overlong_penalty
+from moejob_trainer.rewards.completion import Completion
+from moejob_trainer.rewards.scorer import Score, Scorer
+from moejob_trainer.rollouts.interface import Answer, Generator, Request, Sampling
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScoredAnswer:
+    """An answer, its text and what it is worth."""
+
+    answer: Answer
+    text: str
+    score: Score
+    # The weighted sum of rewards, less the penalty of an overlong answer.
+    reward: float
+    # On the monotonic clock, before it was scored.
+    answered_at: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """All answers to one prompt."""
+
+    prompt: NumberedPrompt
+    answers: tuple[ScoredAnswer, ...]
+
+    @property
+    def rewards(self) -> tuple[float, ...]:
+        """Return the reward of each answer, NaN where one has failed."""
+        return tuple(answer.reward for answer in self.answers)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sampled:
+    """The groups of a step, and what became of the others."""
+
+    groups: tuple[Group, ...]
+    # With an answer that has no reward.
+    dropped: int = 0
+    # Asked, and replaced for want of a signal.
+    replaced: int = 0
+    # Tokens of all answers, also of groups that are left out.
+    tokens: int = 0
+    # In which no answer was missing, but rewards were.
+    reward_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Asker:
+    """Asks a generator and scores what comes. `decode` makes text of an answer's tokens, its end left out."""
+
+    generator: Generator
+    scorer: Scorer
+    decode: Callable[[Sequence[int]], str]
+    seed: int
+
+    async def group(self, prompt: NumberedPrompt, members: int, sampling: Sampling, grpo: Grpo) -> Group:
+        """Return the answers of all members to a prompt; equal seeds and weights give equal answers."""
+        asked = (self._answered(prompt, member, sampling, grpo) for member in range(members))
+        return Group(prompt, tuple(await asyncio.gather(*asked)))
+
+    async def _answered(self, prompt: NumberedPrompt, member: int, sampling: Sampling, grpo: Grpo) -> ScoredAnswer:
+        tokens = np.asarray(prompt.prompt.tokens, np.int32)
+        request = Request(prompt.number, member, tokens, mixed(self.seed, prompt.number, member) % 2**31)
+        answer = await self.generator.generate(request, sampling)
+        answered_at = time.monotonic()
+        text = self.decode([token for token in answer.tokens.tolist() if token not in sampling.stop_tokens])
+        completion = Completion(
+            prompt.prompt.text, text, len(answer.tokens), sampling.max_new_tokens, prompt.prompt.fields
+        )
+        score = await self.scorer.score(completion)
+        penalty = overlong_penalty(np.array([len(answer.tokens)]), sampling.max_new_tokens, grpo.overlong)
+        return ScoredAnswer(answer, text, score, score.total + float(penalty[0]), answered_at)
+
+
+async def sample(asker: Asker, prompts: PromptLoader, grpo: Grpo, sampling: Sampling) -> Sampled:
+    """Return the groups of a step.
+
+    With dynamic sampling, groups without signal are replaced until promptsPerStep have one or overSampling is reached;
+    then those without fill the step. Each prompt is drawn when it is asked: none is asked and thrown away unseen.
+    """
+    most = grpo.prompts_per_step
+    if grpo.dynamic_sampling is not None:
+        most = math.ceil(grpo.dynamic_sampling.over_sampling * grpo.prompts_per_step)
+    kept: list[Group] = []
+    silent: list[Group] = []
+    asked = dropped = tokens = 0
+    reward_seconds = 0.0
+    while len(kept) < grpo.prompts_per_step and asked < most:
+        drawn = prompts.next_prompts(min(grpo.prompts_per_step - len(kept), most - asked))
+        asked += len(drawn)
+        groups = await asyncio.gather(*(asker.group(each, grpo.group_size, sampling, grpo) for each in drawn))
+        every = [answer for group in groups for answer in group.answers]
+        tokens += sum(len(answer.answer.tokens) for answer in every)
+        reward_seconds += time.monotonic() - max(answer.answered_at for answer in every)
+        for group in groups:
+            rewards = np.array([group.rewards])
+            if not is_complete(rewards)[0]:
+                dropped += 1
+            elif grpo.dynamic_sampling is None or has_signal(rewards)[0]:
+                kept.append(group)
+            else:
+                silent.append(group)
+    fill = silent[: grpo.prompts_per_step - len(kept)]
+    return Sampled((*kept, *fill), dropped, len(silent) - len(fill), tokens, reward_seconds)

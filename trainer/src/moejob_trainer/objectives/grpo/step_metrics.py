@@ -1,0 +1,82 @@
+"""Numbers of a step's answers for the step log, and the lines of samples/step-N.jsonl."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from moejob_trainer.objectives.grpo.groups import has_signal
+from moejob_trainer.objectives.grpo.sampling import Group, Sampled
+from moejob_trainer.rollouts.interface import FinishReason
+
+
+def of_rewards(sampled: Sampled, names: Sequence[str]) -> dict[str, float]:
+    """Return the numbers of a step's rewards and answers."""
+    rewards = np.array([group.rewards for group in sampled.groups])
+    answers = [answer for group in sampled.groups for answer in group.answers]
+    lengths = np.array([len(answer.answer.tokens) for answer in answers])
+    by_name = {f"reward/{name}": float(np.mean([answer.score.parts[name] for answer in answers])) for name in names}
+    return {
+        "reward": float(rewards.mean()),
+        "rewardStd": float(rewards.std()),
+        **by_name,
+        "groups": float(len(sampled.groups)),
+        "groupsWithoutSignal": float((~has_signal(rewards)).sum()),
+        "groupsDropped": float(sampled.dropped),
+        "groupsReplaced": float(sampled.replaced),
+        "generatedTokens": float(sampled.tokens),
+        "rewardSeconds": round(sampled.reward_seconds, 6),
+        "answerTokens": float(lengths.sum()),
+        "answerLengthMean": float(lengths.mean()),
+        "answerLengthMaximum": float(lengths.max()),
+        "truncated": float(np.mean([answer.answer.finish_reason is FinishReason.LENGTH for answer in answers])),
+    }
+
+
+def of_versions(groups: Sequence[Group], version: int) -> dict[str, float]:
+    """Return the version of the weights that was published, and how far behind it the oldest token is."""
+    oldest = min(int(answer.answer.versions.min()) for group in groups for answer in group.answers)
+    return {"version": float(version), "staleness": float(version - oldest)}
+
+
+def of_evaluation(groups: Sequence[Group], names: Mapping[str, float]) -> dict[str, float]:
+    """Return mean@k and pass@k: of k answers the mean reward, and the share of prompts of which one is right.
+
+    An answer is right when every reward that counts for it (a positive weight in `names`) is at least 1. A prompt with
+    a failed reward counts in neither.
+    """
+    complete = [group for group in groups if np.isfinite(group.rewards).all()]
+    if not complete:
+        return {"evalFailed": float(len(groups))}
+    k = len(complete[0].answers)
+    counted = [name for name, weight in names.items() if weight > 0]
+    passed = [
+        any(all(answer.score.parts[name] >= 1 for name in counted) for answer in group.answers) for group in complete
+    ]
+    return {
+        f"evalMean@{k}": float(np.mean([group.rewards for group in complete])),
+        f"evalPass@{k}": float(np.mean(passed)),
+        "evalFailed": float(len(groups) - len(complete)),
+    }
+
+
+def sample_lines(sampled: Sampled, advantages: Sequence[float], step: int, most: int) -> Iterator[str]:
+    """Return a JSON line for each answer of whole groups, up to `most`; `step` as in the step log."""
+    flat = [(group, answer) for group in sampled.groups for answer in group.answers]
+    for (group, answer), advantage in list(zip(flat, advantages, strict=True))[:most]:
+        line: dict[str, Any] = {
+            "step": step,
+            "group": group.prompt.number,
+            "member": answer.answer.request.member,
+            "prompt": group.prompt.prompt.text,
+            "answer": answer.text,
+            "finishReason": answer.answer.finish_reason,
+            "reward": answer.reward,
+            "rewards": dict(answer.score.parts),
+            "advantage": advantage,
+            "version": int(answer.answer.versions.max()),
+        }
+        yield json.dumps(line, ensure_ascii=False)

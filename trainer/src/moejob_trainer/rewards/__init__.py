@@ -1,0 +1,1 @@
+"""Rewards: what an answer is worth, computed outside the process that trains."""

@@ -1,0 +1,90 @@
+"""The rewards that come with the trainer: pure functions of one completion."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from decimal import Decimal, InvalidOperation
+from functools import partial
+from typing import assert_never
+
+from moejob_api.job.grpo import BuiltInReward, Reward
+from moejob_trainer.rewards.completion import Completion, RewardFailed
+
+Score = Callable[[Completion], float]
+
+_NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?(?:[eE][-+]?\d+)?")
+
+
+def built_in(reward: Reward) -> Score:
+    """Return the function of a built-in reward."""
+    match reward.name:
+        case BuiltInReward.EXACT_MATCH:
+            return partial(_exact_match, reference=reward.reference)
+        case BuiltInReward.NUMERIC:
+            return partial(_numeric, reference=reward.reference)
+        case BuiltInReward.MATH:
+            return partial(_math, reference=reward.reference)
+        case BuiltInReward.FORMAT:
+            return partial(_format, pattern=_compiled(reward.pattern or ""))
+        case BuiltInReward.LENGTH:
+            return _length
+        case None:
+            raise ValueError("a reward without a name is not built in")
+        case _:
+            assert_never(reward.name)
+
+
+def _exact_match(completion: Completion, reference: str) -> float:
+    return float(completion.text.strip() == _reference(completion, reference).strip())
+
+
+def _numeric(completion: Completion, reference: str) -> float:
+    """The last number counts, as in the answers of GSM8K: `... #### 1,200` is 1200."""
+    right = _last_number(_reference(completion, reference))
+    if right is None:
+        raise RewardFailed(f"field {reference} of the prompt, {_reference(completion, reference)!r}, has no number")
+    return float(_last_number(completion.text) == right)
+
+
+def _math(completion: Completion, reference: str) -> float:
+    # Half a second of imports, which only this reward needs.
+    from math_verify import parse, verify  # noqa: PLC0415
+
+    # What cannot be parsed is none of its failures: such an answer is wrong. Time is limited from outside.
+    right = parse(_reference(completion, reference), parsing_timeout=None)
+    if not right:
+        raise RewardFailed(f"field {reference} of the prompt, {_reference(completion, reference)!r}, is no mathematics")
+    return float(verify(right, parse(completion.text, parsing_timeout=None), timeout_seconds=None))
+
+
+def _format(completion: Completion, pattern: re.Pattern[str]) -> float:
+    return float(pattern.fullmatch(completion.text) is not None)
+
+
+def _length(completion: Completion) -> float:
+    return completion.tokens / completion.max_new_tokens
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern, re.DOTALL)
+    except re.error as error:
+        raise RewardFailed(f"the pattern {pattern!r} is no regular expression: {error}") from error
+
+
+def _reference(completion: Completion, name: str) -> str:
+    if name not in completion.fields:
+        known = ", ".join(sorted(completion.fields)) or "none"
+        raise RewardFailed(f"the record of the prompt has no field {name} (it has {known}); set reference")
+    return str(completion.fields[name])
+
+
+def _last_number(text: str) -> Decimal | None:
+    found = _NUMBER.findall(text)
+    if not found:
+        return None
+    try:
+        return Decimal(found[-1].replace(",", ""))
+    except InvalidOperation:
+        return None

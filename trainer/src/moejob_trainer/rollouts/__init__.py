@@ -1,0 +1,1 @@
+"""Rollouts: answers that engines generate from the weights that the trainer publishes to them."""

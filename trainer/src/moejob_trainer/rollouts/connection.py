@@ -1,0 +1,102 @@
+"""HTTP to engines from a thread of its own: connections outlive the event loops and the steps of their users."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Coroutine, Mapping
+from http import HTTPStatus
+from typing import Any, TypeVar
+
+import aiohttp
+
+T = TypeVar("T")
+_CONNECT_SECONDS = 10.0
+
+
+class EngineLost(Exception):
+    """An engine that does not answer, or not as one in service does; what it was asked can be asked elsewhere."""
+
+
+class RequestRefused(ValueError):
+    """An engine says that a request is wrong; every other would say so too."""
+
+
+class Connection:
+    """An event loop in a thread, and the requests that it makes. Close it when there is nothing more to ask."""
+
+    def __init__(self, secret: str | None) -> None:
+        self._headers = {} if secret is None else {"Authorization": f"Bearer {secret}"}
+        self._loop = asyncio.new_event_loop()
+        self._session: aiohttp.ClientSession | None = None
+        self._thread = threading.Thread(target=self._loop.run_forever, name="engines", daemon=True)
+        self._thread.start()
+
+    def run(self, asked: Coroutine[Any, Any, T]) -> T:
+        """Run in this thread's loop and wait for the result. From any other thread."""
+        return asyncio.run_coroutine_threadsafe(asked, self._loop).result()
+
+    async def within(self, asked: Coroutine[Any, Any, T]) -> T:
+        """Run in this thread's loop and await the result in another one, whose cancellation cancels it here."""
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asked, self._loop))
+
+    def close(self) -> None:
+        """Cancel what is left and end the thread."""
+        self.run(self._finish())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def get(self, url: str, seconds: float) -> bytes:
+        """Return the body of a page."""
+        return await self._asked("GET", url, None, seconds)
+
+    async def post(self, url: str, body: Mapping[str, Any] | None, seconds: float) -> bytes:
+        """Return the body of the answer."""
+        return await self._asked("POST", url, body or {}, seconds)
+
+    async def _asked(self, method: str, url: str, body: Mapping[str, Any] | None, seconds: float) -> bytes:
+        timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=_CONNECT_SECONDS)
+        try:
+            async with self._client().request(method, url, json=body, timeout=timeout) as answer:
+                content = await answer.read()
+        except TimeoutError:
+            raise EngineLost(f"{url} has not answered in {seconds:g} s") from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise EngineLost(f"{url} cannot be reached: {error}") from None
+        _check(url, answer.status, content)
+        return content
+
+    def _client(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            # No limit: the fleet knows how much an engine can take.
+            connector = aiohttp.TCPConnector(limit=0)
+            self._session = aiohttp.ClientSession(connector=connector, headers=self._headers, trust_env=False)
+        return self._session
+
+    async def _finish(self) -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        if self._session is not None:
+            await self._session.close()
+
+
+def _check(url: str, status: int, content: bytes) -> None:
+    if status == HTTPStatus.OK:
+        return
+    reason = f"{url} answered {status}: {_reason(content)}"
+    if status in {HTTPStatus.BAD_REQUEST, HTTPStatus.NOT_FOUND, HTTPStatus.UNPROCESSABLE_ENTITY}:
+        raise RequestRefused(reason)
+    if status == HTTPStatus.UNAUTHORIZED:
+        raise RequestRefused(f"{reason}; the engine is another attempt's")
+    raise EngineLost(reason)
+
+
+def _reason(content: bytes) -> str:
+    try:
+        return str(json.loads(content)["error"])[:500]
+    except (ValueError, KeyError, TypeError):
+        return content[:500].decode(errors="replace")

@@ -1,0 +1,220 @@
+"""The engines of a run: which of them hold the published weights, and which has the least to do.
+
+Rank 0 alone has a fleet. An engine serves while it answers and says that its weights are those published last; nothing
+is assumed of one that was away. Members of a group go to one engine, whose prefix cache computes their prompt once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from moejob_api.contract import HttpPath
+from moejob_trainer.rollouts.connection import Connection, EngineLost, RequestRefused
+from moejob_trainer.rollouts.wire import Label, WeightInfo
+
+T = TypeVar("T")
+
+
+class NoEngine(RuntimeError):
+    """No engine can be asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Times and numbers of a fleet; the defaults suit models that take minutes to start and to answer."""
+
+    # Engines are awaited for this long, at the start and when none is left.
+    start_seconds: float = 1800.0
+    # An engine that does not say its version for this long hangs.
+    silence_seconds: float = 120.0
+    # One answer, from being asked to its last token.
+    answer_seconds: float = 7200.0
+    # Loading of weights.
+    update_seconds: float = 1800.0
+    look_seconds: float = 1.0
+    # Requests at one engine; more wait here, where they can still go to another one.
+    in_flight: int = 512
+
+
+@dataclass(eq=False)
+class Engine:
+    """One engine as this rank knows it."""
+
+    url: str
+    in_flight: int = 0
+    serves: bool = False
+    # Why it does not serve.
+    reason: str = "has not been heard yet"
+    # It answers, and has other weights than the published ones, which nothing can bring it before the next publication.
+    is_outdated: bool = False
+    # Done when it is lost, with everything that is in flight there.
+    lost: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+# Brings an engine that was away to the published weights.
+CatchUp = Callable[[Engine], Awaitable[None]]
+
+
+class Fleet:
+    """The engines, and who is asked next."""
+
+    def __init__(self, urls: Sequence[str], connection: Connection, limits: Limits) -> None:
+        self.engines = tuple(Engine(url) for url in urls)
+        self.connection, self.limits = connection, limits
+        self.label: Label | None = None
+        self.catch_up: CatchUp | None = None
+        self._homes: dict[int, Engine] = {}
+        self._members: Counter[int] = Counter()
+        self._changed = asyncio.Condition()
+        self._watch: asyncio.Task[None] | None = None
+        self._none_since = time.monotonic()
+
+    @property
+    def serving(self) -> tuple[Engine, ...]:
+        """Engines that can be asked."""
+        return tuple(engine for engine in self.engines if engine.serves)
+
+    # --- asking -------------------------------------------------------------------------------------------------------
+
+    async def get(self, engine: Engine, path: str, seconds: float) -> bytes:
+        """Read a page of an engine."""
+        return await self.connection.get(engine.url + path, seconds)
+
+    async def post(self, engine: Engine, path: str, body: dict[str, Any] | None = None, seconds: float = 0.0) -> bytes:
+        """Ask an engine."""
+        return await self.connection.post(engine.url + path, body, seconds or self.limits.silence_seconds)
+
+    async def take(self, group: int) -> Engine:
+        """Return the engine for a member of a group, once one has room; NoEngine when none has come for long."""
+        async with self._changed:
+            while (engine := self._next(group)) is None:
+                await self._news()
+            engine.in_flight += 1
+            self._members[group] += 1
+            self._homes[group] = engine
+            return engine
+
+    async def give(self, engine: Engine, group: int) -> None:
+        """Say that an engine has one request less."""
+        async with self._changed:
+            engine.in_flight -= 1
+            self._members[group] -= 1
+            if not self._members[group]:
+                del self._members[group], self._homes[group]
+            self._changed.notify_all()
+
+    async def until_lost(self, engine: Engine, asked: Awaitable[T]) -> T:
+        """Await something of an engine; EngineLost as soon as it is lost."""
+        asking, losing = asyncio.ensure_future(asked), asyncio.ensure_future(engine.lost.wait())
+        try:
+            await asyncio.wait({asking, losing}, return_when=asyncio.FIRST_COMPLETED)
+            if not asking.done():
+                raise EngineLost(engine.reason)
+            return asking.result()
+        finally:
+            asking.cancel()
+            losing.cancel()
+
+    def _next(self, group: int) -> Engine | None:
+        free = [engine for engine in self.serving if engine.in_flight < self.limits.in_flight]
+        home = self._homes.get(group)
+        if home in free:
+            return home
+        return min(free, key=lambda engine: engine.in_flight, default=None)
+
+    async def _news(self) -> None:
+        if all(engine.is_outdated for engine in self.engines):
+            raise NoEngine(f"no engine has the published weights any more: {self.reasons()}")
+        waited = time.monotonic() - self._none_since
+        if not self.serving and waited >= self.limits.start_seconds:
+            raise NoEngine(f"no engine has served for {waited:.0f} s: {self.reasons()}")
+        # Only a change wakes those who wait; the deadline is none.
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), self.limits.look_seconds)
+
+    def reasons(self) -> str:
+        """Return the reasons of engines that do not serve."""
+        return "; ".join(f"{engine.url} {engine.reason}" for engine in self.engines if not engine.serves)
+
+    # --- who serves ---------------------------------------------------------------------------------------------------
+
+    async def enlist(self, engine: Engine) -> None:
+        """Let an engine serve that has the published weights."""
+        async with self._changed:
+            engine.serves, engine.reason, engine.is_outdated = True, "", False
+            engine.lost.clear()
+            self._changed.notify_all()
+
+    async def lose(self, engine: Engine, reason: str, *, is_outdated: bool = False) -> None:
+        """Ask an engine nothing more, and give up what is in flight there."""
+        async with self._changed:
+            if engine.serves and len(self.serving) == 1:
+                self._none_since = time.monotonic()
+            engine.serves, engine.reason, engine.is_outdated = False, reason, is_outdated
+            engine.lost.set()
+            self._changed.notify_all()
+
+    async def watch(self) -> None:
+        """Begin to look after engines, until `unwatch`."""
+        if self._watch is None:
+            self._watch = asyncio.create_task(self._watched())
+
+    async def unwatch(self) -> None:
+        """Leave engines alone: while they load weights they answer nothing else."""
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.gather(self._watch, return_exceptions=True)
+            self._watch = None
+
+    async def _watched(self) -> None:
+        while True:
+            await asyncio.gather(*(self._look_at(engine) for engine in self.engines))
+            await asyncio.sleep(self.limits.look_seconds)
+
+    async def _look_at(self, engine: Engine) -> None:
+        try:
+            label = await self.label_of(engine)
+            if label == str(self.label):
+                if not engine.serves:
+                    await self.enlist(engine)
+            elif self.catch_up is None:
+                await self.lose(engine, f"has weights {label!r} and not {self.label}", is_outdated=True)
+            else:
+                await self.lose(engine, f"is brought from weights {label!r} to {self.label}")
+                await self.catch_up(engine)
+                await self.enlist(engine)
+        except (EngineLost, RequestRefused) as error:
+            await self.lose(engine, str(error))
+
+    async def label_of(self, engine: Engine) -> str:
+        """Return the name of the weights that an engine says it has."""
+        body = await self.get(engine, "/weight_info", self.limits.silence_seconds)
+        return WeightInfo.model_validate_json(body).weight_version
+
+    # --- starting -----------------------------------------------------------------------------------------------------
+
+    async def reached(self, seconds: float) -> tuple[Engine, ...]:
+        """Return the engines that are ready, all of them if they are within this time."""
+        found = await asyncio.gather(*(self._ready(engine, time.monotonic() + seconds) for engine in self.engines))
+        ready = tuple(engine for engine, is_ready in zip(self.engines, found, strict=True) if is_ready)
+        if not ready:
+            raise NoEngine(f"no engine is ready after {seconds:g} s: {self.reasons()}")
+        return ready
+
+    async def _ready(self, engine: Engine, until: float) -> bool:
+        while True:
+            try:
+                await self.get(engine, HttpPath.READY, self.limits.silence_seconds)
+            except (EngineLost, RequestRefused) as error:
+                engine.reason = str(error)
+                if time.monotonic() >= until:
+                    return False
+                await asyncio.sleep(self.limits.look_seconds)
+            else:
+                return True

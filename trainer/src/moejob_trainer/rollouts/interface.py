@@ -1,0 +1,94 @@
+"""The seam between objectives and the engines that generate: requests, answers and versions of weights.
+
+Objectives know these types and protocols only; vLLM, HTTP and the transports of weights lie behind them. Each token
+carries the version of the weights that chose it, so ratios stay right when an engine is updated in the middle of an
+answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+Tokens = npt.NDArray[np.int32]
+Floats = npt.NDArray[np.float32]
+
+
+class FinishReason(StrEnum):
+    """The reason why an answer has no further token."""
+
+    STOP = "Stop"
+    LENGTH = "Length"
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """The distribution that tokens are drawn from, and where an answer ends."""
+
+    temperature: float
+    top_p: float
+    max_new_tokens: int
+    stop_tokens: tuple[int, ...]
+    # Return the experts that each token was routed to.
+    routing: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """One answer to one prompt. Members of a group have equal prompts, which an engine's prefix cache computes once."""
+
+    group: int
+    member: int
+    prompt: Tokens
+    # Equal seeds, weights and prompts give equal answers.
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Answer:
+    """The tokens of one answer, a stop token included, with what the engine says about each. [N]"""
+
+    request: Request
+    tokens: Tokens
+    # Under the distribution that was sampled from: temperature and top-p applied.
+    log_probabilities: Floats
+    versions: Tokens
+    finish_reason: FinishReason
+    # Experts of each token of prompt and answer but the last. [P + N - 1, layers, top k]
+    routing: npt.NDArray[Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SyncReport:
+    """The cost and the proof of one publication of weights."""
+
+    version: int
+    seconds: float
+    # Sent, over all ranks.
+    size_bytes: int
+    # Of a probe's tokens, |log-probability of the trainer - of the engine|; the mean and the largest over all engines.
+    probe_mean: float
+    probe_maximum: float
+
+
+class Generator(Protocol):
+    """Engines as one source of answers. Rank 0 alone asks it, thousands of requests at a time."""
+
+    async def generate(self, request: Request, sampling: Sampling) -> Answer:
+        """Return an answer, from whichever engine has the least work and holds the published weights."""
+
+
+class WeightPublisher(Protocol):
+    """Engines as readers of the trainer's weights. Every rank calls the same methods in the same order."""
+
+    def publish(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> SyncReport:
+        """Give all engines these weights; afterwards they are awake and answer with this version."""
+
+    def release(self) -> None:
+        """Let engines that share the trainer's memory give it back until the next publication."""

@@ -1,0 +1,209 @@
+"""Weights from the ranks of a trainer to its engines, and the proof that they arrived.
+
+Every rank calls the same methods in the same order; rank 0 speaks to the engines. A publication ends with a probe: the
+log-probabilities of a fixed text, the trainer's beside each engine's. A tensor that was skipped, cut wrongly or laid
+out for another kernel is seen there, and nowhere else: an engine with wrong weights answers as readily as any.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+from uuid import uuid4
+
+import numpy as np
+from pydantic import TypeAdapter
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from moejob_trainer.distributed import messages
+from moejob_trainer.distributed.encoding import TEXT
+from moejob_trainer.rollouts.connection import EngineLost
+from moejob_trainer.rollouts.fleet import Engine, Fleet
+from moejob_trainer.rollouts.interface import Floats, SyncReport, Tokens
+from moejob_trainer.rollouts.sync import Load, Sync
+from moejob_trainer.rollouts.wire import Label
+
+# A longer text shows no more: each layer and most experts take part in it.
+PROBE_TOKENS = 48
+
+# The trainer's log-probability of each token but the first. All ranks call it; rank 0 needs the answer. [N - 1]
+Probe = Callable[[Tokens], Floats]
+
+
+class Room(Protocol):
+    """Memory of the GPU that this rank shares with engines, which sleep while it trains."""
+
+    def tidy(self) -> None:
+        """Give back what no synchronization needs."""
+
+    def leave(self) -> None:
+        """Give back what a synchronization needed, while answers are generated."""
+
+    def enter(self) -> None:
+        """Take all of it again."""
+
+
+class WrongWeights(RuntimeError):
+    """Engines compute something else than the trainer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """The work of a transport: the engines that have loaded everything, and the size of it over all ranks."""
+
+    engines: tuple[Engine, ...]
+    size_bytes: int
+    # Loads the same once more, for an engine that was away.
+    catch_up: Load | None = None
+
+
+class Transport(Protocol):
+    """A way for weights. `sync` is rank 0's; the others have none."""
+
+    def send(self, label: Label, weights: Iterable[tuple[str, Tensor]], sync: Sync | None) -> Sent:
+        """Let engines load all weights, from `Sync.begin` to before `Sync.finish`. Collective."""
+
+    def close(self) -> None:
+        """Remove what was left for engines. Collective."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """The text of the probe, the trainer's word on it, and how far an engine's mean may be from it."""
+
+    vocabulary: int
+    probe: Probe
+    tolerance: float
+    # Of the text; no longer than what the trainer packs into a micro batch.
+    length: int = PROBE_TOKENS
+
+    @property
+    def tokens(self) -> Tokens:
+        """A text of tokens far apart, equal at every publication."""
+        return (np.arange(self.length, dtype=np.int64) * 7919 % self.vocabulary).astype(np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class _Proof:
+    """|log-probability of the trainer - of an engine| over the probe's tokens and all engines."""
+
+    mean: float
+    maximum: float
+    problem: str | None = None
+
+
+_PROOF = TypeAdapter(_Proof)
+
+
+class Publisher:
+    """A WeightPublisher over HTTP, made by all ranks together. `fleet` is rank 0's; the others have none."""
+
+    def __init__(
+        self,
+        fleet: Fleet | None,
+        world: ProcessGroup | None,
+        transport: Transport,
+        trial: Trial,
+        room: Room | None = None,
+    ) -> None:
+        self._fleet, self._world, self._transport, self.trial = fleet, world, transport, trial
+        # None where no memory is shared: such engines never sleep.
+        self._room = room
+        self._sync = None if fleet is None else Sync(fleet, sleeps=room is not None)
+        # Versions of an earlier start of the trainer are other weights of the same number.
+        self._run = messages.broadcast(uuid4().hex[:8], TEXT, world)
+
+    def publish(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> SyncReport:
+        """Give all engines these weights; afterwards they answer with this version."""
+        began, label = time.monotonic(), Label(version, self._run)
+        if self._room is not None:
+            self._room.tidy()
+            messages.barrier(self._world)
+        sent = self._transport.send(label, weights, self._sync)
+        trainers = self.trial.probe(self.trial.tokens)
+        if self._room is not None:
+            # Engines are about to take memory for the answers' keys and values.
+            self._room.leave()
+            messages.barrier(self._world)
+        proof = None if self._sync is None else self._proven(sent, label, trainers)
+        proof = messages.broadcast(proof, _PROOF, self._world)
+        if proof.problem is not None:
+            raise WrongWeights(proof.problem)
+        return SyncReport(version, time.monotonic() - began, sent.size_bytes, proof.mean, proof.maximum)
+
+    def release(self) -> None:
+        """Let engines on the trainer's GPUs sleep; those that share no memory with it keep theirs."""
+        if self._room is None:
+            return
+        if self._sync is not None:
+            self._sync.run(self._sync.sleep())
+        # No rank takes memory that an engine still has.
+        messages.barrier(self._world)
+        self._room.enter()
+
+    def close(self) -> None:
+        """Remove what was left for engines, and end the connections."""
+        self._transport.close()
+        if self._fleet is not None:
+            self._fleet.connection.run(self._fleet.unwatch())
+            self._fleet.connection.close()
+
+    def _proven(self, sent: Sent, label: Label, trainers: Floats) -> _Proof:
+        """Compare engines with the trainer, or say what is wrong: for an exception the other ranks would wait."""
+        if self._fleet is None or self._sync is None:
+            raise ValueError("rank 0 alone proves a publication")
+        sync, tokens = self._sync, self.trial.tokens
+        found: list[tuple[Engine, Floats]] = []
+
+        async def probed(engine: Engine) -> None:
+            found.append((engine, await sync.probed(engine, tokens)))
+
+        async def compared() -> str | None:
+            engines = await sync.each(await sync.finish(sent.engines, label), probed)
+            if not engines:
+                return f"no engine has the weights {label}: {fleet.reasons()}"
+            problem = self._problem(trainers, found)
+            if problem is None:
+                await sync.serve(engines, self._again(sent, label, trainers))
+            return problem
+
+        fleet = self._fleet
+        problem = sync.run(compared())
+        if problem is not None:
+            return _Proof(0.0, 0.0, problem)
+        apart = np.concatenate([np.abs(trainers - theirs) for _, theirs in found])
+        return _Proof(float(apart.mean()), float(apart.max()))
+
+    def _again(self, sent: Sent, label: Label, trainers: Floats) -> Load | None:
+        """Load and prove the same weights in an engine that was away."""
+        load, sync = sent.catch_up, self._sync
+        if load is None or sync is None:
+            return None
+
+        async def again(engine: Engine) -> None:
+            await sync.whole(engine, label, load)
+            problem = self._problem(trainers, [(engine, await sync.probed(engine, self.trial.tokens))])
+            if problem is not None:
+                raise EngineLost(problem)
+
+        return again
+
+    def _problem(self, trainers: Floats, found: Sequence[tuple[Engine, Floats]]) -> str | None:
+        said = [(engine.url, theirs) for engine, theirs in found]
+        return wrong(trainers, said, self.trial.tolerance)
+
+
+def wrong(trainers: Floats, found: Sequence[tuple[str, Floats]], tolerance: float) -> str | None:
+    """Return a sentence with both numbers when an engine is too far from the trainer; pure."""
+    for url, theirs in found:
+        apart = float(np.abs(trainers - theirs).mean())
+        # Not a number is far from every number.
+        if not apart <= tolerance:
+            return (
+                f"after a synchronization {url} gives the probe a mean log-probability of {theirs.mean():.5f} and the "
+                f"trainer {trainers.mean():.5f}; their mean |difference| is {apart:.5f} where {tolerance:g} is allowed"
+            )
+    return None

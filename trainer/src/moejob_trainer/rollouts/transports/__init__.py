@@ -1,0 +1,1 @@
+"""Ways for weights from ranks to engines."""

@@ -1,0 +1,210 @@
+"""Weights by broadcast from rank 0 to the workers of each engine: over Gloo between CPUs, over NCCL between GPUs.
+
+An engine has a process group of its own with rank 0, so one that dies in the middle ends its own group and no other.
+The address and a key of the group travel over HTTP, which asks for the attempt's secret.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+from uuid import uuid4
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import Backend, PrefixStore, Store, TCPStore
+from torch.distributed import BroadcastOptions
+
+from moejob_trainer.rollouts.connection import EngineLost
+from moejob_trainer.rollouts.fleet import Engine
+from moejob_trainer.rollouts.publisher import Sent
+from moejob_trainer.rollouts.sync import Sync
+from moejob_trainer.rollouts.transports.buckets import BUCKET_ELEMENTS, Bucket, Ranks, gathered, parts
+from moejob_trainer.rollouts.wire import Label
+
+T = TypeVar("T")
+# Makes a group of a store, a rank and a size.
+MakeGroup = Callable[[Store, int, int], Backend]
+
+# An engine whose worker is gone is noticed by its HTTP long before.
+_PATIENCE = timedelta(minutes=10)
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Terms on which engines join rank 0: its address, and the workers of each engine."""
+
+    host: str
+    workers: int
+    make_group: MakeGroup
+    start_seconds: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Joined:
+    """The group of one engine. Its store lives as long: NCCL asks it at the end."""
+
+    group: Backend
+    store: Store
+    # The weights that the engine had last; one that has others has been started since, and knows no group.
+    label: str
+
+
+class BroadcastTransport:
+    """Sends bucket by bucket. Engines that were away wait for the next publication: no rank keeps whole weights."""
+
+    def __init__(self, ranks: Ranks, meeting: Meeting, most_elements: int = BUCKET_ELEMENTS) -> None:
+        self._ranks, self._meeting, self._most_elements = ranks, meeting, most_elements
+        self._joined: dict[str, _Joined] = {}
+
+    def send(self, label: Label, weights: Iterable[tuple[str, Tensor]], sync: Sync | None) -> Sent:
+        """Let engines load all weights, from `Sync.begin` to before `Sync.finish`. Collective."""
+        engines = () if sync is None else sync.run(self._begun(sync))
+        size_bytes = 0
+        for part in parts(weights, self._most_elements, self._ranks.device):
+            size, bucket = gathered(part, self._ranks)
+            size_bytes += size
+            if sync is not None and bucket is not None and bucket.entries:
+                engines = sync.run(self._sent(sync, engines, bucket))
+        self._joined = {
+            engine.url: _Joined(self._joined[engine.url].group, self._joined[engine.url].store, str(label))
+            for engine in engines
+        }
+        return Sent(engines, size_bytes)
+
+    def close(self) -> None:
+        """Leave all groups."""
+        for url in [*self._joined]:
+            self._leave(url)
+
+    async def _begun(self, sync: Sync) -> tuple[Engine, ...]:
+        async def join(engine: Engine) -> None:
+            known = self._joined.get(engine.url)
+            if known is None or known.label != await sync.label_of(engine):
+                self._leave(engine.url)
+                self._joined[engine.url] = await self._join(sync, engine)
+
+        return await sync.each(await sync.begin(self._meeting.start_seconds), join)
+
+    async def _join(self, sync: Sync, engine: Engine) -> _Joined:
+        size, key = 1 + self._meeting.workers, f"weights-{uuid4()}"
+        store, port = _store(self._meeting.host)
+        where = {
+            "master_address": self._meeting.host,
+            "master_port": port,
+            "key": key,
+            "rank_offset": 1,
+            "world_size": size,
+        }
+        made = _in_thread(lambda: self._meeting.make_group(PrefixStore(key, store), 0, size))
+        group = await _both(sync.join(engine, where), made, engine)
+        return _Joined(group, store, "")
+
+    async def _sent(self, sync: Sync, engines: tuple[Engine, ...], bucket: Bucket) -> tuple[Engine, ...]:
+        async def send(engine: Engine) -> None:
+            group = self._joined[engine.url].group
+            sending = _in_thread(lambda: _broadcast(group, bucket.data))
+            try:
+                await _both(sync.update(engine, bucket.description), sending, engine)
+            except BaseException:
+                # What still waits for the engine ends with the group.
+                self._leave(engine.url)
+                raise
+
+        return await sync.each(engines, send)
+
+    def _leave(self, url: str) -> None:
+        joined = self._joined.pop(url, None)
+        if joined is not None:
+            with suppress(RuntimeError):
+                joined.group.abort()
+
+
+def gloo(store: Store, rank: int, size: int) -> Backend:
+    """Make a group of CPUs."""
+    return _proven(torch.distributed.ProcessGroupGloo(store, rank, size, _PATIENCE), torch.device("cpu"))
+
+
+def nccl(device: torch.device) -> MakeGroup:
+    """Return the maker of groups of GPUs."""
+
+    def make(store: Store, rank: int, size: int) -> Backend:
+        options = torch.distributed.ProcessGroupNCCL.Options()
+        options._timeout = _PATIENCE  # noqa: SLF001  # it has no public name
+        return _proven(torch.distributed.ProcessGroupNCCL(store, rank, size, options), device)
+
+    return make
+
+
+def _proven(group: Any, device: torch.device) -> Backend:
+    """Use a group once: NCCL connects when something is sent."""
+    _broadcast(group, torch.zeros(1, dtype=torch.uint8, device=device))
+    return group  # type: ignore[no-any-return]
+
+
+def _broadcast(group: Any, data: Tensor) -> None:
+    options = BroadcastOptions()
+    options.rootRank = options.rootTensor = 0
+    if data.device.type != "cuda":
+        group.broadcast([data], options).wait()
+        return
+    with torch.cuda.device(data.device):
+        group.broadcast([data], options).wait()
+        torch.cuda.current_stream().synchronize()
+
+
+def _store(host: str) -> tuple[TCPStore, int]:
+    """Listen on this address alone; torch by itself would listen on all of them."""
+    listening = socket.create_server((host, 0))
+    port: int = listening.getsockname()[1]
+    store = TCPStore(
+        host,
+        port,
+        is_master=True,
+        timeout=_PATIENCE,
+        wait_for_workers=False,
+        # The store closes it.
+        master_listen_fd=listening.detach(),
+    )
+    return store, port
+
+
+async def _both(asking: Any, working: asyncio.Future[T], engine: Engine) -> T:
+    """Wait for an engine and for this side of what it takes part in; EngineLost when either fails."""
+    asked = asyncio.ensure_future(asking)
+    await asyncio.wait({asked, working}, return_when=asyncio.FIRST_EXCEPTION)
+    if asked.done():
+        # The engine's own reason says more than a broken connection, which follows from it.
+        asked.result()
+    if not asked.done():
+        # An engine that is gone breaks both, this one first.
+        with suppress(asyncio.CancelledError):
+            asked.cancel()
+            await asked
+    try:
+        return working.result()
+    except RuntimeError as error:
+        raise EngineLost(f"{engine.url} has left the group that weights travel in: {error}") from None
+
+
+def _in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
+    """Work in a thread that does not keep the process from ending, as those of an executor do."""
+    done: Future[T] = Future()
+
+    def worked() -> None:
+        try:
+            result = work()
+        except BaseException as error:  # noqa: BLE001  # its awaiter gets it
+            done.set_exception(error)
+        else:
+            done.set_result(result)
+
+    threading.Thread(target=worked, name="weights", daemon=True).start()
+    return asyncio.wrap_future(done)

@@ -1,0 +1,145 @@
+"""Weights in buckets: many tensors as one flat tensor of bytes, put together from the parts that ranks own.
+
+Every rank sees the names and shapes of all tensors in one order, so all of them end a bucket after the same name
+without a word. No rank ever holds more of the model than its own share and two buckets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+from pydantic import Field, TypeAdapter
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from moejob_trainer.distributed import messages
+
+# 256 MiB of bfloat16. Elements, not bytes: a rank does not know the type of what another one owns.
+BUCKET_ELEMENTS = 128 * 1024**2
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of a bucket."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    size_bytes: Annotated[int, Field(ge=0)]
+
+
+_ENTRIES = TypeAdapter(tuple[Entry, ...])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Bucket:
+    """Tensors in the order in which they lie in `data`. [bytes]"""
+
+    entries: tuple[Entry, ...]
+    data: Tensor
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """Return the names, types and shapes as engines want them."""
+        return {
+            "names": [entry.name for entry in self.entries],
+            "dtype_names": [entry.dtype for entry in self.entries],
+            "shapes": [list(entry.shape) for entry in self.entries],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """All ranks: `control` carries words, `tensors` carries bytes on `device`. None for a rank that is alone."""
+
+    control: ProcessGroup | None
+    tensors: ProcessGroup | None
+    device: torch.device
+
+    @property
+    def rank(self) -> int:
+        """This rank among all."""
+        return 0 if self.control is None else self.control.rank()
+
+
+def parts(weights: Iterable[tuple[str, Tensor]], most_elements: int, device: torch.device) -> Iterator[Bucket]:
+    """Yield this rank's part of each bucket, which may be empty; a tensor larger than a bucket is one of its own."""
+    mine: dict[str, Tensor] = {}
+    elements = 0
+    for name, tensor in weights:
+        if elements and elements + tensor.numel() > most_elements:
+            yield _packed(mine, device)
+            mine, elements = {}, 0
+        elements += tensor.numel()
+        if not tensor.is_meta:
+            # Copied: the owner may hold the next one in the same memory.
+            mine[name] = tensor.detach().to(device, copy=True).contiguous()
+    yield _packed(mine, device)
+
+
+def gathered(part: Bucket, ranks: Ranks) -> tuple[int, Bucket | None]:
+    """Return the bytes of all parts together, and on rank 0 the whole bucket."""
+    entries = messages.all_gather(part.entries, _ENTRIES, ranks.control)
+    sizes = _sizes(entries)
+    if ranks.tensors is None:
+        return sum(sizes), part
+    if ranks.rank:
+        _wait([dist.P2POp(dist.isend, part.data, group=ranks.tensors, group_peer=0)] if sizes[ranks.rank] else [])
+        return sum(sizes), None
+    data = torch.empty(sum(sizes), dtype=torch.uint8, device=ranks.device)
+    places = data.split(sizes)
+    places[0].copy_(part.data)
+    _wait(
+        [
+            dist.P2POp(dist.irecv, place, group=ranks.tensors, group_peer=rank)
+            for rank, place in enumerate(places)
+            if rank and sizes[rank]
+        ]
+    )
+    return sum(sizes), Bucket(_flat(entries), data)
+
+
+def all_gathered(part: Bucket, ranks: Ranks) -> Bucket:
+    """Return the whole bucket on every rank."""
+    if ranks.tensors is None:
+        return part
+    entries = messages.all_gather(part.entries, _ENTRIES, ranks.control)
+    sizes = _sizes(entries)
+    data = torch.empty(sum(sizes), dtype=torch.uint8, device=ranks.device)
+    places = data.split(sizes)
+    places[ranks.rank].copy_(part.data)
+    for owner, place in enumerate(places):
+        if sizes[owner]:
+            dist.broadcast(place, group=ranks.tensors, group_src=owner)
+    return Bucket(_flat(entries), data)
+
+
+def _packed(tensors: dict[str, Tensor], device: torch.device) -> Bucket:
+    entries = tuple(
+        Entry(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.nbytes)
+        for name, tensor in tensors.items()
+    )
+    data = torch.empty(sum(entry.size_bytes for entry in entries), dtype=torch.uint8, device=device)
+    ends = accumulate(entry.size_bytes for entry in entries)
+    for tensor, end in zip(tensors.values(), ends, strict=True):
+        data[end - tensor.nbytes : end] = tensor.reshape(-1).view(torch.uint8)
+    return Bucket(entries, data)
+
+
+def _sizes(entries: Sequence[tuple[Entry, ...]]) -> list[int]:
+    return [sum(entry.size_bytes for entry in of_rank) for of_rank in entries]
+
+
+def _flat(entries: Sequence[tuple[Entry, ...]]) -> tuple[Entry, ...]:
+    return tuple(entry for of_rank in entries for entry in of_rank)
+
+
+def _wait(operations: list[dist.P2POp]) -> None:
+    if operations:
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()

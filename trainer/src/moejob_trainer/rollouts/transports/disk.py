@@ -1,0 +1,128 @@
+"""Weights through a folder that ranks and engines share: a volume, or /dev/shm where all run on one machine.
+
+Each rank writes the tensors it owns, in files of bounded size, before any engine is touched: a full volume leaves them
+with the weights that they have. The files stay until the next publication, for engines that come back meanwhile.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import TypeAdapter
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from moejob_trainer.distributed import messages
+from moejob_trainer.rollouts.fleet import Engine
+from moejob_trainer.rollouts.publisher import Sent
+from moejob_trainer.rollouts.sync import Sync
+from moejob_trainer.rollouts.wire import Label
+
+_BUCKET_BYTES = 256 * 1024**2
+
+
+class NoRoom(RuntimeError):
+    """Weights cannot be written where engines would read them."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """The files of one rank, or why there are none."""
+
+    paths: tuple[str, ...]
+    size_bytes: int
+    problem: str | None = None
+
+
+_WRITTEN = TypeAdapter(_Written)
+
+
+class DiskTransport:
+    """Writes to `folder`, which engines see under the same name."""
+
+    def __init__(self, folder: Path, world: ProcessGroup | None, start_seconds: float) -> None:
+        self._folder, self._world, self._start_seconds = folder, world, start_seconds
+        self._rank = 0 if world is None else world.rank()
+
+    def send(self, label: Label, weights: Iterable[tuple[str, Tensor]], sync: Sync | None) -> Sent:
+        """Write everything, then let engines read it."""
+        place = self._folder / str(label)
+        if self._rank == 0:
+            # What a trainer left that was killed, and what lies there under this name.
+            self._remove()
+            place.mkdir(parents=True)
+        messages.barrier(self._world)
+        written = messages.all_gather(_written(weights, place, self._rank), _WRITTEN, self._world)
+        problems = [one.problem for one in written if one.problem is not None]
+        if problems:
+            self.close()
+            raise NoRoom(problems[0])
+        size = sum(one.size_bytes for one in written)
+        if sync is None:
+            return Sent((), size)
+        return _read(sync, [path for one in written for path in one.paths], size, self._start_seconds)
+
+    def close(self) -> None:
+        """Remove all files."""
+        messages.barrier(self._world)
+        if self._rank == 0:
+            self._remove()
+
+    def _remove(self) -> None:
+        for old in self._folder.glob("*"):
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def _read(sync: Sync, paths: list[str], size_bytes: int, start_seconds: float) -> Sent:
+    async def load(engine: Engine) -> None:
+        await sync.update(engine, {"paths": paths})
+
+    async def loaded() -> tuple[Engine, ...]:
+        return await sync.each(await sync.begin(start_seconds), load)
+
+    return Sent(sync.run(loaded()), size_bytes, catch_up=load)
+
+
+def _written(weights: Iterable[tuple[str, Tensor]], folder: Path, rank: int) -> _Written:
+    paths: list[str] = []
+    size, problem = 0, None
+    for number, bucket in enumerate(buckets(weights, _BUCKET_BYTES)):
+        size += sum(tensor.nbytes for tensor in bucket.values())
+        if problem is None:
+            path = folder / f"rank-{rank:05}-{number:05}.safetensors"
+            problem = _saved(bucket, path, size)
+            paths.append(str(path))
+    # The others need this rank's parts, whatever becomes of its own files: the weights are run to their end.
+    return _Written(tuple(paths), size, problem)
+
+
+def _saved(bucket: dict[str, Tensor], path: Path, size_bytes: int) -> str | None:
+    try:
+        save_file(bucket, path)
+    except (OSError, SafetensorError) as error:
+        free = shutil.disk_usage(path.parent).free
+        return (
+            f"{path.parent} has {free:,} bytes free and weights of {size_bytes:,} bytes do not fit ({error}); "
+            "enlarge the volume or resources.sharedMemory, or choose another grpo.rollout.sync"
+        )
+    return None
+
+
+def buckets(weights: Iterable[tuple[str, Tensor]], most_bytes: int) -> Iterator[dict[str, Tensor]]:
+    """Yield this rank's tensors in groups of bounded size; a larger tensor is a group of its own."""
+    held: dict[str, Tensor] = {}
+    for name, tensor in weights:
+        if tensor.is_meta:
+            continue
+        if held and sum(one.nbytes for one in held.values()) + tensor.nbytes > most_bytes:
+            yield held
+            held = {}
+        # Copied: the owner may hold the next one in the same memory.
+        held[name] = tensor.detach().to("cpu", copy=True).contiguous()
+    if held:
+        yield held

@@ -1,0 +1,77 @@
+"""The device of a rank, and the backend between ranks of such devices."""
+
+from __future__ import annotations
+
+import os
+import resource
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from moejob_api.job.resources import Accelerator
+from moejob_trainer.errors import BadConfiguration
+from moejob_trainer.runtime.environment import RankEnvironment
+
+# Between two exchanges of a healthy run lies less; a rank that died is noticed by its launcher long before.
+_PATIENCE = timedelta(minutes=30)
+_KIB = 1024
+
+
+# All wait for the one that downloads a model; a launcher notices a rank that died meanwhile.
+_LONGEST_PREPARATION = timedelta(hours=24)
+
+
+def start_device(environment: RankEnvironment) -> torch.device:
+    """Take this rank's device and join the world; a GPU job never falls back to the CPU."""
+    if environment.spec.training.deterministic:
+        # Before anything touches a GPU: cuBLAS and NCCL read their variables once.
+        compute_deterministically()
+    device = _device(environment)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=_PATIENCE, device_id=device if device.type == "cuda" else None)
+    return device
+
+
+def compute_deterministically() -> None:
+    """Let torch choose algorithms that give the same bits each time, and refuse operations that have none."""
+    # Only with a workspace of fixed size does cuBLAS sum in one order, whatever runs beside it.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    # NVLink's switches add what arrives first first; rings and trees have an order.
+    os.environ.setdefault("NCCL_ALGO", "^NVLS")
+    torch.use_deterministic_algorithms(mode=True)
+
+
+def control_group() -> dist.ProcessGroup:
+    """Return a group of all ranks for small messages and decisions: it never waits for a GPU."""
+    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=_LONGEST_PREPARATION)
+    return group
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most that this rank has held so far: on the GPU by torch, on the CPU by the whole process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _KIB
+
+
+def _device(environment: RankEnvironment) -> torch.device:
+    if environment.spec.resources.accelerator is Accelerator.CPU:
+        share_cores(environment.ranks_per_node)
+        return torch.device("cpu")
+    if environment.local_rank >= torch.cuda.device_count():
+        raise BadConfiguration(
+            f"rank {environment.rank} needs GPU {environment.local_rank} of its pod, which has "
+            f"{torch.cuda.device_count()}; check the device plugin and resources.gpuResource, or set "
+            "resources.accelerator to CPU"
+        )
+    device = torch.device("cuda", environment.local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def share_cores(ranks: int) -> None:
+    """Divide the cores among the ranks of a pod; OMP_NUM_THREADS, where set, decides instead."""
+    if "OMP_NUM_THREADS" in os.environ:
+        return
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))

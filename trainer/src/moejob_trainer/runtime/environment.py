@@ -1,0 +1,42 @@
+"""The environment of a rank, parsed once: the contract's variables and torch's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from moejob_api.contract import Environment
+from moejob_api.job import Spec
+from moejob_trainer.runtime.fencing import FenceToken
+
+
+@dataclass(frozen=True, slots=True)
+class RankEnvironment:
+    """One rank's orders."""
+
+    job: str
+    uid: str
+    spec: Spec
+    folder: Path
+    token: FenceToken
+    rank: int
+    world: int
+    local_rank: int
+    ranks_per_node: int
+
+
+def rank_environment(environ: Mapping[str, str] = os.environ) -> RankEnvironment:
+    """The orders of this process, which a launcher has started as a rank."""
+    return RankEnvironment(
+        job=environ[Environment.JOB],
+        uid=environ[Environment.UID],
+        spec=Spec.model_validate_json(environ[Environment.SPEC]),
+        folder=Path(environ[Environment.RUN_FOLDER]),
+        token=FenceToken.of_rank(environ),
+        rank=int(environ["RANK"]),
+        world=int(environ["WORLD_SIZE"]),
+        local_rank=int(environ["LOCAL_RANK"]),
+        ranks_per_node=int(environ[Environment.RANKS_PER_NODE]),
+    )

@@ -1,0 +1,151 @@
+"""Heartbeats: what a rank reports to the launcher of its pod, and the board where the launcher reads it.
+
+A rank calls `Heartbeat.for_rank()` once, then `beat(step)` as often as it likes (a microsecond, without a lock) and, on
+rank 0, `report(RunProgress(...))`. The launcher makes one `HeartbeatBoard` for each start of its ranks, so that what an
+earlier start still writes lands on a board that is not read. Knows nothing of torch, of HTTP or of other pods.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from pydantic import ValidationError
+
+from moejob_api.contract import RunProgress
+
+# Set by the launcher for its ranks; jobs may set none that starts with MOEJOB_.
+BOARD = "MOEJOB_BEATS"
+
+_BEATS_FILE, _RUN_FILE = "beats", "run.json"
+# Beats sent, monotonic nanoseconds of the last one, steps done; 64-bit words, so that none is ever half written.
+_COUNT, _AT, _STEP, _WORDS = 0, 1, 2, 3
+_WORD_BYTES = 8
+_HEARTBEAT_SECONDS = 5.0
+
+
+class NoLauncher(RuntimeError):
+    """A rank that no launcher has started asks where to send its beats."""
+
+
+class Heartbeat:
+    """One rank's side of a board."""
+
+    def __init__(self, words: memoryview, run_file: Path | None) -> None:
+        self._words, self._run_file = words, run_file
+
+    @classmethod
+    def for_rank(cls, environ: Mapping[str, str] = os.environ) -> Heartbeat:
+        """The beats of this process, which the launcher has started as a rank."""
+        folder, local_rank = environ.get(BOARD), environ.get("LOCAL_RANK")
+        if folder is None or local_rank is None:
+            raise NoLauncher(f"{BOARD} and LOCAL_RANK are not set; start ranks through moejob_trainer.launcher")
+        first = int(local_rank) * _WORDS
+        words = _words(Path(folder) / _BEATS_FILE)[first : first + _WORDS]
+        return cls(words, Path(folder) / _RUN_FILE)
+
+    @classmethod
+    def without_launcher(cls) -> Heartbeat:
+        """Return heartbeats that are not read, for a loop that runs without a launcher."""
+        return cls(memoryview(bytearray(_WORDS * _WORD_BYTES)).cast("q"), None)
+
+    def beat(self, step: int) -> None:
+        """Say that this rank is alive and has done that many steps."""
+        self._words[_STEP] = step
+        self._words[_AT] = time.monotonic_ns()
+        self._words[_COUNT] += 1
+
+    def report(self, run: RunProgress) -> None:
+        """Say how the run is doing; for rank 0."""
+        if self._run_file is None:
+            return
+        written = self._run_file.with_suffix(".new")
+        # What is shown may go stale when the disk is full; the run continues.
+        with suppress(OSError):
+            written.write_text(run.model_dump_json(by_alias=True, exclude_none=True), encoding="utf-8")
+            written.replace(self._run_file)
+
+
+class BackgroundHeartbeat:
+    """Beats by itself while a rank does what takes as long as it takes: download, tokenize, read weights, export.
+
+    A rank that hangs in there is not noticed; a run that was declared dead for reading a large model would be worse.
+    """
+
+    def __init__(self, heartbeat: Heartbeat, step: int = 0) -> None:
+        self._heartbeat, self._step = heartbeat, step
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="pulse", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """From now on the rank has to beat for itself. Doing it again changes nothing."""
+        self._is_over.set()
+        self._thread.join()
+
+    def _beat(self) -> None:
+        self._heartbeat.beat(self._step)
+        while not self._is_over.wait(_HEARTBEAT_SECONDS):
+            self._heartbeat.beat(self._step)
+
+
+@dataclass(frozen=True, slots=True)
+class RankHeartbeat:
+    """The last heartbeat of one rank; before the first one, its age counts from the start."""
+
+    has_beaten: bool
+    step: int
+    age_seconds: float
+
+
+class HeartbeatBoard:
+    """The launcher's side: one row for each rank of the pod in a folder of its own, and rank 0's progress."""
+
+    def __init__(self, folder: Path, ranks: int, run: RunProgress | None = None) -> None:
+        self.folder, self._ranks = folder, ranks
+        folder.mkdir(parents=True)
+        path = folder / _BEATS_FILE
+        path.write_bytes(bytes(ranks * _WORDS * _WORD_BYTES))
+        self._words = _words(path)
+        for local_rank in range(ranks):
+            self._words[local_rank * _WORDS + _AT] = time.monotonic_ns()
+        if run is not None:
+            Heartbeat(self._words, folder / _RUN_FILE).report(run)
+
+    def read(self) -> tuple[RankHeartbeat, ...]:
+        """Every rank, in order."""
+        now = time.monotonic_ns()
+        return tuple(self._row(first, now) for first in range(0, self._ranks * _WORDS, _WORDS))
+
+    def run(self) -> RunProgress | None:
+        """Return the progress that rank 0 reported last."""
+        try:
+            return RunProgress.model_validate_json((self.folder / _RUN_FILE).read_bytes())
+        except (OSError, ValidationError):
+            return None
+
+    def _row(self, first: int, now: int) -> RankHeartbeat:
+        words = self._words
+        age = max(0, now - words[first + _AT]) / 1e9
+        return RankHeartbeat(words[first + _COUNT] > 0, max(0, words[first + _STEP]), age)
+
+
+def _words(path: Path) -> memoryview:
+    with path.open("r+b") as file:
+        return memoryview(mmap.mmap(file.fileno(), 0)).cast("q")

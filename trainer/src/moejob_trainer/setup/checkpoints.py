@@ -1,0 +1,43 @@
+"""The checkpoints of a run: state in files, the run folder that holds them, and the fence in front of it."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from moejob_api.planner.memory.storage import checkpoint_bytes
+from moejob_trainer.checkpoints import Checkpoints, RunFolder, RunOwner
+from moejob_trainer.checkpoints.adapter_compatibility import adapter_facts
+from moejob_trainer.checkpoints.saving import RunCheckpoints, RunWriter, StateFacts
+from moejob_trainer.megatron.state import StateFiles
+from moejob_trainer.megatron.stored_shards import STATE_FORMAT
+from moejob_trainer.model_check.checks import Checks
+from moejob_trainer.objectives import Objective
+from moejob_trainer.runtime.fencing import is_ours
+from moejob_trainer.setup.context import RankContext
+from moejob_trainer.setup.model import RunModel
+
+
+def build_checkpoints(
+    context: RankContext, model: RunModel, state: StateFiles, objective: Objective, checks: Checks
+) -> RunCheckpoints:
+    """Build the checkpoints that the loop restores from and saves to."""
+    environment, pretrained = context.environment, model.pretrained
+    held = adapter_facts(environment.spec, has_weights=pretrained.has_weights)
+    writer = RunWriter(state, objective, held, is_first=environment.rank == 0)
+    place = RunFolder(
+        folder=environment.folder,
+        run=RunOwner(job=environment.job, uid=environment.uid),
+        token=environment.token,
+        is_ours=lambda: is_ours(environment.folder, environment.token),
+    )
+    store = Checkpoints(place, environment.spec.checkpoint, context.ranks, writer)
+    facts = StateFacts(context.layout, STATE_FORMAT, checkpoint_bytes(model.architecture.shape, environment.spec))
+    # What a checkpoint holds has been trained since: there is nothing to compare it with.
+    begun = partial(checks.imported, pretrained.folder) if pretrained.has_weights else None
+    return RunCheckpoints(store, writer, facts, begun)
+
+
+def last_save(store: Checkpoints) -> tuple[int | None, float | None, float]:
+    """Return the last committed step, the seconds its save took, and those that training waited for it."""
+    last = store.last
+    return store.last_step, None if last is None else last.seconds, 0.0 if last is None else last.stalled_seconds

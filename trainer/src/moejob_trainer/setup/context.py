@@ -1,0 +1,82 @@
+"""This rank among the others: the environment it was started with, its groups and its device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch.distributed as dist
+from pydantic import TypeAdapter
+
+from moejob_api.job import Spec
+from moejob_api.layout.sizes import Layout, layout
+from moejob_trainer.checkpoints.coordination import on_first_rank
+from moejob_trainer.checkpoints.disk import explained
+from moejob_trainer.checkpoints.saving import GlooCoordinator
+from moejob_trainer.distributed.groups import Groups
+from moejob_trainer.megatron.cpu import use_cpu
+from moejob_trainer.megatron.engine import Placement
+from moejob_trainer.megatron.topology import start_groups
+from moejob_trainer.runtime.devices import control_group, start_device
+from moejob_trainer.runtime.environment import RankEnvironment
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class RankContext:
+    """This rank among the others, and what it computes on."""
+
+    environment: RankEnvironment
+    layout: Layout
+    placement: Placement
+
+    @property
+    def spec(self) -> Spec:
+        """The job."""
+        return self.environment.spec
+
+    @property
+    def node(self) -> int:
+        """The number of this rank's pod."""
+        return self.environment.rank // self.environment.ranks_per_node
+
+    @property
+    def groups(self) -> Groups:
+        """The groups of this rank."""
+        return self.placement.groups
+
+    @property
+    def control(self) -> dist.ProcessGroup:
+        """All ranks, for small messages and decisions."""
+        if self.placement.control is None:
+            raise RuntimeError("ranks of a run always have a control group")
+        return self.placement.control
+
+    @property
+    def ranks(self) -> GlooCoordinator:
+        """All ranks, to agree with."""
+        return GlooCoordinator(self.control)
+
+    def on_first_rank(self, act: Callable[[], T], kind: TypeAdapter[T]) -> T:
+        """Act on the first rank only and return its result on all; its failure is raised on all."""
+
+        def acted() -> T:
+            with explained("preparing the run", self.environment.folder):
+                return act()
+
+        return on_first_rank(self.ranks, acted, kind)
+
+
+@contextmanager
+def joined(environment: RankEnvironment) -> Iterator[RankContext]:
+    """Join the ranks of the run, and leave them at the end."""
+    device = start_device(environment)
+    if device.type == "cpu":
+        use_cpu()
+    sizes = layout(environment.spec.parallelism, environment.spec.resources.gpus_per_node)
+    groups = start_groups(sizes)
+    yield RankContext(environment, sizes, Placement(groups, device, control_group()))
+    dist.destroy_process_group()

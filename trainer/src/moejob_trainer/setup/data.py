@@ -1,0 +1,47 @@
+"""Training and evaluation data of a run, prepared once for all ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from moejob_trainer.data.corpus import Corpus
+from moejob_trainer.data.packing import batch_plan
+from moejob_trainer.data.preparation import Recipe, prepare
+from moejob_trainer.data.stream import BatchShare, TrainingData, batch_size, blended_dataset, sample_count
+from moejob_trainer.setup.context import RankContext
+from moejob_trainer.setup.model import RunModel
+
+_DATA = "data"
+_FOLDERS = TypeAdapter(tuple[str, ...])
+
+
+@dataclass(frozen=True, slots=True)
+class RunData:
+    """The data of a run, and the share of each global batch that belongs to this data rank."""
+
+    training: TrainingData
+    evaluation: list[Corpus]
+    share: BatchShare
+    total_steps: int
+
+
+def load_data(context: RankContext, model: RunModel) -> RunData:
+    """Tokenize once, for all ranks, what is not on the volume yet."""
+    data, spec = context.spec.data, context.spec
+    recipe = Recipe(spec.model, data, vocabulary=model.architecture.shape.vocabulary)
+    folder = context.environment.folder / _DATA
+    named = context.on_first_rank(
+        lambda: tuple(
+            map(str, prepare([*data.train, *data.eval], recipe, folder, workers=context.environment.ranks_per_node))
+        ),
+        _FOLDERS,
+    )
+    corpora = [Corpus(Path(path)) for path in named]
+    train_corpora, eval_corpora = corpora[: len(data.train)], corpora[len(data.train) :]
+    mixed = blended_dataset(train_corpora, data)
+    training = TrainingData(train_corpora, mixed, batch_size(spec), sample_count(mixed, spec.training.epochs))
+    share = BatchShare(batch_plan(spec, context.layout, pad_token=0), context.groups.data.rank)
+    return RunData(training, eval_corpora, share, spec.training.max_steps or training.steps())

@@ -1,0 +1,36 @@
+"""The export of a finished run: the whole model, or its adapters, in Hugging Face's format."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from moejob_api.contract import RunFile
+from moejob_trainer.checkpoints.disk import explained
+from moejob_trainer.conversion.adapters import AdapterTarget, adapter_table, export_adapters
+from moejob_trainer.conversion.export import Target, export, unchecked
+from moejob_trainer.megatron.engine import MegatronEngine
+from moejob_trainer.megatron.weights import adapter_weights, whole_weights
+from moejob_trainer.model_check.checks import Checks
+from moejob_trainer.setup.context import RankContext
+from moejob_trainer.setup.model import RunModel
+
+
+def export_model(
+    context: RankContext, model: RunModel, engine: MegatronEngine, checks: Checks, *, is_beside_pretrained: bool
+) -> None:
+    """Export what was trained, and check that Transformers computes the same from it."""
+    folder, pretrained = context.environment.folder / RunFile.EXPORT.value, model.pretrained.folder
+    groups, lora = context.placement.model_groups, context.spec.training.lora
+    with explained("exporting", folder):
+        if lora is None:
+            target = Target(folder, pretrained, getattr(torch, context.spec.model.dtype.value))
+            export(whole_weights(engine.stages), model.table, groups, target, checks.exported)
+            return
+        adapters, declared = adapter_weights(engine.stages), adapter_table(model.architecture.shape, lora)
+        # On weights that have never been published, or that another job has trained since, there is nothing to read.
+        check = unchecked
+        if model.pretrained.has_weights and is_beside_pretrained:
+            check = partial(checks.exported_adapters, base=pretrained, scale=lora.alpha / lora.rank)
+        export_adapters(adapters, declared, groups, AdapterTarget(folder, context.spec.model.source, lora), check)

@@ -1,0 +1,99 @@
+"""GRPO in a run: the objective between engines, rewards and prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+
+from moejob_api.derived import updates_per_step
+from moejob_api.job import Spec
+from moejob_trainer.data.packing import batch_plan
+from moejob_trainer.data.preparation import Recipe
+from moejob_trainer.engine import Engine
+from moejob_trainer.objectives.grpo.collecting import Collector
+from moejob_trainer.objectives.grpo.objective import GroupRelativePolicyOptimization, Parts, Settings
+from moejob_trainer.objectives.grpo.rank_exchange import Peers
+from moejob_trainer.objectives.grpo.sampling import Asker
+from moejob_trainer.rewards.scorer import Scorer
+from moejob_trainer.rollouts.interface import Generator, WeightPublisher
+from moejob_trainer.runtime.heartbeats import BackgroundHeartbeat, Heartbeat
+from moejob_trainer.setup.context import RankContext
+from moejob_trainer.setup.evaluation import is_due
+from moejob_trainer.setup.prompts import RunPrompts
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutEngines:
+    """The engines of a run: as a source of answers, which rank 0 alone has, and as readers of weights."""
+
+    generator: Generator | None
+    publisher: WeightPublisher
+
+
+@dataclass(frozen=True, slots=True)
+class GrpoRun:
+    """The objective of a run, and rank 0's part of it."""
+
+    objective: GroupRelativePolicyOptimization
+    collector: Collector | None
+
+    @property
+    def epoch(self) -> float | None:
+        """Return the passes over the prompts so far."""
+        return None if self.collector is None else self.collector.epoch
+
+
+def build_grpo(context: RankContext, prompts: RunPrompts, engines: RolloutEngines, stack: ExitStack) -> GrpoRun:
+    """Build the objective, and start what scores answers; it ends with the stack."""
+    spec, peers = context.spec, _peers(context)
+    if spec.grpo is None:
+        raise ValueError("only a job of method GRPO has this objective")
+    collector = _collector(context, prompts, engines)
+    if collector is not None:
+        stack.enter_context(collector)
+    settings = Settings(
+        spec.grpo,
+        batch_plan(spec, context.layout, pad_token=0),
+        updates_per_step(spec) // spec.grpo.epochs_per_step,
+        spec.training.seed,
+    )
+    waiting = partial(BackgroundHeartbeat, Heartbeat.for_rank())
+    return GrpoRun(
+        GroupRelativePolicyOptimization(settings, Parts(peers, engines.publisher, collector, waiting)), collector
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class GrpoEvaluator:
+    """Evaluates every training.evalEvery steps and after the last one."""
+
+    engine: Engine
+    objective: GroupRelativePolicyOptimization
+    spec: Spec
+    total_steps: int
+
+    def metrics(self, step: int) -> Mapping[str, float]:
+        """Evaluate if it is due; return what there is to report."""
+        if not self.spec.data.eval or not is_due(self.spec, step, self.total_steps):
+            return {}
+        return self.objective.evaluate(step, self.engine)
+
+
+def _peers(context: RankContext) -> Peers:
+    return Peers(context.environment.rank, context.control, context.groups.data, context.placement.device)
+
+
+def _collector(context: RankContext, prompts: RunPrompts, engines: RolloutEngines) -> Collector | None:
+    grpo = context.spec.grpo
+    if grpo is None or prompts.sets is None or engines.generator is None:
+        return None
+    tokenizer = Recipe(context.spec.model, context.spec.data).tokenizer()
+
+    def decode(tokens: Sequence[int]) -> str:
+        return str(tokenizer.decode([*tokens], skip_special_tokens=True))
+
+    scorer = Scorer(grpo.rewards, grpo.reward_failure)
+    asker = Asker(engines.generator, scorer, decode, context.spec.training.seed)
+    return Collector(grpo, asker, prompts.sets, prompts.stop_tokens, context.environment.folder)

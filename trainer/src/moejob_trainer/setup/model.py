@@ -1,0 +1,64 @@
+"""The model of a run: its architecture, its pretrained files, and the table between their names and ours."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from moejob_api.contract import RunFile
+from moejob_api.derived import trained_shape
+from moejob_api.job import Method
+from moejob_api.models.families import shape_of
+from moejob_api.models.shape import ModelShape
+from moejob_api.planner.plan import plan
+from moejob_api.pod_environment import spec_text
+from moejob_api.problems import InvalidSpec
+from moejob_trainer.checkpoints.disk import Disk, replace
+from moejob_trainer.conversion.families import Table, table
+from moejob_trainer.distributed.encoding import NOTHING, TEXT
+from moejob_trainer.model.architecture import Architecture, architecture, as_trained
+from moejob_trainer.model.pretrained import PretrainedModel, fetch, read_pretrained
+from moejob_trainer.rollouts.engine_model import lay_out
+from moejob_trainer.setup.context import RankContext
+
+
+@dataclass(frozen=True, slots=True)
+class RunModel:
+    """The model of the run: what it computes, and where its weights come from."""
+
+    architecture: Architecture
+    pretrained: PretrainedModel
+    table: Table
+
+
+def load_model(context: RankContext) -> RunModel:
+    """Fetch the model's files once for all ranks, and check that the job can train it."""
+    spec = context.spec
+    # Downloads and files are made once for the volume, not once a rank.
+    folder = context.on_first_rank(lambda: str(fetch(spec.model, context.environment.folder)), TEXT)
+    found = read_pretrained(Path(folder), spec.model)
+    origin = f"{folder}/config.json"
+    # The plan has been checked before, unless the model could not be seen from there. It comes first: what is built
+    # afterwards relies on it.
+    if problems := plan(spec, trained_shape(shape_of(found.config, origin), spec)).problems:
+        raise InvalidSpec(problems)
+    model = as_trained(architecture(found.config, origin), spec)
+    context.on_first_rank(lambda: _leave_for_export(context, Path(folder), model.shape), NOTHING)
+    if spec.method is Method.GRPO:
+        context.on_first_rank(lambda: _lay_out_for_engines(context, Path(folder), model.shape), TEXT)
+    return RunModel(model, found, table(model.shape))
+
+
+def _leave_for_export(context: RankContext, pretrained: Path, shape: ModelShape) -> None:
+    """Leave in the run folder what `moejob export` needs beside a checkpoint."""
+    folder, spec = context.environment.folder, context.spec
+    replace(Disk(), folder / RunFile.SPEC, spec_text(spec).encode())
+    lay_out(pretrained, folder / RunFile.TEMPLATE, shape, getattr(torch, spec.model.dtype.value))
+
+
+def _lay_out_for_engines(context: RankContext, pretrained: Path, shape: ModelShape) -> str:
+    folder = context.environment.folder / RunFile.ENGINE_MODEL
+    lay_out(pretrained, folder, shape, getattr(torch, context.spec.model.dtype.value))
+    return str(folder)

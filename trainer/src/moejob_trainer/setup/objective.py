@@ -1,0 +1,58 @@
+"""The objective of a run with its data: supervised fine-tuning on documents, or GRPO on prompts and engines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from moejob_api.job import Method
+from moejob_trainer.data.loader import BatchLoader
+from moejob_trainer.megatron.engine import MegatronEngine
+from moejob_trainer.objectives import Objective
+from moejob_trainer.objectives.sft import SupervisedFineTuning
+from moejob_trainer.setup.context import RankContext
+from moejob_trainer.setup.data import RunData, load_data
+from moejob_trainer.setup.evaluation import Evaluator
+from moejob_trainer.setup.grpo import GrpoEvaluator, build_grpo
+from moejob_trainer.setup.model import RunModel
+from moejob_trainer.setup.prompts import RunPrompts, load_prompts
+from moejob_trainer.setup.rollouts import connect_engines
+
+
+@dataclass(frozen=True, slots=True)
+class RunObjective:
+    """The objective, and the numbers that are reported beside those of its updates."""
+
+    objective: Objective
+    epoch: Callable[[], float | None]
+    waited: Callable[[], float]
+    evaluate: Callable[[int], Mapping[str, float]]
+    measured: Callable[[], Mapping[str, float]] = dict
+
+
+def load_inputs(context: RankContext, model: RunModel) -> RunData | RunPrompts:
+    """Read what the run learns from; it says how many steps there are."""
+    return load_prompts(context, model) if context.spec.method is Method.GRPO else load_data(context, model)
+
+
+def build_objective(
+    context: RankContext, engine: MegatronEngine, inputs: RunData | RunPrompts, stack: ExitStack
+) -> RunObjective:
+    """Build the objective that the job's method names; what it starts ends with the stack."""
+    if isinstance(inputs, RunData):
+        return _supervised(context, inputs, engine, stack)
+    engines = connect_engines(context, engine, stack)
+    run = build_grpo(context, inputs, engines, stack)
+    evaluator = GrpoEvaluator(engine, run.objective, context.spec, inputs.total_steps)
+    return RunObjective(
+        run.objective, lambda: run.epoch, run.objective.waited_seconds, evaluator.metrics, run.objective.metrics
+    )
+
+
+def _supervised(context: RankContext, data: RunData, engine: MegatronEngine, stack: ExitStack) -> RunObjective:
+    source = BatchLoader(data.training, data.share)
+    stack.callback(source.close)
+    objective = SupervisedFineTuning(source)
+    evaluator = Evaluator(engine, objective, data, context.spec, data.total_steps)
+    return RunObjective(objective, lambda: source.epoch, source.waited_seconds, evaluator.metrics)

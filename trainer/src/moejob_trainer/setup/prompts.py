@@ -1,0 +1,59 @@
+"""The prompts of a GRPO run: read by rank 0 alone, which asks them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from moejob_trainer.data.encoding import end_of_text
+from moejob_trainer.data.preparation import Recipe
+from moejob_trainer.data.prompt_loader import PromptLoader, steps_of_epochs
+from moejob_trainer.data.prompts import Prompt, prompts
+from moejob_trainer.distributed.encoding import INTEGER
+from moejob_trainer.objectives.grpo.collecting import PromptSets
+from moejob_trainer.setup.context import RankContext
+from moejob_trainer.setup.model import RunModel
+
+
+@dataclass(frozen=True, slots=True)
+class RunPrompts:
+    """The prompts of a run, and the steps that it has. `sets` is rank 0's alone."""
+
+    total_steps: int
+    sets: PromptSets | None
+    stop_tokens: tuple[int, ...]
+
+
+def load_prompts(context: RankContext, model: RunModel) -> RunPrompts:
+    """Read all prompts; what is wrong with them is every rank's failure."""
+    spec, found = context.spec, list[PromptSets]()
+    if spec.grpo is None:
+        raise ValueError("only GRPO has prompts")
+    recipe = Recipe(spec.model, spec.data, vocabulary=model.architecture.shape.vocabulary)
+    most_tokens = spec.data.max_length - spec.grpo.max_new_tokens
+
+    def read() -> int:
+        sources = [prompts(dataset, recipe, most_tokens) for dataset in spec.data.train]
+        asked: list[Prompt] = []
+        for dataset in spec.data.eval:
+            asked += prompts(dataset, recipe, most_tokens).prompts
+        found.append(PromptSets(PromptLoader(sources, spec.data), tuple(asked)))
+        return sum(len(source.prompts) for source in sources)
+
+    count = context.on_first_rank(read, INTEGER)
+    steps = spec.training.max_steps or steps_of_epochs(count, spec.training.epochs or 1, spec.grpo.prompts_per_step)
+    return RunPrompts(steps, found[0] if found else None, _stop_tokens(recipe, model))
+
+
+def _stop_tokens(recipe: Recipe, model: RunModel) -> tuple[int, ...]:
+    """Return the tokens that end an answer: the tokenizer's, and those that the model was published with."""
+    return tuple(sorted({end_of_text(recipe.tokenizer()), *_published(model.pretrained.folder)}))
+
+
+def _published(folder: Path) -> list[int]:
+    path = folder / "generation_config.json"
+    if not path.is_file():
+        return []
+    told = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+    return told if isinstance(told, list) else [] if told is None else [told]

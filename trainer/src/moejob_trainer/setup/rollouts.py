@@ -1,0 +1,142 @@
+"""The engines of a GRPO run, as rank 0 finds them in its environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import ExitStack
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from moejob_api.contract import Environment
+from moejob_api.engines import separate_engines, transport
+from moejob_api.job import Spec
+from moejob_api.job.grpo import Sync
+from moejob_api.job.resources import Accelerator
+from moejob_trainer.data.packing import BatchPlan, batch_plan, global_batch
+from moejob_trainer.engine import Document
+from moejob_trainer.errors import BadConfiguration
+from moejob_trainer.megatron.engine import MegatronEngine
+from moejob_trainer.megatron.generation_offload import generation_offload
+from moejob_trainer.rollouts.connection import Connection
+from moejob_trainer.rollouts.fleet import Fleet, Limits
+from moejob_trainer.rollouts.generator import FleetGenerator
+from moejob_trainer.rollouts.interface import Floats, Tokens
+from moejob_trainer.rollouts.publisher import PROBE_TOKENS, Publisher, Room, Transport, Trial
+from moejob_trainer.rollouts.transports.broadcast import BroadcastTransport, MakeGroup, Meeting, gloo, nccl
+from moejob_trainer.rollouts.transports.buckets import Ranks
+from moejob_trainer.rollouts.transports.disk import DiskTransport
+from moejob_trainer.rollouts.transports.ipc import IpcTransport, export
+from moejob_trainer.setup.context import RankContext
+from moejob_trainer.setup.grpo import RolloutEngines
+
+_FOLDER = "weights"
+# |log-probability of the trainer - of an engine|, in the mean over a probe: rounding of the types that weights have.
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
+
+
+def connect_engines(context: RankContext, engine: MegatronEngine, stack: ExitStack) -> RolloutEngines:
+    """Connect rank 0 to the engines; every rank takes part in giving them weights."""
+    limits, is_first = Limits(), context.environment.rank == 0
+    fleet = Fleet(_urls(os.environ), Connection(os.environ.get(Environment.SECRET)), limits) if is_first else None
+    plan = batch_plan(context.spec, context.layout, pad_token=0)
+    length = min(PROBE_TOKENS, context.spec.data.max_length)
+    trial = Trial(engine.model.shape.vocabulary, EngineProbe(engine, plan), _tolerance(context), length)
+    ways = _transport(context, limits.start_seconds), trial, _room(context.spec, engine)
+    publisher = Publisher(fleet, context.control, *ways)
+    stack.callback(publisher.close)
+    return RolloutEngines(None if fleet is None else FleetGenerator(fleet), publisher)
+
+
+def _transport(context: RankContext, start_seconds: float) -> Transport:
+    device = context.placement.device
+    on_cpu = Ranks(context.control, _alone_or(context.control), torch.device("cpu"))
+    on_gpu = Ranks(context.control, _alone_or(dist.group.WORLD), device)
+    match transport(context.spec):
+        case Sync.GLOO:
+            return BroadcastTransport(on_cpu, _meeting(context.spec, gloo, start_seconds))
+        case Sync.NCCL:
+            return BroadcastTransport(on_gpu, _meeting(context.spec, nccl(device), start_seconds))
+        case Sync.IPC:
+            return IpcTransport(on_gpu, export, start_seconds)
+        case _:
+            return DiskTransport(context.environment.folder / _FOLDER, context.control, start_seconds)
+
+
+def _alone_or(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    return None if group is None or group.size() == 1 else group
+
+
+def _meeting(spec: Spec, make_group: MakeGroup, start_seconds: float) -> Meeting:
+    if spec.grpo is None:
+        raise ValueError(f"method {spec.method} has no engines")
+    return Meeting(os.environ[Environment.HOST], spec.grpo.rollout.tensor, make_group, start_seconds)
+
+
+def _room(spec: Spec, engine: MegatronEngine) -> Room | None:
+    """The room of engines on the trainer's GPUs; others share no memory with it."""
+    shares_gpus = spec.resources.accelerator is Accelerator.GPU and separate_engines(spec) == 0
+    return GpuRoom(spec, engine) if shares_gpus else None
+
+
+class GpuRoom:
+    """Memory of the trainer's GPU, which engines use while it waits for answers."""
+
+    def __init__(self, spec: Spec, engine: MegatronEngine) -> None:
+        parts = engine.stages, engine.replicas
+        self._weights = generation_offload(*parts, parameters=spec.memory.offload_parameters, gradients=False)
+        self._gradients = generation_offload(*parts, parameters=False, gradients=spec.memory.offload_gradients)
+
+    def tidy(self) -> None:
+        """Free gradients with memory.offloadGradients, and the blocks that torch's allocator has cached."""
+        self._gradients.leave()
+        torch.cuda.empty_cache()
+
+    def leave(self) -> None:
+        """Move weights to the host with memory.offloadParameters."""
+        self._weights.leave()
+        torch.cuda.empty_cache()
+
+    def enter(self) -> None:
+        """Take both back."""
+        self._weights.enter()
+        self._gradients.enter()
+
+
+def _urls(environ: Mapping[str, str]) -> list[str]:
+    urls = [url for url in environ.get(Environment.ROLLOUT_URLS, "").split(",") if url]
+    if not urls:
+        raise BadConfiguration(
+            f"{Environment.ROLLOUT_URLS} names no engine, and GRPO needs one to generate answers; start rollout engines"
+        )
+    return urls
+
+
+def _tolerance(context: RankContext) -> float:
+    return _TOLERANCE[getattr(torch, context.spec.model.dtype.value)]
+
+
+class EngineProbe:
+    """The trainer's log-probabilities of a text; every data rank asks its own copy of the model."""
+
+    def __init__(self, engine: MegatronEngine, plan: BatchPlan) -> None:
+        self._engine, self._plan, self._data = engine, plan, engine.groups.data
+
+    def __call__(self, tokens: Tokens) -> Floats:
+        """Return the log-probability of each token but the first. [N - 1]"""
+        copies = [
+            Document(tokens.astype(np.int64), np.ones(len(tokens), np.float32), number)
+            for number in range(self._data.size)
+        ]
+        batches = global_batch(copies, self._plan)[self._data.rank]
+        # Engines say what their weights make of a text, before any temperature.
+        with self._engine.at_temperature(1.0):
+            outputs = self._engine.outputs(batches)
+        for batch, said in zip(batches, outputs, strict=True):
+            for start, length in zip(batch.cu_lengths.tolist(), batch.lengths, strict=False):
+                if length:
+                    found: Floats = said.log_probabilities[start : start + length - 1].float().cpu().numpy()
+                    return found
+        raise RuntimeError("every data rank has one copy")

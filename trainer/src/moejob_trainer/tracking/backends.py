@@ -1,0 +1,43 @@
+"""The interface of a tracker backend, and the facts of the run that it receives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from moejob_api.job import Spec
+from moejob_trainer.runtime.fencing import FenceToken
+
+
+@dataclass(frozen=True, slots=True)
+class TrackedRun:
+    """The run as others know it."""
+
+    job: str
+    # The same in every attempt: the tracker's run is resumed.
+    uid: str
+    spec: Spec
+    folder: Path
+    token: FenceToken
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """The metrics of one step. All values are finite."""
+
+    step: int
+    # Seconds since the epoch.
+    time: float
+    values: Mapping[str, float]
+
+
+class TrackerBackend(Protocol):
+    """A place that numbers are sent to. It may raise whatever it likes, and take as long as it likes."""
+
+    def write(self, numbers: Numbers) -> None:
+        """Send the numbers of a step. After a restart, steps come a second time."""
+
+    def close(self, *, has_failed: bool) -> None:
+        """Send what is left, and report how the run ended."""

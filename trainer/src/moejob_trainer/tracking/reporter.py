@@ -1,0 +1,222 @@
+"""Reports of a run while it trains: the step log, the tracker backends, and the progress the launcher serves.
+
+docs/trainer.md lists every number of a line.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from moejob_api.contract import MOST_MEASURE_NAME, MOST_MEASURES, RunFile, RunProgress
+from moejob_api.hardware import TERA, known
+from moejob_api.job.resources import Accelerator, Resources
+from moejob_trainer.checkpoints.disk import explained
+from moejob_trainer.engine import UpdateResult
+from moejob_trainer.runtime.fencing import FenceToken
+from moejob_trainer.runtime.heartbeats import Heartbeat
+from moejob_trainer.runtime.start_timing import StartTiming
+from moejob_trainer.tracking import Tracker
+
+STEP_LOG = RunFile.STEPS.value
+
+
+@dataclass(frozen=True, slots=True)
+class RankHardware:
+    """The divisors of a step's speed. `peak_flops_per_second` is of one GPU, where the job names its type."""
+
+    count: int
+    has_gpus: bool = False
+    peak_flops_per_second: float | None = None
+
+
+def rank_hardware(resources: Resources, count: int) -> RankHardware:
+    """The ranks of a job. A peak is never guessed: a share of the wrong one would look like a measurement."""
+    if resources.accelerator is Accelerator.CPU:
+        return RankHardware(count)
+    gpu_type = resources.gpu_type
+    return RankHardware(count, True, None if gpu_type is None else known(gpu_type).bf16_flops_per_second)
+
+
+@dataclass(frozen=True, slots=True)
+class ProgressWriter:
+    """Writer of the step log and of progress. Only the first rank writes; every rank sends heartbeats."""
+
+    folder: Path
+    heartbeat: Heartbeat
+    token: FenceToken
+    tracker: Tracker
+    is_first: bool
+
+    def write_step(self, step: int, line: Mapping[str, Any]) -> None:
+        """Add a line to the step log, whole or not at all: a reader never sees half of one. Send it to the tracker."""
+        if not self.is_first:
+            return
+        path = self.folder / STEP_LOG
+        with explained("writing the step log", path), path.open("a", encoding="utf-8") as log:
+            log.write(json.dumps({name: _finite(value) for name, value in line.items()}, allow_nan=False) + "\n")
+        self.tracker.write(step, line)
+
+
+@dataclass(slots=True)
+class Reporter:
+    """Reports every step. `saved` and `epoch` are asked when there is something to report."""
+
+    writer: ProgressWriter
+    total_steps: int
+    ranks: RankHardware
+    saved: Callable[[], tuple[int | None, float | None, float]]
+    epoch: Callable[[], float | None]
+    waited: Callable[[], float]
+    evaluate: Callable[[int], Mapping[str, float]]
+    # Of the last step, beside what its updates measured.
+    measured: Callable[[], Mapping[str, float]] = dict
+    clock: Callable[[], float] = time.monotonic
+    _since: float = field(init=False, default=0.0)
+    _begun: float = field(init=False, default=0.0)
+    _last_progress: RunProgress | None = field(init=False, default=None)
+    _start: StartTiming | None = field(init=False, default=None)
+    # Numbers that not every line has: they are shown until there are newer ones.
+    _lasting: dict[str, Any] = field(init=False, default_factory=dict)
+
+    def begin(self, start: StartTiming | None = None) -> None:
+        """The first step begins now: the time to get there is reported beside it, not in it."""
+        self._since, self._start = self.clock(), start
+        self._begun = self._since
+
+    def report(self, step: int, results: Sequence[UpdateResult]) -> None:
+        """One step: its line, its beat, and an evaluation when one is due."""
+        now = self.clock()
+        seconds, self._since = now - self._since, now
+        means = means_of_updates(results)
+        metrics = {**means, **self.measured()}
+        evaluated = self._evaluated(step, now)
+        self.writer.heartbeat.beat(step)
+        speed = _speed(results, seconds, self.ranks)
+        started, self._start = {} if self._start is None else self._start.as_fields(), None
+        line = {**self._progress(step, seconds), **started, **_learned(results), **speed, **metrics, **evaluated}
+        self.writer.write_step(step, line)
+        if self.writer.is_first:
+            self._lasting |= {**started, **evaluated}
+            last = replace(results[-1], loss=means["loss"], metrics=metrics)
+            progress = self._run_progress(step, last, speed, now - self._begun)
+            self._publish(progress.model_copy(update={"measures": _measures({**self._lasting, **line})}))
+        # What evaluating took is no part of the next step.
+        self._since = self.clock()
+
+    def finish(self) -> None:
+        """The last checkpoint is complete: the last progress of the run names it."""
+        step, save_seconds, _ = self.saved()
+        if not self.writer.is_first or step is None:
+            return
+        # A run that has nothing left to do but its export has reported no step.
+        last = self._last_progress or RunProgress(step=step, total_steps=self.total_steps)
+        # It may have saved nothing itself either, and then does not know how long that took.
+        took = last.save_seconds if save_seconds is None else save_seconds
+        self._publish(last.model_copy(update={"last_checkpoint_step": step, "save_seconds": took}))
+
+    def _evaluated(self, step: int, begun: float) -> Mapping[str, float]:
+        found = self.evaluate(step)
+        return {**found, "evaluateSeconds": round(self.clock() - begun, 6)} if found else found
+
+    def _publish(self, run: RunProgress) -> None:
+        self._last_progress = run
+        self.writer.heartbeat.report(run)
+
+    def _progress(self, step: int, seconds: float) -> dict[str, Any]:
+        _, _, stalled = self.saved()
+        return {
+            "step": step,
+            "epoch": self.epoch(),
+            "seconds": round(seconds, 6),
+            "time": round(time.time(), 3),
+            "attempt": self.writer.token.attempt,
+            "restart": self.writer.token.restart,
+            "dataWaitSeconds": round(self.waited(), 6),
+            "checkpointStallSeconds": round(stalled, 6),
+        }
+
+    def _run_progress(
+        self, step: int, last: UpdateResult, speed: Mapping[str, float], stepping_seconds: float
+    ) -> RunProgress:
+        saved_step, save_seconds, _ = self.saved()
+        return RunProgress(
+            step=step,
+            total_steps=self.total_steps,
+            epoch=self.epoch(),
+            # JSON has no word for what is not finite, and the contract takes none.
+            loss=_finite(last.loss),
+            mtp_loss=_finite(last.metrics.get("mtpLoss")),
+            reward=_finite(last.metrics.get("reward")),
+            learning_rate=last.learning_rate,
+            gradient_norm=_finite(last.gradient_norm),
+            tokens_per_second_per_gpu=speed.get("tokensPerSecondPerGpu"),
+            mfu=speed.get("mfu"),
+            last_checkpoint_step=saved_step,
+            save_seconds=save_seconds,
+            stepping_seconds=round(stepping_seconds, 3),
+        )
+
+
+def means_of_updates(results: Sequence[UpdateResult]) -> dict[str, float]:
+    """Return the loss and the metrics of a step: means over its updates, by weight; what has no weight is the last's.
+
+    Two updates on 1 and 3 tokens with entropies 2.0 and 1.0 have (1 x 2.0 + 3 x 1.0) / 4 = 1.25.
+    """
+    numbers = [{"loss": one.loss, **one.metrics} for one in results]
+    found = numbers[-1]
+    for name in {name for one in results for name in one.weights}:
+        pairs = [(of[name], one.weights[name]) for of, one in zip(numbers, results, strict=True) if name in one.weights]
+        found = {**found, name: sum(value * weight for value, weight in pairs) / sum(weight for _, weight in pairs)}
+    return found
+
+
+# Numbers that have fields of their own in RunProgress, and the coordinates of a line.
+_NAMED = frozenset(
+    ("step", "epoch", "loss", "mtpLoss", "reward", "gradNorm", "learningRate", "tokensPerSecondPerGpu", "mfu")
+) | {"time", "attempt", "restart", "applied"}
+# Beyond it the contract takes no number.
+_LARGEST = 1e39
+
+
+def _measures(line: Mapping[str, Any]) -> dict[str, float]:
+    """Return the other numbers of a line, as many as the contract takes."""
+    fitting = [
+        (name, float(value))
+        for name, value in line.items()
+        if name not in _NAMED and len(name) <= MOST_MEASURE_NAME and isinstance(value, int | float)
+    ]
+    return dict([(name, value) for name, value in fitting if abs(value) <= _LARGEST][:MOST_MEASURES])
+
+
+def _learned(results: Sequence[UpdateResult]) -> dict[str, Any]:
+    last = results[-1]
+    return {
+        "gradNorm": last.gradient_norm,
+        "learningRate": last.learning_rate,
+        "tokens": sum(result.tokens for result in results),
+        "applied": all(result.is_applied for result in results),
+    }
+
+
+def _speed(results: Sequence[UpdateResult], seconds: float, ranks: RankHardware) -> dict[str, float]:
+    """Return the speed of the step; a CPU has no peak to compare it with."""
+    if not seconds:
+        return {}
+    tokens = sum(result.tokens for result in results) / seconds
+    speed = {"tokensPerSecond": round(tokens, 3), "tokensPerSecondPerGpu": round(tokens / ranks.count, 3)}
+    flops = sum(result.flops for result in results) / seconds / ranks.count
+    if ranks.has_gpus:
+        speed["tflopsPerGpu"] = round(flops / TERA, 3)
+    if ranks.peak_flops_per_second is not None:
+        speed["mfu"] = round(flops / ranks.peak_flops_per_second, 6)
+    return speed
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
