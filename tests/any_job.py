@@ -1,4 +1,4 @@
-"""Jobs that nobody would write and the CRD's schema lets through all the same: drawn from the fields, by a seed.
+"""Jobs that make little sense and pass the CRD's schema all the same: drawn from the fields, by a seed.
 
 Most are a sound job with a few fields replaced, so that they get far; some are drawn whole.
 """
@@ -19,6 +19,8 @@ from moejob_api.job import Spec
 from moejob_api.job.status import Status
 
 STATUS = fields_of(Status)
+# Nothing is wrong with these: what is then replaced in them is all that is odd.
+SOUND = (merged(SFT, SMALL), merged(merged(GRPO, SMALL), {"grpo": {"maxNewTokens": 128}}))
 _ODD_TEXTS = (
     *TEXTS,
     "$(HOME)",
@@ -56,7 +58,7 @@ class AnyJob:
         if self._chance.random() < 0.1:
             drawn: dict[str, Any] = self._value(SPEC)
             return drawn
-        base = merged(self._chance.choice((SFT, GRPO)), SMALL)
+        base = self._chance.choice(SOUND)
         for _ in range(self._chance.choice((1, 1, 1, 2, 3, 8))):
             place, field = self._chance.choice(self._places)
             base = _replaced(base, place, self._value(field))
@@ -64,10 +66,8 @@ class AnyJob:
 
     def nearly_sound_spec(self) -> dict[str, Any]:
         """A sound spec but for one or two single fields: most of these get past the CRD's rules too."""
-        base = self._chance.choice((SFT, GRPO))
-        whole = Spec.model_validate_json(json.dumps(merged(base, SMALL))).model_dump(
-            mode="json", by_alias=True, exclude_none=True
-        )
+        base = self._chance.choice(SOUND)
+        whole = Spec.model_validate_json(json.dumps(base)).model_dump(mode="json", by_alias=True, exclude_none=True)
         inside = [(place, field) for place, field in self._leaves if _holds(whole, place[:-1])]
         for _ in range(self._chance.choice((1, 2))):
             place, field = self._chance.choice(inside)
@@ -75,7 +75,7 @@ class AnyJob:
         return whole
 
     def status(self) -> dict[str, Any]:
-        """A status within the bounds of every field, as somebody with the right to write it may leave it."""
+        """A status within the bounds of every field, as a client with the right to write it may leave it."""
         drawn: dict[str, Any] = self._value(STATUS)
         return drawn
 
@@ -132,7 +132,7 @@ class AnyJob:
 
 
 def _holds(tree: Any, place: tuple[Step, ...]) -> bool:
-    """Whether there is something at a place."""
+    """Return whether there is something at a place."""
     for step in place:
         if isinstance(step, int) or step not in tree:
             return False

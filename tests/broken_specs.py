@@ -37,6 +37,18 @@ BROKEN_SPECS: tuple[Broken, ...] = (
         {"method": "GRPO", "data": {"train": [{"source": "/a.jsonl", "format": "Chat"}]}},
     ),
     Broken(
+        "a shape that is no text",
+        Rule.CONFLICT,
+        "shape Alpaca of /a.jsonl cannot become format Text; use Chat or PromptCompletion or Prompts",
+        {"data": {"train": [{"source": "/a.jsonl", "format": "Text", "shape": "Alpaca"}]}},
+    ),
+    Broken(
+        "conversations as prompts and completions",
+        Rule.CONFLICT,
+        "use Chat",
+        {"data": {"eval": [{"source": "/a.jsonl", "format": "PromptCompletion", "shape": "ShareGPT"}]}},
+    ),
+    Broken(
         "sft with offloaded parameters", Rule.OFFLOAD, "offloadOptimizer: 1", {"memory": {"offloadParameters": True}}
     ),
     Broken("sft with offloaded gradients", Rule.OFFLOAD, "between the phases", {"memory": {"offloadGradients": True}}),
@@ -52,6 +64,12 @@ BROKEN_SPECS: tuple[Broken, ...] = (
     ),
     Broken("no length", Rule.EXACTLY_ONE, "neither is given", {"training": {"maxSteps": None}}),
     Broken("two lengths", Rule.EXACTLY_ONE, "both is given", {"training": {"epochs": 2}}),
+    Broken(
+        "a minimum above the peak",
+        Rule.CONFLICT,
+        "would rise",
+        {"training": {"optimizer": {"learningRate": 1e-5}, "scheduler": {"minimumLearningRate": 1e-4}}},
+    ),
     Broken(
         "two microbatch sizes",
         Rule.CONFLICT,
@@ -69,6 +87,24 @@ BROKEN_SPECS: tuple[Broken, ...] = (
         {"training": {"scheduler": {"warmupSteps": 101}}},
     ),
     Broken("evaluation of nothing", Rule.CONFLICT, "nothing to evaluate", {"training": {"evalEvery": 10}}),
+    Broken(
+        "deterministic answers",
+        Rule.CONFLICT,
+        "remove deterministic",
+        {"method": "GRPO", "training": {"deterministic": True}},
+    ),
+    Broken(
+        "a profile behind the last step",
+        Rule.CONFLICT,
+        "set firstStep to 97",
+        {"training": {"profile": {"firstStep": 100, "steps": 4}}},
+    ),
+    Broken(
+        "a profile of a rank that is not there",
+        Rule.CONFLICT,
+        "remove it",
+        {"training": {"profile": {"ranks": [0, 100_000]}}},
+    ),
     Broken(
         "modules under full recompute",
         Rule.RECOMPUTE,
@@ -91,7 +127,7 @@ BROKEN_SPECS: tuple[Broken, ...] = (
         "a reward with two sources",
         Rule.EXACTLY_ONE,
         "reward 1 has name and url",
-        {"method": "GRPO", "grpo": {"rewards": [{"name": "a"}, {"name": "b", "url": "http://c"}]}},
+        {"method": "GRPO", "grpo": {"rewards": [{"name": "math"}, {"name": "math", "url": "http://c"}]}},
     ),
     Broken(
         "a reward without source",
@@ -103,25 +139,28 @@ BROKEN_SPECS: tuple[Broken, ...] = (
         "no room for the prompt",
         Rule.SEQUENCE_LENGTH,
         "for the prompt",
-        {"method": "GRPO", "grpo": {"rewards": [{"name": "a"}], "maxNewTokens": 4096}},
+        {"method": "GRPO", "grpo": {"rewards": [{"name": "math"}], "maxNewTokens": 4096}},
     ),
     Broken(
         "replicas of colocated engines",
         Rule.ROLLOUT,
         "placement Separate",
-        {"method": "GRPO", "grpo": {"rewards": [{"name": "a"}], "rollout": {"replicas": 2}}},
+        {"method": "GRPO", "grpo": {"rewards": [{"name": "math"}], "rollout": {"replicas": 2}}},
     ),
     Broken(
         "ipc to separate pods",
         Rule.ROLLOUT,
         "cannot reach separate pods",
-        {"method": "GRPO", "grpo": {"rewards": [{"name": "a"}], "rollout": {"placement": "Separate", "sync": "IPC"}}},
+        {
+            "method": "GRPO",
+            "grpo": {"rewards": [{"name": "math"}], "rollout": {"placement": "Separate", "sync": "IPC"}},
+        },
     ),
     Broken(
         "nccl to colocated engines",
         Rule.ROLLOUT,
         "colocated engines use IPC",
-        {"method": "GRPO", "grpo": {"rewards": [{"name": "a"}], "rollout": {"sync": "NCCL"}}},
+        {"method": "GRPO", "grpo": {"rewards": [{"name": "math"}], "rollout": {"sync": "NCCL"}}},
     ),
     Broken(
         "ipc on cpu",
@@ -130,13 +169,16 @@ BROKEN_SPECS: tuple[Broken, ...] = (
         {
             "method": "GRPO",
             "resources": {"accelerator": "CPU"},
-            "grpo": {"rewards": [{"name": "a"}], "rollout": {"sync": "IPC"}},
+            "grpo": {"rewards": [{"name": "math"}], "rollout": {"sync": "IPC"}},
         },
     ),
-    Broken("sequence balancing of packed rows", Rule.ROUTING, "packed row", {"moe": {"balancing": "SeqAuxLoss"}}),
     Broken(
-        "flex on cpu", Rule.ROUTING, "needs GPUs", {"moe": {"dispatcher": "Flex"}, "resources": {"accelerator": "CPU"}}
+        "experts of an engine replayed",
+        Rule.ROUTING,
+        "cannot replay the experts",
+        {"method": "GRPO", "grpo": {"rewards": [{"name": "math"}], "routingReplay": True}},
     ),
+    Broken("a dispatcher that is not there", Rule.ROUTING, "needs DeepEP", {"moe": {"dispatcher": "Flex"}}),
     Broken(
         "gathering dynamic batches",
         Rule.ROUTING,
@@ -148,6 +190,15 @@ BROKEN_SPECS: tuple[Broken, ...] = (
         Rule.SHARDING,
         "does not combine with pipeline 2",
         {"memory": {"sharding": "FSDP"}, "parallelism": {"pipeline": 2}},
+    ),
+    Broken(
+        "zero 2 with lora", Rule.SHARDING, "ZeRO2 divides", {"memory": {"sharding": "ZeRO2"}, "training": {"lora": {}}}
+    ),
+    Broken(
+        "dropout in front of adapters that answers are generated with",
+        Rule.LORA,
+        "set lora.dropout: 0",
+        {"method": "GRPO", "training": {"lora": {"dropout": 0.1}}, "grpo": {"rewards": [{"name": "math"}]}},
     ),
     Broken("fsdp with lora", Rule.SHARDING, "adapters", {"memory": {"sharding": "FSDP"}, "training": {"lora": {}}}),
     Broken(
@@ -235,5 +286,51 @@ BROKEN_SPECS: tuple[Broken, ...] = (
         Rule.CONFLICT,
         "remove them",
         {"parallelism": {"pipeline": 2, "firstStageLayers": 20, "lossCountsAsLayer": True}},
+    ),
+    Broken(
+        "a format without its pattern",
+        Rule.CONFLICT,
+        "has no pattern",
+        {"method": "GRPO", "grpo": {"rewards": [{"name": "format"}]}},
+    ),
+    Broken(
+        "a pattern that is not read",
+        Rule.CONFLICT,
+        "only the reward format reads",
+        {"method": "GRPO", "grpo": {"rewards": [{"name": "math", "pattern": "a"}]}},
+    ),
+    Broken(
+        "a nucleus while training",
+        Rule.CONFLICT,
+        "evaluation.topP",
+        {"method": "GRPO", "grpo": {"rewards": [{"name": "math"}], "topP": 0.9}},
+    ),
+    Broken(
+        "a minimum that truncation does not know",
+        Rule.CONFLICT,
+        "is for mode Mask",
+        {"method": "GRPO", "grpo": {"rewards": [{"name": "math"}], "mismatch": {"minimum": 0.5}}},
+    ),
+    Broken(
+        "a mask that leaves nothing",
+        Rule.CONFLICT,
+        "every weight would be masked",
+        {"method": "GRPO", "grpo": {"rewards": [{"name": "math"}], "mismatch": {"mode": "Mask", "minimum": 2.0}}},
+    ),
+    Broken(
+        "answers from older weights",
+        Rule.ROLLOUT,
+        "with the newest only",
+        {"method": "GRPO", "grpo": {"rewards": [{"name": "math"}], "rollout": {"staleness": 1}}},
+    ),
+    Broken(
+        "a reference that is a checkpoint",
+        Rule.CONFLICT,
+        "model.source",
+        {
+            "method": "GRPO",
+            "grpo": {"rewards": [{"name": "math"}], "kl": {"coefficient": 0.1}},
+            "checkpoint": {"resumeFrom": "/other"},
+        },
     ),
 )

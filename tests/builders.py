@@ -52,13 +52,13 @@ def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def dense_model(layers: int = 80, heads: int = 64, key_value_heads: int = 8, intermediate: int = 28_672) -> ModelShape:
-    """A Llama of 70 B parameters unless told otherwise."""
+    """A Llama of 70 B parameters unless changed."""
     layer = Layer(GroupedAttention(heads, key_value_heads, head_dim=128), DenseMLP(intermediate))
     return ModelShape(Family.LLAMA, 128 * heads, 128_256, False, 131_072, (layer,) * layers)
 
 
 def moe_model(layers: int = 48, experts: int = 128, **changes: Any) -> ModelShape:
-    """A Qwen3-30B-A3B unless told otherwise; `changes` go to its experts."""
+    """A Qwen3-30B-A3B unless changed; `changes` go to its experts."""
     routed = Experts(**({"count": experts, "per_token": 8, "intermediate": 768} | changes))
     layer = Layer(GroupedAttention(32, 4, head_dim=128, head_norm=True), routed)
     return ModelShape(Family.QWEN3_MOE, 2048, 151_936, False, 40_960, (layer,) * layers)

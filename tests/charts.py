@@ -57,7 +57,7 @@ class Rendered:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What the operator's container is told."""
+        """Return what the operator's container is told."""
         return {variable["name"]: variable["value"] for variable in self.container["env"]}
 
 
@@ -69,7 +69,7 @@ class Helm:
     folder: Path
 
     def run(self, *arguments: str | Path, values: Values | None = None) -> str:
-        """What Helm prints."""
+        """Return what Helm prints."""
         given = [] if values is None else ["--values=-"]
         homes = {f"HELM_{name}_HOME": str(self.folder / name.lower()) for name in ("CACHE", "CONFIG", "DATA")}
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("HELM_", "KUBE"))}
@@ -87,6 +87,6 @@ class Helm:
         return done.stdout
 
     def rendered(self, values: Values | None = None, namespace: str = NAMESPACE) -> Rendered:
-        """What an installation with these values would create, without asking any cluster."""
+        """Return what an installation with these values would create, without asking any cluster."""
         text = self.run("template", RELEASE, CHART, f"--namespace={namespace}", values=values or {})
         return Rendered(tuple(found for found in yaml.load_all(text, yaml.CSafeLoader) if found))

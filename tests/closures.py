@@ -13,7 +13,7 @@ from importlib.metadata import Distribution, distributions
 from pathlib import Path, PurePosixPath
 
 ROOT = Path(__file__).parent.parent
-OWN = frozenset({"moejob", "moejob-api", "moejob-operator", "moejob-trainer"})
+OWN = frozenset({"moejob", "moejob-api", "moejob-operator", "moejob-rollout", "moejob-trainer"})
 
 _PIN = re.compile(r"^([a-z0-9-]+)==(\S+) \\$", re.MULTILINE)
 # A bare .so at the top of a wheel is one of NVIDIA's C libraries; a Python module names its interpreter.
@@ -54,7 +54,7 @@ def wrong_versions(name: str) -> dict[str, tuple[str, str | None]]:
 
 
 def strays(name: str) -> set[str]:
-    """What is installed and neither in requirements/NAME.txt nor a tool."""
+    """Return what is installed and neither in requirements/NAME.txt nor a tool."""
     return installed().keys() - pins(name).keys() - pins("tools").keys()
 
 
@@ -74,7 +74,7 @@ def top_modules(dist: Distribution) -> list[str]:
 
 
 def import_errors(names: list[str], answer: Path) -> dict[str, str]:
-    """What each import raises that fails."""
+    """Return what each import raises that fails."""
     command = [sys.executable, "-W", "ignore", "-c", _IMPORT_ALL, str(answer)]
     subprocess.run(command, input=json.dumps(names), text=True, check=True, cwd=answer.parent)
     errors: dict[str, str] = json.loads(answer.read_text())

@@ -15,8 +15,9 @@ from typing import Any
 
 from moejob_api.contract import Label, PodProgress, Role
 from moejob_api.job.status import Status
-from moejob_operator.actions import Kind, Manifest, Notice, Ref
+from moejob_operator.actions import Event, Kind, Manifest, Ref
 from moejob_operator.cluster import Children, Conflict, Forbidden, JobKey, Raw, Retryable
+from moejob_operator.observed import is_as_made
 
 Body = dict[str, Any]
 Id = tuple[Kind, str, str]
@@ -25,7 +26,7 @@ START = datetime(2030, 1, 1, tzinfo=UTC)
 
 
 class Crash(BaseException):
-    """The operator's process is gone. Not an Exception: nobody may catch it."""
+    """The operator's process is gone. Not an Exception: nothing may catch it."""
 
 
 class TwoGangs(AssertionError):
@@ -38,10 +39,10 @@ class FakeCluster:
 
     now: datetime = START
     objects: dict[Id, Body] = field(default_factory=dict)
-    # What the watches have told; the same as `objects` unless `lags`.
+    # What the watches have received; the same as `objects` unless `lags`.
     cache: dict[Id, Body] = field(default_factory=dict)
     lags: bool = False
-    notices: list[Notice] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
     # One line for every change that the operator made.
     log: list[str] = field(default_factory=list)
     answers: dict[str, PodProgress] = field(default_factory=dict)
@@ -53,6 +54,8 @@ class FakeCluster:
     faults: list[Exception] = field(default_factory=list)
     # What pods were given to end, by their names.
     graces: dict[str, int | None] = field(default_factory=dict)
+    # UIDs of what the operator created.
+    made: set[str] = field(default_factory=set)
     lists: int = 0
     questions: int = 0
     halves: int = 0
@@ -96,9 +99,10 @@ class FakeCluster:
         if there is None:
             self._expect_one_gang(manifest)
             self._store(with_id, _created(manifest, self.now))
+            self.made.add(self.objects[with_id]["metadata"]["uid"])
             self._answered(with_id)
-        elif _owners(there).isdisjoint(_owners(manifest)):
-            raise Forbidden(f"a {kind} {about['name']} that belongs to something else is in the way")
+        elif not is_as_made(there, manifest):
+            raise Forbidden(f"a {kind} {about['name']} that this job did not create is in the way")
         self._after()
 
     async def delete(self, ref: Ref, *, grace_seconds: int | None) -> None:
@@ -123,10 +127,10 @@ class FakeCluster:
         self._answered(with_id)
         self._after()
 
-    async def post(self, job: Raw, notice: Notice) -> None:
+    async def post(self, job: Raw, event: Event) -> None:
         assert job["metadata"]["uid"]
         self._before(None)
-        self.notices.append(notice)
+        self.events.append(event)
         self._after()
 
     async def progress(self, pod: Raw) -> PodProgress | None:
@@ -135,9 +139,9 @@ class FakeCluster:
 
     # --- the tests' side --------------------------------------------------------------------------------------------
 
-    def looked(self, look: Coroutine[Any, Any, float | None]) -> float | None:
-        """One look of the operator, to its end."""
-        return asyncio.run(look)
+    def reconciled(self, reconciliation: Coroutine[Any, Any, float | None]) -> float | None:
+        """One reconcile of the operator, to its end."""
+        return asyncio.run(reconciliation)
 
     def versions_held(self) -> Mapping[str, str]:
         """The version of every object, by UID."""
@@ -232,7 +236,8 @@ class FakeCluster:
         others = [
             pod["metadata"]["name"]
             for pod in self.pods(Role.TRAINER)
-            if pod["metadata"]["labels"][Label.JOB] == labels[Label.JOB]
+            if pod["metadata"]["uid"] in self.made
+            and pod["metadata"]["labels"][Label.JOB] == labels[Label.JOB]
             and pod["metadata"]["labels"][Label.ATTEMPT] != labels[Label.ATTEMPT]
         ]
         if others:
@@ -245,7 +250,7 @@ def at(time: datetime) -> str:
 
 
 def unavailable() -> Exception:
-    """What a call raises when the API server does not answer."""
+    """Return what a call raises when the API server does not answer."""
     return Retryable("the API server does not answer")
 
 

@@ -14,19 +14,21 @@ from builders import GRPO, SFT, merged
 from fake_cluster import NAMESPACE, Body, Crash, FakeCluster, at
 from moejob_api.contract import Label, LastWord, PodProgress, RankBeat, RankFault, Role, RunProgress
 from moejob_api.job.status import ConditionType, Status
-from moejob_operator.actions import Kind
+from moejob_operator.actions import WRITE_ONLY, Kind
 from moejob_operator.children.blueprint import Images
 from moejob_operator.children.gangs import GangApi
 from moejob_operator.cluster import Conflict, JobKey
-from moejob_operator.judging import Judge
+from moejob_operator.expiring_cache import ExpiringCache
 from moejob_operator.observed.jobs import status as read_status
-from moejob_operator.planning.situation import Setting
+from moejob_operator.planning.observed_state import Setting
 from moejob_operator.reconcile import Reconciler, reconcile
-from moejob_operator.remembered import Remembered
-from moejob_operator.status.whole import SETTLING_SECONDS
+from moejob_operator.status.job_status import SETTLING_SECONDS
+from moejob_operator.validation import Validator
 
 KEY = JobKey(NAMESPACE, "job")
-IMAGES = Images(trainer="moejob-trainer:test", rollout="moejob-rollout:test")
+IMAGES = Images(
+    trainer="moejob-trainer:test", trainer_colocated="moejob-trainer-colocated:test", rollout="moejob-rollout:test"
+)
 # Two pods of one rank each, so that a job is small and still a gang.
 SMALL: Mapping[str, Any] = {
     "model": {"source": "moejob/tiny-moe"},
@@ -35,11 +37,11 @@ SMALL: Mapping[str, Any] = {
     "data": {"maxLength": 512},
     "storage": {"size": "100Gi"},
 }
-# Longer than this nobody waits without saying so.
+# No story waits longer than this without saying so.
 PATIENCE_SECONDS = 3.0
-# A real API server dates a pod later than the look began that creates it.
+# A real API server dates a pod later than the reconcile began that creates it.
 COUNTING_SECONDS = SETTLING_SECONDS + 10.0
-MAX_LOOKS = 60
+MAX_RECONCILES = 60
 
 
 @dataclass(eq=False)
@@ -50,35 +52,37 @@ class World:
     key: JobKey = KEY
     small: Mapping[str, Any] = field(default_factory=lambda: SMALL)
     gang_apis: frozenset[GangApi] = frozenset()
-    judge: Judge = field(default_factory=Judge)
-    asked: Remembered[datetime] = field(default_factory=Remembered)
+    validator: Validator = field(default_factory=Validator)
+    asked: ExpiringCache[datetime] = field(default_factory=ExpiringCache)
     # Kubelets that do not answer delete nothing.
     dead_nodes: set[str] = field(default_factory=set)
     crashes: int = 0
 
     # --- the operator ------------------------------------------------------------------------------------------------
 
-    def look(self) -> float | None:
-        """One look of the operator at the job; one that crashed is looked at again by the next process."""
-        means = Reconciler(self.judge, Setting(IMAGES, self.gang_apis), lambda: self.cluster.now, asked=self.asked)
+    def reconcile(self) -> float | None:
+        """One reconcile of the job; one that crashed is done again by the next process."""
+        reconciler = Reconciler(
+            self.validator, Setting(IMAGES, self.gang_apis), lambda: self.cluster.now, asked=self.asked
+        )
         try:
-            return self.cluster.looked(reconcile(self.key, self.cluster, means))
+            return self.cluster.reconciled(reconcile(self.key, self.cluster, reconciler))
         except Crash:
             self.crashes += 1
-            self.judge, self.asked = Judge(), Remembered()
+            self.validator, self.asked = Validator(), ExpiringCache()
             return 0.0
         except Conflict:
             return 0.0
 
     def settle(self) -> None:
-        """Let the operator look whenever it would, and kubelets delete what they are told to, until it waits.
+        """Let the operator reconcile whenever it would, and kubelets delete what they have to, until it waits.
 
         Of what it wrote itself no watch tells it: only what others do, objects that vanish and time make it look again.
         """
         held, waited = self.cluster.versions_held(), 0.0
-        for _ in range(MAX_LOOKS):
+        for _ in range(MAX_RECONCILES):
             crashes = self.crashes
-            again = self.look()
+            again = self.reconcile()
             written = self.cluster.versions_held()
             self.kubelets_delete()
             self.cluster.controllers_act()
@@ -92,10 +96,10 @@ class World:
                 return
             self.wait(again)
             waited += again
-        raise AssertionError(f"no fixed point after {MAX_LOOKS} looks:\n" + "\n".join(self.cluster.log[-20:]))
+        raise AssertionError(f"no fixed point after {MAX_RECONCILES} reconciles:\n" + "\n".join(self.cluster.log[-20:]))
 
     def _pods_are_counted(self) -> bool:
-        """Whether the status says how many pods run: it may wait with that until they have settled."""
+        """Return whether the status says how many pods run: it may wait with that until they have settled."""
         if self.is_gone:
             return True
         phases = Counter(
@@ -273,12 +277,12 @@ class World:
 
     @property
     def is_gone(self) -> bool:
-        """Whether the job is no more."""
+        """Return whether the job is no more."""
         return self._job_id not in self.cluster.objects
 
     @property
     def status(self) -> Status:
-        """What the operator has written."""
+        """Return what the operator has written."""
         return read_status(self.job.get("status"))
 
     def condition(self, kind: ConditionType) -> str:
@@ -303,13 +307,13 @@ class World:
     def fixed_point(self) -> Any:
         """All that is to be the same however the operator got here: everything but times and UIDs.
 
-        Of a pod that vanished before its failure was written nobody knows any more how it ended: of the last failure
+        Nothing says any more how a pod ended that vanished before its failure was written: of the last failure
         only whose it was and its cause are compared.
         """
         status = {} if self.is_gone else json.loads(self.status.model_dump_json(exclude_none=True))
         if "last_failure" in status:
             status["last_failure"] = {name: status["last_failure"][name] for name in ("pod", "reason")}
-        kinds = sorted((key[0], key[2]) for key in self.cluster.objects)
+        kinds = sorted((kind, _without_uid(kind, name)) for kind, _, name in self.cluster.objects)
         return kinds, _without_times(status)
 
     # --- inside ------------------------------------------------------------------------------------------------------
@@ -319,7 +323,7 @@ class World:
         return Kind.JOB, self.key.namespace, self.key.name
 
     def _started(self, index: int) -> str:
-        """When a pod's container did; one that nobody saw start did just now."""
+        """Return when a pod's container did; one that was not seen to start did just now."""
         there: list[Body] = self.pod(index)["status"].get("containerStatuses") or [_container({})]
         started: str = there[0]["state"].get("running", {}).get("startedAt", at(self.cluster.now))
         return started
@@ -367,6 +371,11 @@ _TIMES = frozenset(
         "eta",
     }
 )
+
+
+def _without_uid(kind: Kind, name: str) -> str:
+    """The name of an object; nothing of one that has its job's UID in it."""
+    return "" if kind in WRITE_ONLY else name
 
 
 def _without_times(value: Any) -> Any:

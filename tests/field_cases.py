@@ -37,7 +37,7 @@ def example(field: Field) -> Any:
 
 
 def takes(field: Field, text: str) -> bool:
-    """Whether a text is within the bounds of a text field."""
+    """Return whether a text is within the bounds of a text field."""
     fits = (field.shortest or 0) <= len(text) <= (field.longest or math.inf)
     # Not $, which to Python also matches before a last line break.
     return fits and (field.pattern is None or re.search(field.pattern.replace("$", r"\Z"), text) is not None)
@@ -90,12 +90,13 @@ def _lists(field: Field) -> Iterator[tuple[Any, bool]]:
     yield {"0": item}, False
     yield [None], False
     for count in {0, field.shortest or 0, field.longest, field.longest + 1}:
-        yield _distinct(item, count), (field.shortest or 0) <= count <= field.longest
+        yield _distinct(field.element, item, count), (field.shortest or 0) <= count <= field.longest
 
 
-def _distinct(item: Any, count: int) -> list[Any]:
-    """Items told apart by their name, where they have one: a list of environment variables may not repeat it."""
-    if isinstance(item, dict) and "name" in item:
+def _distinct(element: Field, item: Any, count: int) -> list[Any]:
+    """Items with names of their own, where these are free: a list of environment variables may not repeat one."""
+    name = element.fields.get("name")
+    if name is not None and not name.choices:
         return [{**item, "name": f"A{index}"} for index in range(count)]
     return [item] * count
 

@@ -1,4 +1,4 @@
-"""What the operator creates for jobs of every sort, as files to be reviewed: `make generate` writes them anew."""
+"""The manifests of jobs of every sort, as files to be reviewed: `make generate` writes them again."""
 
 from __future__ import annotations
 
@@ -13,17 +13,21 @@ import yaml
 from builders import GRPO, SFT, merged
 from moejob_api.contract import Environment
 from moejob_operator.actions import Ensure
-from moejob_operator.children.blueprint import Images
+from moejob_operator.children.blueprint import Images, JobNetwork
 from moejob_operator.children.gangs import GangApi
 from moejob_operator.cluster import Children
 from moejob_operator.decide import decide
-from moejob_operator.judging import judgement
 from moejob_operator.observed import Specs, observed
-from moejob_operator.planning.situation import Setting
+from moejob_operator.planning.observed_state import Setting
+from moejob_operator.validation import validation_of
 
 FOLDER = Path(__file__).parent / "operator" / "golden"
 NOW = datetime(2030, 1, 1, tzinfo=UTC)
-IMAGES = Images(trainer="registry.example/moejob-trainer:1", rollout="registry.example/moejob-rollout:1")
+IMAGES = Images(
+    trainer="registry.example/moejob-trainer:1",
+    trainer_colocated="registry.example/moejob-trainer-colocated:1",
+    rollout="registry.example/moejob-rollout:1",
+)
 
 
 @dataclass(frozen=True)
@@ -132,16 +136,16 @@ def created(raw: Mapping[str, Any], apis: frozenset[GangApi]) -> Iterator[dict[s
     """All that the operator creates when it first sees a job that the API server holds."""
     seen = observed(dict(raw), Children((), (), (), ()), Specs(), is_live=True)
     assert seen.job.spec is not None, seen.job.problems
-    judged = judgement(seen.job.spec)
-    assert judged.is_accepted, judged.problems
-    for action in decide(seen, judged, Setting(IMAGES, apis), NOW).actions:
+    validation = validation_of(seen.job.spec)
+    assert validation.is_accepted, validation.problems
+    for action in decide(seen, validation, Setting(IMAGES, apis, JobNetwork("moejob-system")), NOW).actions:
         assert isinstance(action, Ensure)
         yield dict(action.manifest)
 
 
 def _without_spec(manifest: dict[str, Any]) -> dict[str, Any]:
     """The spec in the environment would be most of the file, and changes with every default."""
-    for container in manifest["spec"].get("containers", ()):
+    for container in manifest.get("spec", {}).get("containers", ()):
         for variable in container["env"]:
             if variable["name"] == Environment.SPEC:
                 variable["value"] = "(the spec with all defaults, as JSON)"

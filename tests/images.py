@@ -34,7 +34,7 @@ def built(name: str) -> Path:
 
 
 def why_not() -> str | None:
-    """Why no image can be built here; None when nothing is in the way."""
+    """Return why no image can be built here; None when nothing is in the way."""
     if os.geteuid() != 0:
         return "only root can mount what images are built in"
     missing = [program for program in ("buildah", "mmdebstrap") if shutil.which(program) is None]
@@ -42,7 +42,7 @@ def why_not() -> str | None:
 
 
 def builder() -> Buildah:
-    """What builds, with the cache that outlives checkouts."""
+    """Return what builds, with the cache that outlives checkouts."""
     return Buildah(cache(os.environ) / "images")
 
 
@@ -52,12 +52,12 @@ def ordered(name: str) -> Order:
 
 
 def store(name: str) -> Store:
-    """Where the layers of a built image are."""
+    """Return where the layers of a built image are."""
     return builder().store(ordered(name))
 
 
 @contextmanager
 def downloads() -> Iterator[Supplies]:
-    """What builds get from this machine."""
+    """Yield what builds get from this machine."""
     with tempfile.TemporaryDirectory() as scratch:
         yield supplies(os.environ, Path(scratch))

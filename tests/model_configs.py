@@ -55,7 +55,7 @@ SMALL: dict[Family, dict[str, Any]] = {
         "linear_conv_kernel_dim": 5,
     },
     Family.DEEPSEEK_V2: _LATENT | _DEEPSEEK_EXPERTS,
-    Family.DEEPSEEK_V3: _LATENT | _DEEPSEEK_EXPERTS | {"num_nextn_predict_layers": 1},
+    Family.DEEPSEEK_V3: _LATENT | _DEEPSEEK_EXPERTS | {"num_nextn_predict_layers": 1, "n_group": 2, "topk_group": 1},
     Family.GLM4_MOE: _GROUPED | _DEEPSEEK_EXPERTS | {"num_nextn_predict_layers": 1},
     Family.GPT_OSS: _GROUPED | _MIXTRAL_EXPERTS,
 }
@@ -169,6 +169,11 @@ def _coupled(family: Family, values: dict[str, Any]) -> dict[str, Any]:
     values |= {"num_attention_heads": heads, "num_key_value_heads": groups, "hidden_size": 2 * heads * experts}
     values |= {key: experts for key in ("num_experts", "num_local_experts", "n_routed_experts") if key in SMALL[family]}
     values |= {"num_experts_per_tok": max(1, experts // 2)}
+    if "n_routed_experts" in values:
+        # Groups of sigmoid scores hold two experts at least, and pairs of elements turn.
+        values |= {"n_routed_experts": 2 * experts, "n_group": 1 + (experts > 1), "topk_group": 1}
+    if "qk_rope_head_dim" in values:
+        values |= {"qk_rope_head_dim": 2 * values["qk_rope_head_dim"], "num_key_value_heads": heads}
     if family is Family.QWEN3_NEXT:
         values |= {"linear_num_key_heads": groups, "linear_num_value_heads": heads}
     return values

@@ -1,7 +1,7 @@
-"""What can happen to a job, as one table: each row a story of verbs, and what is to be seen after each of them.
+"""Everything that happens to a job, as one table: each row a story of verbs, and what is to be seen after each of them.
 
-The stories know nothing of how the operator works. Whoever runs them brings a world with these verbs and settles after
-every one.
+The stories know nothing of how the operator works. A test that runs them brings a world with these verbs and settles
+after every one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Verb = Callable[[World], None]
 
 @dataclass(frozen=True)
 class See:
-    """What is to be seen; what is None does not matter here."""
+    """The status to be seen; what is None does not matter here."""
 
     phase: str | None = None
     pods: str | None = None
@@ -101,7 +101,7 @@ def assert_all_time_is_told(status: Status) -> None:
 
 
 def nothing(world: World) -> None:
-    """Only the operator looks."""
+    """Only the operator reconciles."""
 
 
 def runs(world: World) -> None:
@@ -126,7 +126,7 @@ def all_end(code: int, outcome: Outcome | None = None, **said: Any) -> Verb:
 
 
 def both(*verbs: Verb) -> Verb:
-    """Several things happen before the operator looks."""
+    """Several things happen before the operator reconciles."""
 
     def happen(world: World) -> None:
         for verb in verbs:
@@ -171,7 +171,7 @@ def preempted(index: int) -> Verb:
 
 
 def evicted_by_kueue(*indices: int) -> Verb:
-    """Kueue gives the quota to somebody else, and the pods do not end in time."""
+    """Kueue gives the quota to another job, and the pods do not end in time."""
 
     def evict(world: World) -> None:
         for index in indices:

@@ -1,4 +1,4 @@
-"""Owns an HTTP server on loopback that answers as an API server was told to, and remembers what it was asked.
+"""Owns an HTTP server on loopback that answers as an API server by a table, and remembers what it was asked.
 
 For what the operator makes of answers; how a real API server answers is for tests/cluster.
 """
@@ -15,7 +15,8 @@ from typing import Any
 from aiohttp import web
 from kubernetes.aio import client
 
-from moejob_operator.api_client import ApiClient
+from moejob_api.job import GROUP, PLURAL, VERSION
+from moejob_operator.runtime.api_client import ApiClient
 
 # Status and body; a status below 0 answers 200 and then says nothing for ever.
 Answer = tuple[int, Any]
@@ -47,7 +48,7 @@ class Requests:
 
 @dataclass
 class StandIn:
-    """What it answers to "METHOD /path", or "METHOD /path?watch". Answers are given in turn, the last one for ever."""
+    """The answers to "METHOD /path", or "METHOD /path?watch". Answers are given in turn, the last one for ever."""
 
     answers: dict[str, list[Answer]] = field(default_factory=dict)
     asked: list[Asked] = field(default_factory=list)
@@ -61,6 +62,13 @@ class StandIn:
 
     def say(self, asked: str, *answers: Answer) -> None:
         self.answers[asked] = list(answers)
+
+    def serve_jobs(self) -> None:
+        """Answer what kopf asks before it watches jobs."""
+        self.say("GET /api", (200, {"versions": ["v1"]}))
+        self.say("GET /api/v1", api_resources("namespaces"))
+        self.say("GET /apis", api_groups())
+        self.say(f"GET /apis/{GROUP}/{VERSION}", api_resources(PLURAL))
 
     @property
     def calls(self) -> list[str]:
@@ -101,6 +109,23 @@ class StandIn:
         raise AssertionError
 
 
+def api_groups(group: str = GROUP) -> Answer:
+    """The groups that an API server says it serves."""
+    version = {"groupVersion": f"{group}/{VERSION}", "version": VERSION}
+    return 200, {"groups": [{"name": group, "versions": [version], "preferredVersion": version}]}
+
+
+def api_resources(*names: str) -> Answer:
+    """The resources of a group that an API server says it serves."""
+    verbs = ["get", "list", "watch", "patch"]
+    return 200, {
+        "resources": [
+            {"name": name, "singularName": "", "kind": "MoETrainingJob", "namespaced": True, "verbs": verbs}
+            for name in names
+        ]
+    }
+
+
 def refused(code: int, reason: str, message: str = "said the API server") -> tuple[int, Any]:
     """A refusal as an API server words it."""
     return code, {"kind": "Status", "status": "Failure", "code": code, "reason": reason, "message": message}
@@ -130,10 +155,21 @@ def stored(kind: str, name: str, version: int = 1, **fields: Any) -> dict[str, A
             "uid": f"uid-{name}",
             "resourceVersion": str(version),
             "labels": labels,
-            **({"ownerReferences": [{"uid": owner}]} if owner else {}),
+            **({"ownerReferences": [_reference(owner)]} if owner else {}),
             **metadata,
         },
         **fields,
+    }
+
+
+def _reference(uid: str) -> dict[str, Any]:
+    """The reference to a job that controls an object."""
+    return {
+        "apiVersion": "moejob.dev/v1alpha1",
+        "kind": "MoETrainingJob",
+        "name": "job",
+        "uid": uid,
+        "controller": True,
     }
 
 

@@ -41,6 +41,6 @@ class _Jumping(selectors.SelectSelector):
 
 
 def run_virtually(main: Coroutine[Any, Any, Result]) -> Result:
-    """What a coroutine returns, however long it takes in its own time."""
+    """Return what a coroutine returns, however long it takes in its own time."""
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         return runner.run(main)

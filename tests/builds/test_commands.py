@@ -17,7 +17,7 @@ from image_builds.engines import on_local_bases
 from image_builds.recipes import RECIPES, ROOT, Order, UnknownImageError, chosen, closure_key, reference, repository
 from moejob_api.contract import Port
 from moejob_api.job.resources import Resources
-from moejob_operator.settings import Settings
+from moejob_operator.runtime.settings import Settings
 
 GIVEN = Supplies({"certificates": Path("/ca.crt")}, Path("/downloads"))
 VERSION = (ROOT / "VERSION").read_text().strip()
@@ -109,7 +109,8 @@ def test_what_is_built_by_default_is_what_the_chart_names() -> None:
 def test_pods_of_jobs_that_name_no_image_get_what_is_built() -> None:
     assert (Resources().image, Resources().rollout_image) == (None, None)
     defaults = Settings(own_namespace="n", _env_prefix="NONE_")
-    assert (defaults.trainer_image, defaults.rollout_image) == (repository("trainer"), repository("rollout"))
+    named = (defaults.trainer_image, defaults.trainer_colocated_image, defaults.rollout_image)
+    assert named == tuple(map(repository, ("trainer", "trainer-colocated", "rollout")))
 
 
 @pytest.mark.parametrize(
@@ -136,19 +137,17 @@ def test_a_prefix_stands_before_the_name(prefix: str, expected: str) -> None:
             if name.startswith("trainer")
         ),
         *(
-            pytest.param(
-                name, '["python", "-m", "vllm.entrypoints.openai.api_server"]', (Port.ROLLOUT, Port.WEIGHTS), id=name
-            )
+            pytest.param(name, '["python", "-m", "moejob_rollout"]', (Port.ROLLOUT,), id=name)
             for name in RECIPES
             if name.startswith("rollout")
         ),
     ],
 )
 def test_an_image_starts_what_pods_expect_as_a_user_that_is_not_root(
-    name: str, entry: str, ports: tuple[int, int]
+    name: str, entry: str, ports: tuple[int, ...]
 ) -> None:
     wanted = order(RECIPES[name], {})
     said = last_stage(wanted.dockerfile, wanted.recipe.target)
     assert said["ENTRYPOINT"] == entry
-    assert said["EXPOSE"] == f"{ports[0]:d} {ports[1]:d}"
+    assert said["EXPOSE"] == " ".join(f"{port:d}" for port in ports)
     assert said["USER"] == "65532:65532"

@@ -10,8 +10,8 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from charts import CHART, Helm
-from moejob_operator.metrics import Metrics
-from moejob_operator.work_queue import Outcome
+from moejob_operator.runtime.metrics import Metrics
+from moejob_operator.runtime.work_queue import Outcome
 
 DASHBOARD = CHART / "files" / "dashboard.json"
 # What Prometheus adds to all that it reads.
@@ -29,7 +29,7 @@ def exported() -> dict[str, set[str]]:
     metrics.ended(0.1, Outcome.RETRIED)
     metrics.requested("get", "pods", "200", 0.1)
     metrics.leads(True)
-    metrics.judged("denied", 0.1)
+    metrics.reviewed("denied", 0.1)
     metrics.certificate_ends(1.0)
     metrics.status_written({}, {"phase": "Failed", "restarts": {"total": 1}, "goodput": {"lostGpuHours": 1}})
     found: dict[str, set[str]] = {}

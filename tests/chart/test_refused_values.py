@@ -26,6 +26,7 @@ from charts import CHART, Helm, HelmError, Values
         pytest.param({"images": {"registry": "https://a.b"}}, "'/images/registry'", id="an address as a registry"),
         pytest.param({"images": {"pullSecrets": ["a"]}}, "'/images/pullSecrets/0'", id="a bare pull secret"),
         pytest.param({"webhook": {"certificates": "Mine"}}, "'SelfSigned', 'CertManager'", id="an unknown certifier"),
+        pytest.param({"webhook": {"failurePolicy": "fail"}}, "'Fail', 'Ignore'", id="a policy in small"),
         pytest.param({"webhook": {"timeoutSeconds": 31}}, "'/webhook/timeoutSeconds'", id="more than Kubernetes waits"),
         pytest.param(
             {"webhook": {"issuerRef": {"name": "ca"}}},

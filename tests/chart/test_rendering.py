@@ -1,4 +1,4 @@
-"""What the chart makes of its values, as far as Helm alone can tell."""
+"""The chart's manifests of its values, as far as Helm alone can tell."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_no_right_is_to_everything_and_secrets_are_known_by_name(helm: Helm, val
     for _, rule in rules(helm.rendered(values)):
         granted = {*rule["apiGroups"], *rule["resources"], *rule["verbs"]}
         assert "*" not in granted
-        if "secrets" in rule["resources"]:
+        if "secrets" in rule["resources"] and rule["verbs"] != ["create"]:
             assert rule["resourceNames"] == ["moejob-webhook-certificate"]
             assert set(rule["verbs"]) <= {"get", "patch"}
 
@@ -255,9 +255,28 @@ def test_helm_never_says_whom_the_webhook_trusts(helm: Helm, values: Values) -> 
     rendered = helm.rendered(values)
     for hooks in rendered.all("ValidatingWebhookConfiguration"):
         assert all("caBundle" not in hook["clientConfig"] for hook in hooks["webhooks"])
-        assert all(hook["failurePolicy"] == "Ignore" for hook in hooks["webhooks"])
     for kept in (*rendered.all("Secret"), *rendered.all("Lease")):
         assert not {"data", "stringData", "spec"} & kept.keys()
+
+
+@pytest.mark.parametrize(
+    ("values", "policy", "reviewed"),
+    [
+        pytest.param({}, "Fail", ("NotIn", [NAMESPACE]), id="all namespaces but the operator's own"),
+        pytest.param({"namespaces": ["a", NAMESPACE]}, "Fail", ("In", ["a", NAMESPACE]), id="those that are named"),
+        pytest.param({"webhook": {"failurePolicy": "Ignore"}}, "Ignore", ("NotIn", [NAMESPACE]), id="unseen"),
+    ],
+)
+def test_a_job_that_no_replica_has_seen_is_refused_unless_asked_otherwise(
+    helm: Helm, values: Values, policy: str, reviewed: tuple[str, list[str]]
+) -> None:
+    rendered = helm.rendered(values)
+    [hook] = rendered.one("ValidatingWebhookConfiguration")["webhooks"]
+    [term] = hook["namespaceSelector"]["matchExpressions"]
+    assert hook["failurePolicy"] == policy
+    assert (term["key"], term["operator"], term["values"]) == ("kubernetes.io/metadata.name", *reviewed)
+    [tried] = [word for word in rendered.one("Pod")["spec"]["containers"][0]["command"] if "--namespace=" in word]
+    assert tried == f"--namespace={values.get('namespaces', ['default'])[0]}"
 
 
 @VALUES

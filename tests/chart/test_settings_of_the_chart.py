@@ -1,4 +1,4 @@
-"""What the chart tells the operator is what the operator understands, and what the rest of the chart says."""
+"""The chart's settings of the operator are those that it understands, and agree with the rest of the chart."""
 
 from __future__ import annotations
 
@@ -12,18 +12,22 @@ import yaml
 
 from charts import CHART, NAMESPACE, Helm, Rendered, Values
 from moejob_api.contract import MANAGED_BY, Label, Port
-from moejob_operator import admission, process
-from moejob_operator.certificates import hosts_of
-from moejob_operator.leases import Terms
-from moejob_operator.settings import Settings
+from moejob_operator.admission import review
+from moejob_operator.admission.certificates import hosts_of
+from moejob_operator.children.shared import OPERATOR_LABELS
+from moejob_operator.runtime import lifecycle
+from moejob_operator.runtime.leader_election import LeaseDurations
+from moejob_operator.runtime.settings import Settings
 
 Told = Callable[[Values], tuple[Settings, Rendered]]
 PREFIX = "MOEJOB_OPERATOR_"
 # What the chart decides by values of its own, or that only a process by itself needs.
 DECIDED = {
     *{"namespaces", "kubeconfig", "own_namespace", "identity", "trainer_image", "rollout_image", "http_port"},
+    "trainer_colocated_image",
     *{"leader_election", "lease_name", "lease_seconds", "renew_deadline_seconds", "retry_seconds"},
     *{"webhook", "webhook_port", "webhook_service", "webhook_secret", "webhook_configuration", "webhook_certificates"},
+    *{"job_network_policy", "job_metrics_from"},
 }
 OTHERS: dict[str, Any] = {
     "workers": 7,
@@ -66,9 +70,22 @@ def test_the_operator_starts_with_what_it_is_told(told: Told) -> None:
     version = yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"]
     assert settings.namespaces == ("team-a", "team-b")
     assert settings.trainer_image == f"moejob-trainer:{version}"
+    assert settings.trainer_colocated_image == f"moejob-trainer-colocated:{version}"
     assert settings.rollout_image == f"moejob-rollout:{version}"
-    assert settings.terms == Terms()
+    assert settings.terms == LeaseDurations()
     assert rendered.container["command"] == ["python", "-m", "moejob_operator"]
+
+
+def test_jobs_get_a_network_policy_unless_the_chart_is_told_otherwise(told: Told) -> None:
+    prometheus = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}
+    settings, rendered = told({"networkPolicy": {"metricsFrom": [prometheus]}})
+    assert settings.job_network_policy
+    assert settings.job_metrics_from == (prometheus,)
+    assert OPERATOR_LABELS.items() <= rendered.pod["metadata"]["labels"].items()
+    assert "networkpolicies" in str(rendered.all("ClusterRole"))
+    settings, rendered = told({"networkPolicy": {"jobs": False}})
+    assert not settings.job_network_policy
+    assert "networkpolicies" not in str(rendered.all("ClusterRole"))
 
 
 def test_whatever_the_operator_can_be_told_the_chart_can_tell_it(told: Told) -> None:
@@ -119,7 +136,7 @@ def test_the_api_server_is_led_to_what_the_operator_serves(told: Told, values: V
     assert hooks["metadata"]["name"] == settings.webhook_configuration
     [hook] = hooks["webhooks"]
     service = hook["clientConfig"]["service"]
-    assert (hook["name"], service["path"]) == (admission.HOOK, admission.PATH)
+    assert (hook["name"], service["path"]) == (review.HOOK, review.PATH)
     assert (service["name"], service["namespace"]) == (settings.webhook_service, NAMESPACE)
     [port] = rendered.one("Service", settings.webhook_service)["spec"]["ports"]
     assert (port["port"], port["targetPort"]) == (service["port"], "webhook")
@@ -172,5 +189,5 @@ def test_the_operator_may_reach_the_pods_of_jobs(helm: Helm) -> None:
 def test_a_pod_gets_as_long_to_end_as_the_operator_takes(told: Told, stop_seconds: float | None) -> None:
     settings, rendered = told({} if stop_seconds is None else {"settings": {"stopSeconds": stop_seconds}})
     sleep = rendered.container["lifecycle"]["preStop"]["sleep"]["seconds"]
-    takes = sleep + settings.stop_seconds + process.CLOSING_SECONDS
+    takes = sleep + settings.stop_seconds + lifecycle.CLOSING_SECONDS
     assert takes < rendered.pod["spec"]["terminationGracePeriodSeconds"]

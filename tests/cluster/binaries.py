@@ -57,7 +57,7 @@ class Tool:
 
     @property
     def folder(self) -> Path:
-        """Where its go.mod is."""
+        """Return where its go.mod is."""
         return TOOLS / self.name
 
     @property
@@ -70,14 +70,14 @@ class Tool:
 
     @property
     def release(self) -> str:
-        """What its programs are kept under: its name and version, and the sources where some are ours."""
+        """Return what its programs are kept under: its name and version, and the sources where some are ours."""
         ours = b"".join(file.read_bytes() for file in sorted(self.folder.rglob("*.go")))
         suffix = f"-{hashlib.sha256(ours).hexdigest()[:8]}" if ours else ""
         return f"{self.name}-{self.version}{suffix}"
 
     @property
     def linker_flags(self) -> str:
-        """What makes a program small and lets it know its version."""
+        """Return what makes a program small and lets it know its version."""
         return " ".join(["-s -w", *(f"-X {stamp}".format(v=self.version) for stamp in self.stamps)])
 
 
@@ -138,7 +138,7 @@ _OF_A_CLUSTER = tuple(name for name, program in PROGRAMS.items() if program.tool
 
 
 def found_or_built(names: Iterable[str], report: Report) -> dict[str, Path]:
-    """Where each program is. Builds those that are nowhere, and names all that cannot be built."""
+    """Return where each program is. Builds those that are nowhere, and names all that cannot be built."""
     found = {name: _found(name) for name in names}
     absent = [name for name, path in found.items() if path is None]
     obstacle = _go_obstacle() if absent else None
@@ -170,7 +170,7 @@ def _installed(name: str) -> Iterator[Path]:
 
 
 def _version_of(program: Path, arguments: tuple[str, ...]) -> Version | None:
-    """What the program itself says; None from one that does not run here."""
+    """Return what the program itself says; None from one that does not run here."""
     try:
         asked = subprocess.run(
             [program, *arguments], capture_output=True, text=True, check=True, timeout=VERSION_TIMEOUT_SECONDS
@@ -188,7 +188,7 @@ def _version(text: str, where: str) -> Version:
 
 
 def cache() -> Path:
-    """Where programs are kept, beside all else that clusters keep."""
+    """Return where programs are kept, beside all else that clusters keep."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(os.environ.get("MOEJOB_CACHE") or Path(home) / "moejob") / "cluster"
 
@@ -199,7 +199,7 @@ def _build_target(name: str) -> Path:
 
 
 def _go_obstacle() -> str | None:
-    """Why nothing can be built; None when Go is there and new enough for what is pinned."""
+    """Return why nothing can be built; None when Go is there and new enough for what is pinned."""
     go = shutil.which("go")
     if go is None:
         return "there is no go in $PATH"

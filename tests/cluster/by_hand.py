@@ -1,4 +1,4 @@
-"""What is started to try things on by hand: in an empty folder, until ctrl-C or SIGTERM."""
+"""A cluster to try things on by hand: in an empty folder, until ctrl-C or SIGTERM."""
 
 from __future__ import annotations
 

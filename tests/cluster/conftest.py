@@ -1,4 +1,4 @@
-"""What the tests of this folder share: the programs, one control plane for all, a namespace for each."""
+"""Shared parts of the tests of this folder: the programs, one control plane for all, a namespace for each."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ class ByMachine(LoadScopeScheduling):  # type: ignore[misc]
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByMachine:
-    """How processes share the tests."""
+    """Return how processes share the tests."""
     return ByMachine(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes longest begins."""
+    """Return what takes longest begins."""
     items.sort(key=lambda item: NODES not in item.path.parents)
 
 
 @pytest.fixture(scope="session")
 def programs(request: pytest.FixtureRequest) -> Mapping[str, Path]:
-    """Where the programs of a control plane are. The first run builds them, for minutes, and says so."""
+    """Return where the programs of a control plane are. The first run builds them, for minutes, and says so."""
     capturing = request.config.pluginmanager.getplugin("capturemanager")
     try:
         with capturing.global_and_fixture_disabled():
@@ -64,9 +64,9 @@ def namespace(control_plane: ControlPlane) -> Iterator[str]:
     created = control_plane.api.create("/api/v1/namespaces", {"metadata": {"generateName": "test-"}})
     name: str = created["metadata"]["name"]
     # After a loss of the API server the controller manager takes its time to come back.
-    until(lambda: control_plane.has_service_account(name), seconds=60, waiting_for=f"a service account in {name}")
+    until(lambda: control_plane.has_service_account(name), waiting_for=f"a service account in {name}")
     yield name
     pods = f"/api/v1/namespaces/{name}/pods"
     control_plane.api.delete(pods)
-    until(lambda: not control_plane.api.get(pods)["items"], seconds=20, waiting_for=f"the end of the pods of {name}")
+    until(lambda: not control_plane.api.get(pods)["items"], waiting_for=f"the end of the pods of {name}")
     control_plane.api.delete(f"/api/v1/namespaces/{name}")

@@ -1,4 +1,4 @@
-"""How much is done to jobs and the operator: `MOEJOB_FAULTS=full` asks for everything, as `make test-faults` does."""
+"""The extent of faults: `MOEJOB_FAULTS=full` asks for everything, as `make test-faults` does."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from cluster.waiting import until
+from cluster.waiting import LONGEST_SECONDS, until
 
 TAIL_LINES = 25
 # Between a signal and the end of a process group, under load.
@@ -47,7 +47,7 @@ class Process:
                 self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
 
-    def wait_until(self, ready: Callable[[], bool], seconds: float) -> None:
+    def wait_until(self, ready: Callable[[], bool], seconds: float = LONGEST_SECONDS) -> None:
         """Return when `ready` holds; say the last lines of the log when it does not in time."""
 
         def ready_and_alive() -> bool:

@@ -14,14 +14,14 @@ def test_a_process_that_ends_shows_the_end_of_its_log(tmp_path: Path) -> None:
     process = Process("broken", ["sh", "-c", "seq 100; echo no such flag >&2; exit 3"], tmp_path)
     process.start()
     with pytest.raises(EndedError, match=r"(?s)broken ended with 3; .*100\nno such flag"):
-        process.wait_until(lambda: False, seconds=20)
+        process.wait_until(lambda: False)
     process.stop()
 
 
 def test_a_process_that_is_never_ready_shows_the_end_of_its_log(tmp_path: Path) -> None:
     process = Process("slow", ["sh", "-c", "echo waiting for godot; exec sleep 60"], tmp_path)
     process.start()
-    until(lambda: "godot" in process.log.read_text(), seconds=20, waiting_for="its log")
+    until(lambda: "godot" in process.log.read_text(), waiting_for="its log")
     with pytest.raises(TooLateError, match=r"(?s)not within 0 s: slow ready; .*waiting for godot"):
         process.wait_until(lambda: False, seconds=0)
     process.stop()
@@ -30,7 +30,7 @@ def test_a_process_that_is_never_ready_shows_the_end_of_its_log(tmp_path: Path) 
 def test_stopping_ends_what_the_process_has_started(tmp_path: Path) -> None:
     process = Process("parent", ["sh", "-c", "sleep 60 & echo $!; wait"], tmp_path)
     process.start()
-    child = until(lambda: process.log.read_text().strip(), seconds=20, waiting_for="the child")
+    child = until(lambda: process.log.read_text().strip(), waiting_for="the child")
     process.stop()
-    until(lambda: not Path(f"/proc/{child}").exists(), seconds=20, waiting_for="the end of the child")
+    until(lambda: not Path(f"/proc/{child}").exists(), waiting_for="the end of the child")
     assert process.pid is None

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from typing import TypeVar
 
 POLL_SECONDS = 0.05
+# Only what fails waits as long; a busy machine is no failure.
+LONGEST_SECONDS = 300.0
 
 Seen = TypeVar("Seen")
 
@@ -15,8 +17,10 @@ class TooLateError(AssertionError):
     """A condition did not hold in time."""
 
 
-def until(condition: Callable[[], Seen], *, seconds: float, waiting_for: str | Callable[[], str]) -> Seen:
-    """What the condition returns, as soon as that is true."""
+def until(
+    condition: Callable[[], Seen], *, waiting_for: str | Callable[[], str], seconds: float = LONGEST_SECONDS
+) -> Seen:
+    """Return what the condition returns, as soon as that is true."""
     deadline = time.monotonic() + seconds
     while not (seen := condition()):
         if time.monotonic() > deadline:

@@ -16,7 +16,7 @@ from cluster.control_plane.kubeconfigs import Server
 
 SECONDS = 30
 PROBE_SECONDS = 2
-# A watch that is silent for so long is begun anew.
+# A watch that is silent for that long is begun again.
 WATCH_SECONDS = 3
 
 
@@ -30,7 +30,7 @@ class RefusedError(Exception):
 
 
 class Api:
-    """What an administrator says to the API server."""
+    """A client of the API server with an administrator's rights."""
 
     def __init__(self, server: Server, user: KeyPair) -> None:
         self._url = server.url
@@ -60,14 +60,14 @@ class Api:
         return self._call("DELETE", path)
 
     def watch(self, path: str, stop: threading.Event) -> Iterator[Any]:
-        """Events of the collection at a path, whose query is not empty, until told to stop or the connection ends."""
+        """Events of the collection at a path, whose query is not empty, until stopped or the connection ends."""
         request = urllib.request.Request(f"{self._url}{path}&watch=true")  # noqa: S310
         with urllib.request.urlopen(request, timeout=WATCH_SECONDS, context=self._tls) as answer:  # noqa: S310
             while not stop.is_set() and (line := answer.readline()):
                 yield json.loads(line)
 
     def is_healthy(self, url: str) -> bool:
-        """Whether a component, known to the same authority, answers 200."""
+        """Return whether a component, known to the same authority, answers 200."""
         try:
             with urllib.request.urlopen(url, timeout=PROBE_SECONDS, context=self._tls) as answer:  # noqa: S310
                 return bool(answer.status == 200)
@@ -85,7 +85,7 @@ class Api:
         return json.loads(content)
 
     def _answer(self, method: str, path: str, data: bytes | None, headers: dict[str, str]) -> tuple[int, bytes]:
-        """Over the connection of before, where there is one and it still works: meeting anew costs more than asking."""
+        """Over the last connection, where it still works: connecting again costs more than asking."""
         kept: http.client.HTTPSConnection | None = getattr(self._kept, "connection", None)
         if kept is not None:
             try:

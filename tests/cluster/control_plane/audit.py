@@ -1,8 +1,7 @@
-"""What an account asked of the API server, as its audit log tells it, and what its roles let it ask."""
+"""Requests of an account, as the API server's audit log has them, and those that its roles allow."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -29,12 +28,9 @@ class Right:
 
 
 def entries(plane: ControlPlane, namespace: str, account: str) -> Iterator[dict[str, Any]]:
-    """What a service account asked, oldest first."""
+    """Yield what a service account asked, oldest first."""
     user = f"system:serviceaccount:{namespace}:{account}"
-    for line in plane.audit_log.read_text().splitlines():
-        entry = json.loads(line)
-        if entry["user"]["username"] == user:
-            yield entry
+    yield from (entry for entry in plane.audited() if entry["user"]["username"] == user)
 
 
 def granted(plane: ControlPlane, namespace: str, account: str) -> frozenset[Right]:
@@ -60,7 +56,7 @@ def _rights(plane: ControlPlane, binding: dict[str, Any]) -> Iterator[Right]:
 
 
 def uses(right: Right, entry: dict[str, Any]) -> bool:
-    """Whether an entry of the log is a use of a right. One that failed for another reason than rights is one."""
+    """Return whether an entry of the log is a use of a right. One that failed for another reason than rights is one."""
     asked = entry.get("objectRef") or {}
     resource = "/".join(filter(None, (asked.get("resource"), asked.get("subresource"))))
     return (

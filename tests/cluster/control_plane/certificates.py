@@ -23,7 +23,7 @@ class KeyPair:
 
 @dataclass(frozen=True, slots=True)
 class Authority:
-    """Whoever trusts its certificate trusts all that it signs."""
+    """An authority: a client that trusts its certificate trusts all that it signs."""
 
     folder: Path
     own: KeyPair

@@ -66,7 +66,7 @@ class Site:
 
     @property
     def etcd_url(self) -> str:
-        """Where the API server finds etcd."""
+        """Return where the API server finds etcd."""
         return f"http://{LOOPBACK}:{self.ports[Component.ETCD]}"
 
     @property
@@ -100,12 +100,12 @@ def new_site(folder: Path, address: str = LOOPBACK) -> Site:
 
 
 def flags(component: Component, site: Site, changed: Mapping[str, object]) -> list[str]:
-    """The flags of a component, with those that somebody wants otherwise."""
+    """The flags of a component, with those that a test overrides."""
     return [f"--{name}={value}" for name, value in {**FLAGS[component](site), **changed}.items()]
 
 
 def health_url(component: Component, site: Site) -> str:
-    """What answers 200 once the component does its work."""
+    """Return what answers 200 once the component does its work."""
     is_plain = component in (Component.ETCD, Component.KWOK)
     # The controller manager knows no readyz.
     path = "healthz" if component in (Component.CONTROLLER_MANAGER, Component.KWOK) else "readyz"
@@ -151,7 +151,7 @@ def _api_server(site: Site) -> dict[str, object]:
 
 
 def _reach(site: Site) -> dict[str, object]:
-    """Where pods find the API server, and how it finds kubelets and pods."""
+    """Return where pods find the API server, and how it finds kubelets and pods."""
     if site.address == LOOPBACK:
         # The service `kubernetes` would need an address that is not loopback.
         return {"endpoint-reconciler-type": "none"}
@@ -213,7 +213,7 @@ def _serving(site: Site, component: Component) -> dict[str, object]:
 
 
 def _delegating(site: Site, component: Component) -> dict[str, object]:
-    """What the controller manager and the scheduler, each a client and a server, have in common."""
+    """Return what the controller manager and the scheduler, each a client and a server, have in common."""
     kubeconfig = site.kubeconfig(component)
     return _serving(site, component) | {
         "kubeconfig": kubeconfig,

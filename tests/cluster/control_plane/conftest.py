@@ -27,5 +27,5 @@ def definition(control_plane: ControlPlane) -> Path:
 
     control_plane.kubectl("apply", "--server-side=false", "-f", DEFINITION)
     # Not `kubectl wait`: it fails on a definition that has no conditions yet. And clients know names and schemas last.
-    until(is_known, seconds=20, waiting_for="kubectl to know the short name and the schema")
+    until(is_known, waiting_for="kubectl to know the short name and the schema")
     return DEFINITION

@@ -35,7 +35,7 @@ class FaultyProxy:
     faults: Counter[str] = field(default_factory=Counter)
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
-        """What the operator gets."""
+        """Return what the operator gets."""
         while self.is_cut:
             await asyncio.sleep(0.05)
             if request.transport is None:
@@ -45,7 +45,7 @@ class FaultyProxy:
             return await self._passed_on(request)
         code, reason = fault
         self.faults[f"{request.method} {code}"] += 1
-        # Half of the answers are lost: it was done, and nobody knows.
+        # Half of the answers are lost: it was done, and the client does not know.
         if request.method != "GET" and self.chance.random() < 0.5:
             await self._done_in_secret(request)
         said = {"kind": "Status", "status": "Failure", "code": code, "reason": reason, "message": "a fault of the test"}
@@ -54,7 +54,7 @@ class FaultyProxy:
     def _fault(self, request: web.Request) -> tuple[int, str] | None:
         if self.chance.random() >= self.share:
             return None
-        # Nobody gets a conflict from reading; a watch can be told that it is too old.
+        # Reading gives no conflict; a watch can be answered that it is too old.
         if "watch" in request.query:
             return (410, "Expired")
         return self.chance.choice((TOO_MANY, BROKEN) if request.method == "GET" else (CONFLICT, TOO_MANY, BROKEN))
@@ -66,7 +66,7 @@ class FaultyProxy:
     async def _passed_on(self, request: web.Request) -> web.StreamResponse:
         async with self._asked(request) as answer:
             passed = web.StreamResponse(status=answer.status, headers={"Content-Type": answer.content_type})
-            # Whoever asked may have given up.
+            # The client may have given up.
             with suppress(ConnectionResetError):
                 await passed.prepare(request)
                 async for chunk in answer.content.iter_any():
@@ -87,7 +87,7 @@ SESSION = web.AppKey("session", aiohttp.ClientSession)
 
 @contextmanager
 def faulty_proxy(plane: ControlPlane, seed: int) -> Iterator[FaultyProxy]:
-    """A proxy that passes everything on until it is told otherwise."""
+    """A proxy that passes everything on until a test changes that."""
     proxy = FaultyProxy(plane, random.Random(seed))
     started, stop = threading.Event(), asyncio.Event()
     loop = asyncio.new_event_loop()

@@ -1,4 +1,4 @@
-"""Stand-ins for the APIs of gang schedulers: their published kinds and fields, with nobody behind them.
+"""Stand-ins for the APIs of gang schedulers: their published kinds and fields, with no scheduler behind them.
 
 Volcano 1.13, scheduler-plugins 0.33 and Kueue 0.14. What is not a field of theirs is pruned, so a field that reads back
 as it was sent is one that they know.
@@ -78,7 +78,7 @@ def served(plane: ControlPlane, *definitions: Mapping[str, Any]) -> Iterator[Non
     for found in definitions:
         plane.kubectl("apply", "-f", "-", stdin=json.dumps(found))
     for found in definitions:
-        until(lambda found=found: _lists(plane, found), seconds=20, waiting_for=f"{_path(found)} to be served")  # type: ignore[misc]
+        until(lambda found=found: _lists(plane, found), waiting_for=f"{_path(found)} to be served")  # type: ignore[misc]
     try:
         yield
     finally:

@@ -28,7 +28,7 @@ class GangWatch:
     _stop: threading.Event = field(default_factory=threading.Event)
 
     def run(self) -> None:
-        """Watch until told to stop, through any loss of the API server."""
+        """Watch until stopped, through any loss of the API server."""
         while not self._stop.is_set():
             try:
                 version = self._list()

@@ -33,6 +33,6 @@ def text(job: Body) -> str:
 
 
 def path(namespace: str, name: str = "", *, part: str = "", is_tried_only: bool = False) -> str:
-    """Where jobs are; `part` is a subresource, and what is only tried is checked like all else but not kept."""
+    """Return where jobs are; `part` is a subresource, and what is only tried is checked like all else but not kept."""
     at = "/".join(["/apis/moejob.dev/v1alpha1/namespaces", namespace, "moetrainingjobs", *filter(None, (name, part))])
     return f"{at}?fieldValidation=Strict{'&dryRun=All' if is_tried_only else ''}"

@@ -26,8 +26,7 @@ from cluster.waiting import until
 ACCOUNT = "moejob-operator"
 # Of the chart, what a process needs that runs outside the cluster.
 RIGHTS = ("ServiceAccount", "Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding", "Lease", "Secret")
-# Importing takes a second or two, more on a machine that is busy.
-START_SECONDS = 30
+# Importing takes a second or two, on a machine that is busy half a minute.
 
 
 @dataclass
@@ -41,10 +40,10 @@ class Operator:
     def start(self) -> None:
         """Run it, and return when it answers."""
         self.process.start()
-        self.process.wait_until(lambda: self.said("/healthz") is not None, START_SECONDS)
+        self.process.wait_until(lambda: self.said("/healthz") is not None)
 
     def said(self, path: str) -> str | None:
-        """What it answers with 200; None otherwise."""
+        """Return what it answers with 200; None otherwise."""
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=2) as answer:
                 text: str = answer.read().decode()
@@ -77,7 +76,7 @@ class Operator:
 
 @dataclass
 class Home:
-    """Where the operator is installed: a namespace, and what the chart puts into it."""
+    """An installation of the operator: a namespace, and what the chart puts into it."""
 
     plane: ControlPlane
     chart: Rendered
@@ -88,7 +87,7 @@ class Home:
     def replica(
         self, *flags: str, environment: Mapping[str, str] | None = None, kubeconfig: Path | None = None
     ) -> Operator:
-        """A further replica, not started; unless told otherwise it speaks to the API server itself."""
+        """A further replica, not started; unless given another it speaks to the API server itself."""
         number = len(self.replicas)
         port, webhook_port = free_port(), free_port()
         name = f"operator-{self.namespace}-{number}"
@@ -102,7 +101,25 @@ class Home:
         ]
         variables = [f"{key}={value}" for key, value in (self.chart.environment | dict(environment or {})).items()]
         command = ["env", *variables, sys.executable, "-m", "moejob_operator", *arguments]
-        made = Operator(Process(name, command, self.folder), port, webhook_port)
+        return self._made(Operator(Process(name, command, self.folder), port, webhook_port))
+
+    def replica_of_kopf(self) -> Operator:
+        """A further replica, not started, as people run it who develop operators: by kopf's own command."""
+        port, webhook_port = free_port(), free_port()
+        settings = {
+            "KUBECONFIG": self.plane.service_account_kubeconfig(self.namespace, ACCOUNT),
+            "OWN_NAMESPACE": self.namespace,
+            "IDENTITY": f"replica-{len(self.replicas)}",
+            "HTTP_PORT": port,
+            "WEBHOOK_PORT": webhook_port,
+        }
+        variables = [f"{key}={value}" for key, value in self.chart.environment.items()]
+        variables += [f"MOEJOB_OPERATOR_{key}={value}" for key, value in settings.items()]
+        command = [*variables, sys.executable, "-m", "kopf", "run", "-m", "moejob_operator", "--all-namespaces"]
+        name = f"operator-{self.namespace}-{len(self.replicas)}"
+        return self._made(Operator(Process(name, ["env", *command], self.folder), port, webhook_port))
+
+    def _made(self, made: Operator) -> Operator:
         self.replicas.append(made)
         return made
 
@@ -110,9 +127,9 @@ class Home:
     def leaders(self) -> list[Operator]:
         return [replica for replica in self.replicas if replica.leads]
 
-    def leader(self, seconds: float = START_SECONDS) -> Operator:
+    def leader(self) -> Operator:
         """The one that leads, as soon as one does."""
-        [found] = until(lambda: self.leaders, seconds=seconds, waiting_for=self.tails)
+        [found] = until(lambda: self.leaders, waiting_for=self.tails)
         return found
 
     def tails(self) -> str:
@@ -152,7 +169,7 @@ def _rights(chart: Rendered) -> Iterator[Object]:
 
 
 def free_port() -> int:
-    """One that nobody listens on now."""
+    """A port that no process listens on now."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from charts import Helm
 from cluster.control_plane.api import Api, RefusedError
@@ -20,9 +22,6 @@ from cluster.processes import Process
 from cluster.waiting import until
 
 GPUS_PER_NODE = 8
-# Ten times what a quiet machine of two cores needs.
-READY_SECONDS = 60
-
 # In the order in which they start.
 ALWAYS = (Component.ETCD, Component.API_SERVER, Component.CONTROLLER_MANAGER, Component.SCHEDULER)
 Flags = Mapping[Component, Mapping[str, object]]
@@ -56,12 +55,21 @@ class ControlPlane:
         self._kubectl = programs["kubectl"]
         self.helm = Helm(programs["helm"], site.folder / "helm")
 
+    def audited(self, since: int = 0) -> list[dict[str, Any]]:
+        """Return the entries of the audit log that began after it had a length, and are whole."""
+        with self.audit_log.open("rb") as log:
+            log.seek(max(0, since - 1))
+            content = log.read()
+        # A line may have been on its way then, and another may be now.
+        begun = content.partition(b"\n")[2] if since else content
+        return [json.loads(line) for line in begun.rpartition(b"\n")[0].splitlines()]
+
     def start(self, *components: Component) -> None:
         """Run components side by side and return when all are ready."""
         for component in components:
             self.processes[component].start()
         for component in components:
-            self.processes[component].wait_until(partial(self._is_ready, component), READY_SECONDS)
+            self.processes[component].wait_until(partial(self._is_ready, component))
 
     def stop(self, *components: Component) -> None:
         """End components as a crash would."""
@@ -69,19 +77,19 @@ class ControlPlane:
             self.processes[component].stop()
 
     def restart(self, *components: Component) -> None:
-        """Crash components and return when all are ready again. Kwok begins anew: it may not retry what failed."""
+        """Crash components and return when all are ready again. Kwok begins again: it may not retry what failed."""
         kubelets = tuple({Component.KWOK} & self.processes.keys())
         self.stop(*components, *kubelets)
         self.start(*components, *kubelets)
 
     def kubectl_command(self, *arguments: str | Path) -> list[str | Path]:
-        """What runs kubectl as an administrator."""
+        """Return what runs kubectl as an administrator."""
         return [self._kubectl, f"--kubeconfig={self.kubeconfig}", f"--cache-dir={self.folder}/kubectl", *arguments]
 
     def kubectl(self, *arguments: str | Path, stdin: str | None = None) -> str:
-        """What kubectl prints, as an administrator."""
+        """Return what kubectl prints, as an administrator."""
         command = self.kubectl_command(*arguments)
-        # The settings of whoever runs the tests are not for kubectl.
+        # The settings of the user who runs the tests are not for kubectl.
         done = subprocess.run(
             command, input=stdin, capture_output=True, text=True, check=False, env=os.environ | {"KUBERC": "off"}
         )
@@ -97,7 +105,7 @@ class ControlPlane:
         return write_for_token(path, server, token, namespace)
 
     def token(self, namespace: str, name: str) -> str:
-        """What a service account shows to be believed, for an hour."""
+        """Return what a service account shows to be believed, for an hour."""
         return self.kubectl("create", "token", name, f"--namespace={namespace}").strip()
 
     def add_nodes(self, count: int) -> None:
@@ -106,10 +114,10 @@ class ControlPlane:
         for name in self.nodes:
             self.api.create("/api/v1/nodes", _node(name))
         for name in self.nodes:
-            until(partial(self.takes_pods, name), seconds=READY_SECONDS, waiting_for=f"{name} to take pods")
+            until(partial(self.takes_pods, name), waiting_for=f"{name} to take pods")
 
     def has_service_account(self, namespace: str) -> bool:
-        """Whether pods can be created in a namespace."""
+        """Return whether pods can be created in a namespace."""
         try:
             self.api.get(f"/api/v1/namespaces/{namespace}/serviceaccounts/default")
         except RefusedError:
@@ -117,7 +125,7 @@ class ControlPlane:
         return True
 
     def takes_pods(self, node: str) -> bool:
-        """Whether a node is known, ready and not tainted."""
+        """Return whether a node is known, ready and not tainted."""
         try:
             seen = self.api.get(f"/api/v1/nodes/{node}")
         except RefusedError:

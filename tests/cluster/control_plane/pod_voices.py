@@ -1,4 +1,4 @@
-"""What pods without a kubelet say over HTTP: one server on all of loopback, where every pod has an address."""
+"""Answers of pods without a kubelet over HTTP: one server on all of loopback, where every pod has an address."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class PodVoices:
         return address
 
     def said_at(self, address: str) -> PodProgress | None:
-        """What the pod at an address says."""
+        """Return what the pod at an address says."""
         return self.answers.get(self.addresses.get(address, ""))
 
 

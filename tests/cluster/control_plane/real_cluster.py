@@ -14,8 +14,6 @@ from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Any
 
-import aiohttp
-
 from cluster.control_plane import jobs
 from cluster.control_plane.api import RefusedError
 from cluster.control_plane.plane import ControlPlane
@@ -24,16 +22,18 @@ from cluster.control_plane.volumes import VOLUMES, volume_for
 from cluster.waiting import until
 from fake_cluster import Body, Crash, FakeCluster, Id, at
 from moejob_api.contract import Label, PodProgress, Role
-from moejob_operator.actions import Kind, Manifest, Notice, Ref
-from moejob_operator.api_client import ApiClient
-from moejob_operator.api_server import ApiServer
-from moejob_operator.cache import Cache
+from moejob_operator.actions import WRITE_ONLY, Event, Kind, Manifest, Ref
 from moejob_operator.cluster import Children, JobKey, Raw
-from moejob_operator.lists import GangApis, Lists, collection
-from moejob_operator.watching import WATCHED
+from moejob_operator.runtime.api_client import ApiClient
+from moejob_operator.runtime.api_server import ApiServer
+from moejob_operator.runtime.cache import Cache
+from moejob_operator.runtime.informers import WATCHED
+from moejob_operator.runtime.lists import GangApis, Lists, collection
+from moejob_operator.runtime.pod_client import PodClient
 
-# The garbage collector learns of a new kind every half minute.
-CONTROLLER_SECONDS = 60
+KINDS = (Kind.JOB, *WATCHED)
+# With what the operator may only create.
+MADE = (*KINDS, *sorted(WRITE_ONLY))
 HELD = "tests.moejob.dev/held"
 QUOTA = "gpus"
 
@@ -66,12 +66,10 @@ class RealCluster(FakeCluster):
             api=self.api,
             cache=self._cache,
             lists=self._lists,
-            # Replaced at every look: a session belongs to the loop that it is made in.
-            pods=None,  # type: ignore[arg-type]
+            pods=PodClient(2.0, self.voices.port),
             identity="tests",
             remaining_seconds=lambda: float("inf"),
             status_written=lambda _before, _after: None,
-            progress_port=self.voices.port,
             clock=lambda: self.now,
         )
 
@@ -79,7 +77,7 @@ class RealCluster(FakeCluster):
 
     @property  # type: ignore[misc]
     def now(self) -> datetime:
-        """When something last happened, and what a story has let pass since: how long a look takes is no part of it."""
+        """Return when something last happened, and what a story has let pass since, without reconciles."""
         return self._moment
 
     @now.setter
@@ -94,19 +92,19 @@ class RealCluster(FakeCluster):
 
     # --- the operator's side ------------------------------------------------------------------------------------------
 
-    def looked(self, look: Coroutine[Any, Any, float | None]) -> float | None:
+    def reconciled(self, reconciliation: Coroutine[Any, Any, float | None]) -> float | None:
         """One look of the operator, after its watches have caught up."""
-        return self.loop.run_until_complete(self._looked(look))
+        return self.loop.run_until_complete(self._reconciled(reconciliation))
 
-    async def _looked(self, look: Coroutine[Any, Any, float | None]) -> float | None:
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=2)) as pods:
-            self._server = replace(self._server, pods=pods)
-            await asyncio.gather(*(self._lists.fill(kind) for kind in WATCHED))
-            try:
-                return await look
-            except Crash:
-                self._forget()
-                raise
+    async def _reconciled(self, reconciliation: Coroutine[Any, Any, float | None]) -> float | None:
+        # What asks pods belongs to the loop that it asks in.
+        self._server = replace(self._server, pods=PodClient(2.0, self.voices.port))
+        await asyncio.gather(*(self._lists.fill(kind) for kind in KINDS))
+        try:
+            return await reconciliation
+        except Crash:
+            self._forget()
+            raise
 
     async def job(self, key: JobKey) -> Raw | None:
         return await self._server.job(key)
@@ -131,9 +129,9 @@ class RealCluster(FakeCluster):
         await self._server.write_status(job, status)
         self._after()
 
-    async def post(self, job: Raw, notice: Notice) -> None:
+    async def post(self, job: Raw, event: Event) -> None:
         self._before(None)
-        await self._server.post(job, notice)
+        await self._server.post(job, event)
         self._after()
 
     async def progress(self, pod: Raw) -> PodProgress | None:
@@ -207,7 +205,7 @@ class RealCluster(FakeCluster):
         self.end(with_id, force=with_id[0] is Kind.POD)
 
     def lose(self, node: str) -> None:
-        """The node is taken out of the cluster, and the grace of its pods passes: before that nobody asks for it."""
+        """The node is taken out of the cluster, and the grace of its pods passes: before that no test asks for it."""
         self.plane.api.delete(f"/api/v1/nodes/{node}")
         self.lost.add(node)
         self.now += timedelta(seconds=301)
@@ -219,7 +217,7 @@ class RealCluster(FakeCluster):
             self.plane.api.delete(f"{path}/{QUOTA}")
         else:
             self.plane.api.create(path, {"metadata": {"name": QUOTA}, "spec": {"hard": {"pods": "0"}}})
-        until(lambda: self._denial() == (message is not None), seconds=20, waiting_for="the quota to count")
+        until(lambda: self._denial() == (message is not None), waiting_for="the quota to count")
 
     def _denial(self) -> bool:
         pod = {"metadata": {"name": "probe"}, "spec": {"containers": [{"name": "main", "image": "none"}]}}
@@ -266,11 +264,11 @@ class RealCluster(FakeCluster):
         return found is not None and found["status"]["phase"] != "Bound"
 
     def _wait_for(self, work: Callable[[], object], whom: str) -> None:
-        until(lambda: not work(), seconds=CONTROLLER_SECONDS, waiting_for=f"{whom} in {self.namespace}")
+        until(lambda: not work(), waiting_for=f"{whom} in {self.namespace}")
 
 
 class _Objects(Mapping[Id, Body]):
-    """Everything that the operator knows of, as it is whenever somebody looks."""
+    """Everything that the operator knows of or has made, as it is at any moment."""
 
     def __init__(self, plane: ControlPlane, namespace: str) -> None:
         self._plane = plane
@@ -293,7 +291,7 @@ class _Objects(Mapping[Id, Body]):
         """All of them, one list a kind."""
         return {
             (kind, self._namespace, body["metadata"]["name"]): body
-            for kind in WATCHED
+            for kind in MADE
             for body in _listed(self._plane, kind, self._namespace)
             if kind is Kind.JOB or Label.JOB in (body["metadata"].get("labels") or {})
         }.items()
@@ -310,7 +308,7 @@ def _path(with_id: Id) -> str:
 
 
 def add_node(plane: ControlPlane, name: str) -> None:
-    """A node that is ready, that no scheduler uses and that nobody plays but the tests."""
+    """A node that is ready, that no scheduler uses and that only the tests play."""
     plane.api.create("/api/v1/nodes", {"metadata": {"name": name}, "spec": {"unschedulable": True}, "status": _ready()})
 
 

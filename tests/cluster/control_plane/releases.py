@@ -39,7 +39,7 @@ class Release:
     folder: Path
 
     def helm(self, verb: str, *arguments: str | Path, values: Values | None = None) -> str:
-        """What Helm prints; it waits until all is ready."""
+        """Return what Helm prints; it waits until all is ready."""
         at = (f"--kubeconfig={self.plane.kubeconfig}", f"--namespace={self.namespace}")
         waits = ("--wait", f"--timeout={SECONDS}s") if verb in ("install", "upgrade", "rollback", "uninstall") else ()
         return self.plane.helm.run(verb, RELEASE, *at, *waits, *arguments, values=values)
@@ -85,7 +85,7 @@ def release(plane: ControlPlane, folder: Path) -> Iterator[Release]:
     labels = {"pod-security.kubernetes.io/enforce": "restricted"}
     created = plane.api.create("/api/v1/namespaces", {"metadata": {"generateName": "moejob-", "labels": labels}})
     made = Release(plane, created["metadata"]["name"], folder)
-    until(lambda: plane.has_service_account(made.namespace), seconds=SECONDS, waiting_for="a service account")
+    until(lambda: plane.has_service_account(made.namespace), waiting_for="a service account")
     try:
         yield made
     finally:
@@ -115,12 +115,12 @@ def fields_of(definition: Any) -> dict[str, Any]:
 
 
 def said_by_helm_test(installed: Release, url: str) -> str:
-    """What `helm test` says while the test's own command runs, under its own account, in place of the pod."""
+    """Return what `helm test` says while the test's own command runs, under its own account, in place of the pod."""
     said: list[str] = []
     helm = threading.Thread(target=lambda: said.append(_helm_test(installed)))
     helm.start()
     try:
-        pod = until(lambda: _test_pod(installed), seconds=SECONDS, waiting_for="the pod of the test")
+        pod = until(lambda: _test_pod(installed), waiting_for="the pod of the test")
         done = _run_for(installed, pod, url)
         state = {"phase": "Failed" if done.returncode else "Succeeded"}
         installed.plane.kubectl(

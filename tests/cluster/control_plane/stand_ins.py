@@ -1,4 +1,4 @@
-"""Definitions in place of those of other projects: they take whatever is said, and nothing comes of it."""
+"""Definitions in place of those of other projects: they take any object, and nothing results from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs that nobody would write, past the webhook, on a real API server: others are served as before."""
+"""Jobs that make little sense, past the webhook, on a real API server: others are served as before."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from cluster.control_plane.plane import ControlPlane
 from cluster.waiting import until
 from fake_world import SMALL
 from moejob_api.contract import Label
-from moejob_operator.judging import Judgement, judgement
 from moejob_operator.observed.jobs import Specs
 from moejob_operator.observed.jobs import job as read_job
+from moejob_operator.validation import Validation, validation_of
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.usefixtures("definition")]
 
@@ -40,7 +40,7 @@ def home(control_plane: ControlPlane, namespace: str, tmp_path: Path) -> Iterato
 def test_whatever_the_crd_lets_through_is_answered_and_stops_nobody(home: Home) -> None:
     operator = home.replica("--no-webhook", "--no-leader-election")
     operator.start()
-    drawn, outcomes = AnyJob(2026), Counter[str]()
+    drawn, outcomes = AnyJob(2027), Counter[str]()
     for number in range(JOBS):
         spec = drawn.spec() if number % 4 == 0 else drawn.nearly_sound_spec()
         outcomes[applied(home, f"any-{number}", spec)] += 1
@@ -48,7 +48,7 @@ def test_whatever_the_crd_lets_through_is_answered_and_stops_nobody(home: Home) 
             assert_served(home, f"healthy-{number}")
     assert outcomes["taken"] > JOBS / 4, outcomes
     assert min(outcomes[kind] for kind in ("refused by the CRD", "not for Python")) > JOBS / 40, outcomes
-    until(lambda: not unanswered(home), seconds=60, waiting_for=lambda: f"{unanswered(home)}\n{home.tails()}")
+    until(lambda: not unanswered(home), waiting_for=lambda: f"{unanswered(home)}\n{home.tails()}")
     assert operator.process.pid is not None
     assert [line for line in operator.log() if line["level"] == "error"] == []
 
@@ -66,14 +66,14 @@ def applied(home: Home, name: str, spec: dict[str, Any]) -> str:
     return "taken" if judged(made).is_accepted else "not for Python"
 
 
-def judged(job: dict[str, Any]) -> Judgement:
-    """What the operator will say of it."""
+def judged(job: dict[str, Any]) -> Validation:
+    """Return what the operator will say of it."""
     found = read_job(job, Specs())
-    return Judgement(found.problems) if found.spec is None else judgement(found.spec)
+    return Validation(found.problems) if found.spec is None else validation_of(found.spec)
 
 
 def is_large(spec: dict[str, Any]) -> bool:
-    """Whether two cores would have to make hundreds of pods: what limits those is tested elsewhere."""
+    """Return whether two cores would have to make hundreds of pods: what limits those is tested elsewhere."""
     found = judged(
         {"apiVersion": "moejob.dev/v1alpha1", "kind": "MoETrainingJob", "metadata": {"name": "x"}, "spec": spec}
     )
@@ -85,7 +85,7 @@ def assert_served(home: Home, name: str) -> None:
     """A job that is as it should be gets its pods soon."""
     home.plane.api.create(path(home.namespace), body(name, **SMALL))
     pods = f"/api/v1/namespaces/{home.namespace}/pods?labelSelector={Label.JOB}%3D{name}"
-    until(lambda: len(home.plane.api.get(pods)["items"]) == 2, seconds=10, waiting_for=home.tails)
+    until(lambda: len(home.plane.api.get(pods)["items"]) == 2, waiting_for=home.tails)
 
 
 def unanswered(home: Home) -> list[str]:

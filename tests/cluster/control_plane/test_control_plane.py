@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -35,7 +34,7 @@ def test_a_component_that_crashed_does_its_work_again(
     control_plane.restart(component)
     assert control_plane.processes[component].pid not in (crashed, None)
     create_pod(control_plane, namespace, "after")
-    until(lambda: running(control_plane, namespace) == {"after"}, seconds=30, waiting_for="a pod to run")
+    until(lambda: running(control_plane, namespace) == {"after"}, waiting_for="a pod to run")
 
 
 def test_a_service_account_may_do_nothing_by_itself(control_plane: ControlPlane, namespace: str) -> None:
@@ -49,14 +48,14 @@ def test_the_audit_log_says_who_wrote_what(control_plane: ControlPlane, namespac
     create_pod(control_plane, namespace, "seen")
 
     def created_pods() -> list[tuple[str, str]]:
-        events = map(json.loads, control_plane.audit_log.read_text().splitlines())
+        events = control_plane.audited()
         return [
             (event["user"]["username"], event["requestObject"]["metadata"]["name"])
             for event in events
             if event["requestURI"] == f"/api/v1/namespaces/{namespace}/pods" and event["verb"] == "create"
         ]
 
-    assert until(created_pods, seconds=10, waiting_for="the audit log") == [("admin", "seen")]
+    assert until(created_pods, waiting_for="the audit log") == [("admin", "seen")]
 
 
 # --- scheduling -----------------------------------------------------------------------------------------------------
@@ -71,8 +70,8 @@ def test_a_pod_that_asks_for_more_gpus_than_a_node_has_stays_pending(
     def refused() -> bool:
         return conditions(control_plane, namespace)["large"].get("PodScheduled") == "False"
 
-    until(refused, seconds=20, waiting_for="the scheduler to refuse the large pod")
-    until(lambda: running(control_plane, namespace) == {"fitting"}, seconds=20, waiting_for="the fitting pod to run")
+    until(refused, waiting_for="the scheduler to refuse the large pod")
+    until(lambda: running(control_plane, namespace) == {"fitting"}, waiting_for="the fitting pod to run")
 
 
 def test_two_gangs_that_do_not_fit_together_run_one_after_the_other(
@@ -96,17 +95,16 @@ def test_two_gangs_that_do_not_fit_together_run_one_after_the_other(
     def whole_gangs() -> list[str]:
         return [gang for gang, pods in gangs.items() if running(control_plane, namespace) == pods]
 
-    [first] = until(whole_gangs, seconds=30, waiting_for="one gang to run whole, and no pod of the other")
+    [first] = until(whole_gangs, waiting_for="one gang to run whole, and no pod of the other")
     [second] = gangs.keys() - {first}
     until(
         lambda: gang_is_refused(control_plane, namespace, second),
-        seconds=30,
         waiting_for=f"{second} to be refused whole",
     )
     assert whole_gangs() == [first]
     for name in gangs[first]:
         control_plane.api.delete(f"/api/v1/namespaces/{namespace}/pods/{name}")
-    until(lambda: whole_gangs() == [second], seconds=60, waiting_for=f"{second} to run whole")
+    until(lambda: whole_gangs() == [second], waiting_for=f"{second} to run whole")
 
 
 # --- the end --------------------------------------------------------------------------------------------------------
@@ -132,7 +130,7 @@ def test_nothing_outlives_its_owner(tmp_path: Path, end: signal.Signals) -> None
             owner.wait(30)
         finally:
             owner.kill()
-    until(lambda: not processes_of(tmp_path), seconds=10, waiting_for="the end of all processes")
+    until(lambda: not processes_of(tmp_path), waiting_for="the end of all processes")
 
 
 def processes_of(folder: Path) -> set[str]:
@@ -170,7 +168,7 @@ def create_gang(plane: ControlPlane, namespace: str, name: str, size: int) -> No
 
 
 def gang_is_refused(plane: ControlPlane, namespace: str, name: str) -> bool:
-    """Whether the scheduler has said that the gang has no place."""
+    """Return whether the scheduler has said that the gang has no place."""
     group = plane.api.get(f"/apis/scheduling.k8s.io/v1alpha2/namespaces/{namespace}/podgroups/{name}")
     said = {condition["type"]: condition["status"] for condition in group.get("status", {}).get("conditions", ())}
     return said.get("PodGroupScheduled") == "False"

@@ -35,20 +35,19 @@ KILLS = 30 if IS_FULL else 10
 FAULTY_SECONDS = 60 if IS_FULL else 20
 # From the failure of a pod to the last pod of the next gang it takes about this long.
 RESTART_SECONDS = 0.5
-CALM_SECONDS = 60
 # On CPU, so that many fit; played by kwok, whose pods answer nothing.
 JOB: dict[str, Any] = merged(SMALL, {"resources": {"accelerator": "CPU"}, "lifecycle": {"gang": "None"}}) | {
     "storage": {"size": None, "claimName": "checkpoints"}
 }
 QUICK = ("--no-webhook", "--progress-seconds=0.1")
 ALONE = (*QUICK, "--no-leader-election")
-# Whoever leads is replaced within 6 seconds.
+# A leader is replaced within 6 seconds.
 SHORT_TERMS = (*QUICK, "--lease-seconds=5", "--renew-deadline-seconds=3", "--retry-seconds=1")
 
 
 @dataclass
 class Fleet:
-    """Jobs of two pods each, and whoever watches over them."""
+    """Jobs of two pods each, and the watches over them."""
 
     home: Home
     witness: GangWatch
@@ -66,7 +65,6 @@ class Fleet:
         """Return when every job runs in this attempt, on two pods."""
         until(
             lambda: not self.waiting(names, attempt),
-            seconds=CALM_SECONDS,
             waiting_for=lambda: f"{self.waiting(names, attempt)}\n{self.home.tails()}",
         )
 
@@ -140,12 +138,12 @@ def test_an_operator_that_is_killed_at_any_moment_of_a_restart_restarts_every_ga
     fleet.apply(every)
     fleet.wait_until_running(every, attempt=0)
     for batch in batches:
-        until(lambda: operator.is_ready, seconds=20, waiting_for=fleet.home.tails)
+        until(lambda: operator.is_ready, waiting_for=fleet.home.tails)
         for name in batch:
             fleet.fail(name)
         time.sleep(chance.uniform(0, RESTART_SECONDS))
         operator.signal(signal.SIGKILL)
-        until(lambda: operator.process.pid is None, seconds=5, waiting_for="the end of the operator")
+        until(lambda: operator.process.pid is None, waiting_for="the end of the operator")
         operator.start()
     fleet.assert_restarted_once(every)
 
@@ -169,22 +167,21 @@ def test_an_api_that_refuses_loses_answers_and_ends_watches_charges_nothing_twic
         kubeconfig = fleet.plane.service_account_kubeconfig(fleet.home.namespace, ACCOUNT, by_way_of=proxy.url)
         operator = fleet.home.replica(*QUICK, kubeconfig=kubeconfig)
         operator.start()
-        until(lambda: operator.leads, seconds=20, waiting_for=fleet.home.tails)
+        until(lambda: operator.leads, waiting_for=fleet.home.tails)
         proxy.share = 0.3
         every = lived_through_faults(fleet, chance)
         proxy.share = 0.0
         fleet.assert_restarted_once(every)
     assert {kind.split()[1] for kind in proxy.faults} == {"409", "410", "429", "500"}
-    assert len(every) > FAULTY_SECONDS / 10, "hardly anything happened"
     errors = [str(line.get("traceback", line)) for line in operator.log() if line["level"] == "error"]
     assert not errors, "".join(errors)
 
 
 def lived_through_faults(fleet: Fleet, chance: random.Random) -> list[str]:
-    """Jobs that were applied and failed once, one after another, for as long as faults last."""
+    """Jobs that were applied and failed once, one after another, for as long as faults last, and three at the least."""
     every: list[str] = []
     until_seconds = time.monotonic() + FAULTY_SECONDS
-    while time.monotonic() < until_seconds:
+    while time.monotonic() < until_seconds or len(every) < 3:
         name = f"job-{len(every)}"
         fleet.apply([name])
         fleet.wait_until_running([name], attempt=0)
@@ -200,7 +197,7 @@ def test_a_leader_that_is_cut_off_stops_and_its_follower_goes_on_where_it_was(fl
         kubeconfig = fleet.plane.service_account_kubeconfig(fleet.home.namespace, ACCOUNT, by_way_of=proxy.url)
         leader = fleet.home.replica(*SHORT_TERMS, kubeconfig=kubeconfig)
         leader.start()
-        until(lambda: leader.leads, seconds=20, waiting_for=fleet.home.tails)
+        until(lambda: leader.leads, waiting_for=fleet.home.tails)
         follower = fleet.home.replica(*SHORT_TERMS)
         follower.start()
         fleet.apply(every)
@@ -210,10 +207,10 @@ def test_a_leader_that_is_cut_off_stops_and_its_follower_goes_on_where_it_was(fl
         proxy.is_cut = True
         for name in every[2:]:
             fleet.fail(name)
-        until(lambda: follower.leads, seconds=15, waiting_for=fleet.home.tails)
+        until(lambda: follower.leads, waiting_for=fleet.home.tails)
         assert not leader.leads, "it stopped before another began"
         fleet.wait_until_running(every, attempt=1)
         proxy.is_cut = False
-        until(lambda: leader.is_ready, seconds=20, waiting_for=fleet.home.tails)
+        until(lambda: leader.is_ready, waiting_for=fleet.home.tails)
         fleet.assert_restarted_once(every)
         assert fleet.home.leaders == [follower]

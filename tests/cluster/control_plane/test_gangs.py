@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +20,6 @@ pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("definition", "operat
 
 HOME = "moejob-gangs"
 ACCOUNT_NAME = f"system:serviceaccount:{HOME}:{ACCOUNT}"
-SECONDS = 30
 # Three pods of half a node: two such jobs want more than the two nodes that there are.
 MORE_THAN_HALF: dict[str, Any] = {
     "parallelism": {"tensor": 4, "data": 3},
@@ -74,7 +72,6 @@ def whole(plane: ControlPlane, namespace: str, count: int, job: str = "job") -> 
     """All pods of a job, once they are there."""
     until(
         lambda: len(pods(plane, namespace, job)) == count,
-        seconds=SECONDS,
         waiting_for=lambda: f"{count} pods; {why(plane, namespace, job)}",
     )
     return pods(plane, namespace, job)
@@ -139,19 +136,15 @@ def test_a_gang_scheduler_gets_its_group_and_its_marks(control_plane: ControlPla
 
 
 def wait_until_asked(plane: ControlPlane) -> None:
-    """Return when the operator has asked anew which APIs there are."""
+    """Return when the operator has asked again which APIs there are."""
     begun = plane.audit_log.stat().st_size
 
     def asked() -> bool:
-        with plane.audit_log.open("rb") as log:
-            log.seek(begun)
-            # The last line may still be on its way.
-            whole_lines = log.read().rpartition(b"\n")[0].splitlines()
-        mine = [line["requestURI"] for line in map(json.loads, whole_lines) if line["user"]["username"] == ACCOUNT_NAME]
+        mine = [line["requestURI"] for line in plane.audited(begun) if line["user"]["username"] == ACCOUNT_NAME]
         # The first may have been answered before; what is asked after the second knows its answer.
         return mine.count("/apis") >= 2 and mine[-1] != "/apis"
 
-    until(asked, seconds=SECONDS, waiting_for="the operator to ask which APIs there are")
+    until(asked, waiting_for="the operator to ask which APIs there are")
 
 
 def assert_marked(plane: ControlPlane, namespace: str, expected: Expected) -> None:
@@ -180,7 +173,7 @@ def test_a_gang_scheduler_that_is_not_there_is_told_and_used_once_it_is(
     queue = {"queue": "team"} if gang in QUEUED else {}
     wait_until_asked(control_plane)
     applied(control_plane, namespace, **MORE_THAN_HALF, lifecycle={"gang": gang} | queue)
-    until(lambda: why(control_plane, namespace).startswith("GangApiMissing"), seconds=SECONDS, waiting_for=home.tails)
+    until(lambda: why(control_plane, namespace).startswith("GangApiMissing"), waiting_for=home.tails)
     said = why(control_plane, namespace)
     assert f"lifecycle.gang {gang} needs {GANGS[gang].api}, which this cluster does not serve" in said
     assert pods(control_plane, namespace) == []
@@ -224,7 +217,6 @@ def test_a_gang_of_kueue_is_replaced_though_kueue_holds_its_pods_until_all_have_
         merge_pod(control_plane, held[1], {"status": {"phase": "Failed"}}, part="/status")
         until(
             lambda: all("deletionTimestamp" in pod["metadata"] for pod in pods(control_plane, namespace)),
-            seconds=SECONDS,
             waiting_for="all pods of the group to be asked to end",
         )
         assert {attempt(pod) for pod in pods(control_plane, namespace)} == {"0"}
@@ -237,7 +229,6 @@ def test_a_gang_of_kueue_is_replaced_though_kueue_holds_its_pods_until_all_have_
                 {attempt(pod) for pod in pods(control_plane, namespace)} == {"1"}
                 and len(pods(control_plane, namespace)) == 3
             ),
-            seconds=SECONDS,
             waiting_for="the next gang",
         )
         groups = {pod["metadata"]["labels"]["kueue.x-k8s.io/pod-group-name"] for pod in pods(control_plane, namespace)}
@@ -271,13 +262,11 @@ def test_two_jobs_that_each_want_more_than_half_the_gpus_run_one_after_the_other
         whole(control_plane, namespace, 3, name)
     [first] = until(
         lambda: [name for name in jobs if running(control_plane, namespace, name) == 3],
-        seconds=SECONDS,
         waiting_for="one job to run whole",
     )
     [second] = {*jobs} - {first}
     until(
         lambda: why(control_plane, namespace, second).startswith("Unschedulable"),
-        seconds=SECONDS,
         waiting_for=home.tails,
     )
     assert [pod["spec"].get("nodeName") for pod in pods(control_plane, namespace, second)] == [None] * 3
@@ -288,7 +277,6 @@ def test_two_jobs_that_each_want_more_than_half_the_gpus_run_one_after_the_other
             running(control_plane, namespace, second) == 3
             and control_plane.api.get(path(namespace, second))["status"]["phase"] == "Running"
         ),
-        seconds=60,
         waiting_for=lambda: f"{second} to run: {why(control_plane, namespace, second)}",
     )
     assert control_plane.api.get(path(namespace, first))["status"]["phase"] == "Succeeded"
@@ -302,13 +290,13 @@ def test_a_gang_that_talks_in_every_layer_is_kept_in_one_domain(control_plane: C
     whole(control_plane, namespace, 2)
     group = control_plane.api.get(f"/apis/scheduling.k8s.io/v1alpha2/namespaces/{namespace}/podgroups/job")
     assert group["spec"]["schedulingConstraints"] == {"topology": [{"key": "tests.moejob.dev/rack"}]}
-    until(lambda: running(control_plane, namespace, "job") == 2, seconds=SECONDS, waiting_for="both pods to run")
+    until(lambda: running(control_plane, namespace, "job") == 2, waiting_for="both pods to run")
     # One pod a node would be the scheduler's own choice: each is half full then.
     assert len({pod["spec"]["nodeName"] for pod in pods(control_plane, namespace)}) == 1
 
 
 def test_the_operator_had_every_right_that_it_asked_for(control_plane: ControlPlane) -> None:
-    lines = map(json.loads, control_plane.audit_log.read_text().splitlines())
+    lines = control_plane.audited()
     mine = [line["responseStatus"] for line in lines if line["user"]["username"] == ACCOUNT_NAME]
     assert mine
     assert [said["message"] for said in mine if said.get("code") == 403 and " cannot " in said.get("message", "")] == []

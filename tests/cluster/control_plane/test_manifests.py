@@ -1,4 +1,4 @@
-"""What the operator creates holds no field that the API server does not know: to the operator it would not say so."""
+"""Manifests of the operator hold no field that the API server does not know: to the operator it would not say so."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cluster.control_plane.plane import ControlPlane
 from golden_manifests import FOLDER, GOLDEN
 from moejob_operator.actions import Kind
 from moejob_operator.children.gangs import GangApi
-from moejob_operator.lists import collection
+from moejob_operator.runtime.lists import collection
 
 # Only stand-ins of the others are served.
 SERVED = ("v1", GangApi.NATIVE)

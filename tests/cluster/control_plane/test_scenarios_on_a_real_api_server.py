@@ -1,9 +1,8 @@
-"""The same stories as with FakeCluster, lived through on a real API server: they end alike in both worlds."""
+"""The same stories as with FakeCluster, run on a real API server: they end alike in both worlds."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -23,17 +22,17 @@ from cluster.control_plane.real_cluster import RealCluster, add_node, beat
 from cluster.waiting import until
 from fake_world import KEY, SMALL, World
 from moejob_api.job.status import ConditionType
-from moejob_operator.api_client import ApiClient, configuration
 from moejob_operator.children.gangs import GangApi
 from moejob_operator.cluster import JobKey
-from moejob_operator.metrics import Metrics
+from moejob_operator.runtime.api_client import ApiClient, configuration
+from moejob_operator.runtime.metrics import Metrics
 from scenarios import SCENARIOS, Scenario, live
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("definition")]
 
 HOME = "moejob-scenarios"
 NODES = tuple(f"node-{role}-{index}" for role, count in (("trainer", 4), ("rollout", 2)) for index in range(count))
-# Nobody schedules but the tests.
+# Only the tests schedule.
 BY_HAND = merged(SMALL, {"resources": {"schedulerName": "played-by-hand"}})
 # A claim that is bound stays bound for the real volume controller; its own test below has one that is not bound yet.
 NOT_HERE = {"a claim without a volume is told"}
@@ -58,7 +57,7 @@ def api(
 ) -> Iterator[ApiClient]:
     """The operator's client, with the rights of its service account."""
     control_plane.api.create("/api/v1/namespaces", {"metadata": {"name": HOME}})
-    until(lambda: control_plane.has_service_account(HOME), seconds=20, waiting_for=f"a service account in {HOME}")
+    until(lambda: control_plane.has_service_account(HOME), waiting_for=f"a service account in {HOME}")
     with installed(control_plane, HOME, tmp_path_factory.mktemp("operator")):
         kubeconfig = control_plane.service_account_kubeconfig(HOME, ACCOUNT)
         client = loop.run_until_complete(_client(kubeconfig))
@@ -149,7 +148,7 @@ def test_a_job_lives_as_it_does_in_the_fake_cluster_and_rests(
     assert witness.doubled == []
     already = audited(world)
     for _ in range(3):
-        world.look()
+        world.reconcile()
     assert writes(world, already) == []
 
 
@@ -182,17 +181,15 @@ def test_a_claim_without_a_volume_is_told_until_the_volume_controller_has_bound_
 
 
 def audited(world: World) -> int:
-    """How long the audit log is."""
+    """Return how long the audit log is."""
     assert isinstance(world.cluster, RealCluster)
     return world.cluster.plane.audit_log.stat().st_size
 
 
 def writes(world: World, since: int) -> list[str]:
-    """What the operator has written in this world's namespace since then."""
+    """Return what the operator has written in this world's namespace since then."""
     assert isinstance(world.cluster, RealCluster)
-    with world.cluster.plane.audit_log.open("rb") as log:
-        log.seek(since)
-        lines = [json.loads(line) for line in log]
+    lines = world.cluster.plane.audited(since)
     assert lines, "the looks at least were to be seen"
     return [
         f"{line['verb']} {line['requestURI']}"

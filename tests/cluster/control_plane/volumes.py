@@ -1,4 +1,4 @@
-"""Volumes that nobody ever mounts, for claims that have to be bound."""
+"""Volumes that no pod ever mounts, for claims that have to be bound."""
 
 from __future__ import annotations
 
@@ -32,6 +32,5 @@ def create_bound_claim(plane: ControlPlane, namespace: str, name: str) -> None:
     plane.api.create(VOLUMES, volume_for(claim))
     until(
         lambda: plane.api.get(f"{claims}/{name}")["status"]["phase"] == "Bound",
-        seconds=20,
         waiting_for=f"claim {name} to be bound",
     )

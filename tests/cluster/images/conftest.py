@@ -1,4 +1,4 @@
-"""What the tests of images share: images of this tree, built once, and containers of them."""
+"""Shared parts of the tests of images: images of this tree, built once, and containers of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What images are made of: pins, sizes, and that the same tree gives the same layers."""
+"""Contents of images: pins, sizes, and that the same tree gives the same layers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ by_image = pytest.mark.parametrize("name", IMAGES)
 
 
 def members(layout: Path, layer: Layer) -> Iterator[tarfile.TarInfo]:
-    """What is in a layer."""
+    """Yield what is in a layer."""
     with tarfile.open(layout / "blobs" / layer.digest.replace(":", "/")) as archive:
         yield from archive
 
@@ -142,7 +142,7 @@ def test_every_module_is_compiled_against_its_content(image: Builds, name: str) 
 
 @dataclass(frozen=True, slots=True)
 class Elsewhere:
-    """Where the operator is built of any tree, in a store of its own."""
+    """A build of the operator from any tree, in a store of its own."""
 
     builder: Buildah
 
@@ -153,7 +153,7 @@ class Elsewhere:
         return self.builder.layout(RECIPES["operator"])
 
     def buildah(self, *arguments: str) -> str:
-        """What buildah answers about that store."""
+        """Return what buildah answers about that store."""
         command = buildah(self.builder.store(ordered("operator")), *arguments)
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 

@@ -24,5 +24,5 @@ def test_two_ranks_train_and_export(container: Contains, tmp_path: Path) -> None
 
 def test_it_knows_who_it_runs_as(container: Contains) -> None:
     asks = "import getpass, os; print(getpass.getuser(), os.getuid(), os.path.expanduser('~'))"
-    done = container("trainer-cpu", Container(("python", "-c", asks))).run(seconds=30)
+    done = container("trainer-cpu", Container(("python", "-c", asks))).run(seconds=300)
     assert (done.stdout, done.returncode) == ("moejob 65532 /tmp\n", 0), done.stderr

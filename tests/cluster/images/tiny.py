@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,13 +26,22 @@ def trained(container: Callable[[str, Container], Confined], folder: Path, steps
     manifest, storage = _pod(steps), _volume(folder)
     [trainer] = manifest["spec"]["containers"]
     assert "command" not in trainer, "the image says what runs"
-    environment = {variable["name"]: variable["value"].replace("$$", "$") for variable in trainer["env"]}
+    environment = {variable["name"]: _value(variable) for variable in trainer["env"]}
     hosts = (environment[Environment.HOST],)
     made = container("trainer-cpu", Container((), environment | {"OMP_NUM_THREADS": "1"}, {"/moejob": storage}, hosts))
     done = made.run(SECONDS)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert LastWord.model_validate_json(made.last_word.read_text()).outcome is Outcome.COMPLETED
     return Path(str(storage) + environment[Environment.RUN_FOLDER].removeprefix("/moejob"))
+
+
+def _value(variable: dict[str, Any]) -> str:
+    """The value that the kubelet gives a variable: of the job's Secret where the manifest names one."""
+    if "valueFrom" in variable:
+        assert variable["valueFrom"].keys() == {"secretKeyRef"}, variable
+        return secrets.token_hex(32)
+    value: str = variable["value"]
+    return value.replace("$$", "$")
 
 
 def _pod(steps: int) -> dict[str, Any]:

@@ -19,7 +19,6 @@ ROOT = Path("/sys/fs/cgroup")
 CONTROLLERS = ("cpu", "cpuacct", "cpuset", "memory", "pids")
 # cpuacct is a part of cpu since version 2.
 OF_VERSION_2 = tuple(name for name in CONTROLLERS if name != "cpuacct")
-END_SECONDS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +30,7 @@ class Cgroup:
 
     @property
     def folders(self) -> tuple[Path, ...]:
-        """Where it is."""
+        """Return where it is."""
         return tuple(hierarchy / self.path for hierarchy in _hierarchies(self.root))
 
     def create(self) -> None:
@@ -58,7 +57,7 @@ class Cgroup:
                     os.kill(pid, signal.SIGKILL)
             return not self.pids()
 
-        until(is_empty, seconds=END_SECONDS, waiting_for=lambda: f"the end of {sorted(self.pids())} in {self.path}")
+        until(is_empty, waiting_for=lambda: f"the end of {sorted(self.pids())} in {self.path}")
         for folder in self.folders:
             for below, _, _ in os.walk(folder, topdown=False):
                 Path(below).rmdir()
@@ -69,7 +68,7 @@ class Cgroup:
 
 
 def is_version_2(root: Path = ROOT) -> bool:
-    """Whether there is one hierarchy for all controllers."""
+    """Return whether there is one hierarchy for all controllers."""
     return (root / "cgroup.controllers").exists()
 
 
@@ -97,7 +96,7 @@ def _delegate(folder: Path) -> None:
 
 
 def _inherit_processors(folder: Path) -> None:
-    """In version 1 a new cgroup may use no processor and no memory until it is told which."""
+    """In version 1 a new cgroup may use no processor and no memory until they are assigned."""
     for name in ("cpuset.cpus", "cpuset.mems"):
         file = folder / name
         if file.exists() and not is_version_2(folder) and not file.read_text().strip():

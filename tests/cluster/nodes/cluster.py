@@ -53,7 +53,6 @@ SHELL_COMMANDS = (
     "hostname",
     "id",
 )
-READY_SECONDS = 120
 # After so long a silence a node is lost; Kubernetes' own default is 50.
 LOST_SECONDS = 20
 ADDRESSES = Addresses(IPv4Network("10.89.0.0/24"), IPv4Network("10.244.0.0/16"))
@@ -89,7 +88,7 @@ class Cluster:
     def load(self, archives: Mapping[str, Path]) -> None:
         """Have the images of OCI archives or folders on every node, each under a name with a tag.
 
-        Nodes keep images for the next cluster. What nobody serves any more goes now: a trainer is 5 GB on each.
+        Nodes keep images for the next cluster. What is not served any more goes now: a trainer is 5 GB on each.
         """
         names = [self.registry.add(name, archive) for name, archive in archives.items()]
         for node in self.nodes.values():
@@ -110,17 +109,17 @@ class Cluster:
         before = self._heard_at(node)
         self.nodes[node].start_kubelet()
         # What the API server says of a node outlives the kubelet for a while.
-        until(lambda: self._heard_at(node) != before, seconds=READY_SECONDS, waiting_for=f"word from {node}")
+        until(lambda: self._heard_at(node) != before, waiting_for=f"word from {node}")
         self.await_ready(node)
 
     def await_ready(self, node: str) -> None:
         """Return when a node takes pods and has its GPUs, which a kubelet that starts takes for a mistake."""
-        until(partial(self.plane.takes_pods, node), seconds=READY_SECONDS, waiting_for=f"{node} to be ready")
+        until(partial(self.plane.takes_pods, node), waiting_for=f"{node} to be ready")
         gpus = {"nvidia.com/gpu": str(self._settings.gpus_per_node)}
         self.plane.api.merge(f"/api/v1/nodes/{node}/status", {"status": {"capacity": gpus, "allocatable": gpus}})
 
     def is_ready(self, node: str) -> bool:
-        """Whether the control plane hears of a node."""
+        """Return whether the control plane hears of a node."""
         return bool(self._readiness(node)["status"] == "True")
 
     def pids(self, namespace: str, pod: str) -> set[int]:
@@ -139,7 +138,7 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a cluster has one of."""
+    """The parts that a cluster has one of."""
 
     switch: Switch
     registry: Registry

@@ -1,4 +1,4 @@
-"""One cluster of two real nodes and one release of the chart for all tests here; who cannot have it is told why."""
+"""One cluster of two real nodes and one release of the chart for all tests here, which are skipped without them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from images import CannotBuildError
 
 @pytest.fixture(scope="session")
 def node_programs(request: pytest.FixtureRequest) -> Programs:
-    """Where the programs of nodes are. The first run builds them, for minutes, and says so."""
+    """Return where the programs of nodes are. The first run builds them, for minutes, and says so."""
     reasons = obstacles(Settings())
     if reasons:
         pytest.skip(f"no real nodes on this machine: {'; '.join(reasons)}")
@@ -41,7 +41,7 @@ def nodes(node_programs: Programs, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture(scope="session")
 def home(nodes: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Release]:
-    """Where the operator runs: the chart, with the images of this tree."""
+    """Yield where the operator runs: the chart, with the images of this tree."""
     try:
         with installed(nodes, tmp_path_factory.mktemp("release")) as made:
             yield made

@@ -9,7 +9,6 @@ from pathlib import Path
 from cluster.nodes.kubelet import DOMAIN
 from cluster.processes import Process
 
-READY_SECONDS = 30
 READY_PORT = 8181
 # Answers of a Service that changes are old after a second, as those of pods that wait for one another must be.
 SETTINGS = """\
@@ -38,7 +37,7 @@ class Dns:
     def start(self) -> None:
         """Return when it has learnt of every Service."""
         self.process.start()
-        self.process.wait_until(self._is_ready, READY_SECONDS)
+        self.process.wait_until(self._is_ready)
 
     def stop(self) -> None:
         """End it."""

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from cluster.processes import Process
 
-START_SECONDS = 10
 # Of a switch, and of a node: a machine's own view of everything but files and users.
 NETWORK = ("net",)
 MACHINE = ("net", "mount", "uts", "pid")
@@ -38,7 +37,7 @@ class Enclosure:
     def start(self) -> None:
         """Return when commands can run in it."""
         self._process.start()
-        self._process.wait_until(lambda: self._found() is not None, START_SECONDS)
+        self._process.wait_until(lambda: self._found() is not None)
 
     def stop(self) -> None:
         """End all that is in it."""
@@ -53,11 +52,11 @@ class Enclosure:
         return found
 
     def command(self, *words: str | Path) -> list[str | Path]:
-        """What runs a command in it."""
+        """Return what runs a command in it."""
         return ["nsenter", f"--target={self.pid}", *(f"--{kind}" for kind in self._kinds), "--", *words]
 
     def run(self, *words: str | Path) -> str:
-        """What a command prints that runs in it."""
+        """Return what a command prints that runs in it."""
         return printed(*self.command(*words))
 
     def _found(self) -> int | None:
@@ -68,7 +67,7 @@ class Enclosure:
         return next((int(child) for child in children if self._is_first(int(child))), None)
 
     def _is_first(self, pid: int) -> bool:
-        """Whether a process is past all that unshare does before it becomes the first."""
+        """Return whether a process is past all that unshare does before it becomes the first."""
         try:
             return Path(f"/proc/{pid}/exe").samefile(self._first)
         except OSError:
@@ -76,7 +75,7 @@ class Enclosure:
 
 
 def printed(*words: str | Path) -> str:
-    """What a command prints."""
+    """Return what a command prints."""
     done = subprocess.run(words, capture_output=True, text=True, check=False, env=os.environ | {"LC_ALL": "C"})
     if done.returncode:
         raise EnclosureError(f"{' '.join(map(str, words))}: {done.stderr.strip() or done.stdout.strip()}")

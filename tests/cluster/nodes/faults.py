@@ -1,4 +1,4 @@
-"""What is done to jobs that train, each a verb; knows nothing of what becomes of them."""
+"""Faults of jobs that train, each a verb; knows nothing of their recovery."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def kill_rank(member: Member) -> None:
 
 
 def hold_rank(member: Member) -> None:
-    """Its process stands still: it does not end, it answers nobody."""
+    """Its process stands still: it does not end, it answers no request."""
     os.kill(_rank(member), signal.SIGSTOP)
 
 
@@ -63,13 +63,13 @@ def kill_operator(nodes: Cluster, namespace: str) -> None:
 
 
 def kill_operator_and_pod(nodes: Cluster, namespace: str, pod: str) -> None:
-    """Both, so that nobody answers for the pod until the operator is back."""
+    """Both, so that no process answers for the pod until the operator is back."""
     kill_operator(nodes, namespace)
     kill_pod(nodes, namespace, pod)
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process still runs, or would if it were let."""
+    """Return whether a process still runs, or would if it were let."""
     return Path(f"/proc/{pid}/exe").exists()
 
 
@@ -79,7 +79,7 @@ def hold_launcher(member: Member) -> None:
 
 
 def let_go(member: Member) -> None:
-    """What was held goes on, if it is there to."""
+    """Let what was held continue, if it still exists."""
     for pid in (member.rank, member.launcher):
         if pid is not None:
             with suppress(ProcessLookupError):
@@ -104,7 +104,7 @@ def starve(nodes: Cluster, namespace: str, member: Member) -> None:
     command = nodes.plane.kubectl_command("exec", member.name, f"--namespace={namespace}", "--", "python", "-c", hog)
     asking = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        until(lambda: not is_alive(_rank(member)), seconds=60, waiting_for="the kernel to end the rank")
+        until(lambda: not is_alive(_rank(member)), waiting_for="the kernel to end the rank")
     finally:
         asking.kill()
         asking.wait()

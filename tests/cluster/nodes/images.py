@@ -91,7 +91,7 @@ def _placed(blobs: Path, content: bytes) -> dict[str, object]:
 def write_small_image(
     path: Path, files: Mapping[str, Path], links: Mapping[str, str], command: Sequence[str], user: str = ""
 ) -> Path:
-    """An archive of an image of one layer: programs, links to them, and what runs as whom if nobody says else."""
+    """An archive of an image of one layer: programs, links to them, and its default command and user."""
     layer = _layer(files, links)
     config = {
         "architecture": "amd64",

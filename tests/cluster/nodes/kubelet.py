@@ -15,7 +15,7 @@ DOMAIN = "cluster.local"
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """What a node has to know of the cluster it joins, and of its place in it."""
+    """The configuration of a node: the cluster that it joins, and its place in it."""
 
     name: str
     address: IPv4Address
@@ -29,7 +29,7 @@ class Membership:
 
 
 def write_kubelet_settings(path: Path, joins: Membership) -> Path:
-    """What the kubelet is told by a file."""
+    """Return the kubelet's configuration file."""
     settings = {
         "apiVersion": "kubelet.config.k8s.io/v1beta1",
         "kind": "KubeletConfiguration",
@@ -70,7 +70,7 @@ def write_kubelet_settings(path: Path, joins: Membership) -> Path:
 
 
 def kubelet_flags(settings: Path, joins: Membership) -> list[str]:
-    """What the kubelet is told by flags."""
+    """Return the kubelet's flags."""
     return [
         f"--config={settings}",
         f"--kubeconfig={joins.kubeconfig}",
@@ -80,7 +80,7 @@ def kubelet_flags(settings: Path, joins: Membership) -> list[str]:
 
 
 def health_url(joins: Membership) -> str:
-    """What answers 200 while the kubelet is well."""
+    """Return what answers 200 while the kubelet is well."""
     return f"http://{joins.address}:{HEALTH_PORT}/healthz"
 
 

@@ -1,4 +1,4 @@
-"""Who has which address, and the switch that nodes and machine are plugged into; knows nothing of Kubernetes."""
+"""Addresses, and the switch that nodes and machine are plugged into; knows nothing of Kubernetes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Addresses:
 
     @property
     def machine(self) -> IPv4Address:
-        """Where nodes and pods find what runs beside them: the API server, DNS, the registry."""
+        """Return where nodes and pods find what runs beside them: the API server, DNS, the registry."""
         return self.nodes[1]
 
     def node(self, index: int) -> IPv4Address:
@@ -32,7 +32,7 @@ class Addresses:
         return self.nodes[11 + index]
 
     def pods_of(self, index: int) -> IPv4Network:
-        """Where the pods of a node are."""
+        """Return where the pods of a node are."""
         return list(self.pods.subnets(new_prefix=24))[index]
 
     def routes(self, count: int) -> dict[IPv4Network, IPv4Address]:
@@ -49,7 +49,7 @@ class Switch:
         self._enclosure = Enclosure("switch", NETWORK, first, folder)
 
     def start(self, nodes: int) -> None:
-        """Plug the machine in, and show it the way to the pods of so many nodes."""
+        """Plug the machine in, and show it the way to the pods of that many nodes."""
         self._enclosure.start()
         self._enclosure.run("ip", "link", "add", BRIDGE, "type", "bridge")
         self._enclosure.run("ip", "link", "set", BRIDGE, "up")
@@ -82,7 +82,7 @@ class Switch:
                 node.run("ip", "route", "add", str(pods), "via", str(other))
 
     def cut(self, name: str) -> None:
-        """Unplug a node: what it sends is lost, and nobody tells it."""
+        """Unplug a node: what it sends is lost, without an error."""
         self._enclosure.run("ip", "link", "set", name, "down")
 
     def mend(self, name: str) -> None:

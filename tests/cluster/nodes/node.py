@@ -21,7 +21,6 @@ from cluster.nodes.kubelet import (
 from cluster.nodes.runtime import Places, Runtime
 from cluster.processes import Process
 
-READY_SECONDS = 30
 CNI_PROGRAMS = ("bridge", "host-local", "loopback")
 # What the kubelet sets on a machine, and the values it wants: it finds them in files of its own, since there is one
 # kernel for all.
@@ -37,14 +36,14 @@ TUNABLES = {
 
 @dataclass(frozen=True, slots=True)
 class Programs:
-    """Where all programs of a node are, and the libraries that some need."""
+    """The folder of all programs of a node, and of the libraries that some need."""
 
     paths: Mapping[str, Path]
     libraries: tuple[Path, ...]
 
     @property
     def words(self) -> list[str]:
-        """What makes a command find them."""
+        """Return what makes a command find them."""
         search = ":".join([*sorted({str(path.parent) for path in self.paths.values()}), os.environ["PATH"]])
         return ["env", f"PATH={search}", f"LD_LIBRARY_PATH={':'.join(map(str, self.libraries))}"]
 
@@ -93,14 +92,14 @@ class Node:
     def start_kubelet(self) -> None:
         """Return when it is well, which is before the API server knows."""
         self.kubelet.start()
-        self.kubelet.wait_until(self._kubelet_is_well, READY_SECONDS)
+        self.kubelet.wait_until(self._kubelet_is_well)
 
     def pids(self, pod_uid: str) -> set[int]:
         """The processes of a pod, as the machine numbers them."""
         return self._cgroup.pids(f"pod{pod_uid}")
 
     def path(self, inside: Path) -> Path:
-        """Where the machine sees what the node sees at a path."""
+        """Return where the machine sees what the node sees at a path."""
         return Path(f"/proc/{self.enclosure.pid}/root{inside}")
 
     def _mount(self) -> None:

@@ -57,7 +57,7 @@ def _of_the_network(settings: Settings) -> Iterator[str]:
 
 
 def _refusal(command: str) -> str | None:
-    """What a node's namespaces say to a command; None when it does what it should."""
+    """Return what a node's namespaces say to a command; None when it does what it should."""
     flags = [*(f"--{kind}" for kind in MACHINE), "--fork", "--kill-child", "--mount-proc"]
     try:
         printed("unshare", *flags, "sh", "-c", command)

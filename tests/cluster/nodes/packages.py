@@ -43,7 +43,7 @@ class Unpacked:
 
 
 def found_or_unpacked(report: Report) -> Unpacked:
-    """Where each program is."""
+    """Return where each program is."""
     installed = {name: path for name in PACKAGES.keys() - NOT_FROM_PATH if (path := shutil.which(name))}
     wanted = sorted(PACKAGES.keys() - installed)
     folders = {name: _unpacked(name, PACKAGES[name], report) for name in wanted}

@@ -11,13 +11,11 @@ from cluster.nodes.cluster import BUSYBOX_IMAGE
 from cluster.waiting import until
 
 VOLUME = "/volume"
-# Ten times what a quiet machine of two cores needs.
-SECONDS = 120
 
 
 @dataclass(frozen=True, slots=True)
 class Shell:
-    """A script in a pod. Whoever asks for a node by name gets it from the scheduler, as everybody else does."""
+    """A script in a pod. One that asks for a node by name gets it from the scheduler, as all others do."""
 
     script: str
     node: str | None = None
@@ -72,14 +70,14 @@ class Pods:
         self.await_phase(name, "Running")
 
     def output(self, name: str, shell: Shell) -> str:
-        """What one writes that ends well."""
+        """Return what one writes that ends well."""
         self.create(name, shell)
         self.await_phase(name, "Succeeded")
         return self.logs(name)
 
     def await_phase(self, name: str, phase: str) -> None:
         """Return when a pod is in a phase."""
-        until(lambda: self.phase(name) == phase, seconds=SECONDS, waiting_for=lambda: f"{phase}: {self.told(name)}")
+        until(lambda: self.phase(name) == phase, waiting_for=lambda: f"{phase}: {self.told(name)}")
 
     def get(self, name: str) -> Any:
         """One pod."""
@@ -91,12 +89,12 @@ class Pods:
         return phase
 
     def ending(self, name: str) -> Any:
-        """How the container of a pod has ended."""
+        """Return how the container of a pod has ended."""
         [container] = self.get(name)["status"]["containerStatuses"]
         return container["state"]["terminated"]
 
     def is_gone(self, name: str) -> bool:
-        """Whether there is no such pod."""
+        """Return whether there is no such pod."""
         try:
             self.get(name)
         except RefusedError as refusal:
@@ -108,15 +106,15 @@ class Pods:
         self.plane.api.delete(self._path(f"pods/{name}"))
 
     def logs(self, name: str) -> str:
-        """What one has written."""
+        """Return what one has written."""
         return self.plane.kubectl("logs", name, f"--namespace={self.namespace}")
 
     def exec(self, name: str, script: str) -> str:
-        """What a script writes in a pod that runs."""
+        """Return what a script writes in a pod that runs."""
         return self.plane.kubectl("exec", name, f"--namespace={self.namespace}", "--", "sh", "-c", script)
 
     def told(self, name: str) -> str:
-        """What Kubernetes has to say of one."""
+        """Return what Kubernetes has to say of one."""
         return self.plane.kubectl("describe", "pod", name, f"--namespace={self.namespace}")
 
     def create_service(self, name: str, *, headless: bool = True) -> None:
@@ -127,7 +125,7 @@ class Pods:
         self.plane.api.create(self._path("services"), {"metadata": {"name": name}, "spec": spec})
 
     def create_claim(self, name: str, size: str = "1Gi", storage_class: str | None = None) -> None:
-        """A claim that many pods may use at once; of the default class unless told otherwise."""
+        """A claim that many pods may use at once; of the default class unless another is given."""
         self.plane.api.create(self._path("persistentvolumeclaims"), claim(name, size, storage_class))
 
     def _path(self, rest: str) -> str:

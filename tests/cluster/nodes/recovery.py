@@ -16,10 +16,6 @@ from cluster.nodes.training import ENDS, Run, Submitted
 from cluster.nodes.witness import Kind, Witness, Word
 from cluster.waiting import TooLateError, until
 
-# Ten times what a quiet machine needs.
-PATIENCE_SECONDS = 300
-
-
 Found = TypeVar("Found")
 
 
@@ -98,7 +94,7 @@ class Patient:
         return self.awaited(committed, f"a checkpoint of step {step}")
 
     def await_risk(self, checkpoint: int, steps: int) -> None:
-        """So many steps after a checkpoint, that step's or a later one, there is something to lose."""
+        """That many steps after a checkpoint, that step's or a later one, there is something to lose."""
         self.await_checkpoint(checkpoint)
         wanted = max(self.run.checkpoints()) + steps
 
@@ -108,20 +104,30 @@ class Patient:
 
         self.awaited(reached, f"step {wanted}")
 
+    def await_first_answer(self, at_the_latest: int) -> None:
+        """The operator has asked every pod, or that step is done: restarts before belong to the start of the gang."""
+        self.awaited(lambda: self.is_heard or self.lines()[-1].step >= at_the_latest, "an answer of all pods")
+
+    @property
+    def is_heard(self) -> bool:
+        """Return whether every pod has answered the operator, which asks seldom and in vain while launchers start."""
+        status = self.job.read().get("status") or {}
+        return "rankRestarts" in ((status.get("restarts") or {}).get("ladder") or {})
+
     def await_start(self, restart: int) -> None:
-        """Ranks of that start have done a step. Asks nobody but the volume."""
+        """Ranks of that start have done a step. Asks the volume alone."""
 
         def has_stepped() -> bool:
             return any(line.claim[1] >= restart for line in self.lines())
 
-        until(has_stepped, seconds=PATIENCE_SECONDS, waiting_for=f"restart {restart}")
+        until(has_stepped, waiting_for=f"restart {restart}")
 
     def members(self) -> dict[int, Member]:
         """The pods that run, by index."""
         return members(self.job)
 
     def all_members(self, count: int) -> dict[int, Member]:
-        """The same, once so many pods have their rank."""
+        """The same, once that many pods have their rank."""
 
         def whole() -> dict[int, Member] | None:
             try:
@@ -138,7 +144,7 @@ class Patient:
         self.job.nodes.plane.kubectl("delete", "moetrainingjob", self.job.name, f"--namespace={self.job.namespace}")
 
     def awaited(self, find: Callable[[], Found | None], what: str) -> Found:
-        """What is looked for, once it is there. A job that has ended will never have it."""
+        """Return what is looked for, once it is there. A job that has ended will never have it."""
 
         def look() -> Found | None:
             # Asked first: what comes before the end is there when the end is.
@@ -148,7 +154,7 @@ class Patient:
                 raise TooLateError(f"the job has ended before {what}: {self.job.told()}")
             return found
 
-        found = until(look, seconds=PATIENCE_SECONDS, waiting_for=lambda: f"{what}: {self.job.told()}")
+        found = until(look, waiting_for=lambda: f"{what}: {self.job.told()}")
         assert found is not None
         return found
 
@@ -168,7 +174,7 @@ def patient(job: Submitted, witness: Witness) -> Patient:
         found = job.nodes.plane.api.get(claims)["items"]
         return any(one["metadata"]["name"] == claim and one["status"].get("phase") == "Bound" for one in found)
 
-    until(is_bound, seconds=PATIENCE_SECONDS, waiting_for=f"a volume for {claim}")
+    until(is_bound, waiting_for=f"a volume for {claim}")
     return Patient(job, witness, Run(job.nodes.storage.path(job.namespace, claim) / job.name))
 
 
@@ -193,7 +199,7 @@ def _leaders(pids: set[int]) -> dict[int, int]:
 
 
 def _status(pid: int) -> dict[str, str]:
-    """What the kernel says of a process; nothing once it has ended."""
+    """Return what the kernel says of a process; nothing once it has ended."""
     try:
         text = Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -206,7 +212,7 @@ def _status(pid: int) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Where the seconds went from the fault to the first step after it."""
+    """The seconds from the fault to the first step after it, by part."""
 
     detect: float
     decide: float
@@ -251,22 +257,22 @@ class Recovery:
 
     @property
     def new_pods(self) -> set[int]:
-        """Which pods were replaced."""
+        """Return which pods were replaced."""
         return {index for index, member in self.after.items() if self.before[index].uid != member.uid}
 
     @property
     def new_launchers(self) -> set[int]:
-        """Whose launcher is another process."""
+        """Return whose launcher is another process."""
         return {index for index, member in self.after.items() if self.before[index].launcher != member.launcher}
 
     @property
     def new_ranks(self) -> set[int]:
-        """Which ranks are other processes."""
+        """Return which ranks are other processes."""
         return {index for index, member in self.after.items() if self.before[index].rank != member.rank}
 
 
 def recovery(patient: Patient, fault: Callable[[Mapping[int, Member]], object]) -> Recovery:
-    """What comes of a fault that is done to the pods of a job, as soon as ranks of another start have done a step."""
+    """Return the outage after a fault of a job's pods, as soon as ranks of another start have done a step."""
     before, newest = patient.members(), max(patient.run.checkpoints())
     old = patient.lines()[-1].claim
     fault_at = time.time()
@@ -320,7 +326,7 @@ def _first(witness: Witness, uid: str, holds: Any) -> float:
 
 
 def _known(fault_at: float, created: float, witness: Witness) -> float:
-    """When the cluster first said that something was wrong: a pod that ends, a node that is lost."""
+    """Return when the cluster first said that something was wrong: a pod that ends, a node that is lost."""
     signs: Sequence[float | None] = (
         witness.first(Kind.POD, _is_ending, fault_at),
         witness.first(Kind.NODE, _is_lost, fault_at),

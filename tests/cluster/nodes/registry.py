@@ -1,6 +1,6 @@
 """A registry for the nodes: it serves the images of archives where they lie, and takes none.
 
-A registry that takes images keeps a second copy of every layer; ours are of several gigabytes, and nobody pushes.
+A registry that takes images keeps a second copy of every layer; ours are of several gigabytes, and none is pushed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Registry:
 
     @property
     def url(self) -> str:
-        """Where nodes find it."""
+        """Return where nodes find it."""
         host, port = self._server.server_address[:2]
         return f"http://{host!s}:{port}"
 

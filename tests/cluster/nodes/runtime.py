@@ -11,7 +11,6 @@ from cluster.processes import Process
 
 SOCKET = "/run/containerd/containerd.sock"
 PAUSE_IMAGE = "moejob.test/pause:1"
-READY_SECONDS = 30
 NAMESPACE = ("--namespace", "k8s.io")
 
 # The layers of an image go as soon as they are unpacked: they are in the registry anyway.
@@ -53,7 +52,7 @@ server = "{url}"
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where containerd finds what it does not bring along."""
+    """The folders of programs that containerd does not bring along."""
 
     folder: Path
     cni_programs: tuple[Path, ...]
@@ -80,7 +79,7 @@ class Runtime:
         self.process = self._started("containerd", disabled="")
 
     def stop(self) -> None:
-        """End it as a crash would; what it runs goes on."""
+        """End it as a crash would; what it runs continues."""
         if self.process is not None:
             self.process.stop()
 
@@ -125,7 +124,7 @@ class Runtime:
         )
         process = Process(name, self._node.command(*self._containerd, settings), self._places.folder)
         process.start()
-        process.wait_until(self._answers, READY_SECONDS)
+        process.wait_until(self._answers)
         return process
 
     def _write_registries(self) -> None:

@@ -1,6 +1,6 @@
-"""What kubectl shows of jobs, as files to be reviewed; all that differs from run to run is replaced by its name.
+"""The output of kubectl about jobs, as files to be reviewed; all that differs from run to run is replaced by its name.
 
-`MOEJOB_GOLDEN=write` writes the files anew instead of comparing.
+`MOEJOB_GOLDEN=write` writes the files again instead of comparing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MOVING_FIELDS = {
     *("Last Checkpoint Step", "Checkpoint Step", "Node"),
 }
 _SAVED = re.compile(r"step \d+ is saved")
-# Whether a claim is bound before its job's pods are looked at is a race that nobody has to win.
+# Whether a claim is bound before its job's pods are reconciled is a race without a right winner.
 _SOMETIMES = re.compile(r"\bClaimPending\b")
 
 
@@ -40,7 +40,7 @@ def table(text: str) -> str:
 
 
 def description(text: str) -> str:
-    """What `kubectl describe` says, its events included."""
+    """Return what `kubectl describe` says, its events included."""
     fields, _, events = text.partition("Events:\n")
     total = re.search(r"Total Steps: +(\d+)", fields)
     told = [_field(line, total[1] if total else "") for line in fields.splitlines()]
@@ -52,7 +52,7 @@ def description(text: str) -> str:
 
 
 def compared(name: str, sections: Sequence[tuple[str, str]], namespace: str = "") -> tuple[str, str]:
-    """What is shown and what the file says, which is the same when files are written."""
+    """Return what is shown and what the file says, which is the same when files are written."""
     shown = "\n\n".join(f"$ kubectl {asked}\n{said.rstrip()}" for asked, said in sections) + "\n"
     shown = re.sub(r"[ \t]+$", "", _UID.sub("<uid>", shown), flags=re.MULTILINE)
     shown = shown.replace(namespace, "<namespace>") if namespace else shown

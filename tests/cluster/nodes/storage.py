@@ -59,7 +59,7 @@ class Storage:
             self._thread.join()
 
     def path(self, namespace: str, claim: str) -> Path:
-        """Where the machine sees what is in a claim's volume."""
+        """Return where the machine sees what is in a claim's volume."""
         found = self._api.get(f"/api/v1/namespaces/{namespace}/persistentvolumeclaims/{claim}")
         inside = self._folder / found["spec"]["volumeName"]
         return self._nodes[0].path(inside)

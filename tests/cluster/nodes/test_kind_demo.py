@@ -39,7 +39,7 @@ class Laptop:
     asked: Path
 
     def make(self, target: str) -> subprocess.CompletedProcess[str]:
-        """What a person types."""
+        """Return what a person types."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("HELM_", "KUBE", "MAKE"))}
         own = {"PATH": f"{self.programs}:{os.environ['PATH']}", "KUBECONFIG": str(self.programs / "config")}
         command = ["make", target]
@@ -56,7 +56,7 @@ class Laptop:
 
 @pytest.fixture
 def vacant(nodes: Cluster, home: Release, tmp_path: Path) -> Iterator[Cluster]:
-    """The nodes, on which nobody has installed the chart yet."""
+    """The nodes, before the chart is installed."""
     home.remove()
     yield nodes
     Release(nodes.plane, "moejob-system", tmp_path).remove()

@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 TESTS = Path(__file__).parents[2]
 END_SECONDS = 60
-# Where programs of nodes write unless they are told otherwise.
+# Where programs of nodes write unless given another place.
 HAUNTS = (
     "/etc/cni",
     "/run/containerd",
@@ -58,7 +58,6 @@ def test_a_killed_cluster_leaves_cgroups_and_the_next_one_nothing(tmp_path: Path
             process.wait(END_SECONDS)
         until(
             partial(only_left, kinds),
-            seconds=END_SECONDS,
             waiting_for=lambda: f"the end of {sorted(left())}",
         )
 
@@ -111,7 +110,7 @@ def traces(folder: Path) -> set[tuple[str, str]]:
 
 
 def _is_ours(mount: str, folder: Path) -> bool:
-    """Whether a cluster could have made a mount: by what it names, or by where it is."""
+    """Return whether a cluster could have made a mount: by what it names, or by where it is."""
     target = mount.split()[1]
     is_named = any(name in mount for name in (str(folder), SPARE.owner, *HAUNTS))
     return is_named or target in NODES_MOUNT_ON or target.startswith("/proc/sys/")
@@ -134,6 +133,6 @@ def _processes(folder: Path) -> Iterator[str]:
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             words = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            # Of a killed one an entry stays until somebody has asked how it ended.
+            # Of a killed one an entry stays until its parent has read how it ended.
             if words and (str(folder) in words or SPARE.owner in (process / "cgroup").read_text()):
                 yield f"{process.name} {words}"

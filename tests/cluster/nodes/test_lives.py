@@ -1,8 +1,8 @@
-"""What becomes of jobs on two real nodes: watched, left alone, stopped, moved to another layout, made to wait, refused.
+"""Lives of jobs on two real nodes: watched, left alone, stopped, moved to another layout, made to wait, refused.
 
 Two lives tell most of it. `steady` runs from its first step to its last while the operator is upgraded, taken away and
 put back; its losses are those of a run that nothing happened to. `wide` is stopped halfway; `narrow`, which had to wait
-for its processors, goes on with its run in another layout, and `wide` goes on in its own.
+for its processors, continues its run in another layout, and `wide` continues in its own.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from cluster.waiting import until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
-SECONDS = 300
 # Steps take a third of a second each where two nodes share two processors.
 STEADY_STEPS = 200
 STEPS = 24
@@ -45,7 +44,7 @@ Screens = list[tuple[str, str]]
 GROUP_PROTECTION = "scheduling.k8s.io/podgroup-protection"
 OPERATORS = "labelSelector=app.kubernetes.io/component=operator"
 WRONG = ROOT / "examples" / "wrong"
-# Ends when it is told to, or when a file says so, as a trainer does that has finished.
+# Ends when it is asked to, or when a file says so, as a trainer does that has finished.
 HOLDER = "moejob.test/holder:1"
 HOLDS = "trap 'exit 143' TERM; until [ -e /moejob/done ]; do sleep 0.1; done"
 
@@ -62,7 +61,7 @@ def job(name: str, steps: int, **sections: Any) -> Job:
 
 
 def screens(submitted_job: Submitted) -> Screens:
-    """What people see of a job."""
+    """Return what people see of a job."""
     kubectl, at = submitted_job.nodes.plane.kubectl, f"--namespace={submitted_job.namespace}"
     one = ("mtj", submitted_job.name)
     return [
@@ -90,7 +89,7 @@ def namespace_of(plane: ControlPlane) -> Iterator[str]:
     """A namespace that is gone afterwards, and says what is stuck when it is not."""
     created = plane.api.create("/api/v1/namespaces", {"metadata": {"generateName": "lives-"}})
     name: str = created["metadata"]["name"]
-    until(lambda: plane.has_service_account(name), seconds=SECONDS, waiting_for=f"a service account in {name}")
+    until(lambda: plane.has_service_account(name), waiting_for=f"a service account in {name}")
     try:
         yield name
     finally:
@@ -104,7 +103,6 @@ def await_end_of_namespace(plane: ControlPlane, name: str) -> None:
     path = f"/api/v1/namespaces/{name}"
     until(
         lambda: not exists(plane, path),
-        seconds=SECONDS,
         waiting_for=lambda: f"the end of {name}: {plane.api.get(path)['status']}",
     )
 
@@ -143,16 +141,14 @@ def test_of_two_jobs_that_each_want_more_than_half_the_gpus_one_waits_whole_unti
     del home
     with namespace_of(nodes.plane) as namespace:
         jobs = [submitted(nodes, namespace, of_gpus(name, holder)) for name in ("one", "two")]
-        [first] = until(
-            lambda: [each for each in jobs if each.phase == "Running"], seconds=SECONDS, waiting_for=jobs[0].told
-        )
+        [first] = until(lambda: [each for each in jobs if each.phase == "Running"], waiting_for=jobs[0].told)
         [second] = (each for each in jobs if each is not first)
-        why = until(lambda: unschedulable(second), seconds=SECONDS, waiting_for=second.told)
+        why = until(lambda: unschedulable(second), waiting_for=second.told)
         assert "Insufficient nvidia.com/gpu" in why
         assert sorted(first.pods().values()) == ["node-1", "node-2"]
         assert list(second.pods().values()) == ["", ""]
         ended = finish(first)
-        until(lambda: second.phase == "Running", seconds=SECONDS, waiting_for=second.told)
+        until(lambda: second.phase == "Running", waiting_for=second.told)
         assert sorted(second.pods().values()) == ["node-1", "node-2"]
         assert all(started >= max(ended) for started in scheduled(second))
         finish(second)
@@ -161,13 +157,13 @@ def test_of_two_jobs_that_each_want_more_than_half_the_gpus_one_waits_whole_unti
 def finish(held: Submitted) -> list[str]:
     """End its pods as trainers end that are done; when they did."""
     (held.run().folder.parent / "done").touch()
-    until(lambda: held.phase == "Succeeded", seconds=SECONDS, waiting_for=held.told)
+    until(lambda: held.phase == "Succeeded", waiting_for=held.told)
     states = [pod["status"]["containerStatuses"][0]["state"] for pod in held.pods_read()]
     return [state["terminated"]["finishedAt"] for state in states]
 
 
 def scheduled(of: Submitted) -> list[str]:
-    """When its pods got their nodes."""
+    """Return when its pods got their nodes."""
     said = [condition for pod in of.pods_read() for condition in pod["status"]["conditions"]]
     return [condition["lastTransitionTime"] for condition in said if condition["type"] == "PodScheduled"]
 
@@ -197,7 +193,7 @@ def test_a_job_that_cannot_fit_is_refused_and_what_is_suggested_is_accepted_as_i
         # No cluster of ours has these GPUs: it is accepted, and waits to be started.
         spec = merged(refused["spec"], {"lifecycle": {"suspend": True}}) | yaml.safe_load(layout)
         fits = submitted(nodes, namespace, refused | {"metadata": {"name": f"fits-{number}"}, "spec": spec})
-        until(lambda: fits.phase == "Suspended", seconds=SECONDS, waiting_for="the operator")  # noqa: B023
+        until(lambda: fits.phase == "Suspended", waiting_for="the operator")  # noqa: B023
         status = fits.read()["status"]
         assert {said["type"]: said["status"] for said in status["conditions"]}["Accepted"] == "True"
         assert status["layout"]["gpus"] == int(gpus)
@@ -209,12 +205,12 @@ def test_a_job_that_cannot_fit_is_refused_and_what_is_suggested_is_accepted_as_i
 
 @dataclass(frozen=True)
 class Unwatched:
-    """What was seen while there was no operator."""
+    """Observations while there was no operator."""
 
     # Steps done when it was gone, and some time later.
     alone: int
     later: int
-    # What Kubernetes keeps from being deleted until somebody says that it may go.
+    # What Kubernetes keeps from being deleted until a finalizer is removed.
     finalizers: dict[str, list[str]]
     is_defined: bool
 
@@ -239,7 +235,7 @@ def held(nodes: Cluster, home: Release, holder: str) -> Iterator[Submitted]:
     del home
     with namespace_of(nodes.plane) as namespace:
         running = submitted(nodes, namespace, of_gpus("held", holder))
-        until(lambda: running.phase == "Running", seconds=SECONDS, waiting_for=running.told)
+        until(lambda: running.phase == "Running", waiting_for=running.told)
         yield running
 
 
@@ -247,13 +243,13 @@ def held(nodes: Cluster, home: Release, holder: str) -> Iterator[Submitted]:
 def steady(nodes: Cluster, home: Release, namespace: str, held: Submitted) -> Steady:
     """It trains while the operator is upgraded, uninstalled and installed again."""
     steady = submitted(nodes, namespace, job("steady", STEADY_STEPS, checkpoint={"everySteps": STEADY_STEPS - 10}))
-    until(lambda: steady.phase == "Running", seconds=SECONDS, waiting_for=steady.told)
+    until(lambda: steady.phase == "Running", waiting_for=steady.told)
     pods, operators = [steady.uids()], [operator_pods(nodes, home)]
     home.upgrade(CHART, VALUES | {"settings": {"logLevel": "DEBUG"}})
     await_end_of_operators(nodes, home, operators[0])
     pods.append(steady.uids())
     operators.append(operator_pods(nodes, home))
-    until(lambda: steady.read()["status"].get("progress"), seconds=SECONDS, waiting_for=steady.told)
+    until(lambda: steady.read()["status"].get("progress"), waiting_for=steady.told)
     running = screens(steady)
     with uninstalled(nodes, home):
         unwatched = left_alone(steady, held)
@@ -278,7 +274,7 @@ def left_alone(steady: Submitted, held: Submitted) -> Unwatched:
     """Some steps of one job, and the end of the other with its namespace."""
     nodes, alone = steady.nodes, steady.run().done()
     finalizers = {**finalizers_of(nodes, steady.namespace), **finalizers_of(nodes, held.namespace)}
-    until(lambda: steady.run().done() >= alone + 5, seconds=SECONDS, waiting_for=steady.told)
+    until(lambda: steady.run().done() >= alone + 5, waiting_for=steady.told)
     later = steady.run().done()
     nodes.plane.api.delete(f"/api/v1/namespaces/{held.namespace}")
     await_end_of_namespace(nodes.plane, held.namespace)
@@ -289,7 +285,6 @@ def await_end_of_operators(nodes: Cluster, home: Release, named: Collection[str]
     """Return when none of these pods is left."""
     until(
         lambda: not set(named) & set(operator_pods(nodes, home)),
-        seconds=SECONDS,
         waiting_for=lambda: f"the end of {sorted(named)}",
     )
 
@@ -375,20 +370,20 @@ def moved(nodes: Cluster, steady: Steady, namespace: str) -> Moved:
     del steady  # They would be three.
     nodes.plane.api.create(f"/api/v1/namespaces/{namespace}/persistentvolumeclaims", claim("runs", "2Gi", None))
     wide = submitted(nodes, namespace, job("wide", STEPS))
-    until(lambda: wide.phase == "Running", seconds=SECONDS, waiting_for=wide.told)
+    until(lambda: wide.phase == "Running", waiting_for=wide.told)
     narrow = submitted(nodes, namespace, job("narrow", STEPS, **STAGES, **RESUMING))
-    waited = until(lambda: unschedulable(narrow), seconds=SECONDS, waiting_for=narrow.told)
+    waited = until(lambda: unschedulable(narrow), waiting_for=narrow.told)
     waited_on = list(narrow.pods().values())
 
-    until(lambda: wide.run().checkpoints(), seconds=SECONDS, waiting_for=wide.told)
+    until(lambda: wide.run().checkpoints(), waiting_for=wide.told)
     # The step after the one in which it was saved tells of it.
     wide.await_steps(2)
     # Or its last word may be the first that is heard of it.
     with standing_still(members(wide)[1]):
-        until(wide.has_told_of_a_checkpoint, seconds=SECONDS, waiting_for=wide.told)
+        until(wide.has_told_of_a_checkpoint, waiting_for=wide.told)
     wide.await_steps(1)
     wide.suspend()
-    until(lambda: wide.phase == "Suspended" and not wide.uids(), seconds=SECONDS, waiting_for=wide.told)
+    until(lambda: wide.phase == "Suspended" and not wide.uids(), waiting_for=wide.told)
     kept = nodes.plane.api.get(f"/api/v1/namespaces/{namespace}/persistentvolumeclaims/wide-storage")
     saved, stopped_at, suspended = {*wide.run().checkpoints()}, wide.run().done(), screens(wide)
     stopped = wide.uids()
@@ -399,7 +394,7 @@ def moved(nodes: Cluster, steady: Steady, namespace: str) -> Moved:
 
 
 def unschedulable(of: Submitted) -> str:
-    """What it says when there is no room for it."""
+    """Return what it says when there is no room for it."""
     why = of.why()
     return why if why.startswith("Unschedulable") else ""
 
@@ -447,17 +442,17 @@ def test_a_job_of_a_name_that_was_taken_is_told_how_to_go_on_with_what_lies_ther
     """As by those who delete a job to change its layout, on a volume that outlives it. No rank is ever started."""
     first = moved.narrow.read()["metadata"]["uid"]
     nodes.plane.kubectl("delete", "mtj", "narrow", f"--namespace={namespace}")
-    until(lambda: not moved.narrow.pods(), seconds=SECONDS, waiting_for="the end of its pods")
+    until(lambda: not moved.narrow.pods(), waiting_for="the end of its pods")
     one_pod = {"gpusPerNode": 2}
     again = submitted(nodes, namespace, job("narrow", STEPS, resources=one_pod, storage=STAGES["storage"]))
-    until(lambda: again.phase == "Failed", seconds=SECONDS, waiting_for=again.told)
-    until(lambda: failed_pods(again) == 1, seconds=SECONDS, waiting_for=again.told)
+    until(lambda: again.phase == "Failed", waiting_for=again.told)
+    until(lambda: failed_pods(again) == 1, waiting_for=again.told)
     failure = again.read()["status"]["lastFailure"]
     assert (failure["exitCode"], failure["reason"]) == (78, "BadConfiguration")
     assert f"belongs to job narrow (uid {first})" in failure["message"]
     assert "checkpoint.resumeFrom narrow and resume Run" in failure["message"]
     assert again.run().done() == STEPS, "what lies there is as it was"
-    # Whether the pod was seen to run, or asked how it is, before it failed is a race that nobody has to win.
+    # Whether the pod was seen to run, or asked how it is, before it failed is a race without a right winner.
     raced = re.compile(r"^ *(?:Rank Restarts|Starting Seconds|Lost Seconds|Lost Gpu Hours): .*\n", re.MULTILINE)
     shown = [(asked, raced.sub("", said)) for asked, said in screens(again)]
     assert_golden("failed", again, shown)

@@ -1,4 +1,4 @@
-"""What jobs stand on: pods of two nodes find one another, share files, end as they should; nodes can be lost."""
+"""The ground of jobs: pods of two nodes find one another, share files, end as they should; nodes can be lost."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from cluster.binaries import KUBERNETES
 from cluster.control_plane.plane import KubectlError
-from cluster.nodes.cluster import LOST_SECONDS, Cluster
+from cluster.nodes.cluster import Cluster
 from cluster.nodes.pods import VOLUME, Pods, Shell
 from cluster.nodes.storage import Class
 from cluster.waiting import until
@@ -63,7 +63,7 @@ def test_this_machine_reaches_pods(pods: Pods) -> None:
         except OSError:
             return False
 
-    until(is_reached, seconds=20, waiting_for=f"a connection to {address}")
+    until(is_reached, waiting_for=f"a connection to {address}")
 
 
 # --- pods -----------------------------------------------------------------------------------------------------------
@@ -90,9 +90,9 @@ def test_a_pod_that_is_deleted_may_finish_within_its_grace(pods: Pods, nodes: Cl
     wait = "while :; do sleep 0.1; done"
     pods.run("polite", Shell(f"{farewell}; {wait}", claim="notes", grace_seconds=20))
     written = nodes.storage.path(pods.namespace, "notes")
-    until((written / "started").exists, seconds=20, waiting_for="the trap to be set")
+    until((written / "started").exists, waiting_for="the trap to be set")
     pods.delete("polite")
-    until(lambda: pods.is_gone("polite"), seconds=20, waiting_for="the end of the pod")
+    until(lambda: pods.is_gone("polite"), waiting_for="the end of the pod")
     assert (written / "said").read_text() == "farewell\n"
 
 
@@ -104,7 +104,7 @@ def test_processes_of_a_pod_can_be_held_and_killed_from_outside(pods: Pods, node
         if Path(f"/proc/{pid}/cmdline").read_bytes() == b"sleep\x00600\x00"
     ]
     os.kill(sleep, signal.SIGSTOP)
-    until(lambda: state(sleep) == "T", seconds=10, waiting_for="the process to be held")
+    until(lambda: state(sleep) == "T", waiting_for="the process to be held")
     os.kill(sleep, signal.SIGKILL)
     pods.await_phase("victim", "Succeeded")
     assert "ended with 137" in pods.logs("victim").splitlines(), "its shell says Killed before or after"
@@ -134,7 +134,7 @@ def test_a_volume_goes_with_its_claim(pods: Pods, nodes: Cluster) -> None:
     path = nodes.storage.path(pods.namespace, "brief")
     pods.delete("user")
     pods.plane.api.delete(f"/api/v1/namespaces/{pods.namespace}/persistentvolumeclaims/brief")
-    until(lambda: not path.exists(), seconds=30, waiting_for=f"the end of {path}")
+    until(lambda: not path.exists(), waiting_for=f"the end of {path}")
 
 
 # --- nodes ----------------------------------------------------------------------------------------------------------
@@ -151,14 +151,14 @@ def test_a_third_pod_finds_no_gpus_on_two_nodes(pods: Pods) -> None:
         message: str | None = said.get("PodScheduled", {}).get("message")
         return message
 
-    assert "2 Insufficient nvidia.com/gpu" in (until(refusal, seconds=20, waiting_for="a refusal") or "")
+    assert "2 Insufficient nvidia.com/gpu" in (until(refusal, waiting_for="a refusal") or "")
 
 
 def test_a_node_that_is_cut_off_is_lost_and_comes_back_with_its_pods(pods: Pods, nodes: Cluster) -> None:
     pods.run("distant", Shell(SLEEP, node="node-2"))
     nodes.cut_off("node-2")
     try:
-        until(lambda: not nodes.is_ready("node-2"), seconds=3 * LOST_SECONDS, waiting_for="node-2 to be lost")
+        until(lambda: not nodes.is_ready("node-2"), waiting_for="node-2 to be lost")
         assert nodes.is_ready("node-1")
         assert nodes.pids(pods.namespace, "distant"), "the pod runs on, where nobody sees it"
     finally:
@@ -172,7 +172,7 @@ def test_pods_outlive_the_kubelet(pods: Pods, nodes: Cluster) -> None:
     before = nodes.pids(pods.namespace, "steady")
     nodes.nodes["node-1"].kubelet.stop()
     nodes.start_kubelet("node-1")
-    until(lambda: says(pods, "steady", "still here"), seconds=30, waiting_for="the kubelet to know its pods again")
+    until(lambda: says(pods, "steady", "still here"), waiting_for="the kubelet to know its pods again")
     assert nodes.pids(pods.namespace, "steady") == before
     allocatable = nodes.plane.api.get("/api/v1/nodes/node-1")["status"]["allocatable"]
     assert allocatable["nvidia.com/gpu"] == "8"
@@ -184,7 +184,7 @@ def state(pid: int) -> str:
 
 
 def says(pods: Pods, name: str, words: str) -> bool:
-    """Whether a pod repeats words, by way of its kubelet."""
+    """Return whether a pod repeats words, by way of its kubelet."""
     try:
         return pods.exec(name, f"echo {words}") == f"{words}\n"
     except KubectlError:

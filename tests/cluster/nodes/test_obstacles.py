@@ -1,4 +1,4 @@
-"""Who can have no nodes is told why."""
+"""A machine that can have no nodes is given the reason."""
 
 from __future__ import annotations
 

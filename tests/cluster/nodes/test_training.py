@@ -39,11 +39,12 @@ def test_the_operator_runs_on_both_nodes_under_the_restricted_standard(home: Rel
     assert all(pod["status"]["containerStatuses"][0]["ready"] for pod in pods)
 
 
-def test_the_webhook_refuses_a_job_that_can_not_be_laid_out(nodes: Cluster, home: Release) -> None:
+@pytest.mark.usefixtures("home")
+def test_the_webhook_refuses_a_job_that_can_not_be_laid_out(nodes: Cluster, namespace: str) -> None:
     job = short_job()
     job["spec"]["parallelism"] = {"expert": 3}
     with pytest.raises(KubectlError, match="denied the request"):
-        submitted(nodes, home.namespace, job)
+        submitted(nodes, namespace, job)
 
 
 def test_a_job_runs_on_both_nodes_to_its_end(trained: Submitted) -> None:

@@ -39,7 +39,7 @@ Job = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a job leaves: on a volume of the cluster, or in a folder of `moejob run`."""
+    """The files that a job leaves: on a volume of the cluster, or in a folder of `moejob run`."""
 
     folder: Path
 
@@ -60,7 +60,7 @@ class Run:
         return {step: path for step, path in self._begun() if (path / MARKER).exists()}
 
     def unfinished(self) -> list[Path]:
-        """Checkpoints that are being written: something is there, and nobody has committed it."""
+        """Checkpoints that are being written: something is there, and it is not committed."""
         return [path for _, path in self._begun() if not (path / MARKER).exists() and any(path.iterdir())]
 
     def last_evaluation(self) -> float:
@@ -122,12 +122,12 @@ class Submitted:
         return sorted(listed, key=lambda pod: str(pod["metadata"]["name"]))
 
     def run(self) -> Run:
-        """What it left on its volume."""
+        """Return what it left on its volume."""
         claim = self.read()["spec"]["storage"].get("claimName", f"{self.name}-storage")
         return Run(self.nodes.storage.path(self.namespace, claim) / self.name)
 
     def why(self) -> str:
-        """What it says of why it runs, or does not: the reason and message of condition Running."""
+        """Return what it says of why it runs, or does not: the reason and message of condition Running."""
         said = {found["type"]: found for found in self.read().get("status", {}).get("conditions", ())}
         found = said.get("Running", {"reason": "", "message": ""})
         return f"{found['reason']}: {found['message']}"
@@ -138,12 +138,12 @@ class Submitted:
         self.nodes.plane.api.merge(f"{JOBS.format(self.namespace)}/{self.name}", {"spec": spec})
 
     def await_steps(self, count: int) -> None:
-        """So many more are done."""
+        """That many more are done."""
         wanted = self.run().done() + count
         until(lambda: self.run().done() >= wanted, seconds=TRAINING_SECONDS, waiting_for=self.told)
 
     def has_told_of_a_checkpoint(self) -> bool:
-        """Whether its status knows of one: the operator asks every now and then."""
+        """Return whether its status knows of one: the operator asks every now and then."""
         return "lastCheckpointStep" in self.read()["status"].get("progress", {})
 
     def told(self) -> str:

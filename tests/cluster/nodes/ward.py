@@ -1,4 +1,4 @@
-"""Where jobs are that something will be done to: a model that takes time to load, and what a job learns undisturbed."""
+"""Jobs that get faults: a model that takes time to load, and what a job learns undisturbed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from cluster.waiting import until
 RANDOM_MODEL = ROOT / "tests/trainer/random_model.py"
 MODELS = "models"
 STEPS, EVERY = 16, 4
-# So many steps after a checkpoint something is done, that there is something to lose.
+# A fault comes that many steps after a checkpoint, so that there is something to lose.
 STEPS_AT_RISK = 2
 
 
@@ -47,13 +47,15 @@ class Ward:
         body = merged(of, {"metadata": {"name": name}, "spec": changed})
         admitted = patient(submitted(self.nodes, self.home.namespace, body), self.witness)
         try:
+            admitted.await_checkpoint(EVERY)
+            admitted.await_first_answer(EVERY + STEPS_AT_RISK)
             admitted.await_risk(EVERY, STEPS_AT_RISK)
             yield admitted
         finally:
             admitted.dismiss()
 
     def recovered(self, patient: Patient, fault: Callable[[Mapping[int, Member]], object]) -> Recovery:
-        """What came of a fault, once the job has ended well and has learned what it learns without."""
+        """Return what came of a fault, once the job has ended well and has learned what it learns without."""
         found = recovery(patient, fault)
         assert found.lost_steps <= found.steps_at_risk
         self.assert_unharmed(patient)
@@ -87,7 +89,7 @@ class Ward:
         self.await_operator()
 
     def operator_nodes(self) -> set[str]:
-        """Where replicas of the operator are."""
+        """Return where replicas of the operator are."""
         return {pod["spec"]["nodeName"] for pod in self._replicas()}
 
     def await_operator(self) -> None:
@@ -145,7 +147,6 @@ def _provide(nodes: Cluster, namespace: str, model: Path) -> None:
     nodes.plane.api.create(claims, claim(MODELS, "1Gi", None))
     until(
         lambda: nodes.plane.api.get(f"{claims}/{MODELS}")["status"].get("phase") == "Bound",
-        seconds=60,
         waiting_for=f"a volume for {MODELS}",
     )
     place = nodes.storage.path(namespace, MODELS) / model.name

@@ -1,4 +1,4 @@
-"""When who heard what: pods, jobs and nodes as the API server tells of them, each with the moment of hearing.
+"""A record of watches: pods, jobs and nodes as the API server reports them, each with the moment of its event.
 
 Its own times are whole seconds, and of much it keeps none.
 """
@@ -20,7 +20,7 @@ PAUSE_SECONDS = 0.1
 
 
 class Kind(StrEnum):
-    """What is watched."""
+    """The kinds that are watched."""
 
     POD = "pods"
     JOB = "moetrainingjobs"
@@ -29,7 +29,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """One object as it was told at a moment, in seconds since 1970."""
+    """One object as it was reported at a moment, in seconds since 1970."""
 
     at: float
     is_gone: bool
@@ -65,11 +65,11 @@ class Witness:
             thread.join()
 
     def words(self, kind: Kind, since: float = 0.0) -> list[Word]:
-        """What was heard from a moment on, in order."""
+        """Return what was heard from a moment on, in order."""
         return [word for word in self._words[kind] if word.at >= since]
 
     def first(self, kind: Kind, holds: Callable[[Word], object], since: float = 0.0) -> float | None:
-        """When something was heard for the first time from a moment on."""
+        """Return when something was heard for the first time from a moment on."""
         return next((word.at for word in self.words(kind, since) if holds(word)), None)
 
     def _listen(self, kind: Kind, path: str) -> None:
@@ -84,7 +84,7 @@ class Witness:
 
 @contextmanager
 def witness(api: Api, namespace: str) -> Iterator[Witness]:
-    """Somebody who listens meanwhile."""
+    """A recorder that runs meanwhile."""
     listening = Witness(api, namespace)
     listening.start()
     try:

@@ -1,0 +1,48 @@
+"""The word list that `make lint` holds docstrings, comments, pages and commit subjects to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from words import Words, file_problems, page_problems, python_problems, subject_problems
+
+WORDS = Words({"goes on": "continues", "nobody": "no rank"}, ("What", "Whether"))
+
+
+@pytest.mark.parametrize(
+    ("text", "problems"),
+    [
+        pytest.param('"""A run goes on."""\n', ["1: 'goes on': write continues"], id="a docstring"),
+        pytest.param("x = 1\n# Nobody reads it.\n", ["2: 'nobody': write no rank"], id="a comment"),
+        pytest.param(
+            'def f():\n    """Read.\n\n    A run goes\n    on."""\n', ["4: 'goes on': write continues"], id="two lines"
+        ),
+        pytest.param(
+            'class A:\n    """What it holds."""\n',
+            ["2: the docstring begins with 'What': write a noun phrase or an imperative"],
+            id="a question",
+        ),
+        pytest.param('"""Whatever is read."""\n', [], id="a longer word"),
+        pytest.param('x = "nobody goes on"\n', [], id="a string"),
+    ],
+)
+def test_docstrings_and_comments_of_a_module_are_checked(text: str, problems: list[str]) -> None:
+    assert [f"{line}: {problem}" for line, problem in python_problems(text, WORDS)] == problems
+
+
+def test_prose_of_a_page_is_checked_and_its_code_is_not() -> None:
+    text = "# Runs\n\n```\nnobody\n```\n\nA run `goes on`.\nA run goes on.\n"
+    assert list(page_problems(text, WORDS)) == [(8, "'goes on': write continues")]
+
+
+def test_a_problem_names_file_and_line(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("Nobody.\n", encoding="utf-8")
+    assert file_problems(page, WORDS) == [f"{page}:1: 'nobody': write no rank"]
+
+
+def test_a_long_subject_is_a_problem() -> None:
+    assert subject_problems(["x" * 72]) == []
+    assert subject_problems(["x" * 73]) == [f"commit subject of 73 characters, at most 72: {'x' * 73}"]
