@@ -53,6 +53,16 @@ app.kubernetes.io/component: operator
 - apiGroups: [""]
   resources: [services, persistentvolumeclaims]
   verbs: [get, list, watch, create]
+# Never read: a right to read Secrets would be one to read every one of them. Who may create pods can use any of a
+# namespace as it is, so that creating them adds nothing.
+- apiGroups: [""]
+  resources: [secrets]
+  verbs: [create]
+{{- if .Values.networkPolicy.jobs }}
+- apiGroups: [networking.k8s.io]
+  resources: [networkpolicies]
+  verbs: [create]
+{{- end }}
 - apiGroups: [scheduling.k8s.io, scheduling.volcano.sh, scheduling.x-k8s.io]
   resources: [podgroups]
   verbs: [get, list, create]

@@ -15,8 +15,12 @@ capabilities: {drop: [ALL]}
 {{- with .Values.namespaces }}
 {{- include "moejob.setting" (list "namespaces" .) }}
 {{- end }}
-{{- range $name := list "trainer" "rollout" }}
+{{- range $name := list "trainer" "trainerColocated" "rollout" }}
 {{- include "moejob.setting" (list (printf "%sImage" $name) (include "moejob.image" (list $.Values.images (index $.Values.images $name) $.Chart.AppVersion))) }}
+{{- end }}
+{{- include "moejob.setting" (list "jobNetworkPolicy" .Values.networkPolicy.jobs) }}
+{{- with .Values.networkPolicy.metricsFrom }}
+{{- include "moejob.setting" (list "jobMetricsFrom" .) }}
 {{- end }}
 {{- include "moejob.setting" (list "httpPort" 8080) }}
 {{- include "moejob.setting" (list "leaseName" (include "moejob.name" .)) }}
