@@ -38,7 +38,7 @@ def main(settings: Mapping[str, str]) -> int:
 
 
 def order(recipe: Recipe, settings: Mapping[str, str]) -> Order:
-    """What is to be built of this tree."""
+    """Return what is to be built of this tree."""
     tree = Tree((ROOT / "VERSION").read_text().strip(), _revision())
     named = reference(recipe, settings.get("PREFIX", ""), settings.get("TAG") or tree.version)
     arguments = {name: settings[name] for name in ("BASE", "RUNTIME") if settings.get(name)}

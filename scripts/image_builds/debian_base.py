@@ -41,7 +41,7 @@ class Base:
 
     @property
     def options(self) -> tuple[str, ...]:
-        """What mmdebstrap is told."""
+        """Return what mmdebstrap is told."""
         return (f"--variant={self.variant}", f"--include={','.join(self.packages)}", *_LEFT_OUT)
 
     @property

@@ -68,7 +68,7 @@ class Buildah:
             return f"OCI layout {self._built(order, supplies)}"
 
     def layout(self, recipe: Recipe) -> Path:
-        """Where the image of a recipe is once it is built."""
+        """Return where the image of a recipe is once it is built."""
         return self.folder / "layouts" / recipe.name
 
     def _built(self, order: Order, supplies: Supplies) -> Path:
@@ -97,10 +97,10 @@ class Buildah:
         """The digests of what each layer below our code unpacks to, from the base up."""
         said = json.loads(_answer(buildah(store, "inspect", "--type=image", order.reference)))
         layers: list[str] = said["OCIv1"]["rootfs"]["diff_ids"]
-        return layers[:-1] if order.recipe.has_code else layers
+        return layers[:-1]
 
     def store(self, order: Order) -> Store:
-        """Where the layers of an order on local bases are: one for each closure; that of the pins before goes."""
+        """Return the folder of an order's layers on local bases: one for each closure; that of the pins before goes."""
         folder = self.folder / "stores" / f"{order.recipe.folder}-{closure_key(order)}"
         for before in folder.parent.glob(f"{order.recipe.folder}-*"):
             if before != folder:
@@ -165,7 +165,7 @@ def _works(*command: str) -> bool:
 
 
 def _overlays(folder: Path) -> bool:
-    """Whether the kernel can lay folders over one another here; else every layer is a copy."""
+    """Return whether the kernel can lay folders over one another here; else every layer is a copy."""
     tried = folder / "overlay-tried"
     parts = {name: tried / name for name in ("lower", "upper", "work", "merged")}
     for part in parts.values():
@@ -191,7 +191,7 @@ def _build(command: list[str], order: Order) -> None:
 
 
 def _run(command: list[str], folder: Path = ROOT, given: str = "") -> None:
-    """What a builder says matters when it fails."""
+    """Return what a builder says matters when it fails."""
     done = subprocess.run(
         command, cwd=folder, input=given, text=True, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )

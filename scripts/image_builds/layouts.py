@@ -31,7 +31,7 @@ class Image:
 
     @property
     def bytes(self) -> int:
-        """What a node that has none of its layers pulls."""
+        """Return what a node that has none of its layers pulls."""
         return sum(layer.bytes for layer in self.layers)
 
     @property
@@ -61,7 +61,7 @@ def full_name(reference: str) -> str:
 
 
 def holds(layout: Path, digests: Iterable[str]) -> bool:
-    """Whether these blobs are there."""
+    """Return whether these blobs are there."""
     return all(_blob(layout, digest).exists() for digest in digests)
 
 

@@ -19,12 +19,11 @@ class UnknownImageError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """One image: the folder of its Dockerfile, the stage that it is, and whether its last layer is code of ours."""
+    """One image: the folder of its Dockerfile, and the stage that it is. Its last layer is code of ours."""
 
     name: str
     folder: str
     target: str
-    has_code: bool = True
 
     @property
     def dockerfile(self) -> str:
@@ -40,8 +39,8 @@ RECIPES: Mapping[str, Recipe] = {
         Recipe("trainer-cpu", "trainer", "cpu"),
         Recipe("trainer-colocated", "trainer", "colocated"),
         Recipe("trainer-colocated-cpu", "trainer", "colocated-cpu"),
-        Recipe("rollout", "rollout", "gpu", has_code=False),
-        Recipe("rollout-cpu", "rollout", "cpu", has_code=False),
+        Recipe("rollout", "rollout", "gpu"),
+        Recipe("rollout-cpu", "rollout", "cpu"),
     )
 }
 
@@ -66,7 +65,7 @@ class Order:
 
     @property
     def dockerfile(self) -> str:
-        """What its Dockerfile says, to the end of this image: buildah gives labels to the last stage there is."""
+        """Return the text of its Dockerfile, to the end of this image: buildah labels the last stage."""
         whole = (self.context / self.recipe.dockerfile).read_text()
         before, named, after = whole.partition(f" AS {self.recipe.target}\n")
         return before + named + after.partition("\nFROM ")[0]
@@ -81,7 +80,7 @@ def chosen(names: str) -> tuple[Recipe, ...]:
 
 
 def repository(name: str) -> str:
-    """What an image is called before its tag, the registry left out: the names in the chart's values."""
+    """Return what an image is called before its tag, the registry left out: the names in the chart's values."""
     return f"moejob-{name}"
 
 
