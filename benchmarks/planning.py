@@ -17,8 +17,8 @@ from moejob_api.job import MoETrainingJob
 from moejob_api.job.resources import GpuType
 from moejob_api.models.shape import ModelShape
 from moejob_api.models.sources import Unseen, model_shape
-from moejob_api.plan import plan
-from moejob_api.search import best_layouts, layouts
+from moejob_api.planner.plan import plan
+from moejob_api.planner.search import best_layouts, layouts
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 JOB = EXAMPLES / "deepseek-v3-sft-512gpu.yaml"

@@ -39,7 +39,7 @@ class Result:
 
     @property
     def meets_target(self) -> bool | None:
-        """Whether the target is met; None without one."""
+        """Return whether the target is met; None without one."""
         if self.target is None:
             return None
         return self.value <= self.target if self.better is Better.LOWER else self.value >= self.target
@@ -89,7 +89,7 @@ def table(results: Sequence[Result], around: Mapping[str, str]) -> str:
 
 
 def measured_on(around: Mapping[str, str]) -> str:
-    """Where and with what."""
+    """Return where and with what."""
     return f"Measured on {around['machine']}, {around['stack']}, commit {around['commit']}."
 
 

@@ -15,7 +15,7 @@ from benchmarks.contest.contenders import Contender
 from benchmarks.contest.costs import Costs
 from benchmarks.contest.histograms import Histogram
 from cluster.control_plane.plane import ControlPlane
-from moejob_operator.api_client import ApiClient, configuration
+from moejob_operator.runtime.api_client import ApiClient, configuration
 
 _AT_ONCE = 16
 _POLL_SECONDS = 0.02
@@ -58,7 +58,7 @@ class Burst:
 
 class _Uncounted:
     def requested(self, verb: str, resource: str, code: str, seconds: float) -> None:
-        """What the benchmark itself asks is no result."""
+        """Return what the benchmark itself asks is no result."""
 
 
 @dataclass
@@ -138,7 +138,7 @@ class Arena:
             self._read()
 
     async def at_rest(self, contender: Contender) -> Costs:
-        """What it takes once it has given back the connections of its last work: these stay open for a while."""
+        """Return what it takes once it has given back the connections of its last work: these stay open for a while."""
         await asyncio.sleep(_KEPT_OPEN_SECONDS)
         # Pods may just be asked how they are.
         seen = []

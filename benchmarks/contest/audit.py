@@ -74,7 +74,7 @@ class Story:
 
     @property
     def pods_running(self) -> int:
-        """How many pods have come to run."""
+        """Return how many pods have come to run."""
         return sum(map(len, self.running_at.values()))
 
     def seconds_until_created(self) -> list[float]:

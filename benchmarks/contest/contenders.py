@@ -57,7 +57,7 @@ class Contender:
         return self
 
     def costs(self) -> Costs:
-        """What its process has taken until now."""
+        """Return what its process has taken until now."""
         if self.process.pid is None:
             raise RuntimeError(f"{self.name} has ended; its log is {self.process.log}")
         return costs(self.process.pid)
@@ -78,7 +78,7 @@ class Contender:
         return float(dict(line.rsplit(" ", 1) for line in self.said().splitlines() if line[:1] != "#")[name])
 
     def looks(self) -> Histogram:
-        """How long it has looked at jobs until now."""
+        """Return how long it has looked at jobs until now."""
         return histogram(self.said(), *self.timed)
 
 
@@ -99,7 +99,7 @@ def ours(plane: ControlPlane, namespace: str) -> Contender:
         timed=("moejob_reconcile_seconds", 'outcome="done"'),
     )
     operator.start()
-    home.leader(START_SECONDS)
+    home.leader()
     return contender
 
 

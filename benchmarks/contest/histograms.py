@@ -36,7 +36,7 @@ class Histogram:
         raise ValueError("a histogram without observations has no quantile")
 
     def since(self, before: Histogram) -> Histogram:
-        """What came after an earlier reading."""
+        """Return what came after an earlier reading."""
         counts = {bound: count - before.counts.get(bound, 0.0) for bound, count in self.counts.items()}
         return Histogram(counts, self.total - before.total)
 

@@ -13,18 +13,18 @@ from itertools import islice
 from pathlib import Path
 
 from moejob_api.job.model import Data, DataFormat, Dataset, Model
-from moejob_trainer.batches import BatchPlan
 from moejob_trainer.data import tiny
 from moejob_trainer.data.corpus import Corpus
+from moejob_trainer.data.packing import BatchPlan
 from moejob_trainer.data.prefetch import Prefetched
 from moejob_trainer.data.preparation import Recipe, prepare
-from moejob_trainer.data.stream import BatchSize, Share, Training, mixture
+from moejob_trainer.data.stream import BatchShare, BatchSize, TrainingData, blended_dataset
 
 CHATS = 20_000
 MAX_LENGTH = 4096
 # Of a run on 64 GPUs: what one of the ranks has to do for itself in every step.
 SIZE = BatchSize(rows=256, row_tokens=MAX_LENGTH, packing=True)
-SHARE = Share(BatchPlan(data=64, tokens=MAX_LENGTH, multiple=8), rank=0)
+SHARE = BatchShare(BatchPlan(data=64, tokens=MAX_LENGTH, multiple=8), rank=0)
 STEPS = 20
 
 
@@ -61,7 +61,7 @@ def tokenized(recipe: Recipe, folder: Path, workers: int) -> Corpus:
 
 def assembling(corpora: list[Corpus], recipe: Recipe) -> float:
     """Tokens of global batches a second, as one rank gets them through a prefetching thread."""
-    training = Training(corpora, mixture(corpora, recipe.data), SIZE)
+    training = TrainingData(corpora, blended_dataset(corpora, recipe.data), SIZE)
     with Prefetched(training.batches(SHARE)) as batches:
         next(batches)
         started = time.perf_counter()

@@ -20,17 +20,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from moejob_api.cost.estimate import model_flops
 from moejob_api.job import Spec
 from moejob_api.layout.sizes import layout as layout_of
 from moejob_api.models import catalog
-from moejob_trainer.batches import Document, MicroBatch, batch_plan, global_batch
-from moejob_trainer.engine import LossTerms, TokenOutputs, UpdateResult
-from moejob_trainer.losses import cross_entropy
+from moejob_api.planner.cost.estimate import model_flops
+from moejob_trainer.data.packing import batch_plan, global_batch
+from moejob_trainer.engine import Document, LossTerms, MicroBatch, TokenOutputs, UpdateResult
 from moejob_trainer.megatron.engine import MegatronEngine, Placement
 from moejob_trainer.megatron.stages import built
 from moejob_trainer.megatron.topology import start_groups
 from moejob_trainer.model.architecture import architecture
+from moejob_trainer.objectives.losses import cross_entropy
 
 STEPS, WARM = 8, 3
 
@@ -74,7 +74,7 @@ def main() -> None:
 
 
 def _profile(step: Callable[[], object]) -> None:
-    """Where the time of one step goes, kernel by kernel."""
+    """Return where the time of one step goes, kernel by kernel."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
         step()
         torch.cuda.synchronize()
@@ -82,7 +82,7 @@ def _profile(step: Callable[[], object]) -> None:
 
 
 def loss(outputs: TokenOutputs, batch: MicroBatch) -> LossTerms:
-    """What supervised fine-tuning learns from."""
+    """Return what supervised fine-tuning learns from."""
     return LossTerms(cross_entropy(outputs.log_probabilities, batch.weights))
 
 

@@ -1,0 +1,1 @@
+"""The rollout engines of a GRPO run, measured."""

@@ -1,0 +1,319 @@
+"""GRPO on this machine's CPU with real vLLM: generation beside vLLM alone, synchronization, and the phases of a step.
+
+    python -m benchmarks.rollout.cpu
+
+Our client with one engine and vLLM alone take turns with the same prompts, each idle while the other generates. Steps
+are those of a job that `moejob run` trains. Nothing is learned: weights are random.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from benchmarks.record import Better, Result, record
+from benchmarks.rollout.alone import MARK
+from engines import PYTHON, ROOT, SECRET, Engine
+from moejob_trainer.data import tiny
+from moejob_trainer.rollouts.connection import Connection
+from moejob_trainer.rollouts.fleet import Fleet, Limits
+from moejob_trainer.rollouts.generator import FleetGenerator
+from moejob_trainer.rollouts.interface import Request, Sampling, SyncReport, Tokens
+from moejob_trainer.rollouts.publisher import Publisher, Transport, Trial
+from moejob_trainer.rollouts.transports.broadcast import BroadcastTransport, Meeting, gloo
+from moejob_trainer.rollouts.transports.buckets import Ranks
+from moejob_trainer.rollouts.transports.disk import DiskTransport
+
+GROUPS, MEMBERS, PROMPT_TOKENS, ANSWER_TOKENS = 8, 8, 24, 32
+ROUNDS, SYNCS, STEPS = 6, 5, 8
+LIMITS = Limits(start_seconds=900)
+PHASES = ("syncSeconds", "generateSeconds", "outputsSeconds", "learnSeconds")
+# vLLM alone gets as much memory for keys and values.
+_CACHE_BYTES = 512 * 1024**2
+
+
+def main() -> None:
+    """Measure everything and write the page."""
+    begun = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        model = _model(folder / "model")
+        with _Alone(folder, folder / "model") as alone:
+            pairs, disk = _served(folder / "disk", model, "Disk", alone)
+        _, broadcast = _served(folder / "gloo", model, "Gloo", None)
+        results = [
+            *_generation(pairs),
+            *_synchronization("Disk", disk),
+            *_synchronization("Gloo", broadcast),
+            *_shares(_steps(folder)),
+        ]
+    load = f"load average {begun:.1f} before and {os.getloadavg()[0]:.1f} after"
+    record(results, ["torch", "transformers"], f"vllm {_vllm_version()}, {load}")
+    for result in results:
+        print(f"{result.case:70} {result.value:12.4g} {result.unit}")
+
+
+def _model(folder: Path) -> PreTrainedModel:
+    """Make a small Qwen3-MoE: large enough to take an engine's time, small enough for a CPU."""
+    tokenizer = tiny.tokenizer()
+    config = AutoConfig.for_model(
+        "qwen3_moe",
+        vocab_size=512,
+        hidden_size=384,
+        intermediate_size=768,
+        moe_intermediate_size=384,
+        num_hidden_layers=6,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+        num_experts=8,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        decoder_sparse_step=1,
+        max_position_embeddings=1024,
+        tie_word_embeddings=False,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    torch.manual_seed(1)
+    made: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    made.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return made
+
+
+def _rounds() -> list[list[Tokens]]:
+    """The prompts of each round: no round has another's, for an engine remembers what it has read."""
+    random = np.random.default_rng(0)
+    return [[random.integers(2, 500, PROMPT_TOKENS).astype(np.int32) for _ in range(GROUPS)] for _ in range(ROUNDS)]
+
+
+# --- our client -------------------------------------------------------------------------------------------------------
+
+
+def _served(
+    folder: Path, model: PreTrainedModel, sync: str, alone: _Alone | None
+) -> tuple[list[tuple[float, float]], list[SyncReport]]:
+    """Tokens a second of each round, ours and those of vLLM alone; the reports of several synchronizations."""
+    model.config.save_pretrained(folder / "engine-model")
+    rollout = {"placement": "Separate", "sync": sync}
+    sections: dict[str, Any] = {
+        "model": {"dtype": "float32"},
+        "data": {"maxLength": 128},
+        "grpo": {"maxNewTokens": ANSWER_TOKENS, "rollout": rollout},
+    }
+    engine = Engine(folder, folder / "engine.log", **sections)
+    try:
+        engine.ready()
+        return _through(engine.url, model, _transport(sync, folder), alone)
+    finally:
+        engine.kill()
+
+
+def _transport(sync: str, folder: Path) -> Transport:
+    if sync == "Disk":
+        return DiskTransport(folder / "weights", None, LIMITS.start_seconds)
+    alone = Ranks(None, None, torch.device("cpu"))
+    return BroadcastTransport(alone, Meeting("127.0.0.1", 1, gloo, LIMITS.start_seconds))
+
+
+def _through(
+    url: str, model: PreTrainedModel, transport: Transport, alone: _Alone | None
+) -> tuple[list[tuple[float, float]], list[SyncReport]]:
+    fleet = Fleet([url], Connection(SECRET), LIMITS)
+    trial = Trial(model.config.vocab_size, lambda tokens: _log_probabilities(model, tokens), 1e-3)
+    weights = _tensors(model)
+    with closing(Publisher(fleet, None, transport, trial)) as publisher:
+        reports = [publisher.publish(version, iter(weights.items())) for version in range(SYNCS)]
+        generator = FleetGenerator(fleet)
+        if alone is None:
+            return [], reports
+        # By turns: what else the machine does, it does to both.
+        pairs = [
+            (asyncio.run(_rate(generator, number, prompts)), alone.rate(prompts))
+            for number, prompts in enumerate(_rounds())
+        ]
+        return pairs, reports
+
+
+async def _rate(generator: FleetGenerator, number: int, prompts: Sequence[Tokens]) -> float:
+    sampling = Sampling(1.0, 1.0, ANSWER_TOKENS, ())
+    requests = [
+        Request(1000 * number + group, member, prompt, 1000 * number + MEMBERS * group + member)
+        for group, prompt in enumerate(prompts)
+        for member in range(MEMBERS)
+    ]
+    begun = time.perf_counter()
+    answers = await asyncio.gather(*(generator.generate(request, sampling) for request in requests))
+    return sum(len(answer.tokens) for answer in answers) / (time.perf_counter() - begun)
+
+
+def _tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Under the names of the hub's files."""
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return load_file(Path(folder) / "model.safetensors")
+
+
+def _log_probabilities(model: PreTrainedModel, tokens: Tokens) -> Any:
+    row = torch.from_numpy(tokens.astype(np.int64))[None]
+    with torch.no_grad():
+        rows = torch.log_softmax(model(row).logits[0].float(), -1)[:-1]
+    return rows.gather(1, row[0, 1:, None])[:, 0].numpy()
+
+
+# --- vLLM alone -------------------------------------------------------------------------------------------------------
+
+
+class _Alone:
+    """A process with vLLM and nothing of ours but the plugin's corrections for the CPU."""
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+        quiet = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "TORCHDYNAMO_DISABLE": "1"}
+        asked = {
+            "environment": {**quiet, "VLLM_PLUGINS": "moejob", "VLLM_CPU_OMP_THREADS_BIND": cores},
+            "settings": {
+                "model": str(model),
+                "dtype": "float32",
+                "max_model_len": 128 + ANSWER_TOKENS,
+                "seed": 0,
+                "logprobs_mode": "processed_logprobs",
+                "enable_prefix_caching": True,
+                "enable_chunked_prefill": False,
+                "enforce_eager": True,
+                "kv_cache_memory_bytes": _CACHE_BYTES,
+                "skip_tokenizer_init": True,
+            },
+            "sampling": {"temperature": 1.0, "max_tokens": ANSWER_TOKENS, "ignore_eos": True, "logprobs": 0},
+        }
+        file = folder / "alone.json"
+        file.write_text(json.dumps(asked))
+        self._log = folder / "alone.log"
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                [str(PYTHON), "-m", "benchmarks.rollout.alone", str(file)],
+                cwd=ROOT,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
+
+    def rate(self, prompts: Sequence[Tokens]) -> float:
+        """Return the tokens a second of one round."""
+        if self._process.stdin is None or self._process.stdout is None:
+            raise RuntimeError("the process has pipes")
+        members = [prompt.tolist() for prompt in prompts for _ in range(MEMBERS)]
+        self._process.stdin.write(f"{json.dumps(members)}\n")
+        self._process.stdin.flush()
+        for line in self._process.stdout:
+            if line.startswith(MARK):
+                return float(line.removeprefix(MARK))
+        raise RuntimeError(f"vLLM alone failed:\n{self._log.read_text()[-4000:]}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # It ends with its input.
+        self._process.communicate()
+
+
+def _vllm_version() -> str:
+    command = [str(PYTHON), "-c", "from importlib.metadata import version; print(version('vllm-cpu'))"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+
+# --- a job ------------------------------------------------------------------------------------------------------------
+
+
+def _steps(folder: Path) -> list[Mapping[str, Any]]:
+    """The lines of a job's steps, the first left out, in which its engine starts."""
+    job = {
+        "apiVersion": "moejob.dev/v1alpha1",
+        "kind": "MoETrainingJob",
+        "metadata": {"name": "bench"},
+        "spec": {
+            "method": "GRPO",
+            "model": {"source": str(folder / "model"), "dtype": "float32"},
+            "data": {"train": [{"source": "moejob/tiny-sums", "format": "Prompts"}], "maxLength": 512},
+            "training": {"maxSteps": STEPS, "optimizer": {"learningRate": 1e-5}},
+            "grpo": {
+                "groupSize": MEMBERS,
+                "promptsPerStep": GROUPS,
+                "maxNewTokens": ANSWER_TOKENS,
+                "rewards": [{"name": "length"}],
+                "rollout": {"placement": "Separate", "sync": "Disk"},
+            },
+            "checkpoint": {"everySteps": 1000, "exportHuggingFace": False},
+            "storage": {"size": "8Gi"},
+            "resources": {"accelerator": "CPU", "cpu": 1, "memory": "8Gi", "sharedMemory": "1Gi", "gpusPerNode": 1},
+        },
+    }
+    file, run = folder / "job.yaml", folder / "run"
+    # JSON is YAML.
+    file.write_text(json.dumps(job))
+    command = [str(ROOT / ".venv/operator/bin/moejob"), "run", str(file), "--run-dir", str(run)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"the job failed:\n{done.stdout[-4000:]}\n{done.stderr[-2000:]}")
+    return [json.loads(line) for line in (run / "steps.jsonl").read_text().splitlines()][1:]
+
+
+# --- results ----------------------------------------------------------------------------------------------------------
+
+
+def _generation(pairs: Sequence[tuple[float, float]]) -> list[Result]:
+    """The first round is left out: memory is touched for the first time, and vLLM alone has to start."""
+    mine, theirs = (float(np.median(rates)) for rates in zip(*pairs[1:], strict=True))
+    share = float(np.median([ours / alone for ours, alone in pairs[1:]]))
+    case = f"generation, {GROUPS} x {MEMBERS} answers of {ANSWER_TOKENS} tokens"
+    return [
+        Result("grpo", case, mine, "tokens/s", Better.HIGHER, peer="vLLM alone", peer_value=theirs),
+        Result("grpo", "generation: share of the speed of vLLM alone", share, "", Better.HIGHER, 0.95),
+    ]
+
+
+def _synchronization(sync: str, reports: Sequence[SyncReport]) -> list[Result]:
+    """The first of all is left out: the engine joins a group in it."""
+    seconds = float(np.median([report.seconds for report in reports[1:]]))
+    size = reports[-1].size_bytes
+    case = f"synchronization of {size / 1e6:.0f} MB by {sync}, with its probe"
+    return [
+        Result("grpo", case, seconds, "s", Better.LOWER),
+        Result("grpo", f"{case}: speed", size / seconds / 1e6, "MB/s", Better.HIGHER),
+    ]
+
+
+def _shares(steps: Sequence[Mapping[str, Any]]) -> list[Result]:
+    whole = sum(step["seconds"] for step in steps)
+    shares = {phase: sum(step[phase] for step in steps) / whole for phase in PHASES}
+    found = [
+        Result("grpo", "a step of this model", whole / len(steps), "s", Better.LOWER),
+        *(Result("grpo", f"share of a step: {phase}", share, "", Better.LOWER) for phase, share in shares.items()),
+    ]
+    idle: Mapping[str, Callable[[], float]] = {
+        # It waits for answers, and for engines that load what it has written.
+        "the trainer": lambda: shares["generateSeconds"],
+        # They wait while the trainer computes.
+        "the engine": lambda: shares["outputsSeconds"] + shares["learnSeconds"],
+    }
+    return [*found, *(Result("grpo", f"idle share of {who}", share(), "", Better.LOWER) for who, share in idle.items())]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,199 @@
+"""A few steps of GRPO in bfloat16 on GPUs, once for each way that weights can reach the engines.
+
+The model is a Qwen3-MoE with random weights, so nothing is downloaded and nothing is learned: what counts is how long
+a synchronization takes, how many bytes it moves, and how far the engines' log-probabilities are from the trainer's.
+
+    python -m benchmarks.rollout.sync --out FOLDER [--cases colocated-ipc separate-disk ...] [--layers 8]
+
+One GPU runs `separate-disk`, where engine and trainer take half of it each, and `colocated-ipc`. Two run the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Any
+
+# vLLM's start, the trainer's, and the steps. Well below the ten minutes that a machine is often lent for.
+_LONGEST_SECONDS, _ENDING_SECONDS = 420, 30
+# Logs are copied so often: what the machine did is known although it was taken away in the middle.
+_LOOK_SECONDS = 2.0
+_SHOWN = ("syncSeconds", "syncBytes", "probeMean", "probeMaximum", "generateSeconds", "outputsSeconds", "learnSeconds")
+_MORE = ("mismatchMean", "mismatchMaximum", "generationTokensPerSecond", "reward", "loss", "gradNorm")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way for weights, and the GPUs as CUDA_VISIBLE_DEVICES calls them: the trainer's first."""
+
+    rollout: Mapping[str, Any]
+    gpus: str
+    expert: int = 1
+
+
+CASES: Mapping[str, Case] = {
+    "separate-disk": Case({"placement": "Separate", "sync": "Disk", "gpuMemoryUtilization": 0.4}, "0,0"),
+    "colocated-ipc": Case({"placement": "Colocated", "sync": "IPC", "gpuMemoryUtilization": 0.4}, "0"),
+    "separate-nccl": Case({"placement": "Separate", "sync": "NCCL", "gpuMemoryUtilization": 0.6}, "0,1"),
+    "colocated-ipc-ep2": Case({"placement": "Colocated", "sync": "IPC", "gpuMemoryUtilization": 0.4}, "0,1", expert=2),
+}
+
+
+def main() -> int:
+    """Run the cases that were asked for; the number of those that failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder for logs and results")
+    parser.add_argument("--work", type=Path, default=Path("/tmp/moejob-sync"), help="folder for models and runs")
+    parser.add_argument("--cases", nargs="+", choices=[*CASES], default=["separate-disk", "colocated-ipc"])
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=4)
+    given = parser.parse_args()
+    given.out.mkdir(parents=True, exist_ok=True)
+    model = _model(given.work / f"model-{given.layers}", given.layers)
+    failed = [name for name in given.cases if not _ran(name, model, given.work, given.out, given.steps)]
+    _say(f"failed: {failed}" if failed else "all cases ran")
+    return len(failed)
+
+
+def _model(folder: Path, layers: int) -> Path:
+    """Write a Qwen3-MoE of 64 experts with the tokenizer of the example for laptops."""
+    if folder.is_dir():
+        return folder
+    import torch  # noqa: PLC0415  # the parser's help needs none
+    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415
+
+    from moejob_trainer.data import tiny  # noqa: PLC0415
+
+    tokenizer = tiny.tokenizer()
+    config = AutoConfig.for_model(
+        "qwen3_moe",
+        vocab_size=512,
+        hidden_size=2048,
+        intermediate_size=4096,
+        moe_intermediate_size=768,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=64,
+        num_experts=64,
+        num_experts_per_tok=8,
+        norm_topk_prob=True,
+        decoder_sparse_step=1,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    torch.manual_seed(1)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        made = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    made.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def _job(case: Case, model: Path, steps: int) -> dict[str, Any]:
+    ranks = case.expert
+    return {
+        "apiVersion": "moejob.dev/v1alpha1",
+        "kind": "MoETrainingJob",
+        "metadata": {"name": "sync"},
+        "spec": {
+            "method": "GRPO",
+            "model": {"source": str(model), "dtype": "bfloat16"},
+            "data": {"train": [{"source": "moejob/tiny-sums", "format": "Prompts"}], "maxLength": 256},
+            "parallelism": {"expert": case.expert},
+            "training": {"maxSteps": steps, "optimizer": {"learningRate": 1e-5}},
+            "grpo": {
+                "groupSize": 8,
+                "promptsPerStep": 16,
+                "maxNewTokens": 128,
+                "rewards": [{"name": "length"}],
+                "rollout": dict(case.rollout),
+            },
+            "checkpoint": {"everySteps": 1000, "exportHuggingFace": False},
+            "storage": {"size": "100Gi"},
+            "resources": {"accelerator": "GPU", "gpuType": "H200", "gpusPerNode": ranks, "memory": "64Gi"},
+        },
+    }
+
+
+def _ran(name: str, model: Path, work: Path, out: Path, steps: int) -> bool:
+    case, run, begun = CASES[name], work / f"run-{name}", monotonic()
+    file = out / f"{name}.json"
+    # JSON is YAML.
+    file.write_text(json.dumps(_job(case, model, steps), indent=1))
+    environment = os.environ | {
+        "CUDA_VISIBLE_DEVICES": case.gpus,
+        "HF_HUB_OFFLINE": "1",
+        "MOEJOB_TRAINER_PYTHON": sys.executable,
+        "MOEJOB_ROLLOUT_PYTHON": sys.executable,
+    }
+    command = [sys.executable, "-m", "moejob_cli", "run", str(file), "--run-dir", str(run)]
+    _say(f"== {name}: {' '.join(command)}")
+    with (out / f"{name}.log").open("w") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+        code = _ended(process, lambda: _kept(run, out / name))
+    found = _steps(run)
+    for step in found:
+        _say(json.dumps({"case": name, "step": step.get("step")} | _picked(step, (*_SHOWN, *_MORE))))
+    _say(f"== {name}: exit {code}, {len(found)} of {steps} steps, {monotonic() - begun:.0f} s")
+    if code or len(found) < steps:
+        for log_file in (out / f"{name}.log", *sorted((out / name).glob("*.log"))):
+            _say(f"-- {log_file.name}\n{log_file.read_text(errors='replace')[-4000:]}")
+        return False
+    return True
+
+
+def _ended(process: subprocess.Popen[bytes], keep: Callable[[], None]) -> int:
+    """Wait for the run, keeping its logs as they come; the exit code, 124 where it took too long."""
+    until = monotonic() + _LONGEST_SECONDS
+    while process.poll() is None and monotonic() < until:
+        sleep(_LOOK_SECONDS)
+        keep()
+    code = process.poll()
+    if code is None:
+        _terminate(process)
+    keep()
+    return 124 if code is None else code
+
+
+def _terminate(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(_ENDING_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _steps(run: Path) -> list[dict[str, Any]]:
+    log = run / "steps.jsonl"
+    return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+
+
+def _picked(step: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    flat = {**step, **step.get("metrics", {})}
+    return {name: flat[name] for name in names if name in flat}
+
+
+def _kept(run: Path, out: Path) -> None:
+    out.mkdir(exist_ok=True)
+    for file in (*run.glob("*.jsonl"), *run.glob("logs/*.log"), *run.glob("*.log")):
+        (out / file.name).write_bytes(file.read_bytes()[-2_000_000:])
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
