@@ -11,7 +11,7 @@ MOST_TOKENS = 32
 
 
 def answer(export: str, question: str) -> str:
-    """What the model answers, one most likely token after the other."""
+    """Return what the model answers, one most likely token after the other."""
     # Which class they are, the folder says.
     tokenizer: Any = AutoTokenizer.from_pretrained(export)
     model: Any = AutoModelForCausalLM.from_pretrained(export)
