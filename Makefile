@@ -18,6 +18,7 @@ operator := .venv/operator/bin
 trainer := .venv/trainer/bin
 trainer_gpu := .venv/trainer-gpu/bin
 rollout := .venv/rollout/bin
+bridge := .venv/bridge/bin
 
 help: ## Say what each target does
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | awk -F '\t' '{ printf "  %-14s %s\n", $$1, $$2 }'
@@ -34,8 +35,11 @@ built = .venv/$(1)/.built-$(shell cat requirements/$(1).txt requirements/tools.t
 operator_built := $(call built,operator,crds operator cli)
 trainer_built := $(call built,trainer,crds trainer)
 trainer_gpu_built := $(call built,trainer-gpu,crds trainer)
-rollout_built := $(call built,rollout)
+rollout_built := $(call built,rollout,crds rollout)
 peft_built := $(call built,peft)
+bridge_built := $(call built,bridge,crds trainer)
+docs_built := $(call built,docs,crds operator cli)
+trl_built := $(call built,trl)
 
 $(operator_built):
 	@scripts/environment operator $@ crds operator cli
@@ -47,12 +51,21 @@ $(trainer_gpu_built):
 	@scripts/environment trainer-gpu $@ crds trainer
 
 $(rollout_built):
-	@scripts/environment rollout $@
+	@scripts/environment rollout $@ crds rollout
 
 $(peft_built):
 	@scripts/environment peft $@
 
-setup: $(operator_built) $(trainer_built) $(rollout_built) $(peft_built) ## Build all environments
+$(bridge_built):
+	@scripts/environment bridge $@ crds trainer
+
+$(docs_built):
+	@scripts/environment docs $@ crds operator cli
+
+$(trl_built):
+	@scripts/environment trl $@
+
+setup: $(operator_built) $(trainer_built) $(rollout_built) $(peft_built) $(bridge_built) $(trl_built) ## Build all environments
 	@:
 
 
@@ -62,16 +75,18 @@ fmt: $(operator_built) ## Format and fix what can be fixed
 	@$(operator)/ruff check --quiet --fix-only
 	@$(operator)/ruff format --quiet
 
-lint: $(operator_built) ## Check format, style and the import rules
+lint: $(operator_built) ## Check format, style, words and the import rules
 	@$(operator)/ruff format --quiet --check --diff
 	@$(operator)/ruff check --quiet
-	@$(call quietly,PYTHONPATH=crds/src:operator/src:trainer/src:cli/src:scripts $(operator)/lint-imports --no-logo --no-cache)
+	@$(call quietly,PYTHONPATH=crds/src:operator/src:trainer/src:rollout/src:cli/src:scripts $(operator)/lint-imports --no-logo --no-cache)
+	@$(operator)/python scripts/words.py
 
-types: $(operator_built) $(trainer_built) ## Check types, strictly, against what each package runs with
+types: $(operator_built) $(trainer_built) $(rollout_built) ## Check types, strictly, against what each package runs with
 	@$(call quietly,$(operator)/mypy --cache-dir .mypy_cache/operator $(wildcard crds/src operator/src cli/src scripts images \
-		benchmarks/*.py benchmarks/contest tests/*.py $(patsubst %,tests/%,api operator cli chart cluster rollout builds)))
-	@$(call quietly,$(trainer)/mypy --cache-dir .mypy_cache/trainer trainer/src tests/trainer tests/gpu benchmarks/trainer \
+		benchmarks/*.py benchmarks/contest tests/*.py $(patsubst %,tests/%,api operator cli chart cluster builds)))
+	@$(call quietly,$(trainer)/mypy --cache-dir .mypy_cache/trainer trainer/src tests/trainer tests/bridge tests/gpu benchmarks/trainer benchmarks/rollout \
 		examples/ask.py)
+	@$(call quietly,$(rollout)/mypy --cache-dir .mypy_cache/rollout rollout/src tests/rollout)
 
 generate: $(operator_built) ## Write the CRD that the models describe, and the manifests that the operator makes
 	@$(operator)/python -m moejob_api.crd
@@ -83,19 +98,38 @@ verify: lint types ## All of that, and that nothing generated is stale
 
 # Tests, in the environment of what they test.
 
-test: test-operator test-trainer test-rollout test-cluster ## Run every test that needs no GPU
+test: test-operator test-trainer test-bridge fuzz test-rollout test-cluster ## Run every test that needs no GPU
 
 test-operator: $(operator_built) ## Test api, operator, cli, chart and how images are built
 	@$(operator)/pytest $(wildcard $(patsubst %,tests/%,api cli operator chart builds)) -n 2 --dist worksteal $(ARGS)
 
-# moejob run, which starts the trainer, lives in the operator's environment; what reads its adapters in one of its own.
-test-trainer: $(trainer_built) $(operator_built) $(peft_built) ## Test the trainer
+# moejob run, which starts the trainer, lives in the operator's environment; peers that it is compared with in their own.
+test-trainer: $(trainer_built) $(operator_built) $(peft_built) $(trl_built) ## Test the trainer
 	@$(trainer)/pytest tests/trainer -n 2 --dist loadfile $(ARGS)
+
+# test-trainer does one seed.
+test-learning: $(trainer_built) ## Test that GRPO learns from rewards, on three seeds
+	@MOEJOB_LEARNING=full $(trainer)/pytest tests/trainer/grpo/test_learning.py $(ARGS)
+
+# One process: importing Megatron-Bridge takes as long as all that is computed with it.
+test-bridge: $(bridge_built) $(operator_built) ## Test the bridge to Megatron's checkpoints, and training beside Megatron's own model
+	@$(bridge)/pytest tests/bridge $(ARGS)
 
 # Weights and moments that are resumed are compared to the bit; what is shown is what losses make of the layouts' sums.
 matrix: $(trainer_built) ## Train and resume in every layout, and print how near each cell is
 	@PYTHONPATH=tests $(trainer)/pytest -p trainer.parity.matrix tests/trainer/parity/test_parity.py \
 		tests/trainer/parity/test_checkpoints.py -k "one_rank_trains or a_layout_trains or any_layout_saved" $(ARGS)
+
+# Other jobs each time; what fails is printed with the values that make it fail again.
+test-gate: $(trainer_built) ## Run hundreds of random jobs that plan accepts: each starts and makes a step
+	@HYPOTHESIS_PROFILE=explore MOEJOB_ACCEPTED_JOBS=$${MOEJOB_ACCEPTED_JOBS:-300} \
+		$(trainer)/pytest tests/trainer/test_accepted_jobs.py -n 0 $(ARGS)
+
+# Inputs that the usual tests have not seen; each listener and parser gets as many, a hundred thousand in a minute or so.
+fuzz: $(operator_built) $(trainer_built) ## Send a million damaged inputs to each listener and each parser of foreign text
+	@MOEJOB_FUZZ_INPUTS=$${MOEJOB_FUZZ_INPUTS:-1000000} $(operator)/pytest tests/operator/test_strange_bytes.py $(ARGS)
+	@MOEJOB_FUZZ_INPUTS=$${MOEJOB_FUZZ_INPUTS:-1000000} $(trainer)/pytest tests/trainer/test_strange_bytes.py \
+		tests/trainer/launcher/test_progress_server.py $(ARGS)
 
 test-rollout: $(rollout_built) ## Test what runs beside vLLM
 	@$(rollout)/pytest tests/rollout $(ARGS)
@@ -108,7 +142,7 @@ gpu-test: $(trainer_gpu_built) $(operator_built) ## Test kernels and training on
 test-cluster: $(operator_built) $(trainer_built) ## Test on a real control plane and two real nodes
 	@$(operator)/pytest tests/cluster -n 3 --dist loadscope --no-loadscope-reorder -rs --no-fold-skipped $(ARGS)
 
-# Needs what the nodes need, and a quarter of an hour; test-cluster does the five faults that happen most. Last comes `make kind-demo`.
+# Needs what the nodes need, and a quarter of an hour; test-cluster does the three faults that happen most. Last comes `make kind-demo`.
 test-faults: $(operator_built) $(trainer_built) ## Test every fault: of ranks, pods, nodes, volumes, clocks, the cluster and the operator
 	@MOEJOB_FAULTS=full $(operator)/pytest tests/cluster/control_plane/test_faults.py tests/cluster/nodes/test_faults.py \
 		tests/cluster/nodes/test_kind_demo.py -rs --no-fold-skipped $(ARGS)
@@ -141,6 +175,9 @@ bench-recovery: $(operator_built) $(trainer_built) ## Measure how long a job ove
 bench-trainer: $(trainer_built) ## Measure training on this CPU beside Transformers
 	@$(trainer)/python -W ignore -m benchmarks.trainer.cpu_step
 
+bench-grpo: $(trainer_built) $(operator_built) $(rollout_built) ## Measure GRPO on this CPU with vLLM, beside vLLM alone
+	@PYTHONPATH=tests $(trainer)/python -W ignore -m benchmarks.rollout.cpu
+
 # Always from the start: a run folder that is used again goes on where it was.
 demo: $(operator_built) $(trainer_built) ## Train a small model here, then ask it something
 	@rm -rf runs/demo
@@ -148,9 +185,24 @@ demo: $(operator_built) $(trainer_built) ## Train a small model here, then ask i
 	@echo
 	@$(trainer)/python examples/ask.py runs/demo/export "count from 2 to 5"
 
+# The first run's export is where the second starts.
+demo-grpo: $(operator_built) $(trainer_built) $(rollout_built) ## Teach a small model sums by their reward here, with a vLLM engine
+	@rm -rf runs/tiny-sft-sums runs/tiny-grpo
+	@$(operator)/moejob run examples/tiny-sft-sums.yaml
+	@$(operator)/moejob run examples/tiny-grpo.yaml
+	@$(operator)/python examples/answers.py runs/tiny-grpo
+
 # As root, with Go for the cluster's programs, buildah and mmdebstrap for the images.
 cluster-demo: $(operator_built) $(trainer_built) ## Train on two Kubernetes nodes of this machine, without Docker
 	@PYTHONPATH=tests:scripts $(operator)/python -m cluster.nodes.demo
+
+
+docs: $(docs_built) ## Build the documentation as a site, into site/; a link that leads nowhere is an error
+	@$(call quietly,NO_MKDOCS_2_WARNING=1 .venv/docs/bin/mkdocs build --strict)
+
+# With `make demo` in one of them; committed, for pages are read where nothing can be run.
+pictures: $(operator_built) $(trainer_built) ## Draw the pictures of README and docs again
+	@PYTHONPATH=scripts $(operator)/python -m pictures
 
 
 # Closures. Order matters: what comes later is held to the versions chosen earlier, so that the tools install on top of
@@ -171,12 +223,23 @@ lock: ## Pin and hash the closures of requirements/*.in
 	@$(call compile,rollout,rollout,tools)
 	@$(call compile,trainer-gpu,trainer gpu,trainer tools)
 	@$(call compile,peft,trainer peft,trainer tools)
+	@$(call compile,bridge,trainer bridge,trainer tools)
+	@$(call compile,trl,trainer trl,trainer tools)
 	@$(call compile,rollout-gpu,rollout-gpu,tools)
 	@$(call compile,sbom,sbom,tools)
+	@$(call compile,docs,operator docs,operator tools)
+	@$(call compile,audit,audit,tools)
+
+# What could not be looked up counts as vulnerable, or an index without that service would pass everything.
+audit: ## Look up every pin among known vulnerabilities; needs PyPI itself
+	@for closure in requirements/*.txt; do \
+		echo "$$closure"; scripts/uv --quiet tool run --with-requirements requirements/audit.txt pip-audit --strict --disable-pip \
+			--require-hashes --progress-spinner off --requirement "$$closure" || failed=1; \
+	done; exit $${failed:-0}
 
 clean: ## Remove the environments and all build output; the cache stays
 	@rm -rf .venv .hypothesis .mypy_cache .pytest_cache .ruff_cache \
-		$(foreach dist,crds operator trainer cli,$(dist)/dist $(dist)/build)
-	@find $(wildcard crds operator trainer cli tests benchmarks scripts) -name __pycache__ -prune -exec rm -rf {} +
+		$(foreach dist,crds operator trainer rollout cli,$(dist)/dist $(dist)/build)
+	@find $(wildcard crds operator trainer rollout cli tests benchmarks scripts) -name __pycache__ -prune -exec rm -rf {} +
 
-.PHONY: help setup fmt lint types generate verify test test-operator test-trainer matrix test-rollout test-cluster test-faults test-images gpu-test control-plane bench bench-operator bench-recovery bench-trainer demo cluster-demo images kind-demo lock clean
+.PHONY: help setup fmt lint types generate verify test test-operator test-trainer test-bridge test-learning matrix test-gate test-rollout test-cluster test-faults test-images gpu-test control-plane bench bench-operator bench-recovery bench-trainer bench-grpo demo demo-grpo cluster-demo docs pictures images kind-demo lock audit clean
