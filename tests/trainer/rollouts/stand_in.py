@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -13,6 +14,13 @@ from aiohttp import web
 
 # Says what to answer a request for tokens, given its body.
 Behaviour = Callable[[dict[str, Any]], Awaitable[web.Response]]
+
+
+def until(is_so: Callable[[], bool], what: str) -> None:
+    end = time.monotonic() + 120
+    while not is_so():
+        assert time.monotonic() < end, what
+        time.sleep(0.01)
 
 
 @dataclass

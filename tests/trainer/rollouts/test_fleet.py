@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -19,7 +18,7 @@ from moejob_trainer.rollouts.generator import AnswerFailed, FleetGenerator
 from moejob_trainer.rollouts.interface import Answer, Request, Sampling
 from moejob_trainer.rollouts.sync import Sync
 from moejob_trainer.rollouts.wire import Label
-from trainer.rollouts.stand_in import StandIn
+from trainer.rollouts.stand_in import StandIn, until
 
 LABEL = Label(3, "here")
 LIMITS = Limits(start_seconds=120, silence_seconds=60, answer_seconds=120, look_seconds=0.02, in_flight=64)
@@ -74,13 +73,6 @@ def requests(groups: int, members: int) -> list[Request]:
         for group in range(groups)
         for member in range(members)
     ]
-
-
-def until(is_so: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + 120
-    while not is_so():
-        assert time.monotonic() < end, what
-        time.sleep(0.01)
 
 
 def test_each_request_gets_its_own_answer_with_the_version_of_each_token(serve: Serve) -> None:
@@ -148,6 +140,19 @@ def test_weights_of_another_start_of_the_trainer_are_other_weights(serve: Serve)
     served.engines[0].version = "3.before"
     served.answers(requests(4, 2))
     assert len(served.engines[1].prompts) == 8
+
+
+def test_an_engine_that_was_lost_before_it_proved_the_weights_gets_no_work(serve: Serve) -> None:
+    served = serve()
+    unproven, other = served.engines
+    unproven.failing["/resume"] = 500
+    served.serve()
+    del unproven.failing["/resume"]
+    assert unproven.version == str(LABEL)
+    until(lambda: "was lost before it proved them" in served.fleet.engines[0].reason, "it was not looked at")
+    served.answers(requests(4, 2))
+    assert unproven.prompts == []
+    assert len(other.prompts) == 8
 
 
 def test_an_engine_that_returns_is_brought_to_the_weights_and_serves(serve: Serve) -> None:

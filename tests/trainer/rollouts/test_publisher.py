@@ -19,7 +19,7 @@ from moejob_trainer.rollouts.fleet import Fleet, Limits, NoEngine
 from moejob_trainer.rollouts.interface import SyncReport
 from moejob_trainer.rollouts.publisher import Publisher, Trial, WrongWeights, wrong
 from moejob_trainer.rollouts.transports.disk import DiskTransport, NoRoom
-from trainer.rollouts.stand_in import StandIn
+from trainer.rollouts.stand_in import StandIn, until
 from trainer.worlds import Worlds
 
 LIMITS = Limits(start_seconds=120, silence_seconds=60, answer_seconds=120, look_seconds=0.02)
@@ -125,9 +125,14 @@ def test_one_wrong_engine_among_right_ones_is_seen() -> None:
 @pytest.mark.parametrize("path", ["/start_weight_update", "/update_weights", "/finish_weight_update", "/resume"])
 def test_an_engine_that_fails_on_the_way_serves_no_more_and_the_others_do(make: Make, path: str) -> None:
     run = make()
-    run.engines[0].failing[path] = 500
+    failing, working = run.engines
+    failing.failing[path] = 500
     assert run.publisher.publish(2, weights()).version == 2
-    assert [engine.url for engine in run.fleet.serving] == [run.engines[1].url]
+    looked = failing.asked.count("/weight_info")
+    until(lambda: failing.asked.count("/weight_info") >= looked + 3, "nothing looks after the engine")
+    assert [engine.url for engine in run.fleet.serving] == [working.url]
+    del failing.failing[path]
+    until(lambda: len(run.fleet.serving) == 2, "the engine does not serve again")
 
 
 def test_without_engines_it_says_so(make: Make) -> None:

@@ -53,6 +53,8 @@ class Engine:
     reason: str = "has not been heard yet"
     # It answers, and has other weights than the published ones, which nothing can bring it before the next publication.
     is_outdated: bool = False
+    # The weights that it has been proven to compute with. It says their name before it is resumed and probed.
+    proven: Label | None = None
     # Done when it is lost, with everything that is in flight there.
     lost: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -145,9 +147,10 @@ class Fleet:
     # --- who serves ---------------------------------------------------------------------------------------------------
 
     async def enlist(self, engine: Engine) -> None:
-        """Let an engine serve that has the published weights."""
+        """Let an engine serve that has been proven to have the published weights."""
         async with self._changed:
             engine.serves, engine.reason, engine.is_outdated = True, "", False
+            engine.proven = self.label
             engine.lost.clear()
             self._changed.notify_all()
 
@@ -180,17 +183,22 @@ class Fleet:
     async def _look_at(self, engine: Engine) -> None:
         try:
             label = await self.label_of(engine)
-            if label == str(self.label):
+            if label == str(self.label) and engine.proven == self.label:
                 if not engine.serves:
                     await self.enlist(engine)
             elif self.catch_up is None:
-                await self.lose(engine, f"has weights {label!r} and not {self.label}", is_outdated=True)
+                await self.lose(engine, self._unproven(label), is_outdated=True)
             else:
                 await self.lose(engine, f"is brought from weights {label!r} to {self.label}")
                 await self.catch_up(engine)
                 await self.enlist(engine)
         except (EngineLost, RequestRefused) as error:
             await self.lose(engine, str(error))
+
+    def _unproven(self, label: str) -> str:
+        if label == str(self.label):
+            return f"has been given the weights {label} and was lost before it proved them"
+        return f"has weights {label!r} and not {self.label}"
 
     async def label_of(self, engine: Engine) -> str:
         """Return the name of the weights that an engine says it has."""
