@@ -509,6 +509,18 @@ SCENARIOS: tuple[Scenario, ...] = (
         (says(12), See("Running", attempt=1, spent=3)),
     ),
     scenario(
+        "ranks that were restarted before their pods were first asked are charged",
+        STARTED,
+        (both(runs, says(5, restarts=1, fault=KILLED)), See("Running", BOTH, attempt=0, spent=1, failure="RankFailed")),
+        (says(9, restarts=1), See("Running", BOTH, attempt=0, spent=1)),
+        (ends(0, 137), See("Restarting", "1-0 1-1", attempt=1, spent=2, failure="PodFailed")),
+        (both(runs, says(9, restarts=1)), See("Running", "1-0 1-1", attempt=1, spent=3, failure="RankFailed")),
+        (says(10, restarts=1), See("Running", attempt=1, spent=3)),
+        (lifecycle(suspend=True), See("Suspended", "", attempt=2)),
+        (lifecycle(suspend=False), See("Pending", "2-0 2-1", attempt=2)),
+        (both(runs, says(11, restarts=1)), See("Running", attempt=2, spent=4)),
+    ),
+    scenario(
         "what a rank died of is told though its pod lives on",
         STARTED,
         RUNNING,

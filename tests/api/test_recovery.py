@@ -12,7 +12,7 @@ from moejob_api.job.status import MAX_REPLACED
 from moejob_api.recovery import GangReport, Recovery, RecoveryState, recover, renewed, settled
 from moejob_api.restarts import Budget, Cause, Failure, GiveUp, ReplaceGang, ReplacePods, RestartRanks
 
-FRESH = RecoveryState(Budget(limit=6), rank_restarts=0)
+FRESH = RecoveryState(Budget(limit=6))
 RUNNING = GangReport(rank_restarts=0)
 
 
@@ -87,7 +87,8 @@ def test_the_action_and_its_price(
 @pytest.mark.parametrize(
     ("known", "reported", "ready", "kept"),
     [
-        pytest.param(None, 3, False, 3, id="the first report is no failure"),
+        pytest.param(0, 3, False, 0, id="the first report of a gang may tell of a failure"),
+        pytest.param(None, 3, False, 3, id="the first report beside a replaced pod is none"),
         pytest.param(3, 2, False, 2, id="a pod was replaced, and its count with it"),
         pytest.param(2, 3, False, 2, id="a restart that is still to be charged"),
         pytest.param(2, None, True, 2, id="not every pod has reported"),
@@ -96,6 +97,11 @@ def test_the_action_and_its_price(
 def test_the_count_of_restarts_in_place(known: int | None, reported: int | None, ready: bool, kept: int) -> None:
     state = settled(GangReport(rank_restarts=reported, is_ready=ready), replace(FRESH, rank_restarts=known))
     assert state.rank_restarts == kept
+
+
+def test_a_gang_begins_without_restarts() -> None:
+    assert FRESH.rank_restarts == 0
+    assert recovered(lost(0), GangReport(rank_restarts=2), replace(FRESH, rank_restarts=2)).state.rank_restarts == 0
 
 
 def test_restarts_beside_a_replaced_pod_are_no_failures() -> None:

@@ -73,9 +73,14 @@ def after_failures(known: RecoveryState, *pods: PodReport) -> Recovery:
         pytest.param(
             (stopped(0), stopped(1)), state(budget=Budget(0)), ReplaceGang, id="being taken away costs nothing"
         ),
-        pytest.param((pod(0, restarts=1), pod(1), pod(2)), state(rank_restarts=0), RestartRanks, id="ranks restarted"),
-        pytest.param((pod(0, restarts=1), pod(1), pod(2)), state(), None, id="restarts of a gang not yet known"),
-        pytest.param((pod(0), pod(1, age=131), pod(2)), state(rank_restarts=0), ReplacePods, id="a silent rank"),
+        pytest.param((pod(0, restarts=1), pod(1), pod(2)), state(), RestartRanks, id="ranks restarted"),
+        pytest.param(
+            (pod(0, restarts=1), pod(1), pod(2)),
+            state(rank_restarts=None),
+            None,
+            id="ranks restarted beside a replaced launcher",
+        ),
+        pytest.param((pod(0), pod(1, age=131), pod(2)), state(), ReplacePods, id="a silent rank"),
         pytest.param((pod(0), pod(1, age=120), pod(2)), state(), None, id="silent, and its launcher's to restart"),
         pytest.param((pod(0), pod(1, age=131)), state(), None, id="silent while a launcher is missing"),
     ],

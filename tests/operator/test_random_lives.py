@@ -207,6 +207,12 @@ class Lives(RuleBasedStateMachine):
     def the_run_moves(self, step: int, saved: int | None) -> None:
         self.world.say(step, saved=saved)
 
+    @precondition(lambda self: self.running())
+    @rule(step=st.integers(1, 90), restarts=st.integers(1, 3))
+    def ranks_are_restarted_in_their_pods(self, step: int, restarts: int) -> None:
+        self.world.say(step, restarts=restarts)
+        self.cluster.counted_ends += 1
+
     # --- what always holds -------------------------------------------------------------------------------------------
 
     @invariant()

@@ -37,8 +37,9 @@ class RecoveryState:
     budget: Budget
     # Pods being replaced, until the gang is whole and ready again.
     replacing: frozenset[int] = frozenset()
-    # Restarts in place of the present pods that were charged; None until every pod has reported.
-    rank_restarts: int | None = None
+    # Restarts in place of the present pods that were charged. A gang begins with 0: one before the first report is a
+    # failure, too. None after a pod was replaced: its peers restart their ranks for it, until all have reported again.
+    rank_restarts: int | None = 0
     checkpoint_step: int | None = None
 
 
@@ -135,6 +136,6 @@ def _after(action: RecoveryAction, gang: GangReport, state: RecoveryState, *, co
             known = state.rank_restarts if continues else None
             return replace(state, budget=budget, rank_restarts=known, replacing=state.replacing | frozenset(pods))
         case ReplaceGang(budget=budget):
-            return replace(state, budget=budget, rank_restarts=None, replacing=frozenset())
+            return replace(state, budget=budget, rank_restarts=0, replacing=frozenset())
         case GiveUp():
             return state

@@ -104,16 +104,6 @@ class Patient:
 
         self.awaited(reached, f"step {wanted}")
 
-    def await_first_answer(self, at_the_latest: int) -> None:
-        """The operator has asked every pod, or that step is done: restarts before belong to the start of the gang."""
-        self.awaited(lambda: self.is_heard or self.lines()[-1].step >= at_the_latest, "an answer of all pods")
-
-    @property
-    def is_heard(self) -> bool:
-        """Return whether every pod has answered the operator, which asks seldom and in vain while launchers start."""
-        status = self.job.read().get("status") or {}
-        return "rankRestarts" in ((status.get("restarts") or {}).get("ladder") or {})
-
     def await_start(self, restart: int) -> None:
         """Ranks of that start have done a step. Asks the volume alone."""
 

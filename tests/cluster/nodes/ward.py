@@ -48,7 +48,6 @@ class Ward:
         admitted = patient(submitted(self.nodes, self.home.namespace, body), self.witness)
         try:
             admitted.await_checkpoint(EVERY)
-            admitted.await_first_answer(EVERY + STEPS_AT_RISK)
             admitted.await_risk(EVERY, STEPS_AT_RISK)
             yield admitted
         finally:

@@ -104,7 +104,10 @@ class Ladder(ApiModel):
     ] = None
     rank_restarts: Annotated[
         Number | None,
-        Field(description="Restarts in place that the present pods had reported. Absent: the next report sets it."),
+        Field(
+            description="Restarts in place of the present pods that were charged. Absent after a pod was replaced: the "
+            "next report of all pods sets it."
+        ),
     ] = None
     gang_was_whole: Annotated[
         bool, Field(description="Every pod of the present gang has existed: one that is missing now was lost.")

@@ -171,10 +171,10 @@ def _is_mute(pod: Pod, s: ObservedState, limit: float) -> bool:
 
 
 def _restarted_ranks(s: ObservedState) -> Iterator[Loss]:
-    """Restarts in place that pods report beyond those known. While a gang comes together they belong to that."""
+    """Restarts in place that pods report beyond those charged. None are known while a replaced pod is waited for."""
     known = s.ladder.rank_restarts
     reported = rank_restarts(s)
-    if known is None or reported is None or reported <= known or s.ladder.start_after is not None:
+    if known is None or reported is None or reported <= known:
         return
     index, pod = max(s.trainers.items(), key=lambda item: s.seen.progress[item[1].uid].restarts)
     yield loss_of_ranks(index, pod, s.seen.progress[pod.uid].fault)

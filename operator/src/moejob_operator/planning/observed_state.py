@@ -16,7 +16,7 @@ from moejob_api.recovery import renewed
 from moejob_operator.children.blueprint import Blueprint, Images, JobNetwork
 from moejob_operator.children.gangs import GangApi, chosen_gang
 from moejob_operator.observed import Observed, Pod, PodPhase
-from moejob_operator.planning.recovery_state import recovery_state, with_state
+from moejob_operator.planning.recovery_state import fresh_gang, recovery_state, with_state
 from moejob_operator.planning.times import read
 from moejob_operator.validation import Validation
 
@@ -119,7 +119,7 @@ def observed_state(
         setting=setting,
         now=now,
         attempt=attempt,
-        restarts=seen.job.status.restarts,
+        restarts=_restarts(seen),
         trainers=MappingProxyType(present),
         old=tuple(pod for pod in gang if pod.attempt < attempt),
         rollouts=tuple(pod for pod in seen.pods if pod.role is Role.ROLLOUT),
@@ -138,6 +138,12 @@ def _attempt(seen: Observed) -> int:
         return seen.job.status.attempt
     attempts = (pod.attempt for pod in seen.pods if pod.role is Role.TRAINER)
     return max((attempt for attempt in attempts if attempt <= _MOST_ATTEMPTS), default=seen.job.status.attempt)
+
+
+def _restarts(seen: Observed) -> Restarts:
+    """Return what is remembered of restarts; before the first status, or after one that was lost, a new gang's."""
+    status = seen.job.status
+    return fresh_gang(status.restarts) if status.phase is None else status.restarts
 
 
 def _renewed(s: ObservedState) -> Restarts:

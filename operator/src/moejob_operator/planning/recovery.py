@@ -128,16 +128,16 @@ def _reason(found: Recovery, lost: tuple[Loss, ...]) -> str:
 
 def last_restarts(s: ObservedState) -> tuple[Restarts, LastFailure | None]:
     """Restarts in place that are in a gang's termination messages alone, as it ended well before it was asked again."""
-    if s.ladder.rank_restarts is None and s.restarts.pods:
+    if s.ladder.rank_restarts is None:
         # No pod was asked since one was replaced: for that the ranks of the others were restarted.
         return s.restarts, None
     words = {index: pod.ended.word for index, pod in s.trainers.items() if pod.ended and pod.ended.word}
-    more = sum(word.restarts for word in words.values()) - (s.ladder.rank_restarts or 0)
+    more = sum(word.restarts for word in words.values()) - s.ladder.rank_restarts
     if more <= 0:
         return s.restarts, None
     index = max(words, key=lambda index: words[index].restarts)
     loss = loss_of_ranks(index, s.trainers[index], words[index].fault)
-    ladder = s.ladder.model_copy(update={"rank_restarts": (s.ladder.rank_restarts or 0) + more})
+    ladder = s.ladder.model_copy(update={"rank_restarts": s.ladder.rank_restarts + more})
     return s.restarts.model_copy(update={"ranks": s.restarts.ranks + more, "ladder": ladder}), _last_failure(s, (loss,))
 
 

@@ -47,6 +47,6 @@ def with_state(restarts: Restarts, state: RecoveryState, uids: Mapping[int, str]
 
 
 def fresh_gang(restarts: Restarts) -> Restarts:
-    """Return the same budget with no memory of pods: the next gang has none of them."""
-    forgotten = {"in_place": 0, "rank_restarts": None, "gang_was_whole": False, "replacing": (), "start_after": None}
+    """Return the same budget with no memory of pods: the next gang has none of them, and none of their restarts."""
+    forgotten = {"in_place": 0, "rank_restarts": 0, "gang_was_whole": False, "replacing": (), "start_after": None}
     return restarts.model_copy(update={"ladder": restarts.ladder.model_copy(update=forgotten)})
