@@ -86,6 +86,7 @@ BROKEN_SPECS: tuple[Broken, ...] = (
         "longer than the run",
         {"training": {"scheduler": {"warmupSteps": 101}}},
     ),
+    Broken("the best of no evaluations", Rule.CONFLICT, "add data.eval", {"checkpoint": {"keepBest": 1}}),
     Broken("evaluation of nothing", Rule.CONFLICT, "nothing to evaluate", {"training": {"evalEvery": 10}}),
     Broken(
         "deterministic answers",

@@ -52,6 +52,15 @@ def test_weights_to_merge_with_are_for_merging_only(tmp_path: Path) -> None:
     assert "--merge-adapters" in printed
 
 
+def test_a_checkpoint_is_named_by_its_step_or_as_the_best(tmp_path: Path) -> None:
+    arguments = ("export", str(tmp_path), "--out", str(tmp_path / "out"), "--step")
+    code, printed = run(*arguments, "newest", python=tmp_path / "none")
+    assert code == 2
+    assert "give a number, or best" in printed
+    for step in ("best", "7"):
+        assert run(*arguments, step, python=tmp_path / "none")[0] == ExitCode.BAD_CONFIGURATION
+
+
 def test_a_checkpoint_of_a_run_goes_to_megatron_only_where_that_is_installed(tmp_path: Path) -> None:
     (tmp_path / "run/checkpoints").mkdir(parents=True)
     arguments = ("export", str(tmp_path / "run"), "--to", "megatron", "--out", str(tmp_path / "out"))

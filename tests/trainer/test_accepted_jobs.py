@@ -156,7 +156,9 @@ JOBS = st.builds(
             "data": DATA,
             "model": _section(dtype=st.sampled_from(["float32", "bfloat16"])),
             "memory": _section(sharding=st.sampled_from(["DistributedOptimizer", "FSDP"])),
-            "checkpoint": _section(**{"async": st.booleans(), "exportHuggingFace": st.booleans()}),
+            "checkpoint": _section(
+                **{"async": st.booleans(), "exportHuggingFace": st.booleans(), "keepBest": st.just(1)}
+            ),
         }
     ),
 ).filter(Job.is_accepted)

@@ -21,6 +21,7 @@ class World:
     every: int = 1
     skipped: frozenset[int] = frozenset()
     stopped_at: int | None = None
+    best: frozenset[int] = frozenset()
     done: int = 0
     saved: list[int] = field(default_factory=list)
 
@@ -36,6 +37,9 @@ class World:
 
     def agreed(self) -> bool:
         return self.done == self.stopped_at
+
+    def is_among_best(self, step: int) -> bool:
+        return step in self.best
 
     def updates(self, step: int, engine: Engine) -> Iterator[Sequence[MicroBatch]]:  # noqa: ARG002
         yield []
@@ -73,6 +77,12 @@ CASES: dict[str, tuple[World, Outcome, list[int]]] = {
     "nothing when all was done before": (World(begun=6), Outcome.COMPLETED, []),
     "not while updates are skipped": (World(skipped=frozenset({4, 5})), Outcome.COMPLETED, [1, 2, 3, 6]),
     "later when the update was skipped": (World(every=3, skipped=frozenset({3})), Outcome.COMPLETED, [4, 6]),
+    "what its evaluation makes one of the best": (World(every=4, best=frozenset({3})), Outcome.COMPLETED, [3, 4, 6]),
+    "one of the best though its update was skipped": (
+        World(every=9, best=frozenset({3}), skipped=frozenset({3})),
+        Outcome.COMPLETED,
+        [3, 6],
+    ),
     "before it stops": (World(every=9, stopped_at=4), Outcome.PREEMPTED, [4]),
     "before it stops after a skipped update": (
         World(every=9, stopped_at=4, skipped=frozenset({4})),
@@ -87,6 +97,6 @@ CASES: dict[str, tuple[World, Outcome, list[int]]] = {
 def test_the_loop_saves(name: str) -> None:
     world, outcome, saved = CASES[name]
     reported: list[int] = []
-    run = Run(world, world, world, world, 6, lambda step, _: reported.append(step))
+    run = Run(world, world, world, world, 6, lambda step, _: reported.append(step), world.is_among_best)
     assert (train(run), world.saved) == (outcome, saved)
     assert reported == [*range(world.begun + 1, world.done + 1)]

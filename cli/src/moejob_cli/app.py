@@ -266,7 +266,13 @@ def export_model(
     out: Annotated[Path, typer.Option("--out", help="New folder for the model.")],
     target: Annotated[ModelFormat, typer.Option("--to", help="The format it gets.")] = ModelFormat.SAFETENSORS,
     step: Annotated[
-        int | None, typer.Option("--step", min=0, help="The checkpoint to take. Default: the newest.")
+        str | None,
+        typer.Option(
+            "--step",
+            metavar="N|best",
+            help="The checkpoint to take: of a step, or of the best evaluation (checkpoint.keepBest). "
+            "Default: the newest.",
+        ),
     ] = None,
     merge_adapters: Annotated[
         bool, typer.Option("--merge-adapters", help="Add adapters to the weights that they were trained beside.")
@@ -284,6 +290,8 @@ def export_model(
 
     if base is not None and not merge_adapters:
         raise typer.BadParameter("has a meaning only with --merge-adapters", param_hint="--base")
+    if step is not None and step != "best" and not (step.isascii() and step.isdigit()):
+        raise typer.BadParameter(f"{step!r} is no step; give a number, or best", param_hint="--step")
     wanted = FromCheckpoint(step, merge_adapters, dtype, base)
     act = exported if target is ModelFormat.SAFETENSORS else exported_to_megatron
     _finish(act(run, out, wanted))

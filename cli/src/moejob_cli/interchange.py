@@ -38,7 +38,7 @@ class Conversion:
 class FromCheckpoint:
     """The choices among what a run has saved; None and False: the newest checkpoint, as the job trains it."""
 
-    step: int | None = None
+    step: str | None = None
     merge_adapters: bool = False
     dtype: str | None = None
     base: Path | None = None
@@ -47,7 +47,7 @@ class FromCheckpoint:
     def arguments(self) -> list[str | Path]:
         """The choices as the trainer's module takes them."""
         given: tuple[tuple[str, str | Path | None], ...] = (
-            ("--step", None if self.step is None else str(self.step)),
+            ("--step", self.step),
             ("--dtype", self.dtype),
             ("--base", self.base),
         )

@@ -52,6 +52,12 @@ def grpo(**settings: Any) -> dict[str, Any]:
         (moe_model(), {"training": {"mtpLossCoefficient": 0.5}}, "training.mtpLossCoefficient", "no MTP modules"),
         (moe_model(), {"data": {"eval": [{**TEXT, "weight": 2.0}]}}, "data.eval[0].weight", "counts once"),
         (moe_model(), {"data": {"train": [TEXT], "chatTemplate": "{{ 1 }}"}}, "data.chatTemplate", "format Chat"),
+        (
+            moe_model(),
+            {"data": {"eval": [TEXT]}, "checkpoint": {"keepBest": 1}},
+            "checkpoint.keepBest",
+            "the last step alone is evaluated",
+        ),
         (moe_model(), {"model": {"source": "/models/a", "revision": "main"}}, "model.revision", "is a folder"),
         (
             moe_model(),

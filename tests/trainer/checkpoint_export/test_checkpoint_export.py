@@ -22,7 +22,7 @@ from moejob_api.models.families import shape_of
 from moejob_api.models.shape import Family
 from moejob_api.pod_environment import spec_text
 from moejob_trainer.checkpoint_export.export import Wanted, export_run
-from moejob_trainer.checkpoint_export.run import StoredRun, stored_run
+from moejob_trainer.checkpoint_export.run import Best, StoredRun, stored_run
 from moejob_trainer.checkpoints.commit import commit
 from moejob_trainer.checkpoints.manifest import Facts, entries, manifest
 from moejob_trainer.checkpoints.verification import Found, latest
@@ -115,12 +115,13 @@ def test_merged_adapters_are_added_to_the_published_weights(volume: Path, tmp_pa
     [
         pytest.param("published", None, {}, "name the folder of a run", id="no run"),
         pytest.param("whole", 7, {}, "no complete checkpoint of step 7; there are: 1, 2", id="no such step"),
+        pytest.param("whole", "best", {}, "checkpoint.keepBest keeps such", id="no best"),
         pytest.param("whole", None, {"merge_adapters": True}, "holds no adapters", id="nothing to merge"),
         pytest.param("adapted", None, {"dtype": torch.bfloat16}, "add --merge-adapters", id="the type of adapters"),
     ],
 )
 def test_what_cannot_be_exported_is_said_with_its_fix(
-    run: str, step: int | None, wanted: dict[str, Any], said: str, volume: Path, tmp_path: Path
+    run: str, step: int | Best | None, wanted: dict[str, Any], said: str, volume: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(BadConfiguration, match=said):
         export_run(stored_run(volume / run, step), Wanted(tmp_path / "out", **wanted))

@@ -10,10 +10,12 @@ from hypothesis import strategies as st
 
 from moejob_api.job.storage import Checkpoint
 from moejob_api.quantities import GIB
+from moejob_trainer.checkpoints.manifest import EvaluationFacts, Facts
 from moejob_trainer.checkpoints.names import StepFolder, step_folder
-from moejob_trainer.checkpoints.policy import LastSave, is_due, room_complaint, to_delete
+from moejob_trainer.checkpoints.policy import LastSave, best, is_due, room_complaint, to_delete
 from moejob_trainer.checkpoints.verification import FolderState, SeenFolder
 from moejob_trainer.runtime.fencing import FenceToken
+from trainer.checkpoints.worlds import facts
 
 MINUTE = 60.0
 STEPS = Checkpoint(every_steps=50)
@@ -87,6 +89,41 @@ def test_what_is_deleted(there: str, keep: int, deleted: str) -> None:
 
 def test_what_resume_from_names_is_spared() -> None:
     assert to_delete(folders("10.0.0 20.0.0 30.0.0"), 1, OWN, frozenset({_folder("10.0.0")})) == [_folder("20.0.0")]
+
+
+def judged(text: str) -> list[Facts]:
+    """Facts of step folders with the values of their evaluations: 10.0.0=2.5; one without a value has none."""
+    made = []
+    for name, _, value in (word.partition("=") for word in text.split()):
+        folder = _folder(name)
+        plain = facts(folder.step, folder.token.attempt, folder.token.restart)
+        evaluation = EvaluationFacts(measure="evalLoss", value=float(value)) if value else None
+        made.append(plain.model_copy(update={"evaluation": evaluation}))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("there", "count", "expected"),
+    [
+        pytest.param("10.0.0=2 20.0.0=1 30.0.0=3", 1, "20.0.0", id="the lowest loss"),
+        pytest.param("10.0.0=2 20.0.0=1 30.0.0=3", 2, "20.0.0 10.0.0", id="the best first"),
+        pytest.param("10.0.0=2 20.0.0=1 30.0.0=1", 1, "20.0.0", id="of two alike the earlier"),
+        pytest.param("10.0.0=2 10.1.0=2 20.0.0=3", 2, "10.1.0 20.0.0", id="of one step the later start's"),
+        pytest.param("10.0.0 20.0.0=2", 2, "20.0.0", id="only what was evaluated"),
+        pytest.param("10.0.0=1", 0, "", id="none when none is to be kept"),
+    ],
+)
+def test_the_best_checkpoints(there: str, count: int, expected: str) -> None:
+    assert best(judged(there), "evalLoss", count) == [_folder(name) for name in expected.split()]
+
+
+def test_a_reward_is_better_when_it_is_higher_and_other_measures_do_not_count() -> None:
+    rewards = [
+        one.model_copy(update={"evaluation": EvaluationFacts(measure="evalMean@4", value=value)})
+        for one, value in zip(judged("10.0.0 20.0.0"), (0.25, 0.5), strict=True)
+    ]
+    found = best([*rewards, *judged("30.0.0=9")], "evalMean@4", 2)
+    assert found == [_folder("20.0.0"), _folder("10.0.0")]
 
 
 CLAIMS = st.builds(FenceToken, st.integers(0, 3), st.integers(0, 2))

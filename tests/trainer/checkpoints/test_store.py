@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import shutil
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -12,9 +12,9 @@ import pytest
 from moejob_api.job.storage import Checkpoint
 from moejob_api.quantities import GIB
 from moejob_trainer.checkpoints import Checkpoints, FenceToken, Saved, SingleRank, StepFolder
-from moejob_trainer.checkpoints.cleaning import clean
+from moejob_trainer.checkpoints.cleaning import Retention, clean
 from moejob_trainer.checkpoints.disk import Disk
-from moejob_trainer.checkpoints.manifest import marker
+from moejob_trainer.checkpoints.manifest import EvaluationFacts, marker
 from moejob_trainer.errors import BadConfiguration, Retryable, Superseded
 from moejob_trainer.runtime.fencing import acquire_token
 from trainer.checkpoints.worlds import (
@@ -69,6 +69,38 @@ def test_a_checkpoint_holds_what_was_written_and_says_what_it_is(tmp_path: Path)
 def test_only_as_many_are_kept_as_were_asked_for(tmp_path: Path) -> None:
     saved(tmp_path, 10, 20, 30, 40, keep=2)
     assert there(tmp_path) == ["step-30.0.0", "step-40.0.0"]
+
+
+def test_the_best_are_kept_beside_the_newest_until_there_are_better_ones(tmp_path: Path) -> None:
+    how = Checkpoint(keep=1, keep_best=2, asynchronous=False)
+    run = Checkpoints(
+        place(tmp_path), how, SingleRank(), Writer(FragileDisk()), background=Inline(), measure="evalLoss"
+    )
+    run.start()
+    kept = {}
+    for step, value in ((10, 3.0), (20, 2.0), (30, 4.0), (40, None), (50, 1.0)):
+        evaluation = None if value is None else EvaluationFacts(measure="evalLoss", value=value)
+        run.save(replace(moment(step), evaluation=evaluation))
+        kept[step] = there(tmp_path)
+    assert kept[40] == ["step-10.0.0", "step-20.0.0", "step-40.0.0"]
+    assert kept[50] == ["step-20.0.0", "step-50.0.0"]
+    found = run.best().found
+    assert found is not None
+    assert found.folder.step == 50
+
+
+def test_a_damaged_best_checkpoint_gives_way_to_the_next(tmp_path: Path) -> None:
+    how = Checkpoint(keep=1, keep_best=2, asynchronous=False)
+    run = Checkpoints(
+        place(tmp_path), how, SingleRank(), Writer(FragileDisk()), background=Inline(), measure="evalLoss"
+    )
+    run.start()
+    for step, value in ((10, 1.0), (20, 2.0), (30, 3.0)):
+        run.save(replace(moment(step), evaluation=EvaluationFacts(measure="evalLoss", value=value)))
+    flip(tmp_path / "checkpoints/step-10.0.0/__0_0.distcp")
+    search = run.best()
+    assert search.found is not None
+    assert (search.found.folder.step, [one.folder.step for one in search.refused]) == (20, [10])
 
 
 def test_what_an_earlier_attempt_left_unfinished_goes_at_the_start(tmp_path: Path) -> None:
@@ -485,7 +517,7 @@ def test_a_checkpoint_of_another_version_is_neither_an_obstacle_nor_deleted_earl
 def test_old_checkpoints_are_deleted_only_while_the_run_is_ours(tmp_path: Path, looks: int, left: int) -> None:
     saved(tmp_path, 10, 20, 30)
     answers = [True] * looks + [False]
-    clean(place(tmp_path, is_ours=lambda: answers.pop(0)), policy(keep=1), FragileDisk())
+    clean(place(tmp_path, is_ours=lambda: answers.pop(0)), Retention(policy(keep=1)), FragileDisk())
     assert len(there(tmp_path)) == left
 
 

@@ -49,6 +49,8 @@ class Run:
     stop: Stop
     total_steps: int
     report: Callable[[int, Sequence[UpdateResult]], None]
+    # Whether the step that was reported is to be saved for its evaluation; on every rank alike.
+    is_among_best: Callable[[int], bool] = lambda _: False
     # Called when the state is there and the first step begins.
     begin: Callable[[], None] = lambda: None
     # Surrounds the updates of a step, counted from 1.
@@ -70,7 +72,7 @@ def train(run: Run) -> Outcome:
         is_owed = run.checkpoints.is_due(step) or is_owed
         # The last step is saved too: an export that fails must not cost what was learned since. A model that diverges
         # would push every good checkpoint out of those that are kept.
-        if is_stopping or step == run.total_steps or (is_owed and is_sound):
+        if is_stopping or step == run.total_steps or run.is_among_best(step) or (is_owed and is_sound):
             run.checkpoints.save(step)
             is_owed = False
         if is_stopping and step < run.total_steps:

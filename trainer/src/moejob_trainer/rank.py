@@ -79,10 +79,10 @@ def _train(context: RankContext, model: RunModel, signals: StartSignals) -> Outc
         inputs = load_inputs(context, model)
         total_steps, engine = inputs.total_steps, build_engine(context, model, inputs.total_steps)
         learned = build_objective(context, engine, inputs, stack)
-        objective = learned.objective
+        objective, evaluations = learned.objective, learned.evaluations
         state = StateFiles(engine, saved_parameters(model.table.parameters, spec), stack.enter_context(background()))
         checks = Checks(engine, context.layout, context.node)
-        checkpoints = build_checkpoints(context, model, state, objective, checks)
+        checkpoints = build_checkpoints(context, model, state, learned, checks)
         reporter = Reporter(
             writer,
             total_steps=total_steps,
@@ -90,14 +90,14 @@ def _train(context: RankContext, model: RunModel, signals: StartSignals) -> Outc
             saved=lambda: last_save(checkpoints.store),
             epoch=learned.epoch,
             waited=learned.waited,
-            evaluate=learned.evaluate,
+            evaluate=evaluations.metrics,
             measured=learned.measured,
         )
 
         def begin() -> None:
             # All ranks begin the first step here; the first rank reports how long the slowest took to reach it.
             starts = context.ranks.gather(signals.timer.begun(), _START)
-            reporter.begin(slowest([start for start in starts if start is not None]))
+            reporter.begin(slowest([start for start in starts if start is not None]), evaluations.as_fields())
 
         def report(step: int, results: Sequence[UpdateResult]) -> None:
             signals.background.stop()
@@ -106,11 +106,14 @@ def _train(context: RankContext, model: RunModel, signals: StartSignals) -> Outc
         stop = AgreedStop(context.control)
         stop.listen()
         traced = step_tracer(environment, context.placement.device)
-        outcome = train(Run(engine, objective, checkpoints, stop, total_steps, report, begin, traced))
+        outcome = train(
+            Run(engine, objective, checkpoints, stop, total_steps, report, evaluations.is_among_best, begin, traced)
+        )
         with BackgroundHeartbeat(heartbeat, total_steps):
             checkpoints.finish()
             reporter.finish()
             if outcome is Outcome.COMPLETED and spec.checkpoint.export_hugging_face:
+                checkpoints.take_best()
                 is_beside_pretrained = not checkpoints.writer.adapter_facts.holds_weights
                 export_model(context, model, engine, checks, is_beside_pretrained=is_beside_pretrained)
         return outcome

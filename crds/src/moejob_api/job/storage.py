@@ -30,6 +30,15 @@ class Checkpoint(ApiModel):
     keep: Annotated[
         int, Field(ge=1, le=10_000, description="Complete checkpoints that are kept, the newest first.")
     ] = 2
+    keep_best: Annotated[
+        int | None,
+        Field(
+            ge=1,
+            le=10_000,
+            description="Checkpoints of the best evaluations (training.bestBy) that are saved and kept beside the "
+            "newest; the best is what the run exports. Absent: none.",
+        ),
+    ] = None
     asynchronous: Annotated[
         bool, Field(alias="async", description="Write in the background while training goes on.")
     ] = True

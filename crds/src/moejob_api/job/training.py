@@ -15,6 +15,7 @@ from moejob_api.job.base import (
     Fraction,
     NonNegative,
     Positive,
+    ShortText,
 )
 
 GradientDtype = Literal[Dtype.FLOAT32, Dtype.BFLOAT16]
@@ -177,6 +178,13 @@ class Training(ApiModel):
     precision: Annotated[Precision, Field(description="Types of gradients and moments.")] = Precision()
     recompute: Annotated[Recompute, Field(description="Recompute activations to save memory.")] = Recompute()
     eval_every: Annotated[Count | None, Field(description="Steps between evaluations. Absent: only at the end.")] = None
+    best_by: Annotated[
+        ShortText | None,
+        Field(
+            description="Number of steps.jsonl by which evaluations are compared: evalLoss, evalLoss/NAME of one set; "
+            "for GRPO evalMean@k or evalPass@k. Absent: evalLoss, for GRPO evalMean@k."
+        ),
+    ] = None
     mtp_loss_coefficient: Annotated[
         NonNegative,
         Field(

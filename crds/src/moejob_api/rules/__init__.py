@@ -13,6 +13,7 @@ from moejob_api.layout.sizes import layout
 from moejob_api.models.shape import ModelShape
 from moejob_api.problems import Problem, Rule
 from moejob_api.rules.batch_rules import batch_problems
+from moejob_api.rules.evaluation_rules import evaluation_problems
 from moejob_api.rules.model_rules import model_problems
 from moejob_api.rules.object_rules import object_problems
 from moejob_api.rules.rollout_rules import rollout_problems
@@ -29,6 +30,7 @@ def layout_problems(spec: Spec, shape: ModelShape | None) -> tuple[Problem, ...]
 def _problems(spec: Spec, shape: ModelShape | None) -> Iterator[Problem]:
     alone = tuple(object_problems(spec))
     yield from alone
+    yield from evaluation_problems(spec)
     if shape is not None:
         yield from model_problems(spec, shape)
     if any(problem.rule in GRID_RULES for problem in alone):

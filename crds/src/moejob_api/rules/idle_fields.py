@@ -25,6 +25,7 @@ def idle_fields(spec: Spec, shape: ModelShape | None) -> Iterator[Problem]:
     """Every field that was given and that nothing will read."""
     yield from _of_experts(spec, shape)
     yield from _of_schedule(spec)
+    yield from _of_evaluation(spec)
     yield from _of_data(spec)
     yield from _of_places(spec)
     yield from _of_layout(spec)
@@ -72,6 +73,11 @@ def _of_schedule(spec: Spec) -> Iterator[Problem]:
             f"decaySteps {scheduler.decay_steps} after warmupSteps {scheduler.warmup_steps} is more than maxSteps "
             f"{steps}: the decay never ends; lower it to {max(1, steps - scheduler.warmup_steps)}",
         )
+
+
+def _of_evaluation(spec: Spec) -> Iterator[Problem]:
+    if spec.checkpoint.keep_best is not None and spec.training.eval_every is None:
+        yield _idle("checkpoint.keepBest", "without training.evalEvery the last step alone is evaluated, and kept")
 
 
 def _of_data(spec: Spec) -> Iterator[Problem]:

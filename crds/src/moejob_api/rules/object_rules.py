@@ -195,6 +195,12 @@ def _evaluation_data(spec: Spec) -> Complaint:
     return f"evalEvery {spec.training.eval_every} has nothing to evaluate; add data.eval or remove it"
 
 
+def _best_of_evaluations(spec: Spec) -> Complaint:
+    if spec.checkpoint.keep_best is None or spec.data.eval:
+        return None
+    return f"keepBest {spec.checkpoint.keep_best} has no evaluations to compare; add data.eval or remove it"
+
+
 def _deterministic_answers(spec: Spec) -> Complaint:
     if spec.method is Method.SFT or not spec.training.deterministic:
         return None
@@ -676,6 +682,13 @@ OBJECT_RULES: tuple[ObjectRule, ...] = (
         _evaluation_data,
         "!has(self.training.evalEvery) || size(self.data.eval) > 0",
         "evalEvery needs data.eval",
+    ),
+    ObjectRule(
+        Rule.CONFLICT,
+        "spec.checkpoint.keepBest",
+        _best_of_evaluations,
+        "!has(self.checkpoint.keepBest) || size(self.data.eval) > 0",
+        "keepBest needs data.eval",
     ),
     ObjectRule(
         Rule.CONFLICT,

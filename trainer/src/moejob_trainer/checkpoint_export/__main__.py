@@ -1,6 +1,6 @@
 """`python -m moejob_trainer.checkpoint_export`, which `moejob export` starts.
 
-RUN --out FOLDER [--step N] [--merge-adapters] [--dtype TYPE] [--base FOLDER]
+RUN --out FOLDER [--step N|best] [--merge-adapters] [--dtype TYPE] [--base FOLDER]
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from moejob_api.contract import ExitCode
 from moejob_api.problems import InvalidSpec
 from moejob_trainer.checkpoint_export.export import Wanted, export_run
-from moejob_trainer.checkpoint_export.run import stored_run
+from moejob_trainer.checkpoint_export.run import BEST, Best, stored_run
 from moejob_trainer.errors import BadConfiguration
 
 
@@ -50,11 +50,15 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="moejob_trainer.checkpoint_export")
     parser.add_argument("run", type=Path)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--step", type=int)
+    parser.add_argument("--step", type=_step)
     parser.add_argument("--merge-adapters", action="store_true")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"))
     parser.add_argument("--base", type=Path)
     return parser
+
+
+def _step(text: str) -> int | Best:
+    return BEST if text == BEST else int(text)
 
 
 if __name__ == "__main__":

@@ -9,20 +9,27 @@ import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Final, Literal
 
 from moejob_api.contract import RunFile
 from moejob_api.derived import trained_shape
+from moejob_api.evaluations import measure
 from moejob_api.job import Spec
 from moejob_api.models.families import shape_of
 from moejob_api.models.shape import ModelShape
 from moejob_api.pod_environment import read_spec
 from moejob_trainer.checkpoints.adapter_compatibility import AdapterFacts
+from moejob_trainer.checkpoints.best import best_good
 from moejob_trainer.checkpoints.names import CHECKPOINTS
 from moejob_trainer.checkpoints.saving import adapter_facts_in
 from moejob_trainer.checkpoints.verification import Check, FolderState, Found, Refusal, checked, latest, seen
 from moejob_trainer.conversion.templates import CONFIG_FILE
 from moejob_trainer.errors import BadConfiguration
 from moejob_trainer.megatron.stored_shards import STATE_FORMAT
+
+# Instead of a step: the checkpoint with the best evaluation.
+BEST: Final = "best"
+Best = Literal["best"]
 
 
 @dataclass(frozen=True)
@@ -45,7 +52,7 @@ class StoredRun:
         return adapter_facts_in(self.checkpoint.path)
 
 
-def stored_run(folder: Path, step: int | None = None) -> StoredRun:
+def stored_run(folder: Path, step: int | Best | None = None) -> StoredRun:
     """Find the checkpoint of a step, the newest good one unless it is named; BadConfiguration where there is none."""
     spec, template = folder / RunFile.SPEC, folder / RunFile.TEMPLATE
     if not spec.is_file() or not (template / CONFIG_FILE).is_file():
@@ -53,14 +60,25 @@ def stored_run(folder: Path, step: int | None = None) -> StoredRun:
             f"{folder} has no {spec.name} or no {template.name}/{CONFIG_FILE}, which a run writes when it has read "
             "its model; name the folder of a run, runs/NAME under moejob run"
         )
-    found = _checkpoint(folder / CHECKPOINTS, step)
+    job = read_spec(spec.read_text(encoding="utf-8"))
+    found = _best(folder / CHECKPOINTS, job) if step == BEST else _checkpoint(folder / CHECKPOINTS, step)
     theirs = found.manifest.facts.state_format
     if theirs != STATE_FORMAT:
         raise BadConfiguration(
             f"{found.path} holds {theirs} and this version reads {STATE_FORMAT}; export it with the version "
             "that wrote it"
         )
-    return StoredRun(read_spec(spec.read_text(encoding="utf-8")), template, found)
+    return StoredRun(job, template, found)
+
+
+def _best(checkpoints: Path, job: Spec) -> Found:
+    search = best_good(checkpoints, measure(job) or "")
+    if search.found is None:
+        why = "; ".join(map(str, search.refused)) or "checkpoint.keepBest keeps such, and the job has " + (
+            "none yet" if job.checkpoint.keep_best else "no such field"
+        )
+        raise BadConfiguration(f"{checkpoints} holds no good checkpoint of a best evaluation: {why}; name a step")
+    return search.found
 
 
 def _checkpoint(checkpoints: Path, step: int | None) -> Found:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from moejob_api.job.storage import Checkpoint
+from moejob_trainer.checkpoints.best import facts_in
 from moejob_trainer.checkpoints.commit import delete, reject
 from moejob_trainer.checkpoints.disk import Disk, explained
+from moejob_trainer.checkpoints.manifest import Facts
 from moejob_trainer.checkpoints.names import MARKER, StepFolder, step_folder
-from moejob_trainer.checkpoints.policy import to_delete
+from moejob_trainer.checkpoints.policy import best, to_delete
 from moejob_trainer.checkpoints.run import RunFolder, other_run
-from moejob_trainer.checkpoints.verification import Check, FolderState, Found, Search, SeenFolder, checked, seen
+from moejob_trainer.checkpoints.verification import FolderState, Refusal, Search, SeenFolder, seen
 from moejob_trainer.errors import BadConfiguration
 
 log = logging.getLogger(__name__)
@@ -32,14 +36,24 @@ def set_aside(place: RunFolder, search: Search, disk: Disk) -> None:
                 reject(path, disk)
 
 
-def clean(place: RunFolder, policy: Checkpoint, disk: Disk) -> None:
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """The policy of the job, and the measure by which checkpoints are the best."""
+
+    policy: Checkpoint
+    measure: str = ""
+
+
+def clean(place: RunFolder, retention: Retention, disk: Disk) -> None:
     """Delete what may go. A folder that cannot be removed costs space, which saving looks at; never the run.
 
     What counts as kept has all its files in their sizes. Reading them all again for this would cost hours: bytes that
     changed since show when a run resumes from them.
     """
-    folders = [_counted(place, one) for one in seen(place.checkpoints)]
-    for folder in to_delete(folders, policy.keep, place.token, _spared(place, policy)):
+    counted = [_counted(place, one) for one in seen(place.checkpoints)]
+    folders, facts = [one.seen for one in counted], [one.facts for one in counted if one.facts is not None]
+    spared = _named(place, retention.policy) | _best(facts, retention)
+    for folder in to_delete(folders, retention.policy.keep, place.token, spared):
         if not place.is_ours():
             return
         try:
@@ -48,22 +62,30 @@ def clean(place: RunFolder, policy: Checkpoint, disk: Disk) -> None:
             log.warning("checkpoint not deleted", extra={"checkpoint": folder.name, "reason": str(error)})
 
 
-def _counted(place: RunFolder, one: SeenFolder) -> SeenFolder:
+@dataclass(frozen=True, slots=True)
+class _Counted:
+    """A checkpoint's folder as it counts, with its facts where they can be read."""
+
+    seen: SeenFolder
+    facts: Facts | None = None
+
+
+def _counted(place: RunFolder, one: SeenFolder) -> _Counted:
     """As it was seen, but a checkpoint with damage that shows at a glance takes no place among those that are kept."""
     if one.state is not FolderState.COMPLETE:
-        return one
-    try:
-        outcome = checked(place.checkpoints / one.folder.name, Check.SIZES)
-    except BadConfiguration:
-        # Another version of moejob wrote it, and can read it.
-        return one
-    if isinstance(outcome, Found):
-        return one
-    log.warning("checkpoint refused", extra={"checkpoint": one.folder.name, "reason": outcome.reason})
-    return SeenFolder(one.folder, FolderState.REJECTED)
+        return _Counted(one)
+    found = facts_in(place.checkpoints / one.folder.name)
+    if not isinstance(found, Refusal):
+        return _Counted(one, found)
+    log.warning("checkpoint refused", extra={"checkpoint": one.folder.name, "reason": found.reason})
+    return _Counted(SeenFolder(one.folder, FolderState.REJECTED))
 
 
-def _spared(place: RunFolder, policy: Checkpoint) -> frozenset[StepFolder]:
+def _best(facts: Sequence[Facts], retention: Retention) -> frozenset[StepFolder]:
+    return frozenset(best(facts, retention.measure, retention.policy.keep_best or 0))
+
+
+def _named(place: RunFolder, policy: Checkpoint) -> frozenset[StepFolder]:
     """The checkpoint that resumeFrom names, should it be one of these."""
     if policy.resume_from is None:
         return frozenset()

@@ -50,6 +50,13 @@ class FileEntry(ApiModel):
     hash: str
 
 
+class EvaluationFacts(ApiModel):
+    """The evaluation after the step of a checkpoint: the number by which evaluations are compared, and its value."""
+
+    measure: str
+    value: float
+
+
 class Facts(ApiModel):
     """Facts of the run when it was saved."""
 
@@ -65,6 +72,8 @@ class Facts(ApiModel):
     versions: Mapping[str, str]
     # How far the data was read, such as samples: 12800; the exact cursor is part of the state.
     data: Mapping[str, int]
+    # Of a checkpoint that was among the best when it was saved.
+    evaluation: EvaluationFacts | None = None
 
     @property
     def folder(self) -> StepFolder:
@@ -87,7 +96,8 @@ class Manifest(ApiModel):
 
     def content(self) -> bytes:
         """The manifest as it is written."""
-        return self.model_dump_json(by_alias=True, indent=1).encode() + b"\n"
+        # A fact that is absent is unknown to versions that are older than it.
+        return self.model_dump_json(by_alias=True, exclude_none=True, indent=1).encode() + b"\n"
 
 
 class Marker(ApiModel):

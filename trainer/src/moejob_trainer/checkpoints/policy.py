@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
 
+from moejob_api.evaluations import falls
 from moejob_api.job.storage import Checkpoint
 from moejob_api.quantities import readable
+from moejob_trainer.checkpoints.manifest import Facts
 from moejob_trainer.checkpoints.names import StepFolder
 from moejob_trainer.checkpoints.verification import FolderState, SeenFolder
 from moejob_trainer.runtime.fencing import FenceToken
@@ -42,6 +45,22 @@ def to_delete(
     kept = {*complete[: max(keep, 1)], *spared}
     old = (one for one in folders if one.folder not in kept and one.folder.token <= own)
     return sorted(one.folder for one in old if _is_useless(one, complete, own))
+
+
+def best(facts: Iterable[Facts], measure: str, count: int) -> list[StepFolder]:
+    """The checkpoints of the best evaluations, the best first: of two alike the earlier, of one step the later start's.
+
+    What another measure has judged cannot be compared.
+    """
+    of_steps = {one.step: one for one in sorted(facts, key=lambda one: one.folder)}
+    judged = [one for one in of_steps.values() if one.evaluation is not None and one.evaluation.measure == measure]
+    return [one.folder for one in sorted(judged, key=lambda one: (_rank(one), one.step))[:count]]
+
+
+def _rank(facts: Facts) -> float:
+    if facts.evaluation is None:
+        return math.inf
+    return facts.evaluation.value if falls(facts.evaluation.measure) else -facts.evaluation.value
 
 
 def _is_useless(one: SeenFolder, complete: Sequence[StepFolder], own: FenceToken) -> bool:

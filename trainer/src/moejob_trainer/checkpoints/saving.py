@@ -7,6 +7,7 @@ Puts together what writes the state (moejob_trainer.megatron.state) and what dec
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -21,11 +22,14 @@ from moejob_api.job.storage import Resume
 from moejob_api.layout.sizes import Layout
 from moejob_trainer.checkpoints import Checkpoints, Found, Moment, Pending
 from moejob_trainer.checkpoints.adapter_compatibility import AdapterFacts, refuse_other_adapters
+from moejob_trainer.checkpoints.manifest import EvaluationFacts
 from moejob_trainer.distributed import messages
 from moejob_trainer.errors import BadConfiguration
 from moejob_trainer.objectives import Objective
+from moejob_trainer.ranking import Score
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 _COUNTERS = "run-state.json"
 _PACKAGES = ("torch", "megatron-core", "transformers")
@@ -75,12 +79,30 @@ class GlooCoordinator:
         return messages.broadcast(value, kind, self.group)
 
 
+class Evaluations(Protocol):
+    """The order of the evaluations so far: a part of the state, on every rank alike."""
+
+    @property
+    def measure(self) -> str:
+        """The number by which evaluations are compared."""
+
+    def kept(self, step: int) -> Score | None:
+        """Return the score of the evaluation after a step where its checkpoint is to be kept."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return the state to resume from: plain JSON."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume where that state was taken."""
+
+
 @dataclass(slots=True)
 class RunWriter:
     """Writes the tensors, and on rank 0 the counters beside them."""
 
     state: ModelState
     objective: Objective
+    evaluations: Evaluations
     adapter_facts: AdapterFacts
     is_first: bool
     step: int = 0
@@ -99,6 +121,7 @@ class RunWriter:
         entry = {
             "step": self.step,
             "objective": self.objective.state_dict(),
+            "evaluations": self.evaluations.state_dict(),
             "counters": self.state.counters(),
             "adapted": self.adapter_facts.model_dump(mode="json", by_alias=True),
         }
@@ -157,6 +180,9 @@ class RunCheckpoints:
         self.writer.state.read(found.path, weights_only=not goes_on)
         if not goes_on:
             return 0
+        # Another job's best checkpoints lie in its own folder. What was saved before there was an order has none.
+        if is_own and "evaluations" in entry:
+            self.writer.evaluations.load_state_dict(entry["evaluations"])
         self.writer.objective.load_state_dict(entry["objective"])
         self.writer.state.set_counters(entry["counters"])
         return int(entry["step"])
@@ -169,6 +195,8 @@ class RunCheckpoints:
     def save(self, step: int) -> None:
         """Save the run after this step; in the background if the job says so."""
         self.writer.step = step
+        evaluations = self.writer.evaluations
+        score = evaluations.kept(step)
         self.store.save(
             Moment(
                 step=step,
@@ -176,6 +204,7 @@ class RunCheckpoints:
                 layout={name: int(size) for name, size in asdict(self.state.layout).items()},
                 versions={package: version(package) for package in _PACKAGES},
                 data={"steps": step},
+                evaluation=None if score is None else EvaluationFacts(measure=evaluations.measure, value=score.value),
             ),
             self.state.expected_bytes,
         )
@@ -183,6 +212,18 @@ class RunCheckpoints:
     def finish(self) -> None:
         """Wait for what is under way: a process that ends would take it along."""
         self.store.wait()
+
+    def take_best(self) -> None:
+        """Set the weights to those of the best checkpoint, where the job keeps such; the last stay where none is good.
+
+        Training is over: neither the optimizer nor the order of the data follows.
+        """
+        search = self.store.best()
+        for refusal in search.refused:
+            log.warning("best checkpoint refused", extra={"checkpoint": refusal.folder.name, "reason": refusal.reason})
+        if search.found is not None and search.found.folder.step != self.store.last_step:
+            log.info("the weights are those of the best checkpoint", extra={"step": search.found.folder.step})
+            self.writer.state.read(search.found.path, weights_only=True)
 
     def _refuse_other_format(self, found: Found) -> None:
         theirs = found.manifest.facts.state_format

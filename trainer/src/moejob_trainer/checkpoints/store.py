@@ -16,15 +16,16 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from moejob_api.job.storage import Checkpoint
-from moejob_trainer.checkpoints.cleaning import clean, set_aside
+from moejob_trainer.checkpoints.best import best_good
+from moejob_trainer.checkpoints.cleaning import Retention, clean, set_aside
 from moejob_trainer.checkpoints.commit import commit
 from moejob_trainer.checkpoints.coordination import Coordinator, all_agree, on_all_ranks, on_first_rank
 from moejob_trainer.checkpoints.disk import Disk, explained, remove_tree
-from moejob_trainer.checkpoints.manifest import Facts, FileEntry, entries, manifest, written_names
+from moejob_trainer.checkpoints.manifest import EvaluationFacts, Facts, FileEntry, entries, manifest, written_names
 from moejob_trainer.checkpoints.names import StepFolder
 from moejob_trainer.checkpoints.policy import LastSave, is_due, room_complaint
 from moejob_trainer.checkpoints.run import RunFolder, other_run, own_run_folder, resumed
-from moejob_trainer.checkpoints.verification import Check, Found, latest
+from moejob_trainer.checkpoints.verification import Check, Found, Search, latest
 from moejob_trainer.checkpoints.writer import Pending, StateWriter
 from moejob_trainer.distributed.encoding import BOOLEAN, INTEGER, NOTHING
 from moejob_trainer.errors import BadConfiguration, Retryable
@@ -42,6 +43,7 @@ class Moment:
     layout: Mapping[str, int]
     versions: Mapping[str, str]
     data: Mapping[str, int]
+    evaluation: EvaluationFacts | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,8 @@ class Checkpoints:
     clock: Callable[[], float] = time.monotonic
     # Hashes and deletes one after the other, while training continues.
     background: Executor = field(default_factory=_worker)
+    # The number of an evaluation by which checkpoints are the best.
+    measure: str = ""
     # The last save that was committed, whichever call it was that found it done.
     last: Saved | None = None
     _start: LastSave = field(default_factory=lambda: LastSave(0, 0.0))
@@ -138,6 +142,14 @@ class Checkpoints:
     def wait(self) -> Saved | None:
         """Finish the save that is under way, if any: before another one, and before the process ends."""
         return self._settled(to_the_end=True)
+
+    def best(self) -> Search:
+        """The good checkpoint with the best evaluation, where such are kept. Every rank calls this."""
+        return (
+            Search(None)
+            if self.policy.keep_best is None
+            else best_good(self.place.checkpoints, self.measure, self.ranks)
+        )
 
     # --- at the start ---
 
@@ -253,4 +265,4 @@ class Checkpoints:
 
     def _clean_up(self) -> None:
         if self.ranks.rank == 0:
-            self._cleaning = self.background.submit(clean, self.place, self.policy, self.disk)
+            self._cleaning = self.background.submit(clean, self.place, Retention(self.policy, self.measure), self.disk)

@@ -11,26 +11,26 @@ from moejob_trainer.checkpoints.saving import RunCheckpoints, RunWriter, StateFa
 from moejob_trainer.megatron.state import StateFiles
 from moejob_trainer.megatron.stored_shards import STATE_FORMAT
 from moejob_trainer.model_check.checks import Checks
-from moejob_trainer.objectives import Objective
 from moejob_trainer.runtime.fencing import is_ours
 from moejob_trainer.setup.context import RankContext
 from moejob_trainer.setup.model import RunModel
+from moejob_trainer.setup.objective import RunObjective
 
 
 def build_checkpoints(
-    context: RankContext, model: RunModel, state: StateFiles, objective: Objective, checks: Checks
+    context: RankContext, model: RunModel, state: StateFiles, learned: RunObjective, checks: Checks
 ) -> RunCheckpoints:
     """Build the checkpoints that the loop restores from and saves to."""
     environment, pretrained = context.environment, model.pretrained
     held = adapter_facts(environment.spec, has_weights=pretrained.has_weights)
-    writer = RunWriter(state, objective, held, is_first=environment.rank == 0)
+    writer = RunWriter(state, learned.objective, learned.evaluations, held, is_first=environment.rank == 0)
     place = RunFolder(
         folder=environment.folder,
         run=RunOwner(job=environment.job, uid=environment.uid),
         token=environment.token,
         is_ours=lambda: is_ours(environment.folder, environment.token),
     )
-    store = Checkpoints(place, environment.spec.checkpoint, context.ranks, writer)
+    store = Checkpoints(place, environment.spec.checkpoint, context.ranks, writer, measure=learned.evaluations.measure)
     facts = StateFacts(context.layout, STATE_FORMAT, checkpoint_bytes(model.architecture.shape, environment.spec))
     # What a checkpoint holds has been trained since: there is nothing to compare it with.
     begun = partial(checks.imported, pretrained.folder) if pretrained.has_weights else None

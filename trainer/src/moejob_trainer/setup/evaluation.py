@@ -1,45 +1,27 @@
-"""Loss and perplexity of the evaluation data, each set by itself, at the steps that the job names."""
+"""Evaluations of a run: loss and perplexity of each set at the steps that the job names, and their order."""
 
 from __future__ import annotations
 
+import json
 import math
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import PurePosixPath
+from functools import partial
+from typing import Any
 
+from pydantic import TypeAdapter
+
+from moejob_api.evaluations import evaluates, measure, set_names
 from moejob_api.job import Spec
-from moejob_api.job.model import Dataset
+from moejob_trainer.checkpoints.coordination import Coordinator, on_first_rank
 from moejob_trainer.data.corpus import Corpus
 from moejob_trainer.data.stream import batch_size, evaluation
 from moejob_trainer.engine import Engine
 from moejob_trainer.objectives import Objective
+from moejob_trainer.ranking import Ranking, Score, ranked
 from moejob_trainer.setup.data import RunData
 
-
-def is_due(spec: Spec, step: int, total_steps: int) -> bool:
-    """Return whether to evaluate after a step."""
-    every = spec.training.eval_every
-    return step == total_steps or (every is not None and step % every == 0)
-
-
-def set_names(datasets: Sequence[Dataset]) -> tuple[str, ...]:
-    """Name data sets by their files or repositories, with the split where it is not train, numbered where they repeat.
-
-    /data/held-out.jsonl and org/chats[test] are held-out and chats-test.
-    """
-    plain = [_plain_name(dataset) for dataset in datasets]
-    seen = Counter[str]()
-    names = []
-    for name in plain:
-        seen[name] += 1
-        names.append(f"{name}-{seen[name]}" if plain.count(name) > 1 else name)
-    return tuple(names)
-
-
-def _plain_name(dataset: Dataset) -> str:
-    stem = PurePosixPath(dataset.source).name.partition(".")[0] or "data"
-    return stem if dataset.split == "train" else f"{stem}-{dataset.split}"
+_RANKING = TypeAdapter(Ranking)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +50,7 @@ class Evaluator:
 
     def metrics(self, step: int) -> Mapping[str, float]:
         """Evaluate if it is due; return what there is to report: of all sets together, then of each of several."""
-        if not self.data.evaluation or not is_due(self.spec, step, self.total_steps):
+        if not evaluates(self.spec, step, self.total_steps):
             return {}
         losses = [self._loss(corpus) for corpus in self.data.evaluation]
         found = _Loss(sum(loss.total for loss in losses), sum(loss.weight for loss in losses)).metrics()
@@ -85,3 +67,51 @@ class Evaluator:
             total += result.loss * batch.loss_weight
             weight += batch.loss_weight
         return _Loss(total, weight)
+
+
+class RankedEvaluations:
+    """The evaluations of a run in their order. Rank 0 alone has all numbers of GRPO; it decides, and tells all."""
+
+    def __init__(
+        self, spec: Spec, total_steps: int, ranks: Coordinator, evaluate: Callable[[int], Mapping[str, float]]
+    ) -> None:
+        self._spec, self._total_steps, self._ranks, self._evaluate = spec, total_steps, ranks, evaluate
+        self._ranking = Ranking(measure=measure(spec) or "")
+
+    def metrics(self, step: int) -> Mapping[str, float]:
+        """Evaluate if it is due; return what there is to report."""
+        found = self._evaluate(step)
+        if not evaluates(self._spec, step, self._total_steps):
+            return found
+        self._ranking = on_first_rank(self._ranks, partial(self._ranked, step, found), _RANKING)
+        return {**found, **self.as_fields()}
+
+    def kept(self, step: int) -> Score | None:
+        """Return the score of the evaluation after a step where keepBest keeps its checkpoint."""
+        return None if self._spec.checkpoint.keep_best is None else self._ranking.kept(step)
+
+    def is_among_best(self, step: int) -> bool:
+        """Return whether the checkpoint of a step is one that keepBest keeps."""
+        return self.kept(step) is not None
+
+    @property
+    def measure(self) -> str:
+        """The number by which evaluations are compared."""
+        return self._ranking.measure
+
+    def as_fields(self) -> dict[str, float]:
+        """Return what is reported of the evaluations so far."""
+        return self._ranking.as_fields()
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return the state to resume from: plain JSON."""
+        return self._ranking.model_dump(mode="json", by_alias=True, exclude_none=True)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume where that state was taken; scores by another measure say nothing about those to come."""
+        ranking = Ranking.model_validate_json(json.dumps(state))
+        if ranking.measure == self._ranking.measure:
+            self._ranking = ranking
+
+    def _ranked(self, step: int, found: Mapping[str, float]) -> Ranking:
+        return ranked(self._ranking, step, found.get(self._ranking.measure), self._spec.checkpoint.keep_best or 1)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from moejob_api.derived import updates_per_step
+from moejob_api.evaluations import evaluates
 from moejob_api.job import Spec
 from moejob_trainer.data.packing import batch_plan
 from moejob_trainer.data.preparation import Recipe
@@ -20,7 +21,6 @@ from moejob_trainer.rewards.scorer import Scorer
 from moejob_trainer.rollouts.interface import Generator, WeightPublisher
 from moejob_trainer.runtime.heartbeats import BackgroundHeartbeat, Heartbeat
 from moejob_trainer.setup.context import RankContext
-from moejob_trainer.setup.evaluation import is_due
 from moejob_trainer.setup.prompts import RunPrompts
 
 
@@ -76,7 +76,7 @@ class GrpoEvaluator:
 
     def metrics(self, step: int) -> Mapping[str, float]:
         """Evaluate if it is due; return what there is to report."""
-        if not self.spec.data.eval or not is_due(self.spec, step, self.total_steps):
+        if not evaluates(self.spec, step, self.total_steps):
             return {}
         return self.objective.evaluate(step, self.engine)
 

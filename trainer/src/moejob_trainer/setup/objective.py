@@ -13,7 +13,7 @@ from moejob_trainer.objectives import Objective
 from moejob_trainer.objectives.sft import SupervisedFineTuning
 from moejob_trainer.setup.context import RankContext
 from moejob_trainer.setup.data import RunData, load_data
-from moejob_trainer.setup.evaluation import Evaluator
+from moejob_trainer.setup.evaluation import Evaluator, RankedEvaluations
 from moejob_trainer.setup.grpo import GrpoEvaluator, build_grpo
 from moejob_trainer.setup.model import RunModel
 from moejob_trainer.setup.prompts import RunPrompts, load_prompts
@@ -27,7 +27,7 @@ class RunObjective:
     objective: Objective
     epoch: Callable[[], float | None]
     waited: Callable[[], float]
-    evaluate: Callable[[int], Mapping[str, float]]
+    evaluations: RankedEvaluations
     measured: Callable[[], Mapping[str, float]] = dict
 
 
@@ -45,8 +45,9 @@ def build_objective(
     engines = connect_engines(context, engine, stack)
     run = build_grpo(context, inputs, engines, stack)
     evaluator = GrpoEvaluator(engine, run.objective, context.spec, inputs.total_steps)
+    evaluations = RankedEvaluations(context.spec, inputs.total_steps, context.ranks, evaluator.metrics)
     return RunObjective(
-        run.objective, lambda: run.epoch, run.objective.waited_seconds, evaluator.metrics, run.objective.metrics
+        run.objective, lambda: run.epoch, run.objective.waited_seconds, evaluations, run.objective.metrics
     )
 
 
@@ -55,4 +56,5 @@ def _supervised(context: RankContext, data: RunData, engine: MegatronEngine, sta
     stack.callback(source.close)
     objective = SupervisedFineTuning(source)
     evaluator = Evaluator(engine, objective, data, context.spec, data.total_steps)
-    return RunObjective(objective, lambda: source.epoch, source.waited_seconds, evaluator.metrics)
+    evaluations = RankedEvaluations(context.spec, data.total_steps, context.ranks, evaluator.metrics)
+    return RunObjective(objective, lambda: source.epoch, source.waited_seconds, evaluations)

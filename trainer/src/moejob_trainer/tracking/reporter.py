@@ -84,9 +84,13 @@ class Reporter:
     # Numbers that not every line has: they are shown until there are newer ones.
     _lasting: dict[str, Any] = field(init=False, default_factory=dict)
 
-    def begin(self, start: StartTiming | None = None) -> None:
-        """The first step begins now: the time to get there is reported beside it, not in it."""
+    def begin(self, start: StartTiming | None = None, known: Mapping[str, float] | None = None) -> None:
+        """The first step begins now: the time to get there is reported beside it, not in it.
+
+        `known` are numbers of earlier evaluations, shown until there are newer ones.
+        """
         self._since, self._start = self.clock(), start
+        self._lasting |= known or {}
         self._begun = self._since
 
     def report(self, step: int, results: Sequence[UpdateResult]) -> None:
@@ -115,7 +119,9 @@ class Reporter:
         if not self.writer.is_first or step is None:
             return
         # A run that has nothing left to do but its export has reported no step.
-        last = self._last_progress or RunProgress(step=step, total_steps=self.total_steps)
+        last = self._last_progress or RunProgress(
+            step=step, total_steps=self.total_steps, measures=_measures(self._lasting)
+        )
         # It may have saved nothing itself either, and then does not know how long that took.
         took = last.save_seconds if save_seconds is None else save_seconds
         self._publish(last.model_copy(update={"last_checkpoint_step": step, "save_seconds": took}))

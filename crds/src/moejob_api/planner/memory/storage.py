@@ -31,10 +31,10 @@ class VolumeNeed:
 
 
 def volume_need(shape: ModelShape, spec: Spec) -> VolumeNeed:
-    """The need of a run; one checkpoint more than is kept, for the oldest goes only when the newest is complete."""
+    """The need of a run; one checkpoint more than are kept, for the oldest goes only when the newest is complete."""
     return VolumeNeed(
         checkpoint=checkpoint_bytes(shape, spec),
-        checkpoints=spec.checkpoint.keep + 1,
+        checkpoints=spec.checkpoint.keep + (spec.checkpoint.keep_best or 0) + 1,
         export=export_bytes(shape, spec) if spec.checkpoint.export_hugging_face else 0,
         download=download_bytes(shape, spec),
     )

@@ -1,0 +1,63 @@
+"""Names of what evaluations measure, and their order: which of two numbers is the better one. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import PurePosixPath
+
+from moejob_api.job import Spec
+from moejob_api.job.model import Dataset
+
+LOSS, MEAN, PASS = "evalLoss", "evalMean", "evalPass"
+
+
+def evaluates(spec: Spec, step: int, total_steps: int) -> bool:
+    """Return whether the run evaluates after a step."""
+    every = spec.training.eval_every
+    return bool(spec.data.eval) and (step == total_steps or (every is not None and step % every == 0))
+
+
+def measures(spec: Spec) -> tuple[str, ...]:
+    """Numbers of the step log by which evaluations of this job can be compared, the usual one first."""
+    if not spec.data.eval:
+        return ()
+    if spec.grpo is not None:
+        return tuple(f"{name}@{spec.grpo.evaluation.samples}" for name in (MEAN, PASS))
+    names = set_names(spec.data.eval)
+    return (LOSS, *(f"{LOSS}/{name}" for name in names if len(names) > 1))
+
+
+def measure(spec: Spec) -> str | None:
+    """The number by which evaluations of this job are compared; None where nothing is evaluated."""
+    known = measures(spec)
+    return (spec.training.best_by or known[0]) if known else None
+
+
+def falls(measure: str) -> bool:
+    """Return whether less is better."""
+    return measure.startswith(LOSS)
+
+
+def is_better(measure: str, value: float, than: float) -> bool:
+    """Return whether one value of a measure is better than another."""
+    return value < than if falls(measure) else value > than
+
+
+def set_names(datasets: Sequence[Dataset]) -> tuple[str, ...]:
+    """Name data sets by their files or repositories, with the split where it is not train, numbered where they repeat.
+
+    /data/held-out.jsonl and org/chats[test] are held-out and chats-test.
+    """
+    plain = [_plain_name(dataset) for dataset in datasets]
+    seen = Counter[str]()
+    names = []
+    for name in plain:
+        seen[name] += 1
+        names.append(f"{name}-{seen[name]}" if plain.count(name) > 1 else name)
+    return tuple(names)
+
+
+def _plain_name(dataset: Dataset) -> str:
+    stem = PurePosixPath(dataset.source).name.partition(".")[0] or "data"
+    return stem if dataset.split == "train" else f"{stem}-{dataset.split}"

@@ -1,0 +1,133 @@
+"""Real runs that get worse: the checkpoint of the best evaluation is saved, kept, remembered and exported."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from moejob_trainer.checkpoint_export.export import Wanted, export_run
+from moejob_trainer.checkpoint_export.run import BEST, stored_run
+from moejob_trainer.checkpoints.manifest import EvaluationFacts, read_manifest
+from moejob_trainer.checkpoints.names import step_folder
+from trainer.held_out_loss import held_out_loss
+from trainer.runs import Runs, Started, eventually
+
+# At this rate the second step is the best one, in every layout.
+WORSENING: dict[str, Any] = {"maxSteps": 5, "evalEvery": 1, "optimizer": {"learningRate": 0.1}}
+JOB: dict[str, Any] = {
+    "data": {"eval": [{"source": "moejob/tiny-chats", "format": "Chat", "split": "test"}]},
+    "training": WORSENING,
+    # Nothing is saved before the end but for its evaluation.
+    "checkpoint": {"everySteps": 1000, "keep": 1, "keepBest": 1, "exportHuggingFace": True},
+}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one rank": {},
+    "two stages": {"parallelism": {"pipeline": 2}},
+    "shares of the weights": {"parallelism": {"data": 2}, "memory": {"sharding": "FSDP"}},
+}
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Iterator[Runs]:
+    started = Runs(tmp_path / "volume")
+    yield started
+    started.close()
+
+
+def lines(run: Started) -> list[dict[str, Any]]:
+    """The lines of all whole steps."""
+    log = run.folder / "steps.jsonl"
+    text = log.read_text() if log.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def evaluations(run: Started) -> dict[str, EvaluationFacts | None]:
+    """The evaluation in the manifest of each complete checkpoint."""
+    found = [path for path in sorted((run.folder / "checkpoints").iterdir()) if (path / "complete.json").exists()]
+    return {path.name.partition(".")[0]: read_manifest(path).facts.evaluation for path in found}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_best_checkpoint_is_kept_and_is_what_the_run_exports(layout: str, runs: Runs, tmp_path: Path) -> None:
+    run = runs.finished(**JOB, **LAYOUTS[layout])
+    told = lines(run)
+    losses = [line["evalLoss"] for line in told]
+    assert losses.index(min(losses)) == 1
+    assert [(line["evalScore"], line["bestStep"], line["bestScore"]) for line in told] == [
+        (loss, 1 if step == 1 else 2, min(losses[:step])) for step, loss in enumerate(losses, 1)
+    ]
+    assert evaluations(run) == {"step-2": EvaluationFacts(measure="evalLoss", value=losses[1]), "step-5": None}
+    # Transformers makes of the export what the run made of the weights of its second step.
+    corpus = next(
+        path.parent for path in run.folder.glob("data/*/report.json") if json.loads(path.read_text())["split"] == "test"
+    )
+    assert held_out_loss(run.folder / "export", corpus) == pytest.approx(losses[1], rel=1e-5)
+    assert "step 2" in export_run(stored_run(run.folder, BEST), Wanted(tmp_path / "out"))
+    exported, expected = (_tensors(folder) for folder in (tmp_path / "out", run.folder / "export"))
+    assert exported.keys() == expected.keys()
+    assert [name for name, one in expected.items() if not torch.equal(exported[name], one)] == []
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_keeps_the_best_that_it_had(runs: Runs) -> None:
+    often = JOB | {"checkpoint": JOB["checkpoint"] | {"everySteps": 1, "async": False, "exportHuggingFace": False}}
+    endless = often | {"training": WORSENING | {"maxSteps": 10_000}, "parallelism": {"expert": 2}}
+    run = runs.start(attempt=1, **endless)
+
+    def has_saved_more() -> bool:
+        assert run.is_running(), run.said()
+        found = [step_folder(path.parent.name) for path in run.folder.glob("checkpoints/*/complete.json")]
+        return any(folder is not None and folder.step >= 4 for folder in found)
+
+    eventually(has_saved_more, "the checkpoint of step 4")
+    run.kill()
+    done = max(line["step"] for line in lines(run))
+    resumed = runs.finished(attempt=2, **(endless | {"training": WORSENING | {"maxSteps": done + 2}}))
+    told = lines(resumed)
+    best = told[1]["evalLoss"]
+    assert {line["attempt"] for line in told} == {1, 2}
+    assert best == min(line["evalLoss"] for line in told)
+    assert {(line["bestStep"], line["bestScore"]) for line in told[1:]} == {(2, best)}
+    assert evaluations(resumed) == {
+        "step-2": EvaluationFacts(measure="evalLoss", value=best),
+        f"step-{done + 2}": None,
+    }
+    # What was known before shows from the first step on.
+    shown = resumed.board.run()
+    assert shown is not None
+    assert (shown.measures["bestStep"], shown.measures["bestScore"]) == (2, best)
+
+
+@pytest.mark.slow
+def test_another_job_that_goes_on_with_a_run_begins_its_own_order(runs: Runs) -> None:
+    short = JOB | {"checkpoint": JOB["checkpoint"] | {"exportHuggingFace": False}}
+    runs.finished("first", **(short | {"training": WORSENING | {"maxSteps": 3}}))
+    going_on = short["checkpoint"] | {"resumeFrom": "first", "resume": "Run"}
+    second = runs.finished("second", **(short | {"checkpoint": going_on}))
+    told = lines(second)
+    assert [line["step"] for line in told] == [4, 5]
+    assert told[0]["bestStep"] == 4
+    # Whatever the first job had: its checkpoints are not in this folder.
+    assert "step-4" in evaluations(second)
+    assert all(math.isfinite(line["bestScore"]) for line in told)
+
+
+@pytest.mark.slow
+def test_a_run_that_compares_nothing_writes_manifests_that_older_versions_read(runs: Runs) -> None:
+    run = runs.finished(training={"maxSteps": 1})
+    (path,) = (run.folder / "checkpoints").iterdir()
+    assert json.loads((path / "manifest.json").read_text())["facts"].keys() == {
+        *("step", "attempt", "restart", "jobUid", "stateFormat", "layout", "versions", "data")
+    }
+
+
+def _tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: one for path in folder.glob("*.safetensors") for name, one in load_file(path).items()}

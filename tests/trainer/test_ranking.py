@@ -1,0 +1,97 @@
+"""Evaluations are put in order: by their measure, of two alike the earlier first, and no more than are kept."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import pytest
+from pydantic import TypeAdapter
+
+from builders import spec
+from moejob_trainer.ranking import Ranking, ranked
+from moejob_trainer.setup.evaluation import RankedEvaluations
+from trainer.checkpoints.worlds import ThreadCoordinator, ThreadCoordinators
+
+EVALUATED = {"eval": [{"source": "/data/held-out.jsonl", "format": "Chat"}]}
+
+
+def after(scores: list[float | None], keep: int = 1, measure: str = "evalLoss") -> Ranking:
+    """The ranking after evaluations at steps 10, 20, 30 and so on."""
+    ranking = Ranking(measure=measure)
+    for number, score in enumerate(scores, 1):
+        ranking = ranked(ranking, 10 * number, score, keep)
+    return ranking
+
+
+@pytest.mark.parametrize(
+    ("scores", "keep", "measure", "best"),
+    [
+        pytest.param([], 1, "evalLoss", [], id="none yet"),
+        pytest.param([3.0, 1.0, 2.0], 1, "evalLoss", [20], id="the lowest loss"),
+        pytest.param([3.0, 1.0, 2.0], 1, "evalLoss/held-out", [20], id="of one set too"),
+        pytest.param([0.1, 0.5, 0.2], 1, "evalMean@4", [20], id="the highest reward"),
+        pytest.param([3.0, 1.0, 2.0, 1.5], 2, "evalLoss", [20, 40], id="the two lowest"),
+        pytest.param([3.0, 1.0], 5, "evalLoss", [20, 10], id="as many as there are"),
+        pytest.param([2.0, 1.0, 1.0], 1, "evalLoss", [20], id="of two alike the earlier"),
+        pytest.param([2.0, 1.0, 1.0], 2, "evalLoss", [20, 30], id="of two alike the earlier first"),
+        pytest.param([2.0, math.nan, math.inf], 3, "evalLoss", [10], id="none that is not finite"),
+        pytest.param([None, 2.0, None], 3, "evalLoss", [20], id="none without a score"),
+    ],
+)
+def test_the_best_are(scores: list[float | None], keep: int, measure: str, best: list[int]) -> None:
+    assert [one.step for one in after(scores, keep, measure).best] == best
+
+
+def test_a_step_that_is_evaluated_again_counts_once() -> None:
+    again = ranked(after([3.0, 1.0], keep=2), 20, 4.0, 2)
+    assert [(one.step, one.value) for one in again.best] == [(10, 3.0), (20, 4.0)]
+
+
+@pytest.mark.parametrize(
+    ("scores", "told"),
+    [
+        ([], {}),
+        ([3.0, 1.0, 2.0], {"evalScore": 2.0, "bestStep": 20, "bestScore": 1.0}),
+        ([3.0, math.nan], {"bestStep": 10, "bestScore": 3.0}),
+    ],
+)
+def test_a_line_names_the_newest_score_and_the_best(scores: list[float | None], told: dict[str, float]) -> None:
+    assert after(scores).as_fields() == told
+
+
+def test_a_ranking_survives_the_checkpoint_that_it_is_in() -> None:
+    ranking, kind = after([3.0, math.nan], keep=2), TypeAdapter(Ranking)
+    assert kind.validate_json(kind.dump_json(ranking, by_alias=True, exclude_none=True)) == ranking
+
+
+def evaluations(rank: ThreadCoordinator, found: Mapping[str, float], **sections: object) -> RankedEvaluations:
+    job = spec(data=EVALUATED, training={"evalEvery": 10}, **sections)
+    return RankedEvaluations(job, 100, rank, lambda step: found if step % 10 == 0 else {})
+
+
+def test_all_ranks_know_what_the_first_alone_has_measured() -> None:
+    def act(rank: ThreadCoordinator) -> tuple[object, ...]:
+        mine = evaluations(rank, {"evalLoss": 2.0} if rank.rank == 0 else {}, checkpoint={"keepBest": 1})
+        return mine.metrics(9), mine.is_among_best(9), mine.metrics(10).get("bestStep"), mine.is_among_best(10)
+
+    assert ThreadCoordinators(2).together(act) == [({}, False, 10, True)] * 2
+
+
+def test_without_keep_best_no_checkpoint_is_kept_for_its_evaluation() -> None:
+    def act(rank: ThreadCoordinator) -> tuple[object, ...]:
+        mine = evaluations(rank, {"evalLoss": 2.0})
+        return mine.metrics(10).get("bestStep"), mine.is_among_best(10)
+
+    assert ThreadCoordinators(1).together(act) == [(10, False)]
+
+
+def test_scores_by_another_measure_say_nothing_about_those_to_come() -> None:
+    def act(rank: ThreadCoordinator) -> list[Mapping[str, float]]:
+        mine = evaluations(rank, {})
+        mine.load_state_dict({"measure": "evalLoss/other", "best": [{"step": 10, "value": 1.0}]})
+        before = mine.as_fields()
+        mine.load_state_dict({"measure": "evalLoss", "best": [{"step": 10, "value": 1.0}]})
+        return [before, mine.as_fields()]
+
+    assert ThreadCoordinators(1).together(act) == [[{}, {"bestStep": 10, "bestScore": 1.0}]]
