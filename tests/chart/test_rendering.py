@@ -9,10 +9,14 @@ import pytest
 import yaml
 
 from charts import CHART, NAMESPACE, Helm, Object, Rendered, Values
+from limit_cases import ALLOWED
 
 ROOT = Path(__file__).parents[2]
 GENERATED = ROOT / "crds" / "moetrainingjobs.yaml"
-CLUSTER_SCOPED = {"ClusterRole", "ClusterRoleBinding", "CustomResourceDefinition", "ValidatingWebhookConfiguration"}
+CLUSTER_SCOPED = {
+    *{"ClusterRole", "ClusterRoleBinding", "CustomResourceDefinition", "ValidatingWebhookConfiguration"},
+    *{"ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding"},
+}
 
 EVERYTHING: Values = {
     "metrics": {
@@ -27,12 +31,14 @@ EVERYTHING: Values = {
     "priorityClassName": "system-cluster-critical",
     "affinity": {"nodeAffinity": {}},
     "runAsUser": None,
+    "limits": ALLOWED,
 }
 NOTHING: Values = {
     "namespaces": ["team-a"],
     "crd": {"install": False},
     "rbac": {"nodes": False},
     "webhook": {"enabled": False},
+    "admissionPolicy": {"enabled": False},
     "podDisruptionBudget": {"enabled": False},
     "networkPolicy": {"enabled": False},
     "tolerations": [],
@@ -187,6 +193,44 @@ def test_every_role_is_given_to_the_account_that_runs_and_to_nobody_else(helm: H
 
 
 USER_ROLES = {"moejob-view", "moejob-edit"}
+
+
+# --- limits ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("limits", "checked"),
+    [
+        pytest.param({}, {"reserved"}, id="by default only what is reserved"),
+        pytest.param({"claims": [], "images": ["a/*"]}, {"reserved", "claims", "images"}, id="those that are given"),
+        pytest.param(ALLOWED, {"reserved", *ALLOWED}, id="all"),
+    ],
+)
+def test_the_api_server_checks_the_limits_that_are_given(helm: Helm, limits: Values, checked: set[str]) -> None:
+    spec = helm.rendered({"limits": limits}).one("ValidatingAdmissionPolicy")["spec"]
+    assert {variable["name"] for variable in spec["variables"]} == checked
+    expressions = {validation["expression"] for validation in spec["validations"]}
+    assert expressions == {f"variables.{name}.size() == 0" for name in checked}
+
+
+@pytest.mark.parametrize(
+    ("values", "where"),
+    [
+        pytest.param({}, {}, id="everywhere"),
+        pytest.param(
+            {"namespaces": ["team-a"]},
+            {"key": "kubernetes.io/metadata.name", "operator": "In", "values": ["team-a"]},
+            id="in the namespaces that are served",
+        ),
+    ],
+)
+def test_limits_hold_where_the_operator_serves(helm: Helm, values: Values, where: Object) -> None:
+    rendered = helm.rendered(values)
+    binding = rendered.one("ValidatingAdmissionPolicyBinding")["spec"]
+    assert binding["policyName"] == rendered.one("ValidatingAdmissionPolicy")["metadata"]["name"]
+    assert binding["validationActions"] == ["Deny"]
+    selected = binding.get("matchResources", {}).get("namespaceSelector", {}).get("matchExpressions", [{}])
+    assert selected == [where]
 
 
 # --- pods -----------------------------------------------------------------------------------------------------------

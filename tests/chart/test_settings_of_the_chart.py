@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,9 @@ import pytest
 import yaml
 
 from charts import CHART, NAMESPACE, Helm, Rendered, Values
+from limit_cases import ALLOWED
 from moejob_api.contract import MANAGED_BY, Label, Port
+from moejob_api.limits import JobLimits
 from moejob_operator.admission import review
 from moejob_operator.admission.certificates import hosts_of
 from moejob_operator.children.shared import OPERATOR_LABELS
@@ -27,7 +30,7 @@ DECIDED = {
     "trainer_colocated_image",
     *{"leader_election", "lease_name", "lease_seconds", "renew_deadline_seconds", "retry_seconds"},
     *{"webhook", "webhook_port", "webhook_service", "webhook_secret", "webhook_configuration", "webhook_certificates"},
-    *{"job_network_policy", "job_metrics_from"},
+    *{"job_network_policy", "job_metrics_from", "limits"},
 }
 OTHERS: dict[str, Any] = {
     "workers": 7,
@@ -86,6 +89,30 @@ def test_jobs_get_a_network_policy_unless_the_chart_is_told_otherwise(told: Told
     settings, rendered = told({"networkPolicy": {"jobs": False}})
     assert not settings.job_network_policy
     assert "networkpolicies" not in str(rendered.all("ClusterRole"))
+
+
+@pytest.mark.parametrize("limits", [{}, {"secrets": []}, ALLOWED, {"reserved": []}], ids=["none", "one", "all", "open"])
+def test_the_operator_holds_jobs_to_the_limits_of_the_chart(told: Told, limits: Values) -> None:
+    settings, _ = told({"limits": limits})
+    assert settings.limits == JobLimits.model_validate(limits)
+
+
+def test_the_recipe_for_shared_clusters_is_taken_as_it_is(told: Told) -> None:
+    page = (CHART.parents[1] / "docs" / "operator.md").read_text()
+    [recipe] = [text for text in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL) if text.startswith("limits:")]
+    settings, _ = told(yaml.safe_load(recipe))
+    left_open = {name for name, allowed in settings.limits if allowed is None}
+    assert left_open == {"storage_classes", "queues"}
+
+
+def test_the_chart_bounds_limits_as_the_operator_does() -> None:
+    offered = json.loads((CHART / "values.schema.json").read_text())["properties"]["limits"]["properties"]
+    known = JobLimits.model_json_schema(by_alias=True)["properties"]
+    assert set(offered) == set(known)
+    for name, bounds in offered.items():
+        given = next((kind for kind in known[name].get("anyOf", ()) if kind["type"] == "array"), known[name])
+        assert (bounds["description"], bounds["items"]) == (known[name]["description"], given["items"])
+        assert bounds["type"] == (["array", "null"] if "anyOf" in known[name] else "array")
 
 
 def test_whatever_the_operator_can_be_told_the_chart_can_tell_it(told: Told) -> None:

@@ -22,6 +22,11 @@ capabilities: {drop: [ALL]}
 {{- with .Values.networkPolicy.metricsFrom }}
 {{- include "moejob.setting" (list "jobMetricsFrom" .) }}
 {{- end }}
+{{- $limits := dict }}
+{{- range $name, $allowed := .Values.limits }}
+{{- if kindIs "slice" $allowed }}{{ $_ := set $limits $name $allowed }}{{ end }}
+{{- end }}
+{{- include "moejob.setting" (list "limits" $limits) }}
 {{- include "moejob.setting" (list "httpPort" 8080) }}
 {{- include "moejob.setting" (list "leaseName" (include "moejob.name" .)) }}
 {{- range $name, $value := .Values.leaderElection }}

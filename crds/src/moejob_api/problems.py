@@ -49,6 +49,8 @@ class Rule(StrEnum):
     # Memory
     MEMORY = "Memory"
     STORAGE = "Storage"
+    # Those who run the operator
+    LIMIT = "Limit"
     # Warnings only
     IDLE = "Idle"
 

@@ -15,6 +15,7 @@ import yaml
 from moejob_api.derived import RolloutLayout
 from moejob_api.job import Spec
 from moejob_api.layout.sizes import Layout
+from moejob_api.limits import DEFAULT_LIMITS, JobLimits, limit_problems
 from moejob_api.models.sources import Unseen, model_shape
 from moejob_api.planner.plan import Plan, plan
 from moejob_api.pod_environment import LONGEST_VALUE_BYTES, spec_text
@@ -45,15 +46,16 @@ class Validation:
         return not self.problems and self.layout is not None
 
 
-def validation_of(spec: Spec) -> Validation:
-    """The planner's answer. Nothing on this disk is read that the job's author could name."""
+def validation_of(spec: Spec, limits: JobLimits = DEFAULT_LIMITS) -> Validation:
+    """The planner's answer, within limits. Nothing on this disk is read that the job's author could name."""
+    beyond = tuple(limit_problems(spec, limits))
     try:
         seen = model_shape(spec.model.source, spec.model.revision, local_paths=False)
         found = plan(spec, None if isinstance(seen, Unseen) else seen)
     except InvalidSpec as refused:
-        return Validation(refused.problems)
+        return Validation((*refused.problems, *beyond))
     return Validation(
-        problems=(*found.problems, *_too_long(spec), *_too_many_pods(found)),
+        problems=(*found.problems, *beyond, *_too_long(spec), *_too_many_pods(found)),
         warnings=found.warnings,
         layout=found.layout,
         rollout=found.rollout,

@@ -75,6 +75,7 @@ class Release:
         """All that is labelled as a part of moejob, wherever it is, jobs and what belongs to them left out."""
         kinds = "pod,service,endpointslice,deployment,replicaset,sa,secret,cm,lease,pdb,netpol,role,rolebinding"
         kinds += ",clusterrole,clusterrolebinding,crd,validatingwebhookconfiguration"
+        kinds += ",validatingadmissionpolicy,validatingadmissionpolicybinding"
         names = ("get", kinds, "--all-namespaces", "--selector=app.kubernetes.io/name=moejob", "--output=name")
         return set(self.plane.kubectl(*names).split())
 

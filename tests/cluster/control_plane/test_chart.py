@@ -29,6 +29,7 @@ from cluster.control_plane.releases import (
 )
 from cluster.control_plane.stand_ins import definition
 from cluster.waiting import until
+from limit_cases import ALLOWED, BEYOND, WITHIN, Limited
 from moejob_operator.admission.certificates import made, utc_now
 
 pytestmark = pytest.mark.cluster
@@ -221,6 +222,41 @@ def is_installed(found: Release) -> bool:
             return False
         raise
     return True
+
+
+# --- limits ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_api_server_tells_jobs_within_the_limits_from_those_beyond_without_an_operator(
+    plane: ControlPlane, tmp_path: Path
+) -> None:
+    with release(plane, tmp_path) as found:
+        found.install({"webhook": {"enabled": False}, "limits": ALLOWED})
+        tried = path(found.namespace, is_tried_only=True)
+        until(lambda: refusal(plane, tried, BEYOND[0]), waiting_for="the policy to be in force")
+        assert {case.id: refusal(plane, tried, case) for case in WITHIN} == {case.id: "" for case in WITHIN}
+        for case in BEYOND:
+            said = refusal(plane, tried, case)
+            assert case.says in said, case.id
+            assert "ValidatingAdmissionPolicy 'moejob-limits'" in said, case.id
+
+
+def test_without_limits_every_job_passes_but_for_reserved_keys(plane: ControlPlane, tmp_path: Path) -> None:
+    with release(plane, tmp_path) as found:
+        found.install({"webhook": {"enabled": False}})
+        tried = path(found.namespace, is_tried_only=True)
+        until(lambda: refusal(plane, tried, BEYOND[-1]), waiting_for="the policy to be in force")
+        passed = {case.id for case in BEYOND if not refusal(plane, tried, case)}
+        assert passed == {case.id for case in BEYOND} - {"reserved label", "reserved annotation"}
+
+
+def refusal(plane: ControlPlane, tried: str, case: Limited) -> str:
+    """Return what the API server says against a job; nothing when it is allowed."""
+    try:
+        plane.api.create(tried, body(**case.sections))
+    except RefusedError as refused:
+        return refused.message
+    return ""
 
 
 # --- upgrade and rollback -------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -18,6 +19,7 @@ import pytest
 
 from builders import SFT, merged
 from moejob_api.job import GROUP, PLURAL, VERSION
+from moejob_api.limits import DEFAULT_LIMITS, JobLimits
 from moejob_operator.admission import review
 from moejob_operator.admission.certificates import KeyPair, hosts_of, load, made, utc_now
 from moejob_operator.admission.listener import Limits
@@ -109,7 +111,10 @@ class Served:
 
 @asynccontextmanager
 async def served(
-    limits: Limits | None = None, body_seconds: float = 5.0, handler: Any = validate
+    limits: Limits | None = None,
+    body_seconds: float = 5.0,
+    handler: Any = validate,
+    job_limits: JobLimits = DEFAULT_LIMITS,
 ) -> AsyncIterator[Served]:
     context, certified, metrics = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), asyncio.Event(), Reviews()
     load(context, FIRST)
@@ -128,7 +133,10 @@ async def served(
         async def login(**_: Any) -> kopf.ConnectionInfo:
             return kopf.ConnectionInfo(server=api.url)
 
-        running = asyncio.ensure_future(kopf.operator(registry=registry, settings=settings, clusterwide=True))
+        memo = kopf.Memo(operator=SimpleNamespace(limits=job_limits))
+        running = asyncio.ensure_future(
+            kopf.operator(registry=registry, settings=settings, memo=memo, clusterwide=True)
+        )
         try:
             await until(lambda: server.is_serving)
             yield Served(server, metrics, client)
@@ -193,6 +201,20 @@ def test_what_is_unwise_is_allowed_with_a_warning() -> None:
         assert any("spec.model.source: not checked" in warning for warning in said["warnings"])
 
     played(story)
+
+
+def test_a_job_beyond_the_limits_of_the_operator_is_denied_and_an_older_one_can_be_suspended() -> None:
+    async def story(here: Served) -> None:
+        job = body(**merged(FITTING, {"resources": {"serviceAccount": "admin"}}))
+        said = await here.review(job)
+        assert said["allowed"] is False
+        [cause] = said["status"]["details"]["causes"]
+        assert cause["field"] == "spec.resources.serviceAccount"
+        assert "limits.serviceAccounts" in cause["message"]
+        suspended = job | {"spec": merged(job["spec"], {"lifecycle": {"suspend": True}})}
+        assert (await here.review(suspended, job, "UPDATE"))["allowed"] is True
+
+    played(story, job_limits=JobLimits(service_accounts=("trainer",)))
 
 
 def test_an_update_that_changes_nothing_is_allowed_and_a_worse_one_is_not() -> None:

@@ -1,4 +1,7 @@
-"""Writes the CustomResourceDefinition to where kubectl and Helm look for it; with --check, only says what is stale."""
+"""Writes what the API server is given to where kubectl and Helm look for it; with --check, only says what is stale.
+
+That is the CustomResourceDefinition, and for the chart's ValidatingAdmissionPolicy what each limit is about.
+"""
 
 from __future__ import annotations
 
@@ -11,31 +14,39 @@ from pathlib import Path
 
 from moejob_api.crd.definition import definition
 from moejob_api.documents.writing import yaml_text
+from moejob_api.limits import limits_in_cel
 
 FILES = (Path("crds/moetrainingjobs.yaml"), Path("charts/moejob/files/moetrainingjobs.yaml"))
 _HEADER = "# Generated from the models in crds/src/moejob_api/job by `make generate`. Change those, not this file.\n"
+LIMITS_FILE = Path("charts/moejob/files/limits.yaml")
+_LIMITS_HEADER = "# Generated from crds/src/moejob_api/limits.py by `make generate`. Change that, not this file.\n"
 _SHOWN_LINES = 40
 
 
 def crd_text() -> str:
-    """The file as it should be."""
+    """The definition as it should be."""
     return _HEADER + yaml_text(definition())
 
 
+def limits_text() -> str:
+    """The file of the limits as it should be."""
+    return _LIMITS_HEADER + yaml_text(limits_in_cel())
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write both files, or compare them; 1 when --check finds a difference."""
+    """Write the files, or compare them; 1 when --check finds a difference."""
     parser = argparse.ArgumentParser(prog="python -m moejob_api.crd", description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; fail when a file is stale")
     parser.add_argument("--root", type=Path, default=Path(), help="the repository; default: the current folder")
     given = parser.parse_args(arguments)
-    wanted = crd_text()
-    paths = [given.root / file for file in FILES]
+    definition_text = crd_text()
+    wanted = {given.root / file: definition_text for file in FILES} | {given.root / LIMITS_FILE: limits_text()}
     if given.check:
-        stale = [path for path in paths if _is_stale(path, wanted)]
+        stale = [path for path, text in wanted.items() if _is_stale(path, text)]
         return 1 if stale else 0
-    for path in paths:
+    for path, text in wanted.items():
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(wanted, encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
     return 0
 
 

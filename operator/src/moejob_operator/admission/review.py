@@ -13,6 +13,7 @@ from typing import Any
 import kopf
 
 from moejob_api.documents import parse_job
+from moejob_api.limits import DEFAULT_LIMITS, JobLimits
 from moejob_api.problems import InvalidSpec, Problem, Rule
 from moejob_operator.validation import Validation, validation_of
 
@@ -37,9 +38,9 @@ class Denial:
 denial: ContextVar[Denial] = ContextVar("denial")
 
 
-def validate(operation: str, old: Any, new: Any, warnings: list[str]) -> None:
+def validate(operation: str, old: Any, new: Any, warnings: list[str], limits: JobLimits) -> None:
     """Warn of what is unwise; raise when the job is denied."""
-    found = reviewed(operation, _plain(old), _plain(new))
+    found = reviewed(operation, _plain(old), _plain(new), limits)
     warnings += warnings_of(found)
     if not found.problems:
         return
@@ -50,27 +51,27 @@ def validate(operation: str, old: Any, new: Any, warnings: list[str]) -> None:
     raise kopf.AdmissionError(status["message"], code=status["code"])
 
 
-def reviewed(operation: object, old: object, new: object) -> Validation:
+def reviewed(operation: object, old: object, new: object, limits: JobLimits = DEFAULT_LIMITS) -> Validation:
     """Return what is to be said of a request."""
     if operation not in ("CREATE", "UPDATE"):
         return Validation()
     if not isinstance(old, Mapping):
-        return verdict(new)
+        return verdict(new, limits)
     # A job that is labelled, finished or being deleted may be of a time when other rules held.
     if isinstance(new, Mapping) and _has_same_spec(old, new):
         return Validation()
-    found = verdict(new)
+    found = verdict(new, limits)
     # Nor does suspending such a job ask for a repair of what was wrong with it before.
-    known = set(verdict(old).problems) if found.problems else set()
+    known = set(verdict(old, limits).problems) if found.problems else set()
     return replace(found, problems=tuple(problem for problem in found.problems if problem not in known))
 
 
-def verdict(raw: object) -> Validation:
+def verdict(raw: object, limits: JobLimits = DEFAULT_LIMITS) -> Validation:
     """Return what is to be said about a job, as the reconciler will say it."""
     if not isinstance(raw, Mapping):
         return Validation((Problem(Rule.FIELD, "", "is no object"),))
     try:
-        return validation_of(parse_job(raw).spec)
+        return validation_of(parse_job(raw).spec, limits)
     except InvalidSpec as refused:
         return Validation(refused.problems)
 

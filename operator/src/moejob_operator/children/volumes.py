@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
+from moejob_api.claims import named_claims
 from moejob_api.contract import Path
-from moejob_api.job import Spec
 from moejob_operator.children.blueprint import Blueprint
 
-_SCHEME = "pvc://"
 _STORAGE = "storage"
 # Compiled kernels take a few GiB. Without a limit one pod fills its node's disk, and the kubelet evicts others for it.
 _TEMPORARY_SIZE = "100Gi"
@@ -37,22 +35,6 @@ def mounts(blueprint: Blueprint) -> list[dict[str, Any]]:
             for claim in named_claims(blueprint.spec)
         ),
     ]
-
-
-def named_claims(spec: Spec) -> tuple[str, ...]:
-    """The claims that sources name as pvc://claim/path, each once, in the order they are named."""
-    return tuple(
-        dict.fromkeys(
-            source.removeprefix(_SCHEME).partition("/")[0] for source in _sources(spec) if source.startswith(_SCHEME)
-        )
-    )
-
-
-def _sources(spec: Spec) -> Iterator[str]:
-    yield spec.model.source
-    yield from (dataset.source for dataset in (*spec.data.train, *spec.data.eval))
-    if spec.checkpoint.resume_from is not None:
-        yield spec.checkpoint.resume_from
 
 
 def _claims(blueprint: Blueprint) -> dict[str, str]:

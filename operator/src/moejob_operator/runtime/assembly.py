@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 
 from moejob_operator.admission.certificates import CertificateStore, hosts_of
 from moejob_operator.admission.keeper import CertificateKeeper
@@ -29,7 +30,7 @@ from moejob_operator.runtime.metrics import Metrics
 from moejob_operator.runtime.pod_client import PodClient
 from moejob_operator.runtime.settings import Settings, unique
 from moejob_operator.runtime.work_queue import RateLimiter, WorkQueue
-from moejob_operator.validation import Validator
+from moejob_operator.validation import Validator, validation_of
 
 # Reviews come one at a time, when a person applies something.
 _REVIEWERS = 2
@@ -91,7 +92,8 @@ async def assemble(stack: AsyncExitStack, settings: Settings) -> Parts:
 
 
 def _queue(settings: Settings, metrics: Metrics, cluster: ApiServer, gangs: GangApis) -> WorkQueue[JobKey]:
-    validator, specs, asked = Validator(), Specs(), ExpiringCache[datetime]()
+    validator = Validator(partial(validation_of, limits=settings.limits))
+    specs, asked = Specs(), ExpiringCache[datetime]()
     images = Images(settings.trainer_image, settings.trainer_colocated_image, settings.rollout_image)
     network = JobNetwork(settings.own_namespace, settings.job_metrics_from) if settings.job_network_policy else None
 

@@ -9,6 +9,7 @@ from typing import Any, Self
 
 import kopf
 
+from moejob_api.limits import JobLimits
 from moejob_operator.runtime import health
 from moejob_operator.runtime.assembly import Parts, assemble
 from moejob_operator.runtime.job_watch import receive
@@ -63,6 +64,11 @@ class Operator:
             task.cancel()
         await asyncio.wait(self._tasks.values(), timeout=CLOSING_SECONDS)
         await self._stack.aclose()
+
+    @property
+    def limits(self) -> JobLimits:
+        """The names that jobs may ask for."""
+        return self._parts.settings.limits
 
     @property
     def session(self) -> KopfSession:

@@ -12,6 +12,7 @@ from uuid import uuid4
 from pydantic import Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from moejob_api.limits import JobLimits
 from moejob_operator.runtime.leader_election import LeaseDurations
 
 # Where Kubernetes tells a pod its own namespace.
@@ -69,6 +70,8 @@ class Settings(BaseSettings):
     job_metrics_from: Annotated[
         tuple[dict[str, Any], ...], Field(description="Peers of a NetworkPolicy that may read metrics of pods, too.")
     ] = ()
+
+    limits: Annotated[JobLimits, Field(description="Names that jobs may ask for, as JSON in a variable.")] = JobLimits()
 
     workers: Annotated[int, Field(ge=1, description="Jobs reconciled at once.")] = 64
     spacing_seconds: Annotated[float, Field(ge=0, le=60, description="Between two looks at one job.")] = 0.05

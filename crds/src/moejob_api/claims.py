@@ -1,0 +1,29 @@
+"""Volume claims that the sources of a job name as pvc://claim/path: they are mounted to be read, never written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from moejob_api.job import Spec
+
+SCHEME = "pvc://"
+
+
+def claims_of_sources(spec: Spec) -> Iterator[tuple[str, str]]:
+    """Yield each claim that a source names, with the path of the field that does."""
+    for path, source in _sources(spec):
+        if source.startswith(SCHEME):
+            yield path, source.removeprefix(SCHEME).partition("/")[0]
+
+
+def named_claims(spec: Spec) -> tuple[str, ...]:
+    """The claims that sources name, each once, in the order they are named."""
+    return tuple(dict.fromkeys(claim for _, claim in claims_of_sources(spec)))
+
+
+def _sources(spec: Spec) -> Iterator[tuple[str, str]]:
+    yield "spec.model.source", spec.model.source
+    for name, datasets in (("train", spec.data.train), ("eval", spec.data.eval)):
+        yield from ((f"spec.data.{name}[{index}].source", dataset.source) for index, dataset in enumerate(datasets))
+    if spec.checkpoint.resume_from is not None:
+        yield "spec.checkpoint.resumeFrom", spec.checkpoint.resume_from

@@ -1,0 +1,75 @@
+"""Limits of an installation, in the planner's words. The API server's twin is tested with the chart that holds it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from builders import spec
+from limit_cases import ALLOWED, BEYOND, WITHIN, Limited
+from moejob_api.documents import read_file
+from moejob_api.limits import LIMITED, JobLimits, limit_problems
+from moejob_api.problems import Rule
+
+EXAMPLES = sorted((Path(__file__).parents[3] / "examples").glob("*.yaml"))
+LIMITS = JobLimits.model_validate(ALLOWED)
+
+
+@pytest.mark.parametrize("case", WITHIN, ids=lambda case: case.id)
+def test_a_job_within_the_limits_has_no_problem(case: Limited) -> None:
+    assert list(limit_problems(spec(**case.sections), LIMITS)) == []
+
+
+@pytest.mark.parametrize("case", BEYOND, ids=lambda case: case.id)
+def test_a_job_beyond_a_limit_is_refused_where_it_names_what_it_may_not(case: Limited) -> None:
+    problems = list(limit_problems(spec(**case.sections), LIMITS))
+    assert {(problem.rule, problem.path) for problem in problems} == {(Rule.LIMIT, case.path)}
+    assert case.says in " ".join(problem.message for problem in problems)
+
+
+@pytest.mark.parametrize("limit", [limited.field for limited in LIMITED])
+def test_each_limit_refuses_when_it_is_given_and_only_then(limit: str) -> None:
+    """Jobs of WITHIN name something for each limit, those of BEYOND too."""
+    none = JobLimits.model_validate({limit: []})
+    named = [case for case in WITHIN if list(limit_problems(spec(**case.sections), none))]
+    assert named
+    assert all(
+        f"limits.{limit}" in found.message for case in named for found in limit_problems(spec(**case.sections), none)
+    )
+    assert not [case for case in WITHIN if list(limit_problems(spec(**case.sections), JobLimits()))]
+
+
+def test_without_limits_only_reserved_keys_are_refused() -> None:
+    refused = [case.id for case in BEYOND if list(limit_problems(spec(**case.sections), JobLimits()))]
+    assert refused == ["reserved label", "reserved annotation"]
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
+def test_examples_are_within_the_limits_of_an_installation_that_sets_none(example: Path) -> None:
+    assert list(limit_problems(read_file(example).spec, JobLimits())) == []
+
+
+def test_a_refusal_says_what_is_allowed_and_whom_to_ask() -> None:
+    (problem,) = limit_problems(spec(resources={"serviceAccount": "admin"}), LIMITS)
+    assert problem.message == (
+        "service account admin is beyond the limits of this installation, which allow trainer; remove it, or ask those "
+        "who run the operator for limits.serviceAccounts"
+    )
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        pytest.param({"images": ["registry.example.com*"]}, id="an image whose registry could go on"),
+        pytest.param({"secrets": ["a*b"]}, id="a star in the middle"),
+        pytest.param({"secrets": [""]}, id="an empty name"),
+        pytest.param({"nodeSelectors": ["pool"]}, id="a label without its value"),
+        pytest.param({"claims": "models"}, id="a word for a list"),
+        pytest.param({"image": []}, id="a limit that is not there"),
+    ],
+)
+def test_limits_that_cannot_be_meant_are_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(ValidationError):
+        JobLimits.model_validate(wrong)

@@ -1,0 +1,113 @@
+"""Jobs within and beyond one set of limits; planner and API server must both tell them apart."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+ALLOWED: dict[str, Any] = {
+    "serviceAccounts": ["trainer"],
+    "images": ["registry.example.com/ml/*", "registry.example.com/other/trainer:1"],
+    "secrets": ["hugging-face", "team-*"],
+    "configMaps": ["nccl"],
+    "claims": ["models", "team-*"],
+    "storageClasses": ["shared"],
+    "priorityClasses": ["training"],
+    "runtimeClasses": ["nvidia"],
+    "schedulers": ["volcano"],
+    "queues": ["team"],
+    "networks": ["rdma-*", "net/rdma"],
+    "tolerations": ["nvidia.com/gpu", "team.example.com/*"],
+    "nodeSelectors": ["pool=training", "topology.kubernetes.io/zone=*"],
+    "labels": ["example.com/*", "kueue.x-k8s.io/queue-name=team"],
+    "annotations": ["example.com/*", "k8s.v1.cni.cncf.io/networks=*", "scheduling.volcano.sh/*"],
+}
+
+
+@dataclass(frozen=True)
+class Limited:
+    """Sections for builders.spec; beyond the limits, the field that is refused and a piece of what is said of it."""
+
+    id: str
+    sections: dict[str, Any] = field(default_factory=dict)
+    path: str = ""
+    says: str = ""
+
+
+def _pods(case: str, path: str = "", says: str = "", **resources: Any) -> Limited:
+    return Limited(case, {"resources": resources}, path and f"spec.resources.{path}", says)
+
+
+def _variable(**source: Any) -> list[dict[str, Any]]:
+    return [{"name": "TOKEN", "value": "1"}, {"name": "OTHER", **source}]
+
+
+_KEY = {"key": "token"}
+_NETWORKS = "k8s.v1.cni.cncf.io/networks"
+
+WITHIN: tuple[Limited, ...] = (
+    Limited("a job that names nothing"),
+    _pods("service account", serviceAccount="trainer"),
+    _pods("image by its beginning", image="registry.example.com/ml/trainer:2"),
+    _pods("image by name", rolloutImage="registry.example.com/other/trainer:1"),
+    _pods("Secret of a variable", env=_variable(secret={"name": "hugging-face", **_KEY})),
+    _pods("Secret read whole", envFrom=[{"secret": "team-all"}]),
+    _pods("Secret of a registry", imagePullSecrets=["team-registry"]),
+    _pods("ConfigMap", env=_variable(configMap={"name": "nccl", **_KEY}), envFrom=[{"configMap": "nccl"}]),
+    Limited("claim", {"storage": {"size": None, "claimName": "team-a"}, "model": {"source": "pvc://models/a/b"}}),
+    Limited("claim to go on from", {"checkpoint": {"resumeFrom": "pvc://team-a/run"}}),
+    Limited("run beside it on the claim", {"checkpoint": {"resumeFrom": "other"}}),
+    Limited("storage class", {"storage": {"storageClass": "shared"}}),
+    _pods("priority class", priorityClassName="training"),
+    _pods("runtime class", runtimeClassName="nvidia"),
+    _pods("scheduler", schedulerName="volcano"),
+    Limited("queue", {"lifecycle": {"queue": "team"}}),
+    _pods("queue by a label", labels={"kueue.x-k8s.io/queue-name": "team"}),
+    _pods("networks", rdma={"resource": "rdma/hca", "networks": "rdma-0, rdma-1@eth1,net/rdma"}),
+    _pods("networks by an annotation", annotations={_NETWORKS: "rdma-0"}),
+    _pods("tolerations", tolerations=[{"key": "nvidia.com/gpu", "operator": "Exists"}]),
+    _pods("node selectors", nodeSelector={"pool": "training", "topology.kubernetes.io/zone": "a"}),
+    _pods("labels", labels={"example.com/a": "b"}, annotations={"example.com/a": "b c"}),
+)
+
+BEYOND: tuple[Limited, ...] = (
+    _pods("service account", "serviceAccount", "service account admin is beyond", serviceAccount="admin"),
+    _pods("image", "image", "limits.images", image="elsewhere.example.com/ml/trainer:2"),
+    _pods("image under a longer name", "image", "image registry", image="registry.example.com/other/trainer:12"),
+    _pods("image of engines", "rolloutImage", "image evil", rolloutImage="evil"),
+    _pods("Secret of a variable", "env[1]", "Secret admin", env=_variable(secret={"name": "admin", **_KEY})),
+    _pods("Secret read whole", "envFrom[0]", "Secret tea", envFrom=[{"secret": "tea"}]),
+    _pods("Secret of a registry", "imagePullSecrets[0]", "Secret others", imagePullSecrets=["others"]),
+    _pods("ConfigMap of a variable", "env[1]", "ConfigMap b", env=_variable(configMap={"name": "b", **_KEY})),
+    _pods("ConfigMap read whole", "envFrom[0]", "ConfigMap b", envFrom=[{"configMap": "b"}]),
+    Limited("claim", {"storage": {"size": None, "claimName": "b"}}, "spec.storage.claimName", "claim b"),
+    Limited("claim of a model", {"model": {"source": "pvc://b/team-a"}}, "spec.model.source", "claim b"),
+    Limited(
+        "claim of data",
+        {"data": {"eval": [{"source": "pvc://b/team-a", "format": "Chat"}]}},
+        "spec.data.eval[0].source",
+        "claim b",
+    ),
+    Limited("claim to go on from", {"checkpoint": {"resumeFrom": "pvc://b"}}, "spec.checkpoint.resumeFrom", "claim b"),
+    Limited("storage class", {"storage": {"storageClass": "b"}}, "spec.storage.storageClass", "storage class b"),
+    _pods("priority class", "priorityClassName", "priority class b", priorityClassName="b"),
+    _pods("runtime class", "runtimeClassName", "runtime class b", runtimeClassName="b"),
+    _pods("scheduler", "schedulerName", "scheduler b", schedulerName="b"),
+    Limited("queue", {"lifecycle": {"queue": "b"}}, "spec.lifecycle.queue", "queue b"),
+    _pods("queue by an annotation", "annotations", "queue b", annotations={"scheduling.volcano.sh/queue-name": "b"}),
+    _pods("network", "rdma.networks", "network b", rdma={"resource": "rdma/hca", "networks": "rdma-0,b"}),
+    _pods("network of another namespace", "annotations", "network b/rdma-0", annotations={_NETWORKS: "b/rdma-0"}),
+    _pods("networks as JSON", "annotations", "network [{", annotations={_NETWORKS: '[{"name": "rdma-0"}]'}),
+    _pods("toleration", "tolerations[0]", "toleration b", tolerations=[{"key": "b", "operator": "Exists"}]),
+    _pods("toleration of all", "tolerations[0]", "toleration without a name", tolerations=[{"operator": "Exists"}]),
+    _pods("node selector", "nodeSelector", "node selector pool=system", nodeSelector={"pool": "system"}),
+    _pods("label", "labels", "label app=web", labels={"app": "web"}),
+    _pods("annotation", "annotations", "annotation b=c", annotations={"b": "c"}),
+    _pods("reserved label", "labels", "the key moejob.dev/role is reserved", labels={"moejob.dev/role": "trainer"}),
+    _pods(
+        "reserved annotation",
+        "annotations",
+        "the key app.kubernetes.io/managed-by is reserved",
+        annotations={"app.kubernetes.io/managed-by": "moejob"},
+    ),
+)
