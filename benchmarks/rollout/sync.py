@@ -134,7 +134,8 @@ def _ran(name: str, model: Path, work: Path, out: Path, steps: int) -> bool:
         "CUDA_VISIBLE_DEVICES": case.gpus,
         "HF_HUB_OFFLINE": "1",
         "MOEJOB_TRAINER_PYTHON": sys.executable,
-        "MOEJOB_ROLLOUT_PYTHON": sys.executable,
+        # An environment of its own, where vLLM is not installed beside the trainer.
+        "MOEJOB_ROLLOUT_PYTHON": os.environ.get("MOEJOB_ROLLOUT_PYTHON", sys.executable),
     }
     command = [sys.executable, "-m", "moejob_cli", "run", str(file), "--run-dir", str(run)]
     _say(f"== {name}: {' '.join(command)}")

@@ -56,9 +56,13 @@ def main() -> None:
     random = np.random.default_rng(1)
     seconds, result = [], None
     for _ in range(STEPS):
+        count = chosen.micro * chosen.accumulate * sizes.data * chosen.per_row
+        lengths = (
+            random.integers(chosen.length // 2, chosen.length, count) if chosen.uneven else [chosen.length] * count
+        )
         documents = [
-            Document(random.integers(0, model.shape.vocabulary, chosen.length), np.ones(chosen.length, np.float32), n)
-            for n in range(chosen.micro * chosen.accumulate * sizes.data * chosen.per_row)
+            Document(random.integers(0, model.shape.vocabulary, length), np.ones(length, np.float32), n)
+            for n, length in enumerate(lengths)
         ]
         mine = global_batch(documents, batch_plan(spec, sizes, 0))[groups.data.rank]
         torch.cuda.synchronize()
@@ -155,6 +159,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--recompute", default="None")
     parser.add_argument("--sharding", default="DistributedOptimizer")
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--uneven", action="store_true", help="documents of any length from half of --length on")
     for name, default in (
         ("layers", 8),
         ("length", 4096),

@@ -39,7 +39,8 @@ def _results(line: dict[str, Any]) -> Iterator[Result]:
     name += "".join(
         f", {key} {case[key]}" for key in ("tensor", "pipeline", "expert", "context", "data") if case[key] > 1
     )
-    name += ", FSDP" if case["sharding"] == "FSDP" else ""
+    name += "" if case["sharding"] == "DistributedOptimizer" else f", {case['sharding']}"
+    name += f", documents of {case['length'] // 2} to {case['length']}" if case.get("uneven") else ""
     name += ", gradients in bfloat16" if case["gradients"] == "bfloat16" else ""
     name += ", flash-attn-4" if case["attention"] == "flash-attn-4" else ""
     yield Result(BENCH, f"{name}: speed", line["tokensPerSecondPerGpu"], "tokens/s/GPU", Better.HIGHER)

@@ -10,12 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 from transformers.models.gpt_oss import modeling_gpt_oss
 
 from moejob_trainer.layers import attention
 from moejob_trainer.layers.attention import attended
 from moejob_trainer.layers.documents import Documents, in_row_order
-from moejob_trainer.layers.kernels.attention import packed_attended, padded_attended, padding_pays
+from moejob_trainer.layers.kernels.attention import backends, packed_attended, padded_attended, padding_pays
 from trainer.layers.references import (
     Attention,
     attention_by_definition,
@@ -187,6 +188,29 @@ def test_documents_padded_to_a_batch_are_the_same_documents(lengths: tuple[int, 
 )
 def test_padding_pays_where_documents_are_alike(lengths: tuple[int, ...], size: int, pays: bool) -> None:
     assert padding_pays(Documents.of(lengths, context_size=size)) is pays
+
+
+@pytest.mark.parametrize(
+    ("lengths", "first"),
+    [
+        pytest.param((4096, 4096), SDPBackend.CUDNN_ATTENTION, id="documents cut at one length"),
+        pytest.param((4096,), SDPBackend.CUDNN_ATTENTION, id="one document that was cut"),
+        pytest.param((4096, 3968), SDPBackend.FLASH_ATTENTION, id="documents of two lengths"),
+        pytest.param((117, 117), SDPBackend.FLASH_ATTENTION, id="documents that end by chance alike"),
+        pytest.param((3001,), SDPBackend.FLASH_ATTENTION, id="one document that ends by itself"),
+    ],
+)
+def test_a_kernel_that_plans_for_each_shape_is_kept_from_many(lengths: tuple[int, ...], first: SDPBackend) -> None:
+    found = backends(lengths)
+    assert found[0] is first
+    # Scores of all tokens with all others come last: no memory holds them.
+    assert set(found) == {
+        SDPBackend.CUDNN_ATTENTION,
+        SDPBackend.FLASH_ATTENTION,
+        SDPBackend.EFFICIENT_ATTENTION,
+        found[-1],
+    }
+    assert found[-1] is SDPBackend.MATH
 
 
 def test_a_context_group_of_another_size_is_refused() -> None:

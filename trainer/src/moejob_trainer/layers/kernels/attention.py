@@ -1,8 +1,8 @@
-"""Attention over packed documents by flash-attn-4, and over documents padded to a batch by cuDNN."""
+"""Attention over packed documents by flash-attn-4, and over documents padded to a batch by torch's kernels."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -24,12 +24,21 @@ FLASH_GENERATIONS = (9, 10, 11)
 WIDEST_HEAD = {9: 256, 10: 128, 11: 128}
 # How much padding is less work than a kernel for each document.
 PADDED_ROWS = 1.5
-BACKENDS = [
+# The first that can is taken. cuDNN is the fastest, and plans for 0.1 s whenever it has not seen a shape (H200).
+FOR_FEW_SHAPES = (
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
-]
+)
+FOR_MANY_SHAPES = (
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.MATH,
+)
+# Documents that were cut at a length have one like this; those that end by themselves hardly ever.
+CUT_LENGTH = 128
 
 
 def flash_takes(q: Tensor, v: Tensor) -> bool:
@@ -99,6 +108,15 @@ def padding_pays(documents: Documents) -> bool:
     return len(documents.lengths) * max(documents.lengths) <= PADDED_ROWS * documents.row_tokens
 
 
+def backends(lengths: Sequence[int]) -> list[SDPBackend]:
+    """Return torch's kernels for a batch of documents of these lengths, in the order in which they are tried.
+
+    Packed documents, and answers above all, have other lengths in each micro batch, and so would the batch of them.
+    """
+    is_cut = len(set(lengths)) == 1 and lengths[0] % CUT_LENGTH == 0
+    return list(FOR_FEW_SHAPES if is_cut else FOR_MANY_SHAPES)
+
+
 def padded_attended(q: Tensor, k: Tensor, v: Tensor, documents: Documents, *, scale: float) -> Tensor:
     """Twin of `attention.plain_attended` without window and sinks.
 
@@ -108,7 +126,7 @@ def padded_attended(q: Tensor, k: Tensor, v: Tensor, documents: Documents, *, sc
     grouped = q.shape[1] != k.shape[1]
     q, k, v = (pad_sequence(x.split(lengths), batch_first=True).transpose(1, 2) for x in (q, k, v))
     # torch itself leaves out cuDNN where algorithms have to be deterministic, and has the others sum in one order.
-    with sdpa_kernel(BACKENDS, set_priority=True):
+    with sdpa_kernel(backends(lengths), set_priority=True):
         output = functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
     return torch.cat([one[:length] for one, length in zip(output.transpose(1, 2), lengths, strict=True)])
 
