@@ -13,7 +13,6 @@ import json
 import os
 import time
 from collections.abc import Callable
-from importlib.util import find_spec
 
 import numpy as np
 import torch
@@ -26,6 +25,7 @@ from moejob_api.models import catalog
 from moejob_api.planner.cost.estimate import model_flops
 from moejob_trainer.data.packing import batch_plan, global_batch
 from moejob_trainer.engine import Document, LossTerms, MicroBatch, TokenOutputs, UpdateResult
+from moejob_trainer.layers.kernels import attention
 from moejob_trainer.megatron.engine import MegatronEngine, Placement
 from moejob_trainer.megatron.stages import built
 from moejob_trainer.megatron.topology import start_groups
@@ -96,7 +96,7 @@ def _measured(
     step = float(np.median(seconds))
     ranks = dist.get_world_size()
     return {
-        "case": vars(chosen) | {"attention": "flash-attn-4" if find_spec("flash_attn") else "cuDNN"},
+        "case": vars(chosen) | {"attention": "flash-attn-4" if _has_flash() else "cuDNN"},
         "tokensPerSecondPerGpu": round(result.tokens / step / ranks),
         "teraflops": round(result.tokens * flops_per_token / step / ranks / 1e12, 1),
         "secondsPerStep": round(step, 4),
@@ -106,6 +106,12 @@ def _measured(
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name(),
     }
+
+
+def _has_flash() -> bool:
+    """Return whether flash-attn-4 works here; installed beside other versions of what it is built on it does not."""
+    head = torch.empty(1, 1, 128, dtype=torch.bfloat16, device="cuda")
+    return attention.flash_takes(head, head)
 
 
 def _spec(chosen: argparse.Namespace) -> Spec:

@@ -74,3 +74,14 @@ def test_an_engine_that_died_is_named_and_started_again(engines: EngineProcesses
     assert said == [f"engine {index} ended with -9 and is started again"]
     eventually(lambda: not lives(worker))
     eventually(lambda: engines.keep_running() == [] and len(started(tmp_path, 2)) == 3)
+
+
+def test_an_engine_that_cannot_start_is_refused_with_its_last_line(tmp_path: Path) -> None:
+    program = tmp_path / "engine"
+    program.write_text("#!/bin/bash\necho 'no such model' >&2\nexit 78\n")
+    program.chmod(0o755)
+    engines = EngineProcesses(program, [EngineOrder(0, {})], tmp_path)
+    assert (engines.keep_running(), engines.refusal()) == ([], None)
+    eventually(lambda: engines.keep_running() != [])
+    assert engines.refusal() == "engine 0 cannot start: no such model"
+    engines.end()

@@ -111,3 +111,14 @@ def test_engines_follow_from_the_job(
     ]
     assert seen == list(expected)
     assert all("PYTHONPATH" not in command.environment for command in commands)
+
+
+def test_an_engine_that_cannot_start_ends_the_job_with_its_last_line(gang: Make, tmp_path: Path) -> None:
+    engine = tmp_path / "engine"
+    engine.write_text("#!/bin/bash\necho 'model.source names no model that vLLM knows: Mamba' >&2\nexit 78\n")
+    engine.chmod(0o755)
+    job = gang(engine=engine, logs=True)
+    (job.run_folder / "logs").mkdir(parents=True)
+    launcher = job.start("work")
+    assert launcher.exit_code() == 78, launcher.log.read_text()
+    assert launcher.word().message == "engine 0 cannot start: model.source names no model that vLLM knows: Mamba"

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from moejob_api.engine_starts import LOG_BYTES, EngineStarts
 from moejob_cli.running.launchers import EngineOrder
 
 # An engine that cannot start fails within seconds.
@@ -24,6 +25,8 @@ class EngineProcesses:
         self._python, self._orders, self._logs = python, orders, logs
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._due: dict[int, float] = {}
+        self._began: dict[int, float] = {}
+        self._starts = {order.index: EngineStarts() for order in orders}
 
     def keep_running(self) -> list[str]:
         """Start engines that do not run; a sentence about each that has ended."""
@@ -32,10 +35,19 @@ class EngineProcesses:
             process = self._processes.get(order.index)
             if process is not None and process.poll() is not None:
                 ended.append(f"engine {order.index} ended with {process.returncode} and is started again")
+                ran = time.monotonic() - self._began[order.index]
+                self._starts[order.index] = self._starts[order.index].after(process.returncode, ran)
                 self._forget(order.index, process)
             if order.index not in self._processes and time.monotonic() >= self._due.get(order.index, 0.0):
                 self._processes[order.index] = self._started(order)
         return ended
+
+    def refusal(self) -> str | None:
+        """Return why an engine cannot start, once that is known: the job would wait for it in vain."""
+        hopeless = ((index, starts) for index, starts in self._starts.items() if starts.is_hopeless)
+        return next(
+            (starts.refusal(index, self._log(index).read_bytes()[-LOG_BYTES:]) for index, starts in hopeless), None
+        )
 
     def end(self) -> None:
         """End all engines: asked first, then by force."""
@@ -57,7 +69,8 @@ class EngineProcesses:
 
     def _started(self, order: EngineOrder) -> subprocess.Popen[bytes]:
         # It ends with this process by itself: that is how moejob_rollout starts.
-        with (self._logs / f"engine-{order.index}.log").open("ab") as log:
+        self._began[order.index] = time.monotonic()
+        with self._log(order.index).open("ab") as log:
             return subprocess.Popen(
                 [self._python, "-m", "moejob_rollout"],
                 env=order.environment,
@@ -66,3 +79,6 @@ class EngineProcesses:
                 stderr=log,
                 start_new_session=True,
             )
+
+    def _log(self, index: int) -> Path:
+        return self._logs / f"engine-{index}.log"

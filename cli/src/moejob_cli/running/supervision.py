@@ -145,6 +145,9 @@ class Supervision:
             self._start_due()
             for sentence in self._engines.keep_running():
                 self.display.report(sentence)
+            refusal = self._engines.refusal()
+            if refusal is not None:
+                return Result(ExitCode.BAD_CONFIGURATION, refusal)
             pods = tuple(launcher.report() for _, launcher in sorted(self._launchers.items()))
             self._state = polled(pods, self.of.layout.nodes, self._state)
             self.log.read()

@@ -225,6 +225,7 @@ class Agent:
         while True:
             self._ranks.wait(self._stop, _POLL_SECONDS)
             seen = self._ended() or self._overdue_stop() or self._ending_from_peers(current) or self._hung()
+            seen = seen or self._without_engine()
             if seen is not None:
                 return seen
 
@@ -291,6 +292,14 @@ class Agent:
         if not silent:
             return None
         return Fault(Cause.HUNG, f"{_named(silent)} silent for {limit} s", silent[0], None, self._step())
+
+    def _without_engine(self) -> Fault | None:
+        """Return the fault when ranks wait for an engine that cannot start; by themselves they do so for long."""
+        refused = self._ranks.engine_refused()
+        if refused is None:
+            return None
+        cause = Cause.BAD_CONFIGURATION if refused.is_misconfigured else Cause.RANK_FAILED
+        return Fault(cause, refused.message, None, None, self._step())
 
     # --- answering ----------------------------------------------------------------------------------------------------
 

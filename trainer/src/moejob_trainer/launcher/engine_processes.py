@@ -1,7 +1,7 @@
 """Colocated engines: children of the launcher, so that they outlive the ranks of a round.
 
 An engine takes a minute to start and nothing of it depends on ranks: they are restarted beside it. One that ends is
-started again, later each time; the ranks then ask another, or wait.
+started again, later each time; the ranks then ask another, or wait. They would wait in vain for one that cannot start.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from moejob_api.contract import Environment, ExitCode, Role
+from moejob_api.contract import Environment, Role
+from moejob_api.engine_starts import LOG_BYTES, EngineStarts
 from moejob_api.engines import colocated_per_pod
 from moejob_api.job.resources import Accelerator
 from moejob_trainer.launcher.log import Log
@@ -24,8 +25,6 @@ from moejob_trainer.launcher.pod import Pod
 log = Log()
 
 _FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS = 1.0, 60.0
-# One that ran for this long has not failed at its start.
-_STARTED_SECONDS = 120.0
 _END_SECONDS = 20.0
 
 
@@ -66,6 +65,14 @@ def _gpus(pod: Pod, number: int, environ: Mapping[str, str]) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(names[number * tensor : (number + 1) * tensor])}
 
 
+@dataclass(frozen=True, slots=True)
+class EngineRefusal:
+    """An engine that cannot start."""
+
+    is_misconfigured: bool
+    message: str
+
+
 class EngineProcesses:
     """The engines of one pod. The launcher's main thread alone starts, looks at and ends them."""
 
@@ -82,6 +89,10 @@ class EngineProcesses:
         for engine in self._engines:
             engine.keep_running(time.monotonic())
 
+    def refused(self) -> EngineRefusal | None:
+        """Return why an engine cannot start, once that is known. Its starts count from nothing again."""
+        return next(filter(None, (engine.refused() for engine in self._engines)), None)
+
     def stop(self) -> None:
         """End all engines: asked first, then by force."""
         for engine in self._engines:
@@ -96,6 +107,7 @@ class _Engine:
         self._command, self._logs = command, logs
         self._process: subprocess.Popen[bytes] | None = None
         self._started_at, self._due_at, self._delay = 0.0, 0.0, _FIRST_DELAY_SECONDS
+        self._starts = EngineStarts()
 
     @property
     def pid(self) -> int | None:
@@ -106,6 +118,14 @@ class _Engine:
             self._ended(self._process.returncode, now)
         if self._process is None and now >= self._due_at:
             self._start(now)
+
+    def refused(self) -> EngineRefusal | None:
+        starts = self._starts
+        if not starts.is_hopeless:
+            return None
+        self._starts = EngineStarts()
+        written = b"" if self._log is None else self._log.read_bytes()[-LOG_BYTES:]
+        return EngineRefusal(starts.is_misconfigured, starts.refusal(self._command.index, written))
 
     def signal(self, number: signal.Signals) -> None:
         """Signal the engine itself, or all of its group where it cannot answer for them."""
@@ -125,17 +145,17 @@ class _Engine:
     def _ended(self, code: int, now: float) -> None:
         self.signal(signal.SIGKILL)
         self._process = None
-        if code == ExitCode.BAD_CONFIGURATION:
-            log.warning("an engine cannot start; see its log", engine=self._command.index)
-            self._due_at = float("inf")
-            return
-        has_run = now - self._started_at >= _STARTED_SECONDS
-        self._delay = _FIRST_DELAY_SECONDS if has_run else min(2 * self._delay, _LONGEST_DELAY_SECONDS)
+        self._starts = self._starts.after(code, now - self._started_at)
+        self._delay = min(2 * self._delay, _LONGEST_DELAY_SECONDS) if self._starts.failed else _FIRST_DELAY_SECONDS
         self._due_at = now + self._delay
         log.warning("an engine has ended", engine=self._command.index, exit_code=code, again_in_seconds=self._delay)
 
+    @property
+    def _log(self) -> Path | None:
+        return None if self._logs is None else self._logs / f"engine-{self._command.index}.log"
+
     def _start(self, now: float) -> None:
-        output = None if self._logs is None else (self._logs / f"engine-{self._command.index}.log").open("ab")
+        output = None if self._log is None else self._log.open("ab")
         try:
             self._process = subprocess.Popen(
                 [self._command.python, "-m", "moejob_rollout"],

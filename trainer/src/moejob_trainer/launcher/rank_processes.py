@@ -16,7 +16,7 @@ from multiprocessing import forkserver
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
-from moejob_trainer.launcher.engine_processes import EngineProcesses
+from moejob_trainer.launcher.engine_processes import EngineProcesses, EngineRefusal
 from moejob_trainer.launcher.entry import RankCommand, enter
 from moejob_trainer.launcher.fork_server import LAUNCHER, PRELOAD, WARM
 from moejob_trainer.launcher.log import Log
@@ -97,6 +97,10 @@ class RankProcesses:
         self._engines.keep_running()
         self._orphans.reap()
         self._poll()
+
+    def engine_refused(self) -> EngineRefusal | None:
+        """Return why an engine beside the ranks cannot start, once that is known."""
+        return self._engines.refused()
 
     def last_line(self, rank: int) -> str:
         """Return the last line that a rank wrote to standard error."""

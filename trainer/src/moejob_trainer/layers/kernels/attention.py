@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import import_module
@@ -135,6 +136,9 @@ def padded_attended(q: Tensor, k: Tensor, v: Tensor, documents: Documents, *, sc
 def _flash() -> Any:
     try:
         return import_module("flash_attn.cute").flash_attn_varlen_func
-    except ImportError:
-        # An older flash_attn, or one without what it is built on.
+    except ImportError as error:
+        # An older flash_attn, or one beside other versions of what it is built on.
+        warnings.warn(
+            f"flash_attn is installed but flash-attn-4 is not usable, so attention is torch's: {error}", stacklevel=2
+        )
         return None

@@ -1,0 +1,47 @@
+"""Engines that end before they can have answered, again and again: where another start is of no use. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moejob_api.contract import ExitCode, printable
+
+# An engine that works takes a minute to start; one that ran for this long has not failed at its start.
+STARTED_SECONDS = 120.0
+# Memory that ranks are about to give back may be missing at the first ones.
+STARTS = 5
+# Of a log, as much as its last line may be long.
+LOG_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStarts:
+    """The starts of one engine that failed in a row."""
+
+    failed: int = 0
+    exit_code: int = 0
+
+    def after(self, exit_code: int, ran_seconds: float) -> EngineStarts:
+        """Count one more end."""
+        if ran_seconds >= STARTED_SECONDS:
+            return EngineStarts()
+        return EngineStarts(self.failed + 1, exit_code)
+
+    @property
+    def is_misconfigured(self) -> bool:
+        """Return whether the engine itself says that no start can help."""
+        return self.failed > 0 and self.exit_code == ExitCode.BAD_CONFIGURATION
+
+    @property
+    def is_hopeless(self) -> bool:
+        """Return whether the job cannot go on with this engine; it would wait for one that never comes."""
+        return self.is_misconfigured or self.failed >= STARTS
+
+    def refusal(self, engine: int, log: bytes) -> str:
+        """Return the sentence that the job ends with, given the end of the engine's log."""
+        lines = (printable(line).strip() for line in reversed(log.decode(errors="replace").splitlines()))
+        said = next(filter(None, lines), "it wrote nothing; see the log of its pod")
+        if self.is_misconfigured:
+            return f"engine {engine} cannot start: {said}"
+        times = f"ended {self.failed} times within {STARTED_SECONDS:.0f} s of its start"
+        return f"engine {engine} {times}, last with exit code {self.exit_code}: {said}"
