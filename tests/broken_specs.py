@@ -87,6 +87,7 @@ BROKEN_SPECS: tuple[Broken, ...] = (
         {"training": {"scheduler": {"warmupSteps": 101}}},
     ),
     Broken("the best of no evaluations", Rule.CONFLICT, "add data.eval", {"checkpoint": {"keepBest": 1}}),
+    Broken("a stop without evaluations", Rule.CONFLICT, "set evalEvery", {"training": {"earlyStop": {"patience": 2}}}),
     Broken("evaluation of nothing", Rule.CONFLICT, "nothing to evaluate", {"training": {"evalEvery": 10}}),
     Broken(
         "deterministic answers",

@@ -11,7 +11,7 @@ from moejob_operator.planning.decision import Reason
 
 PAGE = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 # Nothing is wrong with these.
-USUAL = {Reason.ALL_PODS_RUN, Reason.POD_ENDING, Reason.SUSPENDED, Reason.COMPLETED}
+USUAL = {Reason.ALL_PODS_RUN, Reason.POD_ENDING, Reason.SUSPENDED, Reason.COMPLETED, Reason.STOPPED_EARLY}
 
 
 @pytest.mark.parametrize("reason", sorted({*map(str, Cause), *map(str, set(Reason) - USUAL)}))

@@ -275,6 +275,19 @@ def test_the_reward_is_shown_where_there_is_one() -> None:
     assert "reward       0.5000 ▁█ 1.0000" in captured.get()
 
 
+def test_the_best_evaluation_is_shown_and_that_a_run_stopped_early() -> None:
+    texts = [
+        '{"step": 1, "loss": 3.0, "evalLoss": 2.5, "bestStep": 1, "bestScore": 2.5}',
+        '{"step": 2, "loss": 2.0, "evalLoss": 2.75, "bestStep": 1, "bestScore": 2.5, "stoppedEarly": true}',
+    ]
+    console = Console(width=200, file=io.StringIO())
+    with console.capture() as captured:
+        console.print(ending([StepLine.model_validate_json(text) for text in texts], Path("nowhere")))
+    assert "evaluation   2.5000 to 2.7500" in captured.get()
+    assert "best         2.5000 at step 1" in captured.get()
+    assert "stopped      early at step 2" in captured.get()
+
+
 def test_a_plain_line_says_it_all() -> None:
     view = View("training", lines(3, 2.5), 10, checkpoint_step=2, restarts=1)
     assert plain_line(view) == "training: step 2/10, loss 2.5000, 200 tokens/s, 4 s left, checkpoint 2, 1 restart"

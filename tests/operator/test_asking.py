@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from fake_world import World
 from moejob_api.contract import LastWord, Outcome, RunProgress
-from moejob_api.job.status import Phase
+from moejob_api.job.status import ConditionType, Phase
 from moejob_operator.planning.guards import POLL_SECONDS
+from moejob_operator.status.conditions import condition
 
 
 def running() -> World:
@@ -51,6 +54,45 @@ def test_the_last_word_says_where_a_run_ended_that_nobody_had_asked_lately() -> 
     assert world.status.progress is not None
     seen = world.status.progress
     assert (seen.step, seen.loss, seen.last_checkpoint_step) == (60, 0.5, 60)
+
+
+def ended(run: RunProgress) -> World:
+    """A job whose pods have ended, with the last word of the first."""
+    world = running()
+    world.end(1, 0, LastWord(outcome=Outcome.COMPLETED))
+    world.end(0, 0, LastWord(outcome=Outcome.COMPLETED, run=run))
+    world.settle()
+    return world
+
+
+def test_the_best_evaluation_is_part_of_the_status() -> None:
+    measures = {"evalScore": 2.5, "bestStep": 40.0, "bestScore": 2.25, "evalLoss": 2.5}
+    seen = ended(RunProgress(step=60, total_steps=60, measures=measures)).status.progress
+    assert seen is not None
+    assert (seen.eval_score, seen.best_step, seen.best_score) == (2.5, 40, 2.25)
+
+
+@pytest.mark.parametrize("number", [-1.0, 1e38])
+def test_a_best_step_that_is_none_is_passed_over(number: float) -> None:
+    seen = ended(RunProgress(step=60, total_steps=60, measures={"bestStep": number})).status.progress
+    assert seen is not None
+    assert (seen.step, seen.best_step) == (60, None)
+
+
+@pytest.mark.parametrize(
+    ("measures", "reason", "says"),
+    [
+        ({}, "Completed", "every rank has finished"),
+        ({"stoppedEarly": 1.0}, "StoppedEarly", "stopped early at step 40, where evaluations had not improved"),
+    ],
+)
+def test_a_run_that_stopped_early_has_succeeded_and_says_so(measures: dict[str, float], reason: str, says: str) -> None:
+    world = ended(RunProgress(step=40, total_steps=40, measures=measures))
+    found = condition(world.status, ConditionType.SUCCEEDED)
+    assert world.status.phase is Phase.SUCCEEDED
+    assert found is not None
+    assert found.reason == reason
+    assert says in found.message
 
 
 def test_a_pod_that_nobody_hears_of_is_waited_for_once_and_not_before_every_action() -> None:

@@ -124,6 +124,7 @@ TRAINING = _section(
     lora=_LORA,
     mtpLossCoefficient=st.sampled_from([0.0, 0.1]),
     evalEvery=st.just(1),
+    earlyStop=st.just({"patience": 1}),
     deterministic=st.booleans(),
     profile=st.fixed_dictionaries({"firstStep": st.just(1)}, optional={"memory": st.booleans()}),
 )

@@ -1,4 +1,4 @@
-"""Real runs that get worse: the checkpoint of the best evaluation is saved, kept, remembered and exported."""
+"""Real runs that get worse: the best checkpoint is saved, kept, remembered and exported, and a run may end early."""
 
 from __future__ import annotations
 
@@ -54,6 +54,12 @@ def evaluations(run: Started) -> dict[str, EvaluationFacts | None]:
     return {path.name.partition(".")[0]: read_manifest(path).facts.evaluation for path in found}
 
 
+def evaluated(run: Started) -> Path:
+    """The corpus of the evaluation data."""
+    reports = run.folder.glob("data/*/report.json")
+    return next(path.parent for path in reports if json.loads(path.read_text())["split"] == "test")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_best_checkpoint_is_kept_and_is_what_the_run_exports(layout: str, runs: Runs, tmp_path: Path) -> None:
@@ -66,10 +72,7 @@ def test_the_best_checkpoint_is_kept_and_is_what_the_run_exports(layout: str, ru
     ]
     assert evaluations(run) == {"step-2": EvaluationFacts(measure="evalLoss", value=losses[1]), "step-5": None}
     # Transformers makes of the export what the run made of the weights of its second step.
-    corpus = next(
-        path.parent for path in run.folder.glob("data/*/report.json") if json.loads(path.read_text())["split"] == "test"
-    )
-    assert held_out_loss(run.folder / "export", corpus) == pytest.approx(losses[1], rel=1e-5)
+    assert held_out_loss(run.folder / "export", evaluated(run)) == pytest.approx(losses[1], rel=1e-5)
     assert "step 2" in export_run(stored_run(run.folder, BEST), Wanted(tmp_path / "out"))
     exported, expected = (_tensors(folder) for folder in (tmp_path / "out", run.folder / "export"))
     assert exported.keys() == expected.keys()
@@ -118,6 +121,53 @@ def test_another_job_that_goes_on_with_a_run_begins_its_own_order(runs: Runs) ->
     # Whatever the first job had: its checkpoints are not in this folder.
     assert "step-4" in evaluations(second)
     assert all(math.isfinite(line["bestScore"]) for line in told)
+
+
+# --- early stop -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("keep_best", "exported"),
+    [pytest.param(None, 4, id="the last weights"), pytest.param(1, 2, id="the best weights")],
+)
+def test_a_run_that_no_longer_improves_ends_well_and_exports(keep_best: int | None, exported: int, runs: Runs) -> None:
+    stopping = WORSENING | {"maxSteps": 8, "earlyStop": {"patience": 2}}
+    job = JOB | {"training": stopping, "checkpoint": JOB["checkpoint"] | {"keepBest": keep_best}}
+    run = runs.finished(**job, parallelism={"pipeline": 2})
+    told = lines(run)
+    assert [line["evaluationsWithoutImprovement"] for line in told] == [0, 0, 1, 2]
+    assert [line.get("stoppedEarly") for line in told] == [None, None, None, True]
+    assert "stopped early at step 4 of 8: 2 evaluations in a row without a better evalLoss than" in run.said()
+    assert "step-4" in evaluations(run)
+    assert held_out_loss(run.folder / "export", evaluated(run)) == pytest.approx(
+        told[exported - 1]["evalLoss"], rel=1e-5
+    )
+    shown = run.board.run()
+    assert shown is not None
+    assert (shown.step, shown.total_steps, shown.last_checkpoint_step, shown.measures["stoppedEarly"]) == (4, 4, 4, 1)
+    # What is over stays over, however often it is started.
+    again = runs.finished(attempt=2, **job, parallelism={"pipeline": 2})
+    assert len(lines(again)) == 4
+    shown = again.board.run()
+    assert shown is not None
+    assert (shown.step, shown.total_steps, shown.measures["stoppedEarly"]) == (4, 4, 1)
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_remembers_how_long_nothing_has_improved(runs: Runs) -> None:
+    # Nothing but the first evaluation is an improvement of that size.
+    stopping = WORSENING | {"maxSteps": 10_000, "earlyStop": {"patience": 20, "minimumImprovement": 100.0}}
+    often = JOB["checkpoint"] | {"everySteps": 1, "async": False, "exportHuggingFace": False}
+    job = JOB | {"training": stopping, "checkpoint": often, "parallelism": {"expert": 2}}
+    run = runs.start(attempt=1, **job)
+    eventually(lambda: [*run.folder.glob("checkpoints/step-4.*/complete.json")], "the checkpoint of step 4")
+    run.kill()
+    resumed = runs.finished(attempt=2, **job)
+    told = lines(resumed)
+    assert {line["attempt"] for line in told} == {1, 2}
+    assert [line["evaluationsWithoutImprovement"] for line in told if line["attempt"] == 2][-1] == 20
+    assert told[-1]["step"] == 21
 
 
 @pytest.mark.slow

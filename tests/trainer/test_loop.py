@@ -22,6 +22,7 @@ class World:
     skipped: frozenset[int] = frozenset()
     stopped_at: int | None = None
     best: frozenset[int] = frozenset()
+    over_at: int | None = None
     done: int = 0
     saved: list[int] = field(default_factory=list)
 
@@ -40,6 +41,9 @@ class World:
 
     def is_among_best(self, step: int) -> bool:
         return step in self.best
+
+    def is_over(self) -> bool:
+        return self.over_at is not None and self.done >= self.over_at
 
     def updates(self, step: int, engine: Engine) -> Iterator[Sequence[MicroBatch]]:  # noqa: ARG002
         yield []
@@ -83,6 +87,13 @@ CASES: dict[str, tuple[World, Outcome, list[int]]] = {
         Outcome.COMPLETED,
         [3, 6],
     ),
+    "where it ends early, due or not": (World(every=9, over_at=4), Outcome.COMPLETED, [4]),
+    "nothing when it had ended early before": (World(begun=4, over_at=4), Outcome.COMPLETED, []),
+    "and is done when asked to stop where it ends early": (
+        World(every=9, over_at=4, stopped_at=4),
+        Outcome.COMPLETED,
+        [4],
+    ),
     "before it stops": (World(every=9, stopped_at=4), Outcome.PREEMPTED, [4]),
     "before it stops after a skipped update": (
         World(every=9, stopped_at=4, skipped=frozenset({4})),
@@ -97,6 +108,6 @@ CASES: dict[str, tuple[World, Outcome, list[int]]] = {
 def test_the_loop_saves(name: str) -> None:
     world, outcome, saved = CASES[name]
     reported: list[int] = []
-    run = Run(world, world, world, world, 6, lambda step, _: reported.append(step), world.is_among_best)
+    run = Run(world, world, world, world, 6, lambda step, _: reported.append(step), world.is_among_best, world.is_over)
     assert (train(run), world.saved) == (outcome, saved)
     assert reported == [*range(world.begun + 1, world.done + 1)]

@@ -9,18 +9,18 @@ import pytest
 from pydantic import TypeAdapter
 
 from builders import spec
-from moejob_trainer.ranking import Ranking, ranked
+from moejob_trainer.ranking import Ranking, Terms, ranked
 from moejob_trainer.setup.evaluation import RankedEvaluations
 from trainer.checkpoints.worlds import ThreadCoordinator, ThreadCoordinators
 
 EVALUATED = {"eval": [{"source": "/data/held-out.jsonl", "format": "Chat"}]}
 
 
-def after(scores: list[float | None], keep: int = 1, measure: str = "evalLoss") -> Ranking:
+def after(scores: list[float | None], keep: int = 1, measure: str = "evalLoss", least: float = 0.0) -> Ranking:
     """The ranking after evaluations at steps 10, 20, 30 and so on."""
     ranking = Ranking(measure=measure)
     for number, score in enumerate(scores, 1):
-        ranking = ranked(ranking, 10 * number, score, keep)
+        ranking = ranked(ranking, 10 * number, score, Terms(keep, least))
     return ranking
 
 
@@ -43,8 +43,52 @@ def test_the_best_are(scores: list[float | None], keep: int, measure: str, best:
     assert [one.step for one in after(scores, keep, measure).best] == best
 
 
+@pytest.mark.parametrize(
+    ("scores", "measure", "least", "without"),
+    [
+        pytest.param([], "evalLoss", 0.0, 0, id="none yet"),
+        pytest.param([3.0], "evalLoss", 9.0, 0, id="the first improves on nothing"),
+        pytest.param([3.0, 2.0, 1.0], "evalLoss", 0.0, 0, id="every one improves"),
+        pytest.param([1.0, 2.0, 3.0], "evalLoss", 0.0, 2, id="none improves"),
+        pytest.param([1.0, 1.0], "evalLoss", 0.0, 1, id="the same is no improvement"),
+        pytest.param([0.5, 0.25, 0.75], "evalMean@4", 0.0, 0, id="a higher reward is one"),
+        pytest.param([3.0, 2.75, 2.5, 2.25], "evalLoss", 0.5, 1, id="small steps add up"),
+        pytest.param([3.0, 2.5], "evalLoss", 0.5, 0, id="exactly the least"),
+        pytest.param([3.0, 2.75, 2.75], "evalLoss", 0.5, 2, id="less than the least"),
+        pytest.param([3.0, math.nan, math.inf], "evalLoss", 0.0, 2, id="what is not finite is none"),
+        pytest.param([3.0, 4.0, None, None], "evalLoss", 0.0, 1, id="one without a score says nothing"),
+    ],
+)
+def test_evaluations_without_an_improvement_are_counted(
+    scores: list[float | None], measure: str, least: float, without: int
+) -> None:
+    assert after(scores, measure=measure, least=least).without_improvement == without
+
+
+def test_a_run_stops_early_on_all_ranks_when_its_patience_is_at_an_end() -> None:
+    def act(rank: ThreadCoordinator) -> tuple[object, ...]:
+        stop = {"patience": 2, "minimumImprovement": 0.5}
+        job = spec(data=EVALUATED, training={"evalEvery": 10, "earlyStop": stop})
+        found = iter([3.0, 2.9, 2.8])
+        mine = RankedEvaluations(job, 100, rank, lambda _: {"evalLoss": next(found)} if rank.rank == 0 else {})
+        told = [(mine.metrics(step).get("evaluationsWithoutImprovement"), mine.stopped_at) for step in (10, 20, 30)]
+        return told, mine.as_fields().get("stoppedEarly"), mine.verdict()
+
+    said = "stopped early at step 30 of 100: 2 evaluations in a row without a better evalLoss than 3 by 0.5"
+    assert ThreadCoordinators(2).together(act) == [([(0, None), (1, None), (2, 30)], True, said)] * 2
+
+
+def test_a_run_at_its_end_does_not_stop_early() -> None:
+    def act(rank: ThreadCoordinator) -> object:
+        job = spec(data=EVALUATED, training={"evalEvery": 50, "earlyStop": {"patience": 1}})
+        mine = RankedEvaluations(job, 100, rank, lambda step: {"evalLoss": float(step)})
+        return [mine.metrics(step).get("stoppedEarly") for step in (50, 100)]
+
+    assert ThreadCoordinators(1).together(act) == [[None, None]]
+
+
 def test_a_step_that_is_evaluated_again_counts_once() -> None:
-    again = ranked(after([3.0, 1.0], keep=2), 20, 4.0, 2)
+    again = ranked(after([3.0, 1.0], keep=2), 20, 4.0, Terms(2))
     assert [(one.step, one.value) for one in again.best] == [(10, 3.0), (20, 4.0)]
 
 

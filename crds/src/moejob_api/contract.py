@@ -157,6 +157,15 @@ MOST_MEASURES, MOST_MEASURE_NAME = 256, 512
 MeasureName = Annotated[PrintableText, Field(max_length=MOST_MEASURE_NAME)]
 
 
+class StatusMeasure(StrEnum):
+    """The numbers of a run that its status needs, among its measures: versions that do not know them pass over them."""
+
+    EVAL_SCORE = "evalScore"
+    BEST_STEP = "bestStep"
+    BEST_SCORE = "bestScore"
+    STOPPED_EARLY = "stoppedEarly"
+
+
 class RankBeat(ApiModel):
     """The last sign of life of one rank."""
 

@@ -39,9 +39,10 @@ def falls(measure: str) -> bool:
     return measure.startswith(LOSS)
 
 
-def is_better(measure: str, value: float, than: float) -> bool:
-    """Return whether one value of a measure is better than another."""
-    return value < than if falls(measure) else value > than
+def is_better(measure: str, value: float, than: float, least: float = 0.0) -> bool:
+    """Return whether one value of a measure is better than another, and by no less than `least`."""
+    gain = than - value if falls(measure) else value - than
+    return gain > 0 and gain >= least
 
 
 def set_names(datasets: Sequence[Dataset]) -> tuple[str, ...]:

@@ -58,6 +58,12 @@ def grpo(**settings: Any) -> dict[str, Any]:
             "checkpoint.keepBest",
             "the last step alone is evaluated",
         ),
+        (
+            moe_model(),
+            {"data": {"eval": [TEXT]}, "training": {"evalEvery": 25, "earlyStop": {"patience": 3}}},
+            "training.earlyStop",
+            "at step 100 at the earliest, and it has 100 steps",
+        ),
         (moe_model(), {"model": {"source": "/models/a", "revision": "main"}}, "model.revision", "is a folder"),
         (
             moe_model(),

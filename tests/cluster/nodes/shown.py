@@ -21,6 +21,7 @@ _MOVING = {"AGE", "Age", "SCORE", "SPEED", "ETA"}
 _MOVING_FIELDS = {
     *("Creation Timestamp", "Start Time", "Completion Time", "Last Transition Time", "Updated At", "Time"),
     *("UID", "Resource Version", "Epoch", "Loss", "Score", "Speed", "Eta", "Save Seconds", "Tokens Per Second Per Gpu"),
+    *("Best Score", "Eval Score"),
     *("Productive Seconds", "Lost Seconds", "Starting Seconds", "Suspended Seconds", "Lost Gpu Hours"),
     *("Last Checkpoint Step", "Checkpoint Step", "Node"),
 }

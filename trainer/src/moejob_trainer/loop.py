@@ -51,6 +51,8 @@ class Run:
     report: Callable[[int, Sequence[UpdateResult]], None]
     # Whether the step that was reported is to be saved for its evaluation; on every rank alike.
     is_among_best: Callable[[int], bool] = lambda _: False
+    # Whether the run stops before its last step; on every rank alike.
+    is_over: Callable[[], bool] = lambda: False
     # Called when the state is there and the first step begins.
     begin: Callable[[], None] = lambda: None
     # Surrounds the updates of a step, counted from 1.
@@ -61,7 +63,7 @@ def train(run: Run) -> Outcome:
     """Step until the run is done or asked to stop; what was learned by then is saved."""
     step, is_owed = run.checkpoints.restore(), False
     run.begin()
-    while step < run.total_steps:
+    while step < run.total_steps and not run.is_over():
         with run.traced(step + 1):
             results = [
                 run.engine.update(batches, run.objective.loss) for batches in run.objective.updates(step, run.engine)
@@ -70,11 +72,12 @@ def train(run: Run) -> Outcome:
         run.report(step, results)
         is_stopping, is_sound = run.stop.agreed(), all(result.is_applied for result in results)
         is_owed = run.checkpoints.is_due(step) or is_owed
+        is_last = step == run.total_steps or run.is_over()
         # The last step is saved too: an export that fails must not cost what was learned since. A model that diverges
         # would push every good checkpoint out of those that are kept.
-        if is_stopping or step == run.total_steps or run.is_among_best(step) or (is_owed and is_sound):
+        if is_stopping or is_last or run.is_among_best(step) or (is_owed and is_sound):
             run.checkpoints.save(step)
             is_owed = False
-        if is_stopping and step < run.total_steps:
+        if is_stopping and not is_last:
             return Outcome.PREEMPTED
     return Outcome.COMPLETED

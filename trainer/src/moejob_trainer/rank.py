@@ -15,10 +15,11 @@ from pydantic import TypeAdapter
 
 from moejob_api.contract import ExitCode
 from moejob_api.problems import InvalidSpec
-from moejob_trainer.checkpoints.saving import background
+from moejob_trainer.checkpoints.saving import RunCheckpoints, background
 from moejob_trainer.engine import UpdateResult
 from moejob_trainer.errors import BadConfiguration
 from moejob_trainer.loop import Outcome, Run, train
+from moejob_trainer.megatron.engine import MegatronEngine
 from moejob_trainer.megatron.state import StateFiles, saved_parameters
 from moejob_trainer.model_check.checks import Checks
 from moejob_trainer.runtime.environment import RankEnvironment, rank_environment
@@ -107,13 +108,30 @@ def _train(context: RankContext, model: RunModel, signals: StartSignals) -> Outc
         stop.listen()
         traced = step_tracer(environment, context.placement.device)
         outcome = train(
-            Run(engine, objective, checkpoints, stop, total_steps, report, evaluations.is_among_best, begin, traced)
+            Run(
+                engine,
+                objective,
+                checkpoints,
+                stop,
+                total_steps,
+                report,
+                evaluations.is_among_best,
+                evaluations.is_over,
+                begin,
+                traced,
+            )
         )
-        with BackgroundHeartbeat(heartbeat, total_steps):
+        with BackgroundHeartbeat(heartbeat, evaluations.stopped_at or total_steps):
             checkpoints.finish()
-            reporter.finish()
+            reporter.finish(evaluations.stopped_at)
             if outcome is Outcome.COMPLETED and spec.checkpoint.export_hugging_face:
-                checkpoints.take_best()
-                is_beside_pretrained = not checkpoints.writer.adapter_facts.holds_weights
-                export_model(context, model, engine, checks, is_beside_pretrained=is_beside_pretrained)
+                _export(context, model, engine, checkpoints, checks)
         return outcome
+
+
+def _export(
+    context: RankContext, model: RunModel, engine: MegatronEngine, checkpoints: RunCheckpoints, checks: Checks
+) -> None:
+    checkpoints.take_best()
+    is_beside_pretrained = not checkpoints.writer.adapter_facts.holds_weights
+    export_model(context, model, engine, checks, is_beside_pretrained=is_beside_pretrained)

@@ -1,4 +1,4 @@
-"""The order of a run's evaluations: the best so far, whose checkpoints are kept. Pure.
+"""The order of a run's evaluations: the best so far, whose checkpoints are kept, and how long none was better. Pure.
 
 What is decided here is a function of the scores alone and part of every checkpoint: a run that is killed and resumed
 decides again as it did.
@@ -7,10 +7,12 @@ decides again as it did.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Annotated
 
 from pydantic import Field
 
+from moejob_api.contract import StatusMeasure
 from moejob_api.evaluations import is_better
 from moejob_api.job.base import ApiModel
 
@@ -29,6 +31,11 @@ class Ranking(ApiModel):
     # The best first.
     best: tuple[Score, ...] = ()
     newest: Score | None = None
+    # Of the newest evaluation, whether or not it has a score.
+    step: Annotated[int, Field(ge=0)] = 0
+    # The score that an improvement is measured from, and the evaluations since.
+    reference: float | None = None
+    without_improvement: Annotated[int, Field(ge=0)] = 0
 
     def kept(self, step: int) -> Score | None:
         """Return the score of the evaluation after a step, should it be among the best."""
@@ -36,21 +43,47 @@ class Ranking(ApiModel):
 
     def as_fields(self) -> dict[str, float]:
         """Return what a line of the step log says of it."""
-        newest = {} if self.newest is None else {"evalScore": self.newest.value}
-        best = {"bestStep": self.best[0].step, "bestScore": self.best[0].value} if self.best else {}
-        return {**newest, **best}
+        found: dict[str, float] = {} if self.newest is None else {StatusMeasure.EVAL_SCORE.value: self.newest.value}
+        if self.best:
+            found |= {
+                StatusMeasure.BEST_STEP.value: self.best[0].step,
+                StatusMeasure.BEST_SCORE.value: self.best[0].value,
+            }
+        return found
 
 
-def ranked(before: Ranking, step: int, value: float | None, keep: int) -> Ranking:
-    """Return the ranking with one evaluation more. One without a score, or with one that is not finite, is no best.
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """The checkpoints that are kept, and the least change for the better that counts as an improvement."""
 
-    Of two alike the earlier is the better: nothing has been gained since.
+    keep: int = 1
+    least_improvement: float = 0.0
+
+
+def ranked(before: Ranking, step: int, value: float | None, terms: Terms) -> Ranking:
+    """Return the ranking with one evaluation more.
+
+    One without a score, for want of answers that could be judged, says nothing; one that is not finite is no best and
+    no improvement. Of two alike the earlier is the better: nothing has been gained since.
     """
-    if value is None or not math.isfinite(value):
-        return before.model_copy(update={"newest": None})
+    if value is None:
+        return before.model_copy(update={"newest": None, "step": step})
+    if not math.isfinite(value):
+        return before.model_copy(
+            update={"newest": None, "step": step, "without_improvement": before.without_improvement + 1}
+        )
     score = Score(step=step, value=value)
     # A run that evaluates a step again, because it was resumed before it, has the step once.
     others = [one for one in before.best if one.step != step]
     place = sum(not is_better(before.measure, value, one.value) for one in others)
-    best = (*others[:place], score, *others[place:])[:keep]
-    return before.model_copy(update={"best": best, "newest": score})
+    best = (*others[:place], score, *others[place:])[: terms.keep]
+    improves = before.reference is None or is_better(before.measure, value, before.reference, terms.least_improvement)
+    return before.model_copy(
+        update={
+            "best": best,
+            "newest": score,
+            "step": step,
+            "reference": value if improves else before.reference,
+            "without_improvement": 0 if improves else before.without_improvement + 1,
+        }
+    )

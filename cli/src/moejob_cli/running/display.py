@@ -192,6 +192,11 @@ def _curve(lines: Sequence[StepLine]) -> list[RenderableType]:
     evaluated = [line.eval_loss for line in lines if line.eval_loss is not None]
     if evaluated:
         said.append(Text(f"  evaluation   {evaluated[0]:.4f} to {evaluated[-1]:.4f}"))
+    best = [line for line in lines if line.best_step is not None and line.best_score is not None]
+    if best:
+        said.append(Text(f"  best         {best[-1].best_score:.4f} at step {best[-1].best_step}"))
+    if lines[-1].stopped_early:
+        said.append(Text(f"  stopped      early at step {lines[-1].step}: training.earlyStop"))
     return [*said]
 
 

@@ -24,6 +24,9 @@ class StepLine(BaseModel):
     seconds: float = 0.0
     tokens: float = 0.0
     eval_loss: Annotated[float | None, Field(alias="evalLoss")] = None
+    best_step: Annotated[int | None, Field(alias="bestStep")] = None
+    best_score: Annotated[float | None, Field(alias="bestScore")] = None
+    stopped_early: Annotated[bool, Field(alias="stoppedEarly")] = False
     # Of GRPO, whose loss is near 0 however much is learned.
     reward: float | None = None
 

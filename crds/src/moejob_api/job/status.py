@@ -157,6 +157,11 @@ class Progress(ApiModel):
     epoch: Annotated[Ratio | None, Field(description="Passes over the data done.")] = None
     loss: Annotated[float | None, Field(description="Loss of the last step.")] = None
     reward: Annotated[float | None, Field(description="Mean reward of the last step.")] = None
+    eval_score: Annotated[
+        float | None, Field(description="The newest evaluation by training.bestBy: a loss, or a reward.")
+    ] = None
+    best_score: Annotated[float | None, Field(description="The best evaluation so far.")] = None
+    best_step: Annotated[Number | None, Field(description="Step of the best evaluation.")] = None
     tokens_per_second_per_gpu: Annotated[Ratio | None, Field(description="Speed.")] = None
     mfu: Annotated[Ratio | None, Field(description="Share of the GPUs' peak that does model FLOPs.")] = None
     last_checkpoint_step: Annotated[Number | None, Field(description="Step of the newest complete checkpoint.")] = None

@@ -150,6 +150,17 @@ class Profile(ApiModel):
     ] = False
 
 
+class EarlyStop(ApiModel):
+    """The end of a run whose evaluations no longer improve."""
+
+    patience: Annotated[
+        Count, Field(description="Evaluations in a row without an improvement after which the run ends, as succeeded.")
+    ]
+    minimum_improvement: Annotated[
+        NonNegative, Field(description="Least change of training.bestBy for the better that counts as one.")
+    ] = 0.0
+
+
 class Training(ApiModel):
     """Length of the run, batches, optimizer."""
 
@@ -184,6 +195,10 @@ class Training(ApiModel):
             description="Number of steps.jsonl by which evaluations are compared: evalLoss, evalLoss/NAME of one set; "
             "for GRPO evalMean@k or evalPass@k. Absent: evalLoss, for GRPO evalMean@k."
         ),
+    ] = None
+    early_stop: Annotated[
+        EarlyStop | None,
+        Field(description="End the run when evaluations no longer improve. Absent: it makes all steps."),
     ] = None
     mtp_loss_coefficient: Annotated[
         NonNegative,

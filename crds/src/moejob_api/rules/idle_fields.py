@@ -79,6 +79,18 @@ def _of_evaluation(spec: Spec) -> Iterator[Problem]:
     if spec.checkpoint.keep_best is not None and spec.training.eval_every is None:
         yield _idle("checkpoint.keepBest", "without training.evalEvery the last step alone is evaluated, and kept")
 
+    stop, every, steps = spec.training.early_stop, spec.training.eval_every, spec.training.max_steps
+    if stop is None or every is None or steps is None:
+        return
+    # The first evaluation is what the next are compared with.
+    first = every * (stop.patience + 1)
+    if first >= steps:
+        yield _idle(
+            "training.earlyStop",
+            f"patience {stop.patience} evaluations of evalEvery {every} steps end the run at step {first} at the "
+            f"earliest, and it has {steps} steps",
+        )
+
 
 def _of_data(spec: Spec) -> Iterator[Problem]:
     for part, datasets in (("train", spec.data.train), ("eval", spec.data.eval)):

@@ -195,6 +195,15 @@ def _evaluation_data(spec: Spec) -> Complaint:
     return f"evalEvery {spec.training.eval_every} has nothing to evaluate; add data.eval or remove it"
 
 
+def _evaluations_to_count(spec: Spec) -> Complaint:
+    if spec.training.early_stop is None or spec.training.eval_every is not None:
+        return None
+    return (
+        "earlyStop counts evaluations, and without evalEvery there is none before the end; set evalEvery, with "
+        "data.eval, or remove earlyStop"
+    )
+
+
 def _best_of_evaluations(spec: Spec) -> Complaint:
     if spec.checkpoint.keep_best is None or spec.data.eval:
         return None
@@ -682,6 +691,14 @@ OBJECT_RULES: tuple[ObjectRule, ...] = (
         _evaluation_data,
         "!has(self.training.evalEvery) || size(self.data.eval) > 0",
         "evalEvery needs data.eval",
+    ),
+    ObjectRule(
+        Rule.CONFLICT,
+        "spec.training.earlyStop",
+        _evaluations_to_count,
+        "!has(self.earlyStop) || has(self.evalEvery)",
+        "earlyStop needs evalEvery",
+        on="spec.training",
     ),
     ObjectRule(
         Rule.CONFLICT,

@@ -36,6 +36,7 @@ class Reason(StrEnum):
     SUSPENDED = "SuspendRequested"
     # The end
     COMPLETED = "Completed"
+    STOPPED_EARLY = "StoppedEarly"
     DEADLINE_EXCEEDED = "DeadlineExceeded"
     BACKOFF_LIMIT_EXCEEDED = "BackoffLimitExceeded"
     BAD_CONFIGURATION = "BadConfiguration"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from moejob_api.contract import Role
+from moejob_api.contract import Role, StatusMeasure
 from moejob_api.job.status import ConditionStatus, ConditionType, Phase, Restarts
 from moejob_api.recovery import settled
 from moejob_operator.actions import Action, Delete, Event, EventReason, Kind, Ref, Severity
@@ -127,14 +127,23 @@ def succeeded(s: ObservedState) -> Decision | None:
     if not s.gang_succeeded:
         return None
     restarts, failure = last_restarts(s)
+    reason, message = _success(s)
     return Decision(
         Phase.SUCCEEDED,
-        Reason.COMPLETED,
-        "every rank has finished",
+        reason,
+        message,
         restarts=restarts,
         failure=failure,
         needs_live=True,
         pods_created=True,
+    )
+
+
+def _success(s: ObservedState) -> tuple[Reason, str]:
+    if s.run is None or StatusMeasure.STOPPED_EARLY not in s.run.measures:
+        return Reason.COMPLETED, "every rank has finished"
+    return Reason.STOPPED_EARLY, (
+        f"stopped early at step {s.run.step}, where evaluations had not improved for as long as training.earlyStop says"
     )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from moejob_api.contract import RunProgress
+from moejob_api.contract import RunProgress, StatusMeasure
+from moejob_api.job.base import MAX_COUNT
 from moejob_api.job.status import Phase, Progress
 from moejob_operator.planning.decision import Decision
 from moejob_operator.planning.observed_state import ObservedState
@@ -33,9 +34,17 @@ def _progress(heard: RunProgress, updated_at: str) -> Progress:
         epoch=heard.epoch,
         loss=heard.loss,
         reward=heard.reward,
+        eval_score=heard.measures.get(StatusMeasure.EVAL_SCORE),
+        best_score=heard.measures.get(StatusMeasure.BEST_SCORE),
+        best_step=_step(heard.measures.get(StatusMeasure.BEST_STEP)),
         tokens_per_second_per_gpu=heard.tokens_per_second_per_gpu,
         mfu=heard.mfu,
         last_checkpoint_step=heard.last_checkpoint_step,
         save_seconds=heard.save_seconds,
         updated_at=updated_at,
     )
+
+
+def _step(number: float | None) -> int | None:
+    """A measure may be any number: one that is no step is none."""
+    return int(number) if number is not None and 0 <= number <= MAX_COUNT else None

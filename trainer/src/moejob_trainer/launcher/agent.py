@@ -13,7 +13,17 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from moejob_api.contract import ExitCode, LastWord, Outcome, PodProgress, RankBeat, RankFault, RunOwner, RunProgress
+from moejob_api.contract import (
+    ExitCode,
+    LastWord,
+    Outcome,
+    PodProgress,
+    RankBeat,
+    RankFault,
+    RunOwner,
+    RunProgress,
+    StatusMeasure,
+)
 from moejob_api.restarts import Cause
 from moejob_trainer.checkpoints import own_run_folder
 from moejob_trainer.errors import BadConfiguration, Superseded
@@ -391,7 +401,9 @@ class Agent:
 
     def _exit_report(self, ended: AllEnded) -> ExitReport:
         if ended.exit_code == ExitCode.DONE:
-            return ExitReport(ended.exit_code, self._word(Outcome.COMPLETED, "all ranks are done"))
+            run = self._run_so_far()
+            how = "; the run stopped early" if run is not None and StatusMeasure.STOPPED_EARLY in run.measures else ""
+            return ExitReport(ended.exit_code, self._word(Outcome.COMPLETED, f"all ranks are done{how}"))
         return ExitReport(ended.exit_code, self._word(Outcome.PREEMPTED, "asked to stop, and stopped after saving"))
 
     # --- what is known ------------------------------------------------------------------------------------------------
@@ -420,9 +432,12 @@ class Agent:
         return self._board.run() if self._board is not None and self._pod.is_first else None
 
     def _run_left(self) -> RunProgress | None:
-        """Return the run without what a termination message has no room for."""
+        """Return the run without measures that no status needs: a termination message has no room for them."""
         run = self._run_so_far()
-        return None if run is None else run.model_copy(update={"measures": {}})
+        if run is None:
+            return None
+        needed = {name.value: run.measures[name] for name in StatusMeasure if name in run.measures}
+        return run.model_copy(update={"measures": needed})
 
     def _step(self) -> int | None:
         return None if self._board is None else max(row.step for row in self._board.read())

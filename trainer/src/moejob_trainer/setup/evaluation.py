@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -11,6 +12,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from moejob_api.contract import StatusMeasure
 from moejob_api.evaluations import evaluates, measure, set_names
 from moejob_api.job import Spec
 from moejob_trainer.checkpoints.coordination import Coordinator, on_first_rank
@@ -18,7 +20,7 @@ from moejob_trainer.data.corpus import Corpus
 from moejob_trainer.data.stream import batch_size, evaluation
 from moejob_trainer.engine import Engine
 from moejob_trainer.objectives import Objective
-from moejob_trainer.ranking import Ranking, Score, ranked
+from moejob_trainer.ranking import Ranking, Score, Terms, ranked
 from moejob_trainer.setup.data import RunData
 
 _RANKING = TypeAdapter(Ranking)
@@ -77,6 +79,8 @@ class RankedEvaluations:
     ) -> None:
         self._spec, self._total_steps, self._ranks, self._evaluate = spec, total_steps, ranks, evaluate
         self._ranking = Ranking(measure=measure(spec) or "")
+        stop = spec.training.early_stop
+        self._terms = Terms(spec.checkpoint.keep_best or 1, 0.0 if stop is None else stop.minimum_improvement)
 
     def metrics(self, step: int) -> Mapping[str, float]:
         """Evaluate if it is due; return what there is to report."""
@@ -84,6 +88,8 @@ class RankedEvaluations:
         if not evaluates(self._spec, step, self._total_steps):
             return found
         self._ranking = on_first_rank(self._ranks, partial(self._ranked, step, found), _RANKING)
+        if self._ranks.rank == 0 and self.is_over():
+            sys.stdout.write(f"{self.verdict()}\n")
         return {**found, **self.as_fields()}
 
     def kept(self, step: int) -> Score | None:
@@ -95,13 +101,37 @@ class RankedEvaluations:
         return self.kept(step) is not None
 
     @property
+    def stopped_at(self) -> int | None:
+        """The step after which the run stops early, for its evaluations no longer improve; None while it does not."""
+        stop, ranking = self._spec.training.early_stop, self._ranking
+        is_over = stop is not None and ranking.without_improvement >= stop.patience
+        return ranking.step if is_over and ranking.step < self._total_steps else None
+
+    def is_over(self) -> bool:
+        """Return whether the run stops early; on every rank alike."""
+        return self.stopped_at is not None
+
+    def verdict(self) -> str:
+        """Return why the run stops early, in a sentence."""
+        ranking = self._ranking
+        least = f" by {self._terms.least_improvement:g}" if self._terms.least_improvement else ""
+        than = "" if ranking.reference is None else f" than {ranking.reference:.6g}"
+        return (
+            f"stopped early at step {ranking.step} of {self._total_steps}: {ranking.without_improvement} evaluations "
+            f"in a row without a better {ranking.measure}{than}{least}"
+        )
+
+    @property
     def measure(self) -> str:
         """The number by which evaluations are compared."""
         return self._ranking.measure
 
     def as_fields(self) -> dict[str, float]:
         """Return what is reported of the evaluations so far."""
-        return self._ranking.as_fields()
+        found = self._ranking.as_fields()
+        if self._spec.training.early_stop is not None and self._ranking.step:
+            found["evaluationsWithoutImprovement"] = self._ranking.without_improvement
+        return found | ({StatusMeasure.STOPPED_EARLY.value: True} if self.is_over() else {})
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return the state to resume from: plain JSON."""
@@ -114,4 +144,4 @@ class RankedEvaluations:
             self._ranking = ranking
 
     def _ranked(self, step: int, found: Mapping[str, float]) -> Ranking:
-        return ranked(self._ranking, step, found.get(self._ranking.measure), self._spec.checkpoint.keep_best or 1)
+        return ranked(self._ranking, step, found.get(self._ranking.measure), self._terms)

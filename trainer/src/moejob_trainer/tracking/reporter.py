@@ -113,8 +113,11 @@ class Reporter:
         # What evaluating took is no part of the next step.
         self._since = self.clock()
 
-    def finish(self) -> None:
-        """The last checkpoint is complete: the last progress of the run names it."""
+    def finish(self, stopped_at: int | None = None) -> None:
+        """The last checkpoint is complete: the last progress of the run names it.
+
+        A run that stopped early has no more steps than it has done: there is no time left, and no bar to fill.
+        """
         step, save_seconds, _ = self.saved()
         if not self.writer.is_first or step is None:
             return
@@ -124,7 +127,9 @@ class Reporter:
         )
         # It may have saved nothing itself either, and then does not know how long that took.
         took = last.save_seconds if save_seconds is None else save_seconds
-        self._publish(last.model_copy(update={"last_checkpoint_step": step, "save_seconds": took}))
+        total = self.total_steps if stopped_at is None else stopped_at
+        known = {"total_steps": total, "last_checkpoint_step": step, "save_seconds": took}
+        self._publish(last.model_copy(update=known))
 
     def _evaluated(self, step: int, begun: float) -> Mapping[str, float]:
         found = self.evaluate(step)
