@@ -150,6 +150,16 @@ def says(step: int, **more: Any) -> Verb:
     return answer
 
 
+def silent(index: int) -> Verb:
+    """A pod answers the operator no longer."""
+    return lambda world: world.fall_silent(index)
+
+
+def unheard(index: int) -> Verb:
+    """The cluster has not heard of a pod's node for as long as it waits."""
+    return lambda world: world.lose_sight(index)
+
+
 def node_lost(index: int, *, is_known: bool = True) -> Verb:
     """The node of a pod is cut off."""
     return lambda world: world.lose_node(index, is_known=is_known)
@@ -217,6 +227,11 @@ KUEUE = frozenset({"kueue.x-k8s.io"})
 STARTED = (nothing, See("Pending", BOTH, attempt=0, spent=0, why="Starting"))
 RUNNING = (runs, See("Running", BOTH, attempt=0, spent=0, why="AllPodsRun"))
 KILLED = RankFault(outcome=Outcome.RANK_FAILED, message="rank 1 was killed by signal 9", rank=1, exit_code=-9)
+# What became of pod 0 is not known yet.
+GIVEN_UP = (
+    both(silent(0), waits(20), ends(1, 1, Outcome.LOST_PEERS)),
+    See("Running", BOTH, attempt=0, spent=0, why="LostPeers", says="nothing is heard of job-trainer-0-00000"),
+)
 GRPO: Mapping[str, Any] = {
     "method": "GRPO",
     "data": {"maxLength": 512},
@@ -453,6 +468,63 @@ SCENARIOS: tuple[Scenario, ...] = (
         (says(5), See("Running")),
         (lambda world: world.lose_sight(1), See("Running", BOTH, attempt=0, spent=0)),
         (says(8), See("Running", BOTH, attempt=0, spent=0)),
+    ),
+    scenario(
+        "a peer that gives up on a pod before its node is called lost is no failure",
+        STARTED,
+        RUNNING,
+        (says(5), See("Running", BOTH, spent=0)),
+        GIVEN_UP,
+        (
+            both(waits(40), unheard(0)),
+            See("Restarting", "1-0 1-1", attempt=1, spent=0, uncounted=1, failure="NodeLost"),
+        ),
+        lifecycle={"backoffLimit": 0},
+    ),
+    scenario(
+        "a peer that gives up on a pod before that is deleted is no failure",
+        STARTED,
+        RUNNING,
+        (says(5), See("Running", BOTH, spent=0)),
+        GIVEN_UP,
+        (pod_deleted(0), See("Restarting", "1-0 1-1", attempt=1, spent=0, uncounted=1, failure="Preempted")),
+        lifecycle={"backoffLimit": 0},
+    ),
+    scenario(
+        "a peer that gives up on a pod before that is seen to fail is not blamed",
+        STARTED,
+        RUNNING,
+        (says(5), See("Running", BOTH, spent=0)),
+        GIVEN_UP,
+        (ends(0, 137), See("Restarting", "1-0 1-1", attempt=1, spent=1, failure="PodFailed", says="exit code 137")),
+    ),
+    scenario(
+        "peers that give up on a pod of which nothing is said are charged once in the end",
+        FOUR_STARTED,
+        (runs, See("Running", FOUR)),
+        (says(5), See("Running", FOUR, spent=0)),
+        (both(silent(0), waits(20), ends(1, 1, Outcome.LOST_PEERS)), See("Running", FOUR, spent=0, why="LostPeers")),
+        (both(waits(5), ends(2, 1, Outcome.LOST_PEERS)), See("Running", FOUR, spent=0, why="LostPeers")),
+        (waits(40), See("Running", FOUR, spent=0, why="LostPeers")),
+        (waits(30), See("Restarting", FOUR, attempt=0, spent=1, failure="LostPeers", says="its last line")),
+        **MANY,
+    ),
+    scenario(
+        "a peer that gives up on a pod that answers is charged at once",
+        STARTED,
+        RUNNING,
+        (says(5), See("Running", BOTH, spent=0)),
+        (ends(1, 1, Outcome.LOST_PEERS), See("Restarting", BOTH, attempt=0, spent=1, failure="LostPeers")),
+    ),
+    scenario(
+        "a peer whose node has another time is charged at once",
+        STARTED,
+        RUNNING,
+        (says(5), See("Running", BOTH, spent=0)),
+        (
+            both(silent(0), waits(3600), ends(1, 1, Outcome.LOST_PEERS), waits(-3600)),
+            See("Restarting", BOTH, attempt=0, spent=1, failure="LostPeers"),
+        ),
     ),
     scenario(
         "an old gang on a dead node holds the next one back",

@@ -90,6 +90,22 @@ def test_only_the_lost_pods_are_replaced() -> None:
     assert decision.pods == (2, 3)
 
 
+@pytest.mark.parametrize(
+    ("cause", "spent"),
+    [
+        pytest.param(Cause.NODE_LOST, 0, id="a lost node"),
+        pytest.param(Cause.OUT_OF_MEMORY, 1, id="a pod that failed"),
+        pytest.param(Cause.LOST_PEERS, 1, id="nothing that is known"),
+    ],
+)
+def test_pods_that_lost_their_peers_are_not_to_blame_where_another_is(cause: Cause, spent: int) -> None:
+    failures = (pod_died(1, Cause.LOST_PEERS), pod_died(2, cause), pod_died(3, Cause.LOST_PEERS))
+    decision = recovery_action(failures, FRESH)
+    assert isinstance(decision, ReplacePods)
+    assert (decision.pods, decision.budget.spent) == ((1, 2, 3), spent)
+    assert decision.reason == f"{cause} in pod {1 if cause is Cause.LOST_PEERS else 2}"
+
+
 def test_giving_up_says_what_failed_and_what_was_spent() -> None:
     decision = recovery_action((rank_died(),), Budget(3, spent=3))
     assert isinstance(decision, GiveUp)
@@ -143,6 +159,7 @@ def test_delays_grow_and_are_bounded(restarts: int) -> None:
         pytest.param(ExitCode.SAVED_AND_STOPPED, Outcome.PREEMPTED, Cause.PREEMPTED, id="saved and stopped"),
         pytest.param(1, Outcome.RANK_FAILED, Cause.RANK_FAILED, id="a rank failed"),
         pytest.param(1, Outcome.HUNG, Cause.HUNG, id="hung"),
+        pytest.param(1, Outcome.LOST_PEERS, Cause.LOST_PEERS, id="gave up on its peers"),
         pytest.param(137, None, Cause.POD_FAILED, id="killed without a last word"),
     ],
 )

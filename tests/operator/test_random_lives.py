@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from fake_cluster import Body, FakeCluster, unavailable
 from fake_world import World
-from moejob_api.contract import ExitCode, Label, Role
+from moejob_api.contract import ExitCode, Label, LastWord, Outcome, Role
 from moejob_api.job.status import Phase, Status
 from moejob_operator.actions import Kind, Ref
 from moejob_operator.cluster import Raw, Retryable
@@ -175,6 +175,12 @@ class Lives(RuleBasedStateMachine):
         self.world.end(data.draw(st.sampled_from(self.running())), code)
         self.cluster.counted_ends += code in COUNTED
         self.was_final = self.was_final or code == ExitCode.BAD_CONFIGURATION
+
+    @precondition(lambda self: self.running())
+    @rule(data=st.data())
+    def a_pod_loses_its_peers(self, data: st.DataObject) -> None:
+        self.world.end(data.draw(st.sampled_from(self.running())), 1, LastWord(outcome=Outcome.LOST_PEERS))
+        self.cluster.counted_ends += 1
 
     @precondition(lambda self: self.running())
     @rule()

@@ -28,6 +28,8 @@ class Cause(StrEnum):
     RANK_FAILED = "RankFailed"
     POD_FAILED = "PodFailed"
     HUNG = "Hung"
+    # The launcher gave up on another pod: a consequence of what that one suffers, to blame where nothing else is known.
+    LOST_PEERS = "LostPeers"
     # Said by the container's status, never by an exit code alone: 137 is any SIGKILL.
     OUT_OF_MEMORY = "OutOfMemory"
     # The cluster took the pod away; the job did nothing wrong.
@@ -142,8 +144,12 @@ def cause_of_exit(code: int, outcome: Outcome | None = None) -> Cause | None:
             return Cause.BAD_CONFIGURATION
         case ExitCode.SAVED_AND_STOPPED:
             return Cause.PREEMPTED
+        case _ if outcome is Outcome.RANK_FAILED:
+            return Cause.RANK_FAILED
+        case _ if outcome is Outcome.LOST_PEERS:
+            return Cause.LOST_PEERS
         case _:
-            return Cause.RANK_FAILED if outcome is Outcome.RANK_FAILED else Cause.POD_FAILED
+            return Cause.POD_FAILED
 
 
 def restarted_in_place(index: int, fault: RankFault | None) -> Failure:
@@ -163,7 +169,11 @@ def delay_seconds(restarts: int) -> float:
 
 
 def culprit(failures: tuple[Failure, ...]) -> Failure:
-    """The failure that explains the others: a final one, one the cluster caused, one that took its pod, the first."""
+    """The failure that explains the others: a final one, one the cluster caused, one that took its pod, the first.
+
+    One that says that it is a consequence explains none of the others.
+    """
+    failures = tuple(failure for failure in failures if failure.cause is not Cause.LOST_PEERS) or failures
     permanent = next((failure for failure in failures if failure.cause is Cause.BAD_CONFIGURATION), None)
     uncounted = next((failure for failure in failures if not failure.cause.counts), None)
     gone = next((failure for failure in failures if not failure.pod_alive), None)

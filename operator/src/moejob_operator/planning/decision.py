@@ -32,6 +32,7 @@ class Reason(StrEnum):
     # Running
     ALL_PODS_RUN = "AllPodsRun"
     POD_ENDING = "PodEnding"
+    LOST_PEERS = "LostPeers"
     # Suspended
     SUSPENDED = "SuspendRequested"
     # The end

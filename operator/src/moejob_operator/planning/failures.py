@@ -9,10 +9,14 @@ from moejob_api.contract import ExitCode, PodProgress, RankFault, Role, pod_name
 from moejob_api.restarts import LAUNCHER_FIRST_SECONDS, Cause, Failure, cause_of_exit, restarted_in_place
 from moejob_operator.observed import TAKEN_BY_TAINT, Pod, PodPhase
 from moejob_operator.planning.observed_state import ObservedState, spec_and_layout
-from moejob_operator.planning.times import seconds_since
+from moejob_operator.planning.times import later, seconds_since
 
 # A kubelet that lives deletes a pod within its grace period; this much later it does not live.
 KUBELET_SECONDS = 30.0
+
+# A launcher gives up on the store of pod 0 after 20 s, or at once where a connection breaks. What pod 0 suffers shows
+# later: Kubernetes takes up to 55 s to call a node lost, then marks the node's pods one by one, and those are asked.
+VERDICT_SECONDS = 75.0
 
 # Pods that no kubelet accepted, or that it had to give up with its node: nothing the job did.
 _CLUSTER_REASONS = frozenset(
@@ -33,10 +37,42 @@ class Loss:
     exit_code: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A wait before pods that lost their peers are charged: for the fate of one of which nothing is heard."""
+
+    message: str
+    seconds: float
+
+
 def losses(s: ObservedState) -> tuple[Loss, ...]:
     """Everything that has failed since the last decision."""
     lost = tuple(_lost_pods(s))
     return lost or tuple(_silent_pods(s)) or tuple(_restarted_ranks(s))
+
+
+def pending_verdict(s: ObservedState, lost: tuple[Loss, ...]) -> Verdict | None:
+    """Return what to wait for before anything is charged: pods have lost their peers, and of one nothing is heard.
+
+    To blame is that one, once its node is lost, or it is gone, or is seen to have failed. Nothing is kept of the wait:
+    it ends by the time at which the first of these pods did, by the clock of its node, which may be a wrong one.
+    """
+    mute = next((pod for _, pod in sorted(s.trainers.items()) if _may_explain(pod, s)), None)
+    ends = [loss.pod.ended.at for loss in lost if loss.pod is not None and loss.pod.ended is not None]
+    first = min((end for end in ends if end is not None), default=None)
+    is_new = not s.ladder.replacing and all(loss.failure.cause is Cause.LOST_PEERS for loss in lost)
+    if not is_new or mute is None or first is None or abs(s.now - first).total_seconds() >= VERDICT_SECONDS:
+        return None
+    message = (
+        f"{lost[0].name} gave up on its peers, and nothing is heard of {mute.name}: what became of that one is waited "
+        f"for until {later(first, VERDICT_SECONDS)}"
+    )
+    return Verdict(message, VERDICT_SECONDS - (s.now - first).total_seconds())
+
+
+def _may_explain(pod: Pod, s: ObservedState) -> bool:
+    """Return whether a pod should run and does not answer."""
+    return pod.phase in (PodPhase.RUNNING, PodPhase.UNKNOWN) and pod.uid not in s.seen.progress
 
 
 def is_on_lost_node(pod: Pod, s: ObservedState) -> bool:

@@ -15,7 +15,7 @@ from moejob_operator.actions import Action, Delete, Event, EventReason, Kind, Re
 from moejob_operator.observed import Pod
 from moejob_operator.planning import objects
 from moejob_operator.planning.decision import Decision, Reason
-from moejob_operator.planning.failures import KUBELET_SECONDS, losses
+from moejob_operator.planning.failures import KUBELET_SECONDS, Verdict, losses, pending_verdict
 from moejob_operator.planning.observed_state import ObservedState, restarting_or_pending, spec_and_layout, started_at
 from moejob_operator.planning.recovery import gang_report, last_restarts, recovery
 from moejob_operator.planning.recovery_state import fresh_gang, recovery_state, with_state
@@ -119,7 +119,10 @@ def deadline_passed(s: ObservedState) -> Decision | None:
 def failed(s: ObservedState) -> Decision | None:
     """Something broke: the recovery ladder says what is replaced and what it costs."""
     lost = losses(s)
-    return recovery(s, lost) if lost else None
+    if not lost:
+        return None
+    verdict = pending_verdict(s, lost)
+    return recovery(s, lost) if verdict is None else _undecided(s, verdict)
 
 
 def succeeded(s: ObservedState) -> Decision | None:
@@ -208,6 +211,18 @@ GUARDS: tuple[Guard, ...] = (
     held_back,
     present,
 )
+
+
+def _undecided(s: ObservedState, verdict: Verdict) -> Decision:
+    """Leave everything as it is, the phase too: goodput accounts for this time with the failure."""
+    return Decision(
+        s.status.phase or restarting_or_pending(s),
+        Reason.LOST_PEERS,
+        verdict.message,
+        pods_created=s.ladder.gang_was_whole,
+        # The pod may answer again, which no watch tells.
+        requeue_after_seconds=min(verdict.seconds, ENDING_SECONDS),
+    )
 
 
 # --- the end ----------------------------------------------------------------------------------------------------------

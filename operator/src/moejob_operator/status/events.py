@@ -17,6 +17,7 @@ _USUAL = frozenset(
         Reason.OLD_PODS_LEFT,
         Reason.GANG_RESTARTED,
         Reason.PODS_REPLACED,
+        Reason.LOST_PEERS,
         Reason.SUSPENDED,
         Reason.INVALID,
     }
