@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import util
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -74,7 +74,7 @@ class Started:
     folder: Path
     log: Path
     board: HeartbeatBoard
-    processes: Sequence[ForkServerProcess]
+    processes: Sequence[BaseProcess]
 
     def is_running(self) -> bool:
         return all(process.exitcode is None for process in self.processes)
@@ -116,6 +116,8 @@ class Runs:
     """Run folders below one folder, as those of jobs that share a volume."""
 
     volume: Path
+    # "spawn" for ranks whose libraries have to read variables of this process, as they do when they are imported.
+    method: str = "forkserver"
     _started: list[Started] = field(default_factory=list)
 
     def start(
@@ -157,7 +159,9 @@ class Runs:
         }
         log = outside / f"log-{number}"
         environments = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
-        started = Started(folder, log, board, [_rank(environment, log, before) for environment in environments])
+        started = Started(
+            folder, log, board, [_rank(self.method, environment, log, before) for environment in environments]
+        )
         self._started.append(started)
         return started
 
@@ -217,10 +221,10 @@ LIMITS: Mapping[str, Callable[[], None]] = {
 }
 
 
-def _rank(environment: Mapping[str, str], log: Path, before: str) -> ForkServerProcess:
-    context = multiprocessing.get_context("forkserver")
+def _rank(method: str, environment: Mapping[str, str], log: Path, before: str) -> BaseProcess:
+    context = multiprocessing.get_context(method)
     context.set_forkserver_preload(PRELOADED)
-    process = context.Process(target=enter, args=(environment, log, before), daemon=True)
+    process: BaseProcess = context.Process(target=enter, args=(environment, log, before), daemon=True)  # type: ignore[attr-defined]
     process.start()
     return process
 

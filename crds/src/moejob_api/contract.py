@@ -97,6 +97,8 @@ class RunFile(StrEnum):
     TEMPLATE = "template"
     EXPORT = "export"
     LOGS = "logs"
+    # Commits that names on the Hugging Face hub stood for when the run first asked; later starts use these.
+    HUB = "hub.json"
     # Traces of the steps that training.profile names.
     PROFILE = "profile"
     # What engines start from: config and code of the model, without weights.

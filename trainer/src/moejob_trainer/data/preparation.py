@@ -24,6 +24,7 @@ from moejob_api.job.model import Data, DataFormat, Dataset, Model, Overlong
 from moejob_trainer.data import corpus
 from moejob_trainer.data.corpus import Report
 from moejob_trainer.data.encoding import Encoder, Sample, encoder
+from moejob_trainer.data.hub import HubPins
 from moejob_trainer.data.records import Record
 from moejob_trainer.data.sources import records, state
 from moejob_trainer.data.tokenizers import CLAIMS, tokenizer
@@ -46,6 +47,8 @@ class Recipe:
     # Entries of the model's embedding; a token beyond them is refused. None: not checked.
     vocabulary: int | None = None
     claims: Path = CLAIMS
+    # None: whatever the hub holds now.
+    pins: HubPins | None = None
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer of the model."""
@@ -169,7 +172,7 @@ def _refuse_empty(report: Report, data: Data) -> None:
 
 
 def _all_fitted(dataset: Dataset, recipe: Recipe, workers: int) -> Iterator[Fitted]:
-    found = records(dataset, recipe.claims)
+    found = records(dataset, recipe.claims, recipe.pins)
     first = list(islice(found, _ALONE))
     chunks = _chunks(chain(first, found))
     # What is read is no part of how it is encoded.

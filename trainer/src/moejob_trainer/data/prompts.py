@@ -47,7 +47,7 @@ def prompts(dataset: Dataset, recipe: Recipe, most_tokens: int) -> Prompts:
     if most_tokens < 1:
         raise BadData(f"data.maxLength {recipe.data.max_length} leaves no room for a prompt; it holds the answer too")
     using = recipe.tokenizer()
-    found = [read_prompt(record, using, recipe) for record in records(dataset, recipe.claims)]
+    found = [read_prompt(record, using, recipe) for record in records(dataset, recipe.claims, recipe.pins)]
     kept = tuple(prompt for prompt in found if fits(prompt, most_tokens, recipe.data.overlong))
     if not kept:
         raise BadData(

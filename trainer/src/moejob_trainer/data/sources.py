@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 
 from moejob_api.job.model import Dataset
 from moejob_trainer.data import tiny
+from moejob_trainer.data.hub import HubPins, dataset_commit
 from moejob_trainer.data.records import Record
 from moejob_trainer.data.shapes import shaped
 from moejob_trainer.data.tokenizers import CLAIMS, located
@@ -37,9 +38,9 @@ _SPLIT = re.compile(
 )
 
 
-def records(dataset: Dataset, claims: Path = CLAIMS) -> Iterator[Record]:
+def records(dataset: Dataset, claims: Path = CLAIMS, pins: HubPins | None = None) -> Iterator[Record]:
     """Every record of a data set that the job asks for, in order, with the fields that its format reads."""
-    found = _chosen(dataset, _read(dataset, claims))
+    found = _chosen(dataset, _read(dataset, claims, pins))
     return islice(found, dataset.max_examples) if dataset.max_examples is not None else found
 
 
@@ -73,7 +74,7 @@ def _column(record: Record, column: str) -> object:
     return record.fields.get(column)
 
 
-def _read(dataset: Dataset, claims: Path) -> Iterator[Record]:
+def _read(dataset: Dataset, claims: Path, pins: HubPins | None) -> Iterator[Record]:
     if dataset.source in _BUILT_IN:
         return _built_in(dataset)
     place = located(dataset.source, claims)
@@ -84,7 +85,7 @@ def _read(dataset: Dataset, claims: Path) -> Iterator[Record]:
         return _of_folder(path, dataset.split)
     if place.startswith(("/", ".")) or path.name.endswith(_FILES):
         raise BadData(f"there is no file or folder {place}, which data source {dataset.source} names")
-    return _of_hub(dataset)
+    return _of_hub(dataset, pins)
 
 
 def state(dataset: Dataset, claims: Path = CLAIMS) -> str:
@@ -151,9 +152,10 @@ def _saved(folder: Path, split: str) -> Iterator[Record]:
     return _entries(found, str(folder))
 
 
-def _of_hub(dataset: Dataset) -> Iterator[Record]:
+def _of_hub(dataset: Dataset, pins: HubPins | None) -> Iterator[Record]:
+    commit = None if pins is None else dataset_commit(dataset.source, pins)
     try:
-        found = datasets.load_dataset(dataset.source, dataset.configuration, split=dataset.split)
+        found = datasets.load_dataset(dataset.source, dataset.configuration, split=dataset.split, revision=commit)
     # Covers no network, no such name, no such split, and files that the library cannot read.
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         reason = str(error).strip().partition("\n")[0]

@@ -11,12 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
 from moejob_api.job.model import Model
 from moejob_api.models import catalog
 from moejob_trainer.data import tiny
+from moejob_trainer.data.hub import HubPins, fetched_model, require_own_code
 from moejob_trainer.data.links import require_contained
 from moejob_trainer.data.tokenizers import CLAIMS, located
 from moejob_trainer.errors import BadConfiguration
@@ -31,6 +29,8 @@ class PretrainedModel:
 
     folder: Path
     config: Mapping[str, Any]
+    # spec.model as it lies here: the folder in place of a name on the hub, which may stand for other files by now.
+    located: Model
     # False for the model that comes with moejob: it has no weights to start from.
     has_weights: bool
 
@@ -44,15 +44,10 @@ def fetch(model: Model, run_folder: Path, claims: Path = CLAIMS) -> Path:
         return place
     if place.is_absolute() or model.source.startswith("."):
         raise BadConfiguration(f"there is no folder {place}, which spec.model.source names")
-    try:
-        fetched = snapshot_download(model.source, revision=model.revision, cache_dir=run_folder.parent / "hub")
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise BadConfiguration(
-            f"{model.source} cannot be had from the Hugging Face hub: {error}; name a folder, or pvc://claim/path"
-        ) from error
+    fetched = fetched_model(model.source, model.revision, HubPins(run_folder))
     # Other jobs of the claim write to this cache as well.
-    require_contained(Path(fetched))
-    return Path(fetched)
+    require_contained(fetched)
+    return fetched
 
 
 def read_pretrained(folder: Path, model: Model) -> PretrainedModel:
@@ -61,7 +56,11 @@ def read_pretrained(folder: Path, model: Model) -> PretrainedModel:
         config = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise BadConfiguration(f"{folder / _CONFIG} cannot be read: {error}; spec.model.source needs it") from error
-    return PretrainedModel(folder, config, has_weights=model.source != tiny.TOKENIZER)
+    if model.trust_remote_code:
+        require_own_code(folder)
+    is_ours = model.source == tiny.TOKENIZER
+    here = model if is_ours else model.model_copy(update={"source": str(folder), "revision": None})
+    return PretrainedModel(folder, config, here, has_weights=not is_ours)
 
 
 def _written_tiny(folder: Path) -> Path:

@@ -8,6 +8,7 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from moejob_trainer.data.corpus import Corpus
+from moejob_trainer.data.hub import HubPins
 from moejob_trainer.data.packing import batch_plan
 from moejob_trainer.data.preparation import Recipe, prepare
 from moejob_trainer.data.stream import BatchShare, TrainingData, batch_size, blended_dataset, sample_count
@@ -31,7 +32,8 @@ class RunData:
 def load_data(context: RankContext, model: RunModel) -> RunData:
     """Tokenize once, for all ranks, what is not on the volume yet."""
     data, spec = context.spec.data, context.spec
-    recipe = Recipe(spec.model, data, vocabulary=model.architecture.shape.vocabulary)
+    pins = HubPins(context.environment.folder)
+    recipe = Recipe(model.pretrained.located, data, vocabulary=model.architecture.shape.vocabulary, pins=pins)
     folder = context.environment.folder / _DATA
     named = context.on_first_rank(
         lambda: tuple(

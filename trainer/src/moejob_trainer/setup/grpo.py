@@ -11,7 +11,6 @@ from moejob_api.derived import updates_per_step
 from moejob_api.evaluations import evaluates
 from moejob_api.job import Spec
 from moejob_trainer.data.packing import batch_plan
-from moejob_trainer.data.preparation import Recipe
 from moejob_trainer.engine import Engine
 from moejob_trainer.objectives.grpo.collecting import Collector
 from moejob_trainer.objectives.grpo.objective import GroupRelativePolicyOptimization, Parts, Settings
@@ -89,7 +88,7 @@ def _collector(context: RankContext, prompts: RunPrompts, engines: RolloutEngine
     grpo = context.spec.grpo
     if grpo is None or prompts.sets is None or engines.generator is None:
         return None
-    tokenizer = Recipe(context.spec.model, context.spec.data).tokenizer()
+    tokenizer = prompts.recipe.tokenizer()
 
     def decode(tokens: Sequence[int]) -> str:
         return str(tokenizer.decode([*tokens], skip_special_tokens=True))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moejob_trainer.data.encoding import end_of_text
+from moejob_trainer.data.hub import HubPins
 from moejob_trainer.data.preparation import Recipe
 from moejob_trainer.data.prompt_loader import PromptLoader, steps_of_epochs
 from moejob_trainer.data.prompts import Prompt, prompts
@@ -23,6 +24,7 @@ class RunPrompts:
     total_steps: int
     sets: PromptSets | None
     stop_tokens: tuple[int, ...]
+    recipe: Recipe
 
 
 def load_prompts(context: RankContext, model: RunModel) -> RunPrompts:
@@ -30,7 +32,8 @@ def load_prompts(context: RankContext, model: RunModel) -> RunPrompts:
     spec, found = context.spec, list[PromptSets]()
     if spec.grpo is None:
         raise ValueError("only GRPO has prompts")
-    recipe = Recipe(spec.model, spec.data, vocabulary=model.architecture.shape.vocabulary)
+    pins = HubPins(context.environment.folder)
+    recipe = Recipe(model.pretrained.located, spec.data, vocabulary=model.architecture.shape.vocabulary, pins=pins)
     most_tokens = spec.data.max_length - spec.grpo.max_new_tokens
 
     def read() -> int:
@@ -43,7 +46,7 @@ def load_prompts(context: RankContext, model: RunModel) -> RunPrompts:
 
     count = context.on_first_rank(read, INTEGER)
     steps = spec.training.max_steps or steps_of_epochs(count, spec.training.epochs or 1, spec.grpo.prompts_per_step)
-    return RunPrompts(steps, found[0] if found else None, _stop_tokens(recipe, model))
+    return RunPrompts(steps, found[0] if found else None, _stop_tokens(recipe, model), recipe)
 
 
 def _stop_tokens(recipe: Recipe, model: RunModel) -> tuple[int, ...]:

@@ -1,0 +1,160 @@
+"""A hub on loopback that speaks what huggingface_hub and datasets ask of the real one, with branches that move.
+
+Only reads, no tokens, no large-file storage. Processes that start with `environ` take it for the hub.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
+
+Files = Mapping[str, bytes]
+_ABOUT = re.compile(r"/api/(models|datasets)/([^/]+/[^/]+)(?:/(revision|tree|paths-info)/([^/]+)(?:/(.*))?)?")
+_FILE = re.compile(r"/(datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
+
+
+@dataclass
+class Repository:
+    """The commits of one name, of which `main` is one."""
+
+    commits: dict[str, Files] = field(default_factory=dict)
+    main: str = ""
+
+    def push(self, files: Files) -> str:
+        """Move main to a new commit, and return it."""
+        self.main = hashlib.sha1(repr((len(self.commits), sorted(files.items()))).encode()).hexdigest()  # noqa: S324
+        self.commits[self.main] = dict(files)
+        return self.main
+
+    def at(self, revision: str) -> str | None:
+        """The commit of a revision."""
+        found = self.main if revision == "main" else revision
+        return found if found in self.commits else None
+
+
+@dataclass
+class Hub:
+    """The repositories by kind and name, and what was asked."""
+
+    url: str = ""
+    repositories: dict[tuple[str, str], Repository] = field(default_factory=dict)
+    asked: list[str] = field(default_factory=list)
+
+    def model(self, name: str) -> Repository:
+        return self.repositories.setdefault(("models", name), Repository())
+
+    def dataset(self, name: str) -> Repository:
+        return self.repositories.setdefault(("datasets", name), Repository())
+
+    def environ(self, home: Path) -> dict[str, str]:
+        """Variables of a process that has this hub, and what it keeps by itself in a folder of its own."""
+        return {"HF_ENDPOINT": self.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    """A folder as the files of a commit."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@contextmanager
+def serving() -> Iterator[Hub]:
+    """A hub without repositories."""
+    hub = Hub()
+    server = _Server(hub)
+    hub.url = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield hub
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+class _Server(ThreadingHTTPServer):
+    def __init__(self, hub: Hub) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.hub = hub
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self._answer(b"")
+
+    def do_HEAD(self) -> None:
+        self._answer(b"")
+
+    def do_POST(self) -> None:
+        self._answer(self.rfile.read(int(self.headers.get("Content-Length", 0))))
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def _answer(self, sent: bytes) -> None:
+        path = unquote(urlsplit(self.path).path)
+        self.server.hub.asked.append(f"{self.command} {path}")
+        if found := _FILE.fullmatch(path):
+            self._file("datasets" if found[1] else "models", *found.groups()[1:])
+        elif found := _ABOUT.fullmatch(path):
+            self._about(sent, *found.groups())
+        else:
+            self._say(404, {"X-Error-Code": "RepoNotFound"}, b"{}")
+
+    def _file(self, kind: str, name: str, revision: str, path: str) -> None:
+        repository = self.server.hub.repositories.get((kind, name), Repository())
+        commit = repository.at(revision)
+        if commit is None:
+            return self._say(404, {"X-Error-Code": "RevisionNotFound"}, b"")
+        content = repository.commits[commit].get(path)
+        if content is None:
+            return self._say(404, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": commit}, b"")
+        return self._say(200, {"X-Repo-Commit": commit, "ETag": f'"{_oid(content)}"'}, content)
+
+    def _about(self, sent: bytes, *place: str | None) -> None:
+        kind, name, what, revision, below = place
+        repository = self.server.hub.repositories.get((kind or "", name or ""))
+        commit = None if repository is None else repository.at(revision or "main")
+        if repository is None or commit is None:
+            error = "RepoNotFound" if repository is None else "RevisionNotFound"
+            return self._say(404, {"X-Error-Code": error}, b"{}")
+        files = repository.commits[commit]
+        if what == "tree":
+            inside = "" if not below else f"{below}/"
+            return self._json([_entry(path, files) for path in sorted(files) if path.startswith(inside)])
+        if what == "paths-info":
+            asked = json.loads(sent) if sent.startswith(b"{") else parse_qs(sent.decode())
+            return self._json([_entry(path, files) for path in asked["paths"] if path in files])
+        siblings = [{"rfilename": path} for path in sorted(files)]
+        return self._json({"id": name, "sha": commit, "siblings": siblings, "tags": [], "private": False})
+
+    def _json(self, body: Any) -> None:
+        self._say(200, {"Content-Type": "application/json"}, json.dumps(body).encode())
+
+    def _say(self, status: int, headers: Mapping[str, str], content: bytes) -> None:
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": str(len(content))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+
+
+def _entry(path: str, files: Files) -> dict[str, Any]:
+    return {"type": "file", "path": path, "size": len(files[path]), "oid": _oid(files[path])}
+
+
+def _oid(content: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()  # noqa: S324

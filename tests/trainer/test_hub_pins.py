@@ -1,0 +1,148 @@
+"""A run uses the commits of the hub that it began with: weights, data and code, whatever branches point to later."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from moejob_trainer.data import tiny
+from moejob_trainer.data.hub import HubPins, PinnedRepository, RepositoryKind, require_own_code
+from moejob_trainer.errors import BadConfiguration
+from trainer.hub import Files, Hub, files_of, serving
+from trainer.runs import Runs, steps
+
+MODEL, CHATS = "team/tiny", "team/chats"
+JOB: dict[str, Any] = {
+    "model": {"source": MODEL, "trustRemoteCode": True},
+    "data": {"train": [{"source": CHATS, "format": "Chat"}]},
+}
+CODE = """
+import os
+from transformers import PreTrainedTokenizerFast
+
+with open(os.environ["HF_HOME"] + "/ran", "a") as ran:
+    ran.write("{name}\\n")
+
+
+class Marked(PreTrainedTokenizerFast):
+    pass
+"""
+
+
+def model(folder: Path, name: str) -> Files:
+    """A small model with random weights, whose tokenizer is code of its own that leaves a name."""
+    config = AutoConfig.for_model(
+        "qwen3_moe", vocab_size=512, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=16, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=32, intermediate_size=32,
+    )  # fmt: skip
+    torch.manual_seed(len(name))
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    tiny.tokenizer().save_pretrained(folder)
+    settings = folder / "tokenizer_config.json"
+    about = json.loads(settings.read_text()) | {"auto_map": {"AutoTokenizer": [None, "marked.Marked"]}}
+    settings.write_text(json.dumps(about | {"tokenizer_class": "Marked"}))
+    (folder / "marked.py").write_text(CODE.format(name=name))
+    return files_of(folder)
+
+
+def chats(word: str) -> Files:
+    """Data that differs by a word."""
+    said = [{"messages": [{"role": "user", "content": word}, {"role": "assistant", "content": word * 2}]}] * 8
+    return {"train.jsonl": "".join(f"{json.dumps(chat)}\n" for chat in said).encode()}
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    with serving() as found:
+        yield found
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Iterator[Runs]:
+    found = Runs(tmp_path / "volume", "spawn")
+    yield found
+    found.close()
+
+
+def started(hub: Hub, runs: Runs, attempt: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], set[str]]:
+    """Run an attempt to its end on a machine that has kept nothing. Returns what code ran, and which data was read."""
+    home = runs.volume.parent / f"home-{attempt}"
+    home.mkdir()
+    for name, value in hub.environ(home).items():
+        monkeypatch.setenv(name, value)
+    runs.finished(attempt=attempt, training={"maxSteps": attempt}, **JOB)
+    corpora = (runs.volume / "job/data").iterdir()
+    read = {json.dumps(sorted(hash(path.read_bytes()) for path in corpus.iterdir())) for corpus in corpora}
+    return sorted(set((home / "ran").read_text().split())), read
+
+
+def test_a_restart_uses_the_weights_data_and_code_that_the_run_began_with(
+    hub: Hub, runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = {hub.model(MODEL).push(model(tmp_path / "first", "first")), hub.dataset(CHATS).push(chats("a"))}
+    code, read = started(hub, runs, 1, monkeypatch)
+    assert code == ["first"]
+    second = {hub.model(MODEL).push(model(tmp_path / "second", "second")), hub.dataset(CHATS).push(chats("b"))}
+    # Read again, and not taken from what the first start has prepared.
+    shutil.rmtree(tmp_path / "volume/job/data")
+    hub.asked.clear()
+    assert started(hub, runs, 2, monkeypatch) == (["first"], read)
+    asked = " ".join(hub.asked)
+    assert any(commit in asked for commit in first)
+    assert not any(commit in asked for commit in second)
+    pinned = json.loads((tmp_path / "volume/job/hub.json").read_text())["repositories"]
+    assert {pin["commit"] for pin in pinned} == first
+    assert [step.step for step in steps(tmp_path / "volume/job")] == [1, 2]
+    # A model that is gone from the hub is on the volume still.
+    hub.repositories.clear()
+    assert started(hub, runs, 3, monkeypatch)[0] == ["first"]
+
+
+def pin(name: str, commit: str, revision: str | None = None) -> PinnedRepository:
+    return PinnedRepository(kind=RepositoryKind.MODEL, name=name, revision=revision, commit=commit * 40)
+
+
+def test_a_pin_is_for_one_name_of_one_kind_in_one_revision(tmp_path: Path) -> None:
+    pins = HubPins(tmp_path)
+    pins.keep(pin("team/a", "1"))
+    pins.keep(pin("team/a", "2", "v2"))
+    again = HubPins(tmp_path)
+    assert again.commit(RepositoryKind.MODEL, "team/a") == "1" * 40
+    assert again.commit(RepositoryKind.MODEL, "team/a", "v2") == "2" * 40
+    assert again.commit(RepositoryKind.MODEL, "team/b") is None
+    assert again.commit(RepositoryKind.DATASET, "team/a") is None
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b'{"repositories": [{"name": "a"}]}', b'{"pins": []}'], ids=repr)
+def test_pins_that_cannot_be_read_end_the_run_and_are_never_taken_for_none(tmp_path: Path, content: bytes) -> None:
+    pins = HubPins(tmp_path)
+    pins.file.write_bytes(content)
+    with pytest.raises(BadConfiguration, match=r"hub\.json does not say which commits"):
+        pins.commit(RepositoryKind.MODEL, "team/a")
+
+
+@pytest.mark.parametrize(
+    ("auto_map", "is_own"),
+    [
+        pytest.param({"AutoTokenizer": [None, "marked.Marked"], "AutoConfig": "config.C"}, True, id="beside the model"),
+        pytest.param({"AutoTokenizer": ["other/repo--marked.Slow", None]}, False, id="a tokenizer elsewhere"),
+        pytest.param({"AutoConfig": "other/repo--config.C"}, False, id="a configuration elsewhere"),
+    ],
+)
+def test_code_of_another_repository_is_refused_for_no_commit_of_the_model_fixes_it(
+    tmp_path: Path, auto_map: dict[str, Any], is_own: bool
+) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"auto_map": auto_map}))
+    (tmp_path / "tokenizer.json").write_text("[]")
+    if is_own:
+        require_own_code(tmp_path)
+        return
+    with pytest.raises(BadConfiguration, match="from another repository, other/repo--"):
+        require_own_code(tmp_path)

@@ -1,0 +1,148 @@
+"""Commits of the Hugging Face hub that a run is bound to: a name is resolved once, and every later start asks for that.
+
+A branch or tag may move while a run lasts for weeks. Without a record a restart would read other weights, other data,
+or run other code; so the commit goes into the run folder before anything that was fetched is used.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import httpx
+from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from pydantic import Field, ValidationError
+
+from moejob_api.contract import RunFile
+from moejob_api.job.base import ApiModel
+from moejob_trainer.checkpoints.disk import Disk, replace
+from moejob_trainer.errors import BadConfiguration
+
+# Between a module's repository and its name, where the code of a model lies in another repository.
+_ELSEWHERE = "--"
+
+
+class RepositoryKind(StrEnum):
+    """The kind of a repository on the hub."""
+
+    MODEL = "model"
+    DATASET = "dataset"
+
+
+class PinnedRepository(ApiModel):
+    """One name on the hub, and the commit that it stood for when the run first asked."""
+
+    kind: Annotated[RepositoryKind, Field(description="model or dataset.")]
+    name: Annotated[str, Field(min_length=1, description="Name on the hub.")]
+    revision: Annotated[str | None, Field(description="What the job asks for. Absent: the default branch.")] = None
+    commit: Annotated[str, Field(pattern=r"^[0-9a-f]{40}$", description="What the run uses.")]
+
+
+class _Pinned(ApiModel):
+    repositories: tuple[PinnedRepository, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class HubPins:
+    """The commits of a run, in its folder. One rank at a time writes."""
+
+    run_folder: Path
+
+    @property
+    def file(self) -> Path:
+        """The file that holds them."""
+        return self.run_folder / RunFile.HUB
+
+    def commit(self, kind: RepositoryKind, name: str, revision: str | None = None) -> str | None:
+        """Return the commit that the run is bound to; None when it has not asked yet."""
+        asked = (kind, name, revision)
+        return next((pin.commit for pin in self._read() if (pin.kind, pin.name, pin.revision) == asked), None)
+
+    def keep(self, pin: PinnedRepository) -> None:
+        """Bind the run to a commit."""
+        pinned = _Pinned(repositories=(*self._read(), pin))
+        content = pinned.model_dump_json(by_alias=True, exclude_none=True, indent=2).encode() + b"\n"
+        replace(Disk(), self.file, content)
+
+    def _read(self) -> tuple[PinnedRepository, ...]:
+        if not self.file.exists():
+            return ()
+        try:
+            return _Pinned.model_validate_json(self.file.read_bytes()).repositories
+        except ValidationError as error:
+            raise BadConfiguration(
+                f"{self.file} does not say which commits the run uses ({error.error_count()} problems); put it right, "
+                "or remove it to go on with what the hub holds now"
+            ) from error
+
+
+def fetched_model(name: str, revision: str | None, pins: HubPins) -> Path:
+    """Download a model beside the run folders of the volume, in the commit that the run is bound to."""
+    known, cache = pins.commit(RepositoryKind.MODEL, name, revision), pins.run_folder.parent / "hub"
+    if known is not None and (there := _snapshot_there(name, known, cache)) is not None:
+        return there
+    try:
+        folder = Path(snapshot_download(name, revision=known or revision, cache_dir=cache))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, httpx.HTTPError, OSError) as error:
+        bound = "" if known is None else f", in commit {known}, which {pins.file} binds this run to,"
+        raise BadConfiguration(
+            f"{name}{bound} cannot be had from the Hugging Face hub: {error}; name a folder, or pvc://claim/path"
+        ) from error
+    if known is None:
+        # A snapshot is called after its commit.
+        pins.keep(PinnedRepository(kind=RepositoryKind.MODEL, name=name, revision=revision, commit=folder.name))
+    return folder
+
+
+def _snapshot_there(name: str, commit: str, cache: Path) -> Path | None:
+    """Return a snapshot that needs no hub; None where files of it are missing."""
+    try:
+        return Path(snapshot_download(name, revision=commit, cache_dir=cache, local_files_only=True))
+    except LocalEntryNotFoundError:
+        return None
+
+
+def dataset_commit(name: str, pins: HubPins) -> str | None:
+    """Return the commit of a data set that the run is bound to, from the first time on. None: the hub is not reached.
+
+    What is read then is a copy on this machine, whose commit is unknown.
+    """
+    known = pins.commit(RepositoryKind.DATASET, name)
+    if known is not None:
+        return known
+    try:
+        commit = HfApi().dataset_info(name).sha
+    # Loading it says what is wrong.
+    except (HfHubHTTPError, HFValidationError, httpx.HTTPError, OSError):
+        return None
+    if commit is not None:
+        pins.keep(PinnedRepository(kind=RepositoryKind.DATASET, name=name, commit=commit))
+    return commit
+
+
+def require_own_code(folder: Path) -> None:
+    """Raise BadConfiguration when a model runs code of another repository, which no commit of its own fixes."""
+    for path in sorted(folder.glob("*.json")):
+        for module in _modules(path):
+            if _ELSEWHERE in module:
+                raise BadConfiguration(
+                    f"{path.name} of the model takes its code from another repository, {module}, which may change "
+                    "between two starts of a run; copy that code beside the model and name it without the repository"
+                )
+
+
+def _modules(path: Path) -> Iterator[str]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return
+    named = found.get("auto_map") if isinstance(found, dict) else None
+    for modules in named.values() if isinstance(named, dict) else ():
+        yield from (
+            module for module in (modules if isinstance(modules, list) else [modules]) if isinstance(module, str)
+        )
