@@ -15,7 +15,7 @@ from fake_cluster import NAMESPACE, Body, Crash, FakeCluster, at
 from moejob_api.contract import Label, LastWord, PodProgress, RankBeat, RankFault, Role, RunProgress
 from moejob_api.job.status import ConditionType, Status
 from moejob_operator.actions import WRITE_ONLY, Kind
-from moejob_operator.children.blueprint import Images
+from moejob_operator.children.blueprint import Images, JobNetwork
 from moejob_operator.children.gangs import GangApi
 from moejob_operator.cluster import Conflict, JobKey
 from moejob_operator.expiring_cache import ExpiringCache
@@ -52,8 +52,10 @@ class World:
     key: JobKey = KEY
     small: Mapping[str, Any] = field(default_factory=lambda: SMALL)
     gang_apis: frozenset[GangApi] = frozenset()
+    network: JobNetwork | None = None
     validator: Validator = field(default_factory=Validator)
     asked: ExpiringCache[datetime] = field(default_factory=ExpiringCache)
+    access: ExpiringCache[int] = field(default_factory=ExpiringCache)
     # Kubelets that do not answer delete nothing.
     dead_nodes: set[str] = field(default_factory=set)
     crashes: int = 0
@@ -63,16 +65,24 @@ class World:
     def reconcile(self) -> float | None:
         """One reconcile of the job; one that crashed is done again by the next process."""
         reconciler = Reconciler(
-            self.validator, Setting(IMAGES, self.gang_apis), lambda: self.cluster.now, asked=self.asked
+            self.validator,
+            Setting(IMAGES, self.gang_apis, self.network),
+            lambda: self.cluster.now,
+            asked=self.asked,
+            access=self.access,
         )
         try:
             return self.cluster.reconciled(reconcile(self.key, self.cluster, reconciler))
         except Crash:
             self.crashes += 1
-            self.validator, self.asked = Validator(), ExpiringCache()
+            self.restart_operator()
             return 0.0
         except Conflict:
             return 0.0
+
+    def restart_operator(self) -> None:
+        """The next process remembers nothing of this one's."""
+        self.validator, self.asked, self.access = Validator(), ExpiringCache(), ExpiringCache()
 
     def settle(self) -> None:
         """Let the operator reconcile whenever it would, and kubelets delete what they have to, until it waits.

@@ -18,7 +18,8 @@ from kubernetes.aio import client
 from moejob_api.job import GROUP, PLURAL, VERSION
 from moejob_operator.runtime.api_client import ApiClient
 
-# Status and body; a status below 0 answers 200 and then says nothing for ever.
+# Status and body: without one the object that was sent comes back as an API server keeps it. A status below 0 answers
+# 200 and then says nothing for ever.
 Answer = tuple[int, Any]
 
 
@@ -57,6 +58,7 @@ class StandIn:
     answering: asyncio.Event = field(default_factory=asyncio.Event)
     url: str = ""
     most_at_once: int = 0
+    versions: int = 100
     _news: asyncio.Condition = field(default_factory=asyncio.Condition)
     _at_once: int = 0
 
@@ -98,9 +100,16 @@ class StandIn:
         code, body = answers.pop(0) if len(answers) > 1 else answers[0]
         if code < 0:
             return await self._silence(request)
+        if body is None:
+            body = self._kept(asked.body)
         return web.Response(
             status=code, text=body if isinstance(body, str) else json.dumps(body), content_type="application/json"
         )
+
+    def _kept(self, body: Any) -> Any:
+        self.versions += 1
+        given = {"uid": f"uid-{self.versions}", **body["metadata"], "resourceVersion": str(self.versions)}
+        return {**body, "metadata": given}
 
     async def _silence(self, request: web.Request) -> web.Response:
         response = web.StreamResponse()

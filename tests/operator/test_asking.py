@@ -103,9 +103,8 @@ def test_a_pod_that_nobody_hears_of_is_waited_for_once_and_not_before_every_acti
     before = world.cluster.questions
     world.settle()
     assert world.names() == ["0-0", "0-1"]
-    assert world.cluster.log[-4:] == [
+    assert world.cluster.log[-3:] == [
         "force-delete Pod job-trainer-0-00001",
-        "create Secret job-uid-1",
         "create Pod job-trainer-0-00001",
         "write status",
     ]

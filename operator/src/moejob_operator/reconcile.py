@@ -14,11 +14,11 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import assert_never
 
-from moejob_operator.actions import Action, Delete, Ensure, Kind
+from moejob_operator.actions import WRITE_ONLY, Action, Delete, Ensure, Kind
 from moejob_operator.cluster import Children, Cluster, Forbidden, JobKey, Raw
 from moejob_operator.decide import Reconciliation, decide
 from moejob_operator.expiring_cache import ExpiringCache
-from moejob_operator.observed import Observed, Specs, observed, with_progress
+from moejob_operator.observed import Job, Observed, Specs, observed, with_progress
 from moejob_operator.planning.observed_state import Setting
 from moejob_operator.polling import pods_to_ask
 from moejob_operator.validation import Validator
@@ -34,6 +34,7 @@ class Reconciler:
     """The parts of every reconcile. `clock` returns the time in UTC.
 
     `asked` is when the pods of a job were asked how they are: those that do not answer leave no trace in its status.
+    `access` is the attempt for which a job's Secret and policy were created last: no watch tells of them.
     """
 
     validator: Validator
@@ -41,6 +42,7 @@ class Reconciler:
     clock: Callable[[], datetime]
     specs: Specs = field(default_factory=Specs)
     asked: ExpiringCache[datetime] = field(default_factory=ExpiringCache)
+    access: ExpiringCache[int] = field(default_factory=ExpiringCache)
 
     async def __call__(self, key: JobKey, cluster: Cluster) -> float | None:
         """Reconcile one job. Returns after how many seconds to do it again, if nothing happens before."""
@@ -51,6 +53,7 @@ class Reconciler:
         self.validator.forget(key)
         self.specs.forget(key)
         self.asked.forget(key)
+        self.access.forget(key)
 
 
 async def reconcile(key: JobKey, cluster: Cluster, reconciler: Reconciler) -> float | None:
@@ -66,7 +69,7 @@ async def reconcile(key: JobKey, cluster: Cluster, reconciler: Reconciler) -> fl
     if planned.needs_live:
         seen = await _live(key, raw, cluster, seen, reconciler.specs)
         planned = decide(seen, validation, reconciler.setting, now)
-    refusal = await _performed(planned, cluster)
+    refusal = await _performed(planned, seen.job, cluster, reconciler)
     if refusal is not None:
         planned = decide(seen, validation, reconciler.setting, now, refusal)
     await _report(raw, seen, planned, cluster)
@@ -76,6 +79,7 @@ async def reconcile(key: JobKey, cluster: Cluster, reconciler: Reconciler) -> fl
 async def _observed(key: JobKey, raw: Raw, cluster: Cluster, now: datetime, reconciler: Reconciler) -> Observed:
     children = await cluster.children(key, live=False)
     seen = observed(raw, children, reconciler.specs, is_live=False)
+    seen = replace(seen, has_access=reconciler.access.of(key, seen.job.uid) == seen.job.status.attempt)
     running = pods_to_ask(seen, reconciler.asked.of(key, seen.job.uid), now)
     if not running:
         return seen
@@ -88,20 +92,31 @@ async def _observed(key: JobKey, raw: Raw, cluster: Cluster, now: datetime, reco
 
 async def _live(key: JobKey, raw: Raw, cluster: Cluster, seen: Observed, specs: Specs) -> Observed:
     children: Children = await cluster.children(key, live=True)
-    return replace(observed(raw, children, specs, is_live=True), was_polled=seen.was_polled, progress=seen.progress)
+    return replace(
+        observed(raw, children, specs, is_live=True),
+        was_polled=seen.was_polled,
+        has_access=seen.has_access,
+        progress=seen.progress,
+    )
 
 
-async def _performed(planned: Reconciliation, cluster: Cluster) -> str | None:
+async def _performed(planned: Reconciliation, job: Job, cluster: Cluster, reconciler: Reconciler) -> str | None:
     """Do it. Returns what the API server refused, if anything: a person has to hear of that."""
     first = [action for action in planned.actions if _kind(action) not in _LAST]
     last = [action for action in planned.actions if _kind(action) in _LAST]
     try:
-        for actions in (first, last):
-            for start in range(0, len(actions), _AT_ONCE):
-                await _together(actions[start : start + _AT_ONCE], cluster)
+        await _in_turn(first, cluster)
+        if any(_kind(action) in WRITE_ONLY for action in first):
+            reconciler.access.keep(job.key, job.uid, job.status.attempt)
+        await _in_turn(last, cluster)
     except Forbidden as refused:
         return str(refused)
     return None
+
+
+async def _in_turn(actions: list[Action], cluster: Cluster) -> None:
+    for start in range(0, len(actions), _AT_ONCE):
+        await _together(actions[start : start + _AT_ONCE], cluster)
 
 
 async def _together(actions: list[Action], cluster: Cluster) -> None:

@@ -61,7 +61,8 @@ class Observed:
 
     `earlier_pods` belong to another job of the same name that is still being cleaned away. Objects that only look like
     the job's are none of these. `is_live` says that the objects were listed now and not taken from the watch cache;
-    `was_polled` that every trainer pod was asked, and `progress` is what they answered, by pod UID.
+    `was_polled` that every trainer pod was asked, and `progress` is what they answered, by pod UID; `has_access`
+    that this process has created the Secret and the policy of the job, which are never read, for the present attempt.
     """
 
     job: Job
@@ -73,6 +74,7 @@ class Observed:
     lost_nodes: frozenset[str]
     is_live: bool
     was_polled: bool = False
+    has_access: bool = False
     progress: Mapping[str, PodProgress] = field(default_factory=lambda: _SILENCE)
 
 

@@ -20,6 +20,8 @@ from moejob_operator.planning.times import seconds_since, seconds_until
 CREATED_AT_ONCE = 500
 # What is left of a gang that has failed can save nothing: that takes all of its ranks.
 BROKEN_GANG_SECONDS = 5
+# The kubelet cannot find what the container's environment is taken from, which its message names, and tries again.
+_CONFIG_ERROR = "CreateContainerConfigError"
 # An engine that does not live longer than this is not started again at once.
 ENGINE_LIFE_SECONDS = 30.0
 
@@ -28,7 +30,7 @@ def missing(s: ObservedState) -> tuple[Ensure, ...]:
     """Return what to create next, in the order in which it is needed."""
     plan = blueprint(s)
     pods = chain(_missing_trainers(s, plan), _missing_engines(s, plan))
-    wanted = chain(_missing_shared(s, plan), _with_access(plan, pods))
+    wanted = chain(_missing_shared(s, plan), _with_access(s, plan, pods))
     return tuple(islice(wanted, CREATED_AT_ONCE))
 
 
@@ -68,17 +70,28 @@ def _missing_shared(s: ObservedState, plan: Blueprint) -> Iterator[Ensure]:
         yield Ensure(wanted_group)
 
 
-def _with_access(plan: Blueprint, pods: Iterator[Ensure]) -> Iterator[Ensure]:
-    """Yield pods behind what they need and what guards them, which the operator cannot see and creates each time."""
+def _with_access(s: ObservedState, plan: Blueprint, pods: Iterator[Ensure]) -> Iterator[Ensure]:
+    """Yield pods behind what they need and what guards them, which the operator cannot see.
+
+    That is created once for the pods of an attempt, so that a new gang finds what another client has deleted, and when
+    a kubelet misses it.
+    """
     first = next(pods, None)
-    if first is None:
-        return
-    policy = network_policy(plan)
-    yield Ensure(secret(plan))
-    if policy is not None:
-        yield Ensure(policy)
-    yield first
-    yield from pods
+    if (first is not None and not s.seen.has_access) or _is_secret_missed(s, plan):
+        policy = network_policy(plan)
+        yield Ensure(secret(plan))
+        if policy is not None:
+            yield Ensure(policy)
+    if first is not None:
+        yield first
+        yield from pods
+
+
+def _is_secret_missed(s: ObservedState, plan: Blueprint) -> bool:
+    waits = (pod.waiting for pod in (*s.trainers.values(), *s.rollouts))
+    return any(
+        wait is not None and wait.reason == _CONFIG_ERROR and f'"{plan.access}"' in wait.message for wait in waits
+    )
 
 
 def _missing_trainers(s: ObservedState, plan: Blueprint) -> Iterator[Ensure]:

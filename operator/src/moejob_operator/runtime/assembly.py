@@ -93,13 +93,13 @@ async def assemble(stack: AsyncExitStack, settings: Settings) -> Parts:
 
 def _queue(settings: Settings, metrics: Metrics, cluster: ApiServer, gangs: GangApis) -> WorkQueue[JobKey]:
     validator = Validator(partial(validation_of, limits=settings.limits))
-    specs, asked = Specs(), ExpiringCache[datetime]()
+    specs, asked, access = Specs(), ExpiringCache[datetime](), ExpiringCache[int]()
     images = Images(settings.trainer_image, settings.trainer_colocated_image, settings.rollout_image)
     network = JobNetwork(settings.own_namespace, settings.job_metrics_from) if settings.job_network_policy else None
 
     async def reconcile(key: JobKey) -> float | None:
         setting = Setting(images, gangs.served, network)
-        reconciler = Reconciler(validator, setting, lambda: datetime.now(UTC), specs, asked)
+        reconciler = Reconciler(validator, setting, lambda: datetime.now(UTC), specs, asked, access)
         return await reconciler(key, cluster)
 
     return WorkQueue(

@@ -1,0 +1,76 @@
+"""Requests that a job costs the API server, over a stand-in that counts them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from datetime import UTC, datetime
+
+from builders import SFT, merged
+from fake_world import IMAGES, SMALL
+from moejob_operator.actions import Kind
+from moejob_operator.children.blueprint import JobNetwork
+from moejob_operator.cluster import JobKey
+from moejob_operator.planning.observed_state import Setting
+from moejob_operator.reconcile import Reconciler, reconcile
+from moejob_operator.runtime.api_server import ApiServer
+from moejob_operator.runtime.cache import Cache
+from moejob_operator.runtime.lists import JOBS, GangApis, Lists
+from moejob_operator.runtime.pod_client import PodClient
+from moejob_operator.validation import Validator
+from stand_in_api import StandIn, listed, stand_in, stored
+
+KEY = JobKey("default", "job")
+CORE, NAMESPACE = "/api/v1/namespaces/default", "/namespaces/default"
+POLICIES = f"/apis/networking.k8s.io/v1{NAMESPACE}/networkpolicies"
+STATUS = f"/apis/moejob.dev/v1alpha1{NAMESPACE}/moetrainingjobs/job/status"
+CREATED = {name: f"POST {CORE}/{name}" for name in ("services", "persistentvolumeclaims", "secrets", "pods")}
+
+
+def cluster(server: StandIn, lists: Lists, cache: Cache) -> ApiServer:
+    for call in (*CREATED.values(), f"POST {POLICIES}", f"POST /apis/events.k8s.io/v1{NAMESPACE}/events"):
+        server.say(call, (201, None))
+    server.say(f"PUT {STATUS}", (200, None))
+    return ApiServer(
+        api=lists.api,
+        cache=cache,
+        lists=lists,
+        pods=PodClient(0.5),
+        identity="replica-1",
+        remaining_seconds=lambda: 10.0,
+        status_written=lambda *_: None,
+    )
+
+
+def list_all(server: StandIn, cache: Cache) -> None:
+    """Live lists show what the cache holds."""
+    there, version = cache.children(KEY), str(server.versions)
+    for name, items in (("pods", there.pods), ("services", there.services), ("persistentvolumeclaims", there.claims)):
+        server.say(f"GET {CORE}/{name}", listed(*items, version=version))
+
+
+def test_a_job_of_two_pods_asks_for_its_secret_and_policy_once_however_often_a_pod_is_replaced() -> None:
+    async def story() -> Counter[str]:
+        async with stand_in() as (server, api):
+            cache = Cache()
+            here = cluster(server, Lists(api, cache, None, GangApis(api)), cache)
+            cache.seen(Kind.JOB, stored("MoETrainingJob", "job", spec=merged(SFT, SMALL)) | {"apiVersion": JOBS})
+            setting = Setting(IMAGES, network=JobNetwork("moejob-system"))
+            reconciler = Reconciler(Validator(), setting, lambda: datetime.now(UTC))
+            await reconcile(KEY, here, reconciler)
+            for _ in range(2):
+                cache.gone(Kind.POD, max(cache.children(KEY).pods, key=lambda pod: pod["metadata"]["name"]))
+                list_all(server, cache)
+                # One charges it, another creates the next.
+                await reconcile(KEY, here, reconciler)
+                await reconcile(KEY, here, reconciler)
+            return Counter(server.calls)
+
+    asked = asyncio.run(story())
+    assert {name: asked[call] for name, call in CREATED.items()} | {"networkpolicies": asked[f"POST {POLICIES}"]} == {
+        "services": 1,
+        "persistentvolumeclaims": 1,
+        "secrets": 1,
+        "networkpolicies": 1,
+        "pods": 4,
+    }

@@ -1,0 +1,110 @@
+"""The Secret and the policy of a job's pods, which the operator may create and not see: when it creates them again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from fake_world import World
+from moejob_operator.actions import WRITE_ONLY, Kind
+from moejob_operator.children.blueprint import JobNetwork
+
+ACCESS = "job-uid-1"
+NO_SECRET = {"reason": "CreateContainerConfigError", "message": f'secret "{ACCESS}" not found'}
+
+
+def running() -> World:
+    """A job of two pods that run, in a cluster where the operator makes policies."""
+    world = World(network=JobNetwork("moejob-system"))
+    world.apply()
+    world.settle()
+    world.run()
+    world.settle()
+    assert created(world) == (1, 1)
+    return world
+
+
+def created(world: World) -> tuple[int, int]:
+    """Return how often creation was asked for, of the Secret and of the policy."""
+    secret, policy = (world.cluster.log.count(f"create {kind} {ACCESS}") for kind in (Kind.SECRET, Kind.NETWORK_POLICY))
+    return secret, policy
+
+
+def delete_access(world: World) -> None:
+    """Another client deletes both."""
+    for kind in WRITE_ONLY:
+        world.cluster.gone((kind, "team", ACCESS))
+
+
+def exists(world: World) -> bool:
+    return all((kind, "team", ACCESS) in world.cluster.objects for kind in WRITE_ONLY)
+
+
+def test_they_are_created_once_for_all_pods_of_an_attempt() -> None:
+    world = running()
+    world.end(1, 137)
+    world.settle()
+    assert (world.names(), created(world)) == (["0-0", "0-1"], (1, 1))
+
+
+def test_a_quota_that_denies_pods_for_long_does_not_repeat_them() -> None:
+    world = World(network=JobNetwork("moejob-system"))
+    world.cluster.deny_pods("exceeded quota: gpus")
+    world.apply()
+    for _ in range(5):
+        world.settle()
+        world.wait(31)
+    assert (world.names(), created(world)) == ([], (1, 1))
+
+
+@pytest.mark.parametrize(
+    "happens",
+    [
+        pytest.param(lambda world: world.end(0, 137), id="a new gang"),
+        pytest.param(lambda world: (world.restart_operator(), world.end(1, 137)), id="another process of the operator"),
+    ],
+)
+def test_what_another_client_deleted_is_there_again_before_the_next_pods(happens: Callable[[World], object]) -> None:
+    world = running()
+    delete_access(world)
+    happens(world)
+    world.settle()
+    assert (len(world.names()), created(world), exists(world)) == (2, (2, 2), True)
+    names = [line for line in world.cluster.log if ACCESS in line or "create Pod" in line]
+    assert "create Pod" in names[-1], "a pod may not run before what guards it is there"
+
+
+def test_a_secret_that_a_kubelet_misses_is_created_again() -> None:
+    world = running()
+    delete_access(world)
+    world.end(1, 137)
+    world.settle()
+    assert not exists(world), "nothing shows that they are gone before a kubelet says so"
+    world.hold(1, waiting=NO_SECRET)
+    world.settle()
+    assert (created(world), exists(world)) == ((2, 2), True)
+    world.run()
+    world.settle()
+    world.reconcile()
+    assert created(world) == (2, 2)
+
+
+def test_another_secret_that_a_kubelet_misses_is_the_users() -> None:
+    world = running()
+    world.end(1, 137)
+    world.settle()
+    world.hold(1, waiting={**NO_SECRET, "message": 'secret "hugging-face" not found'})
+    world.settle()
+    assert created(world) == (1, 1)
+
+
+def test_a_job_that_is_gone_takes_what_is_remembered_of_it_along() -> None:
+    world = running()
+    assert len(world.access) == 1
+    world.delete_job()
+    world.reconcile()
+    assert len(world.access) == 0
+    world.apply()
+    world.settle()
+    assert sum(line.startswith("create Secret") for line in world.cluster.log) == 2
