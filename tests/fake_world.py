@@ -248,6 +248,19 @@ class World:
         more = {"type": "PodScheduled", "status": "False", **condition} if condition is not None else None
         self._set(self.pod(index), more=more, containerStatuses=state)
 
+    def end_engine(self, index: int, code: int, log: str) -> None:
+        """The container of an engine ends, and the kubelet is about to start it again."""
+        end = {
+            "exitCode": code,
+            "reason": "Error",
+            "message": log,
+            "containerID": "",
+            "finishedAt": at(self.cluster.now),
+        }
+        waiting = {"reason": "CrashLoopBackOff", "message": "back-off 10s restarting failed container"}
+        state = _container({"waiting": waiting}) | {"name": "rollout", "lastState": {"terminated": end}}
+        self._set(self.pod(index, Role.ROLLOUT), ready=False, containerStatuses=[state])
+
     def bind_claim(self, phase: str) -> None:
         """The volume controller says something of the job's claim."""
         claim = self.cluster.objects[(Kind.CLAIM, self.key.namespace, "job-storage")]

@@ -205,6 +205,11 @@ def pulled_not(index: int, reason: str = "ImagePullBackOff") -> Verb:
     return lambda world: world.hold(index, waiting={"reason": reason, "message": "no such image"})
 
 
+def engine_ends(index: int, code: int, log: str) -> Verb:
+    """The container of an engine ends, and is started again later."""
+    return lambda world: world.end_engine(index, code, log)
+
+
 def claim(phase: str) -> Verb:
     """The volume controller says something of the claim."""
     return lambda world: world.bind_claim(phase)
@@ -813,6 +818,34 @@ SCENARIOS: tuple[Scenario, ...] = (
         (both(runs, waits(60)), See("Running", BOTH, "0-0 0-1")),
         (evicted(1, Role.ROLLOUT), See("Running", BOTH, "0-0 0-1", attempt=0, spent=0, uncounted=0)),
         (pod_deleted(0, Role.ROLLOUT), See("Running", BOTH, "0-0 0-1", attempt=0, spent=0, uncounted=0)),
+        **GRPO,
+    ),
+    scenario(
+        "an engine that ends again and again is shown with the last line of its log",
+        (nothing, See("Pending", BOTH, "0-0 0-1")),
+        (runs, See("Running", BOTH, "0-0 0-1")),
+        (
+            engine_ends(1, 1, "INFO loading\nRuntimeError: no kernel for this GPU\n"),
+            See(
+                "Running", BOTH, "0-0 0-1", spent=0, why="CrashLoopBackOff", says="exit code 1: RuntimeError: no kernel"
+            ),
+        ),
+        **GRPO,
+    ),
+    scenario(
+        "an engine that calls the job wrong ends it",
+        (nothing, See("Pending", BOTH, "0-0 0-1")),
+        (runs, See("Running", BOTH, "0-0 0-1")),
+        (
+            engine_ends(0, ExitCode.BAD_CONFIGURATION, "INFO starting\nmoejob-rollout: MOEJOB_SPEC is not set\n"),
+            See(
+                "Failed",
+                why="BadConfiguration",
+                spent=0,
+                failure="BadConfiguration",
+                says="rollout: MOEJOB_SPEC is not",
+            ),
+        ),
         **GRPO,
     ),
     scenario(

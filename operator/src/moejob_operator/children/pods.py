@@ -31,7 +31,7 @@ def trainer_pod(blueprint: Blueprint, index: int) -> dict[str, Any]:
     image = blueprint.spec.resources.image or own
     ready = {"httpGet": {"path": HttpPath.READY.value, "port": Port.PROGRESS.value}, "periodSeconds": 2}
     ports = [_port("progress", Port.PROGRESS), _port("rendezvous", Port.RENDEZVOUS)]
-    container = {"image": image, "ports": ports, "readinessProbe": ready}
+    container = {"image": image, "ports": ports, "readinessProbe": ready, "terminationMessagePolicy": "File"}
     spec = {"restartPolicy": "Never"}
     return _pod(blueprint, Role.TRAINER, index, container, spec)
 
@@ -47,6 +47,8 @@ def rollout_pod(blueprint: Blueprint, index: int) -> dict[str, Any]:
         "startupProbe": health | {"periodSeconds": 10, "failureThreshold": _LOADING_PROBES},
         "livenessProbe": health | {"periodSeconds": 30, "timeoutSeconds": 10, "failureThreshold": _LIVING_PROBES},
         "readinessProbe": health | {"periodSeconds": 5},
+        # vLLM leaves no last word: what it wrote last says why it ended.
+        "terminationMessagePolicy": "FallbackToLogsOnError",
     }
     spec = {"restartPolicy": "Always"}
     return _pod(blueprint, Role.ROLLOUT, index, container, spec)
@@ -136,7 +138,6 @@ def _container(blueprint: Blueprint, role: Role, index: int, container: dict[str
             **({"envFrom": sources} if sources else {}),
             "resources": _resources(spec, ranks_per_pod(blueprint, role)),
             "terminationMessagePath": Path.TERMINATION.value,
-            "terminationMessagePolicy": "File",
             "securityContext": {
                 "allowPrivilegeEscalation": False,
                 "readOnlyRootFilesystem": True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
@@ -75,6 +76,9 @@ class Pod:
     ready_changed_at: datetime | None
     changed_at: datetime | None
     ended: Ended | None
+    # The end of the container before this one, where the kubelet starts it again in the same pod, as it does with an
+    # engine; the message is the last line of its log.
+    ended_before: Ended | None
     waiting: Waiting | None
     unschedulable: str | None
     is_gated: bool
@@ -111,7 +115,8 @@ def pod(raw: Raw, place: Place) -> Pod:
         is_unheard=is_unheard(raw),
         ready_changed_at=reading.time(ready.get("lastTransitionTime")),
         changed_at=_changed_at(raw, status),
-        ended=_ended(status),
+        ended=_ended(_states(status)),
+        ended_before=_ended(_states(status, "lastState"), reading.last_line),
         waiting=_waiting(status),
         unschedulable=_message(scheduled)
         if is_waiting_for_node and scheduled.get("reason") == "Unschedulable"
@@ -153,13 +158,13 @@ def _message(holder: Raw) -> str:
     return reading.text(holder.get("message"))[:_MESSAGE_CHARACTERS]
 
 
-def _states(status: Raw) -> tuple[Raw, ...]:
-    """Present states of the containers, init containers first: those are what a pod waits for first."""
+def _states(status: Raw, which: str = "state") -> tuple[Raw, ...]:
+    """Present or last states of the containers, init containers first: those are what a pod waits for first."""
     containers = (
         *reading.mappings(status.get("initContainerStatuses")),
         *reading.mappings(status.get("containerStatuses")),
     )
-    return tuple(reading.mapping(container.get("state")) for container in containers)
+    return tuple(reading.mapping(container.get(which)) for container in containers)
 
 
 def _started_at(status: Raw) -> datetime | None:
@@ -182,14 +187,14 @@ def _changed_at(raw: Raw, status: Raw) -> datetime | None:
     return max((time for time in times if time is not None), default=None)
 
 
-def _ended(status: Raw) -> Ended | None:
-    ends = [reading.mapping(state["terminated"]) for state in _states(status) if "terminated" in state]
+def _ended(states: tuple[Raw, ...], read: Callable[[object], str] = reading.text) -> Ended | None:
+    ends = [reading.mapping(state["terminated"]) for state in states if "terminated" in state]
     # The first that failed is to blame; an init container that succeeded is no end.
     failed = next((end for end in ends if end.get("exitCode") != 0), None)
     end = failed if failed is not None else ends[-1] if ends else None
     if end is None:
         return None
-    message = reading.text(end.get("message"))[:TERMINATION_BYTES]
+    message = read(end.get("message"))[:TERMINATION_BYTES]
     word = _last_word(message)
     return Ended(
         exit_code=reading.whole(end.get("exitCode")),

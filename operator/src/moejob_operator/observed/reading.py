@@ -29,6 +29,12 @@ def text(value: object) -> str:
     return printable(value) if isinstance(value, str) else ""
 
 
+def last_line(value: object) -> str:
+    """Return the last line that is not empty, of the end of a log."""
+    lines = value.splitlines() if isinstance(value, str) else []
+    return next(filter(None, (text(line).strip() for line in reversed(lines))), "")
+
+
 def whole(value: object) -> int | None:
     """A whole number; true and false are none."""
     return value if isinstance(value, int) and not isinstance(value, bool) else None

@@ -47,7 +47,7 @@ class Verdict:
 
 def losses(s: ObservedState) -> tuple[Loss, ...]:
     """Everything that has failed since the last decision."""
-    lost = tuple(_lost_pods(s))
+    lost = (*_lost_pods(s), *_refused_engines(s))
     return lost or tuple(_silent_pods(s)) or tuple(_restarted_ranks(s))
 
 
@@ -105,6 +105,15 @@ def _lost_pods(s: ObservedState) -> Iterator[Loss]:
         if cause is not None and answered.get(index) != pod.uid:
             code = None if pod.ended is None else pod.ended.exit_code
             yield Loss(Failure(index, cause, message=_why(pod)), pod.name, pod, _rank(pod), code)
+
+
+def _refused_engines(s: ObservedState) -> Iterator[Loss]:
+    """Engines that call the job wrong: the kubelet starts them again and again, and ranks wait for them in vain."""
+    for pod in s.rollouts:
+        end = pod.ended_before
+        if end is not None and end.exit_code == ExitCode.BAD_CONFIGURATION:
+            failure = Failure(0, Cause.BAD_CONFIGURATION, message=end.message)
+            yield Loss(failure, pod.name, pod, exit_code=end.exit_code)
 
 
 def _cause(pod: Pod, s: ObservedState) -> Cause | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moejob_operator.children.gangs import missing_api
-from moejob_operator.observed import ClaimPhase, Pod
+from moejob_operator.observed import ClaimPhase, Ended, Pod
 from moejob_operator.planning.decision import Reason
 from moejob_operator.planning.observed_state import ObservedState, gang_of
 from moejob_operator.planning.times import seconds_until
@@ -82,9 +82,14 @@ def _delay(s: ObservedState) -> Hold | None:
 def _image(pods: tuple[Pod, ...]) -> Hold | None:
     for pod in pods:
         if pod.waiting is not None and pod.waiting.reason not in _USUAL:
-            message = f": {pod.waiting.message}" if pod.waiting.message else ""
-            return Hold(pod.waiting.reason, f"{pod.name}{message}")
+            said = pod.waiting.message if pod.ended_before is None else _end(pod.ended_before)
+            return Hold(pod.waiting.reason, f"{pod.name}: {said}" if said else pod.name)
     return None
+
+
+def _end(end: Ended) -> str:
+    """Return why a container is started again; the kubelet says no more than that it is."""
+    return f"ended with exit code {end.exit_code}: {end.message}" if end.message else f"exit code {end.exit_code}"
 
 
 def _node(pods: tuple[Pod, ...]) -> Hold | None:
