@@ -372,4 +372,4 @@ def test_all_bodies_together_have_a_bound_and_their_room_comes_back() -> None:
         for _, writer in hogs:
             writer.transport.abort()
 
-    played(story, body_seconds=3.0)
+    played(story, body_seconds=10.0)
