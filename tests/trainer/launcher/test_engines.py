@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,16 @@ wait
 
 
 @pytest.fixture
-def engine(tmp_path: Path) -> Path:
+def engine(tmp_path: Path) -> Iterator[Path]:
     path = tmp_path / "engine"
     path.write_text(_ENGINE)
     path.chmod(0o755)
-    return path
+    yield path
+    # A launcher that the test kills ends none of its children; real engines notice.
+    note = path.with_name("started")
+    for line in note.read_text().splitlines() if note.exists() else []:
+        with suppress(ProcessLookupError):
+            os.killpg(int(line.split()[0]), signal.SIGKILL)
 
 
 def started(engine: Path, times: int) -> list[list[str]]:
