@@ -16,7 +16,7 @@ from typing import Any
 from moejob_api.contract import Label, PodProgress, Role
 from moejob_api.job.status import Status
 from moejob_operator.actions import Event, Kind, Manifest, Ref
-from moejob_operator.cluster import Children, Conflict, Forbidden, JobKey, Raw, Retryable
+from moejob_operator.cluster import Children, Conflict, Forbidden, InTheWay, JobKey, Raw, Retryable
 from moejob_operator.observed import is_as_made
 
 Body = dict[str, Any]
@@ -102,7 +102,7 @@ class FakeCluster:
             self.made.add(self.objects[with_id]["metadata"]["uid"])
             self._answered(with_id)
         elif not is_as_made(there, manifest):
-            raise Forbidden(f"a {kind} {about['name']} that this job did not create is in the way")
+            raise InTheWay(manifest)
         self._after()
 
     async def delete(self, ref: Ref, *, grace_seconds: int | None) -> None:

@@ -50,6 +50,17 @@ class Forbidden(Exception):
     """The API server answered no, and would again: quota, admission, an invalid object. The message is the user's."""
 
 
+class InTheWay(Forbidden):
+    """Another client's object has the name of one that the job needs: it is neither trusted nor changed."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        kind, name = manifest["kind"], manifest["metadata"]["name"]
+        super().__init__(
+            f"a {kind} {name} is in the way, which this job did not create; delete it, or create the job under another "
+            "name"
+        )
+
+
 class Cluster(Protocol):
     """The reads and writes of a reconcile. Every method raises Retryable when the API server does not answer."""
 

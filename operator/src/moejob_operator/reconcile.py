@@ -25,8 +25,6 @@ from moejob_operator.validation import Validator
 
 # Objects created at once: a gang of a hundred should not wait for a hundred round trips.
 _AT_ONCE = 16
-# A pod resolves its Service once it runs. All else it needs before it can be placed or started.
-_LAST = (Kind.POD, Kind.SERVICE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,13 +100,14 @@ async def _live(key: JobKey, raw: Raw, cluster: Cluster, seen: Observed, specs: 
 
 async def _performed(planned: Reconciliation, job: Job, cluster: Cluster, reconciler: Reconciler) -> str | None:
     """Do it. Returns what the API server refused, if anything: a person has to hear of that."""
-    first = [action for action in planned.actions if _kind(action) not in _LAST]
-    last = [action for action in planned.actions if _kind(action) in _LAST]
+    # What pods need and trust is there and the job's own before they are: a foreign Service would name others to them.
+    shared = [action for action in planned.actions if _kind(action) is not Kind.POD]
+    pods = [action for action in planned.actions if _kind(action) is Kind.POD]
     try:
-        await _in_turn(first, cluster)
-        if any(_kind(action) in WRITE_ONLY for action in first):
+        await _in_turn(shared, cluster)
+        if any(_kind(action) in WRITE_ONLY for action in shared):
             reconciler.access.keep(job.key, job.uid, job.status.attempt)
-        await _in_turn(last, cluster)
+        await _in_turn(pods, cluster)
     except Forbidden as refused:
         return str(refused)
     return None

@@ -162,7 +162,7 @@ def in_the_way(lives: Lives) -> None:
     namespace = lives.home.namespace
     space = f"/api/v1/namespaces/{namespace}"
     one = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "1Gi"}}}
-    lives.api.create(f"{space}/services", {"metadata": {"name": "no-service"}, "spec": {"ports": [{"port": 1}]}})
+    lives.api.create(f"{space}/services", {"metadata": {"name": "no-service-moejob"}, "spec": {"ports": [{"port": 1}]}})
     lives.api.create(f"{space}/persistentvolumeclaims", {"metadata": {"name": "no-claim-storage"}, "spec": one})
     lives.api.create(f"{space}/pods", {"metadata": {"name": "no-pod-trainer-0-00000"}, "spec": restricted()})
     taken = {"no-service": "None", "no-claim": "None", "no-pod": "None"}

@@ -47,17 +47,14 @@ class Blueprint:
     spec: Spec
     layout: Layout
     rollout: RolloutLayout | None
+    # The headless Service, which is also the subdomain of every pod.
+    service: str
     attempt: int
     gang: Gang
     images: Images
     trainer_grace_seconds: int
     # None: the cluster's own policies are all there are.
     network: JobNetwork | None = None
-
-    @property
-    def service(self) -> str:
-        """The headless Service, which is also the subdomain of every pod."""
-        return self.name
 
     @property
     def claim(self) -> str:
@@ -101,6 +98,16 @@ class Blueprint:
         """All pods of a role, in order."""
         count = self.layout.nodes if role is Role.TRAINER else self.engines
         return (self.host(role, index) for index in range(count))
+
+
+def service_of(job: str) -> str:
+    """The Service of a job. With more in it than the job's name, no job can take a name that others look up."""
+    return f"{job}-moejob"
+
+
+def former_service_of(job: str) -> str:
+    """The Service that a former version of the operator made, by which pods that it created are found."""
+    return job
 
 
 def claim_of(job: str, spec: Spec) -> str:

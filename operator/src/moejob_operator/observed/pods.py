@@ -65,6 +65,8 @@ class Pod:
     attempt: int
     index: int
     phase: PodPhase
+    # The Service by which it is found.
+    subdomain: str
     node: str | None
     created_at: datetime | None
     started_at: datetime | None
@@ -100,6 +102,7 @@ def pod(raw: Raw, place: Place) -> Pod:
     ready = reading.condition(status, "Ready")
     scheduled = reading.condition(status, "PodScheduled")
     is_waiting_for_node = scheduled.get("status") == "False"
+    spec = reading.mapping(raw.get("spec"))
     return Pod(
         name=reading.text(about.get("name")),
         uid=reading.text(about.get("uid")),
@@ -107,7 +110,8 @@ def pod(raw: Raw, place: Place) -> Pod:
         attempt=place.attempt,
         index=place.index,
         phase=_phase(status),
-        node=reading.text(reading.mapping(raw.get("spec")).get("nodeName")) or None,
+        subdomain=reading.text(spec.get("subdomain")),
+        node=reading.text(spec.get("nodeName")) or None,
         created_at=reading.time(about.get("creationTimestamp")),
         started_at=_started_at(status),
         ends_by=reading.time(about.get("deletionTimestamp")),

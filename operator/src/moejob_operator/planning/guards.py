@@ -20,7 +20,7 @@ from moejob_operator.planning.observed_state import ObservedState, restarting_or
 from moejob_operator.planning.recovery import gang_report, last_restarts, recovery
 from moejob_operator.planning.recovery_state import fresh_gang, recovery_state, with_state
 from moejob_operator.planning.times import read, seconds_since, seconds_until, soonest, written
-from moejob_operator.planning.waiting import Hold, hold, rollout_hold
+from moejob_operator.planning.waiting import Hold, hold, hold_beside_gang
 
 Guard = Callable[[ObservedState], Decision | None]
 
@@ -272,8 +272,7 @@ def _running(s: ObservedState) -> Hold:
     ending = next((pod for _, pod in sorted(s.trainers.items()) if pod.is_terminating), None)
     if ending is not None:
         return Hold(Reason.POD_ENDING, f"{ending.name} has been asked to end")
-    engines = rollout_hold(s)
-    return engines or Hold(Reason.ALL_PODS_RUN, "every trainer pod runs")
+    return hold_beside_gang(s) or Hold(Reason.ALL_PODS_RUN, "every trainer pod runs")
 
 
 def _ending(s: ObservedState) -> str:

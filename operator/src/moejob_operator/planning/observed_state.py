@@ -13,7 +13,7 @@ from moejob_api.job.lifecycle import Gang
 from moejob_api.job.status import Ladder, Phase, Restarts, Status
 from moejob_api.layout.sizes import Layout
 from moejob_api.recovery import renewed
-from moejob_operator.children.blueprint import Blueprint, Images, JobNetwork
+from moejob_operator.children.blueprint import Blueprint, Images, JobNetwork, former_service_of, service_of
 from moejob_operator.children.gangs import GangApi, chosen_gang
 from moejob_operator.observed import Observed, Pod, PodPhase
 from moejob_operator.planning.recovery_state import fresh_gang, recovery_state, with_state
@@ -179,12 +179,23 @@ def blueprint(s: ObservedState) -> Blueprint:
         spec=spec,
         layout=layout,
         rollout=s.validation.rollout,
+        service=_service(s),
         attempt=s.attempt,
         gang=gang_of(s),
         images=s.setting.images,
         trainer_grace_seconds=grace_seconds(s.status),
         network=s.setting.network,
     )
+
+
+def _service(s: ObservedState) -> str:
+    """Return the Service that the pods of the gang are found by; before there are any, engines, which outlive gangs.
+
+    A pod's environment names the others by it, and a pod's host name exists in one Service only.
+    """
+    former = former_service_of(s.seen.job.name)
+    found = tuple(s.trainers.values()) or s.rollouts
+    return former if any(pod.subdomain == former for pod in found) else service_of(s.seen.job.name)
 
 
 def grace_seconds(status: Status) -> int:

@@ -40,9 +40,9 @@ def hold(s: ObservedState) -> Hold:
     )
 
 
-def rollout_hold(s: ObservedState) -> Hold | None:
-    """Return what separate engines wait for, shown when nothing holds the gang itself."""
-    return _image(s.rollouts) or _node(s.rollouts)
+def hold_beside_gang(s: ObservedState) -> Hold | None:
+    """Return what is missing beside a gang that runs: what the API server refused, or what engines wait for."""
+    return _refused(s) or _image(s.rollouts) or _node(s.rollouts)
 
 
 def _refused(s: ObservedState) -> Hold | None:

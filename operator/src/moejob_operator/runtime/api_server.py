@@ -14,7 +14,7 @@ from moejob_api.contract import PodProgress
 from moejob_api.job import KIND
 from moejob_operator.actions import WRITE_ONLY, Event, Kind, Manifest, Ref
 from moejob_operator.children.shared import SECRET_KEY
-from moejob_operator.cluster import Children, Conflict, Forbidden, JobKey, Raw, Retryable
+from moejob_operator.cluster import Children, Conflict, Forbidden, InTheWay, JobKey, Raw, Retryable
 from moejob_operator.observed import is_as_made, is_unheard, taken_by_taint
 from moejob_operator.runtime.api_client import Absent, ApiClient, Exists
 from moejob_operator.runtime.cache import CHILD_KINDS, Cache
@@ -120,8 +120,7 @@ class ApiServer:
             raise Retryable(f"{path} was there and is gone") from absent
         if is_as_made(found, manifest):
             return found
-        kind, name = manifest["kind"], manifest["metadata"]["name"]
-        raise Forbidden(f"a {kind} {name} that this job did not create is in the way; delete or rename it")
+        raise InTheWay(manifest)
 
     async def delete(self, ref: Ref, *, grace_seconds: int | None) -> None:
         """Delete what has this name and UID; a grace of 0 does not wait for a kubelet."""

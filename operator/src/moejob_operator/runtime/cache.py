@@ -20,7 +20,14 @@ CHILD_KINDS = (Kind.POD, Kind.SERVICE, Kind.CLAIM, Kind.POD_GROUP)
 _LATE_SECONDS = 60.0
 
 # The rest of a pod's spec is what we wrote ourselves; kept for 10,000 pods it would be most of our memory.
-_KEPT_OF_POD = ("nodeName", "schedulerName", "schedulingGates", "priorityClassName", "terminationGracePeriodSeconds")
+_KEPT_OF_POD = (
+    "nodeName",
+    "schedulerName",
+    "schedulingGates",
+    "subdomain",
+    "priorityClassName",
+    "terminationGracePeriodSeconds",
+)
 _LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 
 
