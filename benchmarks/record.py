@@ -36,6 +36,9 @@ class Result:
     target: float | None = None
     peer: str | None = None
     peer_value: float | None = None
+    # The least and the most of several runs, of which the value is the median.
+    spread: tuple[float, float] | None = None
+    peer_spread: tuple[float, float] | None = None
 
     @property
     def meets_target(self) -> bool | None:
@@ -65,10 +68,15 @@ def keep(results: Sequence[Result], where: Mapping[str, str], tabled: Tabled | N
     RESULTS.mkdir(exist_ok=True)
     with (RESULTS / f"{bench}.jsonl").open("a") as lines:
         for result in results:
-            fields = asdict(result)
-            fields["peerValue"] = fields.pop("peer_value")
-            lines.write(json.dumps(fields | around) + "\n")
+            lines.write(json.dumps(_fields(result) | around) + "\n")
     write_page(bench, (tabled or table)(results, around))
+
+
+def _fields(result: Result) -> dict[str, object]:
+    fields = asdict(result)
+    spreads = {"spread": fields.pop("spread"), "peerSpread": fields.pop("peer_spread")}
+    fields["peerValue"] = fields.pop("peer_value")
+    return fields | {name: spread for name, spread in spreads.items() if spread is not None}
 
 
 def write_page(bench: str, measured: str) -> None:
@@ -96,18 +104,23 @@ def measured_on(around: Mapping[str, str]) -> str:
 def _row(results: Sequence[Result], peers: Iterable[str]) -> str:
     """One case: ours, and each peer that was measured."""
     ours = results[0]
-    beside = {r.peer: r.peer_value for r in results}
-    cells = [ours.case, f"{shown(ours.value)} {ours.unit}", *(_beside(ours, beside.get(peer)) for peer in peers)]
+    beside = {r.peer: r for r in results}
+    mine = f"{shown(ours.value)} {ours.unit}".strip() + _range(ours.spread)
+    cells = [ours.case, mine, *(_beside(ours, beside.get(peer)) for peer in peers)]
     words = {None: "", True: "yes", False: "**no**"}
     target = "" if ours.target is None else f"{ours.target:.4g} {ours.unit}"
     return f"| {' | '.join(map(str.strip, [*cells, target, words[ours.meets_target]]))} |"
 
 
-def _beside(ours: Result, value: float | None) -> str:
-    if value is None:
+def _beside(ours: Result, theirs: Result | None) -> str:
+    if theirs is None or theirs.peer_value is None:
         return ""
-    times = f" ({value / ours.value:.2g}x)" if ours.value else ""
-    return f"{value:.4g} {ours.unit}".strip() + times
+    times = f" ({theirs.peer_value / ours.value:.2g}x)" if ours.value else ""
+    return f"{theirs.peer_value:.4g} {ours.unit}".strip() + times + _range(theirs.peer_spread)
+
+
+def _range(spread: tuple[float, float] | None) -> str:
+    return "" if spread is None else f", {shown(spread[0])} to {shown(spread[1])}"
 
 
 def shown(value: float) -> str:

@@ -12,8 +12,9 @@ from pathlib import Path
 
 from benchmarks.contest.audit import Story, Tail
 from benchmarks.contest.contenders import Contender
-from benchmarks.contest.costs import Costs
+from benchmarks.contest.costs import Costs, costs
 from benchmarks.contest.histograms import Histogram
+from cluster.control_plane.components import Component
 from cluster.control_plane.plane import ControlPlane
 from moejob_operator.runtime.api_client import ApiClient, configuration
 
@@ -39,11 +40,18 @@ class Burst:
     story: Story
     before: Costs
     after: Costs
+    # Of the controller manager, which makes a peer's pods and everybody's endpoints.
+    manager_cpu_seconds: float
 
     @property
     def cpu_ms_per_job(self) -> float:
         """Of the contender's own process, until it was quiet again."""
         return 1000 * (self.after.cpu_seconds - self.before.cpu_seconds) / self.jobs
+
+    @property
+    def whole_cpu_ms_per_job(self) -> float:
+        """Of the contender and, in the same time, of the controller manager."""
+        return self.cpu_ms_per_job + 1000 * self.manager_cpu_seconds / self.jobs
 
     @property
     def requests_per_job(self) -> float:
@@ -71,17 +79,18 @@ class Arena:
     _named: int = 0
     _stories: list[Story] = field(default_factory=list)
 
-    async def burst(self, contender: Contender, count: int, pods: int) -> Burst:
+    async def burst(self, contender: Contender, count: int, pods: int, quiet_seconds: float = _QUIET_SECONDS) -> Burst:
         """Create jobs as fast as they are taken; return when all pods run and the contender is quiet."""
         names = [f"j{self._named + index:05}" for index in range(count)]
         self._named += count
         with self._told(contender) as story:
-            before = contender.costs()
+            before, manager_before = contender.costs(), self._manager_cpu_seconds()
             free = asyncio.Semaphore(_AT_ONCE)
             await asyncio.gather(*(self._create(contender, contender.body(name, pods), free) for name in names))
             await self.until_running(contender, story, count * pods)
-            await self.until_quiet(story)
-            return Burst(count, story, before, contender.costs())
+            await self.until_quiet(story, quiet_seconds)
+            by_manager = self._manager_cpu_seconds() - manager_before
+            return Burst(count, story, before, contender.costs(), by_manager)
 
     async def idle_looks(self, contender: Contender, count: int) -> Histogram:
         """Change what no contender reads, of so many jobs in turn, and see how long each look takes."""
@@ -130,10 +139,10 @@ class Arena:
             await asyncio.sleep(_POLL_SECONDS)
             self._read()
 
-    async def until_quiet(self, story: Story) -> None:
+    async def until_quiet(self, story: Story, quiet_seconds: float = _QUIET_SECONDS) -> None:
         """Wait for a contender to have asked nothing for a while."""
         deadline = time.monotonic() + _SECONDS
-        while time.time() - story.last_request_at < _QUIET_SECONDS and time.monotonic() < deadline:
+        while time.time() - story.last_request_at < quiet_seconds and time.monotonic() < deadline:
             await asyncio.sleep(_POLL_SECONDS)
             self._read()
 
@@ -146,6 +155,10 @@ class Arena:
             seen.append(contender.costs())
             await asyncio.sleep(10 * _POLL_SECONDS)
         return min(seen, key=lambda held: held.descriptors)
+
+    def _manager_cpu_seconds(self) -> float:
+        pid = self.plane.processes[Component.CONTROLLER_MANAGER].pid
+        return 0.0 if pid is None else costs(pid).cpu_seconds
 
     def _read(self) -> None:
         for entry in self.tail.entries():

@@ -82,11 +82,11 @@ class Contender:
         return histogram(self.said(), *self.timed)
 
 
-def ours(plane: ControlPlane, namespace: str) -> Contender:
+def ours(plane: ControlPlane, namespace: str, *, is_traced: bool = False) -> Contender:
     """The operator of this tree under the chart's own account and settings; its rights end with the control plane."""
     home = Home(plane, plane.helm.rendered(None, namespace), namespace, plane.folder)
     grant(home)
-    operator = home.replica()
+    operator = home.replica(*(["--log-level=DEBUG"] if is_traced else []))
     contender = Contender(
         name=OURS,
         namespace=home.namespace,

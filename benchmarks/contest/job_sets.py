@@ -1,4 +1,4 @@
-"""JobSet beside us, where somebody has built it: $JOBSET_BIN names its manager, in the checkout it was built from.
+"""JobSet beside us, where its source is: $JOBSET_SRC names a checkout, of which Go builds the manager into the cache.
 
 Its webhooks only fill in what is left out here: its jobs are written in full, and nobody calls them.
 """
@@ -6,10 +6,13 @@ Its webhooks only fill in what is left out here: its jobs are written in full, a
 from __future__ import annotations
 
 import json
+import subprocess
+from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.contest.contenders import Contender, our_job, served, user_of
 from benchmarks.contest.pods import Body, pod_template
+from cluster.binaries import Report, alone, cache, go_build
 from cluster.control_plane.certificates import new_authority
 from cluster.control_plane.operators import free_port
 from cluster.control_plane.plane import ControlPlane
@@ -20,20 +23,37 @@ _DEFINITION = "config/components/crd/bases/jobset.x-k8s.io_jobsets.yaml"
 _ACCOUNT = "jobset"
 
 
-class NoDefinitionError(Exception):
-    """A manager without the definition of what it manages."""
+class NoSourceError(Exception):
+    """A folder that is no checkout of JobSet."""
 
 
-def define_job_sets(plane: ControlPlane, manager: Path) -> None:
-    """The definition that lies in the folder of the manager, or in one above it."""
-    found = next((file for folder in manager.resolve().parents if (file := folder / _DEFINITION).exists()), None)
-    if found is None:
-        raise NoDefinitionError(f"no folder above JOBSET_BIN={manager} has {_DEFINITION}: build it in its checkout")
-    served(plane, found, "jobsets")
+@dataclass(frozen=True, slots=True)
+class JobSetBuild:
+    """A manager, the definition of what it manages, and what its source calls its version."""
+
+    manager: Path
+    definition: Path
+    version: str
 
 
-def job_sets(plane: ControlPlane, manager: Path, namespace: str) -> Contender:
+def built_job_set(source: Path, report: Report) -> JobSetBuild:
+    """Build the manager; with nothing changed since the last time Go takes a second."""
+    definition = source / _DEFINITION
+    if not definition.exists():
+        raise NoSourceError(f"JOBSET_SRC={source} has no {_DEFINITION}: name a checkout of kubernetes-sigs/jobset")
+    manager = cache() / "jobset" / "manager"
+    manager.parent.mkdir(parents=True, exist_ok=True)
+    with alone(manager.parent, report):
+        report(f"building JobSet in {source}")
+        go_build(source, ".", "-s -w", manager)
+    asked = ["git", "describe", "--tags", "--always", "--dirty"]
+    described = subprocess.run(asked, cwd=source, capture_output=True, text=True, check=False)
+    return JobSetBuild(manager, definition, described.stdout.strip() or "of unknown version")
+
+
+def job_sets(plane: ControlPlane, build: JobSetBuild, namespace: str) -> Contender:
     """Its manager, as it is released but for the leader that it need not elect."""
+    served(plane, build.definition, "jobsets")
     user = user_of(plane, namespace, _ACCOUNT)
     folder = plane.folder / f"jobset-{namespace}"
     certificates = new_authority(folder).server("tls", "DNS:localhost,IP:127.0.0.1")
@@ -57,7 +77,9 @@ def job_sets(plane: ControlPlane, manager: Path, namespace: str) -> Contender:
         collection=f"/apis/jobset.x-k8s.io/v1alpha2/namespaces/{namespace}/jobsets",
         label="jobset.sigs.k8s.io/jobset-name",
         body=job_set,
-        process=Process(f"jobset-{namespace}", [manager, f"--config={file}", f"--kubeconfig={kubeconfig}"], folder),
+        process=Process(
+            f"jobset-{namespace}", [build.manager, f"--config={file}", f"--kubeconfig={kubeconfig}"], folder
+        ),
         url=f"https://127.0.0.1:{metrics}",
         token=plane.token(namespace, _ACCOUNT),
         timed=("controller_runtime_reconcile_time_seconds", 'controller="jobset"'),

@@ -233,11 +233,17 @@ def _build(name: str, target: Path, report: Report) -> None:
     program = PROGRAMS[name]
     report(f"building {name} {program.tool.version}")
     started = time.monotonic()
-    unfinished = target.with_name(f".{name}.unfinished")
-    flags = ["-trimpath", "-ldflags", program.tool.linker_flags, "-o", str(unfinished)]
+    go_build(program.tool.folder, program.package, program.tool.linker_flags, target)
+    report(f"built {name} in {time.monotonic() - started:.0f} s, {target.stat().st_size >> 20} MiB")
+
+
+def go_build(folder: Path, package: str, linker_flags: str, target: Path) -> None:
+    """Build a package of the module in a folder. BuildError when Go cannot."""
+    unfinished = target.with_name(f".{target.name}.unfinished")
+    flags = ["-trimpath", "-ldflags", linker_flags, "-o", str(unfinished)]
     done = subprocess.run(
-        [shutil.which("go") or "go", "build", *flags, program.package],
-        cwd=program.tool.folder,
+        [shutil.which("go") or "go", "build", *flags, package],
+        cwd=folder,
         env=os.environ | {"CGO_ENABLED": "0", "GOWORK": "off"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -245,9 +251,8 @@ def _build(name: str, target: Path, report: Report) -> None:
         check=False,
     )
     if done.returncode:
-        raise BuildError(f"go could not build {name} in {program.tool.folder}:\n{done.stdout[-4000:]}")
+        raise BuildError(f"go could not build {target.name} in {folder}:\n{done.stdout[-4000:]}")
     unfinished.replace(target)
-    report(f"built {name} in {time.monotonic() - started:.0f} s, {target.stat().st_size >> 20} MiB")
 
 
 def main(names: list[str]) -> int:

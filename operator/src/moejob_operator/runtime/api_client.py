@@ -24,6 +24,9 @@ from kubernetes.aio import client, config
 from kubernetes.aio.client.rest import RESTClientObject
 
 from moejob_operator.cluster import Conflict, Forbidden, Raw, Retryable
+from moejob_operator.runtime.logs import Log
+
+log = Log(__name__)
 
 PAGE = 250
 JSON = "application/json"
@@ -255,7 +258,9 @@ class ApiClient:
         try:
             yield answer
         finally:
-            self._metrics.requested(request.verb, resource_of(request.path), answer.code, time.monotonic() - started)
+            seconds, resource = time.monotonic() - started, resource_of(request.path)
+            self._metrics.requested(request.verb, resource, answer.code, seconds)
+            log.debug("request", verb=request.verb, resource=resource, code=answer.code, seconds=round(seconds, 6))
 
 
 @dataclass(frozen=True, slots=True)

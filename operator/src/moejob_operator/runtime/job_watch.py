@@ -19,6 +19,9 @@ from moejob_operator.runtime.api_client import Listing
 from moejob_operator.runtime.cache import Cache, slim
 from moejob_operator.runtime.informers import Pauses
 from moejob_operator.runtime.lists import Lists
+from moejob_operator.runtime.logs import Log
+
+log = Log(__name__)
 
 # kopf begins a watch again that has been silent for this long: there is a bookmark each minute.
 INACTIVITY_SECONDS = 75.0
@@ -79,5 +82,6 @@ def receive(event: kopf.RawEvent, cache: Cache, reconcile: Callable[[JobKey], No
     """Take in an event that kopf tells of; one without a type is of a list."""
     raw = event["object"]
     key = cache.gone(Kind.JOB, raw) if event["type"] == "DELETED" else cache.seen(Kind.JOB, raw)
+    log.debug("event of a job", type=event["type"], job=raw["metadata"]["name"], is_news=key is not None)
     if key is not None:
         reconcile(key)

@@ -193,6 +193,7 @@ class WorkQueue(Generic[Key]):
             started = _now()
             self._metrics.queued(len(self._agenda))
             self._metrics.started(started - due)
+            log.debug("reconcile begins", key=key, waited_seconds=round(started - due, 6))
             # A task of its own: whatever it raises stays in it, and no other key notices.
             task = asyncio.ensure_future(self._begun(key))
             self._tasks.add(task)
@@ -212,7 +213,9 @@ class WorkQueue(Generic[Key]):
     def _ended(self, key: Key, started: float, task: asyncio.Task[float | None]) -> None:
         self._tasks.discard(task)
         self._agenda.done(key, _now())
-        self._metrics.ended(_now() - started, self._settle(task, key))
+        seconds, outcome = _now() - started, self._settle(task, key)
+        self._metrics.ended(seconds, outcome)
+        log.debug("reconcile ends", key=key, seconds=round(seconds, 6), outcome=outcome)
         self._metrics.queued(len(self._agenda))
         self._news.set()
 
