@@ -18,7 +18,7 @@ from moejob_operator.actions import WRITE_ONLY, Action, Delete, Ensure, Kind
 from moejob_operator.cluster import Children, Cluster, Forbidden, JobKey, Raw
 from moejob_operator.decide import Reconciliation, decide
 from moejob_operator.expiring_cache import ExpiringCache
-from moejob_operator.observed import Job, Observed, Specs, observed, with_progress
+from moejob_operator.observed import Job, Observed, PodReadings, Specs, observed, with_progress
 from moejob_operator.planning.observed_state import Setting
 from moejob_operator.polling import pods_to_ask
 from moejob_operator.validation import Validator
@@ -41,6 +41,7 @@ class Reconciler:
     specs: Specs = field(default_factory=Specs)
     asked: ExpiringCache[datetime] = field(default_factory=ExpiringCache)
     access: ExpiringCache[int] = field(default_factory=ExpiringCache)
+    readings: PodReadings = field(default_factory=PodReadings)
 
     async def __call__(self, key: JobKey, cluster: Cluster) -> float | None:
         """Reconcile one job. Returns after how many seconds to do it again, if nothing happens before."""
@@ -52,6 +53,7 @@ class Reconciler:
         self.specs.forget(key)
         self.asked.forget(key)
         self.access.forget(key)
+        self.readings.forget(key)
 
 
 async def reconcile(key: JobKey, cluster: Cluster, reconciler: Reconciler) -> float | None:
@@ -65,7 +67,7 @@ async def reconcile(key: JobKey, cluster: Cluster, reconciler: Reconciler) -> fl
     validation = await reconciler.validator.of(seen.job)
     planned = decide(seen, validation, reconciler.setting, now)
     if planned.needs_live:
-        seen = await _live(key, raw, cluster, seen, reconciler.specs)
+        seen = await _live(key, raw, cluster, seen, reconciler)
         planned = decide(seen, validation, reconciler.setting, now)
     refusal = await _performed(planned, seen.job, cluster, reconciler)
     if refusal is not None:
@@ -76,7 +78,7 @@ async def reconcile(key: JobKey, cluster: Cluster, reconciler: Reconciler) -> fl
 
 async def _observed(key: JobKey, raw: Raw, cluster: Cluster, now: datetime, reconciler: Reconciler) -> Observed:
     children = await cluster.children(key, live=False)
-    seen = observed(raw, children, reconciler.specs, is_live=False)
+    seen = observed(raw, children, reconciler.specs, is_live=False, readings=reconciler.readings)
     seen = replace(seen, has_access=reconciler.access.of(key, seen.job.uid) == seen.job.status.attempt)
     running = pods_to_ask(seen, reconciler.asked.of(key, seen.job.uid), now)
     if not running:
@@ -88,10 +90,10 @@ async def _observed(key: JobKey, raw: Raw, cluster: Cluster, now: datetime, reco
     return with_progress(seen, received)
 
 
-async def _live(key: JobKey, raw: Raw, cluster: Cluster, seen: Observed, specs: Specs) -> Observed:
+async def _live(key: JobKey, raw: Raw, cluster: Cluster, seen: Observed, reconciler: Reconciler) -> Observed:
     children: Children = await cluster.children(key, live=True)
     return replace(
-        observed(raw, children, specs, is_live=True),
+        observed(raw, children, reconciler.specs, is_live=True, readings=reconciler.readings),
         was_polled=seen.was_polled,
         has_access=seen.has_access,
         progress=seen.progress,

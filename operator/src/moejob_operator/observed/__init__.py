@@ -12,7 +12,8 @@ from enum import StrEnum
 from types import MappingProxyType
 
 from moejob_api.contract import PodProgress
-from moejob_operator.cluster import Children, Raw
+from moejob_operator.cluster import Children, JobKey, Raw
+from moejob_operator.expiring_cache import ExpiringCache
 from moejob_operator.observed import reading
 from moejob_operator.observed.jobs import Job, Specs, job
 from moejob_operator.observed.ownership import Controller, controller, is_as_made, is_pod_of_earlier, place
@@ -27,6 +28,7 @@ __all__ = [
     "Observed",
     "Pod",
     "PodPhase",
+    "PodReadings",
     "Specs",
     "Waiting",
     "is_as_made",
@@ -78,14 +80,49 @@ class Observed:
     progress: Mapping[str, PodProgress] = field(default_factory=lambda: _SILENCE)
 
 
-def observed(raw: Raw, children: Children, specs: Specs, *, is_live: bool) -> Observed:
+class PodReadings:
+    """Remembers what was read in the body of each pod: most have not changed since the last reconcile.
+
+    A body is never changed, a newer one is another object.
+    """
+
+    def __init__(self) -> None:
+        self._known: ExpiringCache[Mapping[int, PodReading]] = ExpiringCache()
+
+    def of(self, bodies: tuple[Raw, ...], about: Job) -> tuple[PodReading, ...]:
+        """Return what the bodies say of pods, as seen by a job."""
+        owner = Controller(about.name, about.uid)
+        known = self._known.of(about.key, about.uid) or {}
+        found = tuple(known.get(id(body)) or _reading(body, owner) for body in bodies)
+        # A reading holds its body: while it is known, no other object has that identity.
+        self._known.keep(about.key, about.uid, {id(reading.body): reading for reading in found})
+        return found
+
+    def forget(self, key: JobKey) -> None:
+        """The job is gone."""
+        self._known.forget(key)
+
+
+@dataclass(frozen=True, slots=True)
+class PodReading:
+    """The facts in the body of a pod, and whose it is: the job's, an earlier job's of this name, or neither."""
+
+    body: Raw
+    pod: Pod | None
+    is_of_earlier: bool
+
+
+def observed(
+    raw: Raw, children: Children, specs: Specs, *, is_live: bool, readings: PodReadings | None = None
+) -> Observed:
     """Everything that two answers of the API server say."""
     about = job(raw, specs)
     owner = Controller(about.name, about.uid)
+    read = (readings or PodReadings()).of(children.pods, about)
     return Observed(
         job=about,
-        pods=tuple(sorted(_pods(children.pods, owner), key=lambda found: found.name)),
-        earlier_pods=tuple(sorted(_name(body) for body in children.pods if is_pod_of_earlier(body, owner))),
+        pods=tuple(sorted((found.pod for found in read if found.pod is not None), key=lambda found: found.name)),
+        earlier_pods=tuple(sorted(_name(found.body) for found in read if found.is_of_earlier)),
         services=frozenset(_name(body) for body in _ours(children.services, owner)),
         claims=tuple(_claim(body) for body in _ours(children.claims, owner)),
         pod_groups=frozenset(_name(body) for body in _ours(children.pod_groups, owner)),
@@ -106,9 +143,9 @@ def with_progress(seen: Observed, answers: Mapping[str, PodProgress]) -> Observe
     return replace(seen, was_polled=True, progress=MappingProxyType(heard))
 
 
-def _pods(bodies: tuple[Raw, ...], owner: Controller) -> Iterator[Pod]:
-    places = ((body, place(body, owner)) for body in bodies)
-    return (pod(body, found) for body, found in places if found is not None)
+def _reading(body: Raw, owner: Controller) -> PodReading:
+    found = place(body, owner)
+    return PodReading(body, None if found is None else pod(body, found), is_pod_of_earlier(body, owner))
 
 
 def _ours(bodies: tuple[Raw, ...], owner: Controller) -> Iterator[Raw]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 
@@ -13,8 +13,6 @@ from moejob_operator.admission.keeper import CertificateKeeper
 from moejob_operator.admission.server import AdmissionServer, IdleServer
 from moejob_operator.children.blueprint import Images, JobNetwork
 from moejob_operator.cluster import Conflict, Forbidden, JobKey, Retryable
-from moejob_operator.expiring_cache import ExpiringCache
-from moejob_operator.observed import Specs
 from moejob_operator.planning.observed_state import Setting
 from moejob_operator.reconcile import Reconciler
 from moejob_operator.runtime.api_client import ApiClient, configuration
@@ -92,15 +90,13 @@ async def assemble(stack: AsyncExitStack, settings: Settings) -> Parts:
 
 
 def _queue(settings: Settings, metrics: Metrics, cluster: ApiServer, gangs: GangApis) -> WorkQueue[JobKey]:
-    validator = Validator(partial(validation_of, limits=settings.limits))
-    specs, asked, access = Specs(), ExpiringCache[datetime](), ExpiringCache[int]()
     images = Images(settings.trainer_image, settings.trainer_colocated_image, settings.rollout_image)
     network = JobNetwork(settings.own_namespace, settings.job_metrics_from) if settings.job_network_policy else None
+    validator = Validator(partial(validation_of, limits=settings.limits))
+    known = Reconciler(validator, Setting(images, gangs.served, network), lambda: datetime.now(UTC))
 
     async def reconcile(key: JobKey) -> float | None:
-        setting = Setting(images, gangs.served, network)
-        reconciler = Reconciler(validator, setting, lambda: datetime.now(UTC), specs, asked, access)
-        return await reconciler(key, cluster)
+        return await replace(known, setting=Setting(images, gangs.served, network))(key, cluster)
 
     return WorkQueue(
         reconcile,

@@ -37,10 +37,11 @@ def events(before: Status, after: Status) -> tuple[Event, ...]:
 def _of_acceptance(before: Status, after: Status) -> Iterator[Event]:
     was, accepted = condition(before, ConditionType.ACCEPTED), condition(after, ConditionType.ACCEPTED)
     if accepted is not None and (was is None or (was.status, was.message) != (accepted.status, accepted.message)):
-        if holds(after, ConditionType.ACCEPTED):
-            yield Event(Severity.NORMAL, EventReason.ACCEPTED, "the job can work; its pods are created")
-        else:
+        if not holds(after, ConditionType.ACCEPTED):
             yield Event(Severity.WARNING, EventReason.NOT_ACCEPTED, accepted.message)
+        # Of a job that was right from the start its condition says so, and its pods.
+        elif was is not None:
+            yield Event(Severity.NORMAL, EventReason.ACCEPTED, "the job can work; its pods are created")
     if holds(after, ConditionType.MODEL_UNCHECKED) and not holds(before, ConditionType.MODEL_UNCHECKED):
         found = condition(after, ConditionType.MODEL_UNCHECKED)
         yield Event(Severity.NORMAL, EventReason.MODEL_UNCHECKED, "" if found is None else found.message)
