@@ -1,6 +1,6 @@
 """A hub on loopback that speaks what huggingface_hub and datasets ask of the real one, with branches that move.
 
-Only reads, no tokens, no large-file storage. Processes that start with `environ` take it for the hub.
+Only reads and no tokens; weights are in large-file storage. Processes that start with `environ` take it for the hub.
 """
 
 from __future__ import annotations
@@ -121,7 +121,8 @@ class _Handler(BaseHTTPRequestHandler):
         content = repository.commits[commit].get(path)
         if content is None:
             return self._say(404, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": commit}, b"")
-        return self._say(200, {"X-Repo-Commit": commit, "ETag": f'"{_oid(content)}"'}, content)
+        etag = _sha256(content) if _is_large(path) else _oid(content)
+        return self._say(200, {"X-Repo-Commit": commit, "ETag": f'"{etag}"'}, content)
 
     def _about(self, sent: bytes, *place: str | None) -> None:
         kind, name, what, revision, below = place
@@ -153,7 +154,17 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _entry(path: str, files: Files) -> dict[str, Any]:
-    return {"type": "file", "path": path, "size": len(files[path]), "oid": _oid(files[path])}
+    content = files[path]
+    large = {"lfs": {"oid": _sha256(content), "size": len(content), "pointerSize": 134}} if _is_large(path) else {}
+    return {"type": "file", "path": path, "size": len(content), "oid": _oid(content), **large}
+
+
+def _is_large(path: str) -> bool:
+    return path.endswith(".safetensors")
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 def _oid(content: bytes) -> str:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from moejob_trainer.checkpoints.run import folder_of_run
 from moejob_trainer.data import tiny
 from moejob_trainer.data.hub import HubPins, PinnedRepository, RepositoryKind, require_own_code
 from moejob_trainer.errors import BadConfiguration
@@ -105,6 +106,27 @@ def test_a_restart_uses_the_weights_data_and_code_that_the_run_began_with(
     assert started(hub, runs, 3, monkeypatch)[0] == ["first"]
 
 
+def test_a_run_that_continues_another_uses_its_weights_data_and_code(
+    hub: Hub, runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = {hub.model(MODEL).push(model(tmp_path / "first", "first")), hub.dataset(CHATS).push(chats("a"))}
+    started(hub, runs, 1, monkeypatch)
+    second = {hub.model(MODEL).push(model(tmp_path / "second", "second")), hub.dataset(CHATS).push(chats("b"))}
+    hub.asked.clear()
+    going_on = {"resumeFrom": "job", "resume": "Run"}
+    runs.finished("next", training={"maxSteps": 2}, checkpoint=going_on, **JOB)
+    assert (tmp_path / "home-1/ran").read_text().split().count("second") == 0
+    assert not any(commit in " ".join(hub.asked) for commit in second)
+    pinned = json.loads((tmp_path / "volume/next/hub.json").read_text())["repositories"]
+    assert {pin["commit"] for pin in pinned} == first
+    assert [step.step for step in steps(tmp_path / "volume/next")] == [2]
+
+
+@pytest.mark.parametrize("named", ["a", "a/checkpoints", "a/checkpoints/step-2.1.0"])
+def test_the_run_of_whatever_may_be_named_is_found(named: str) -> None:
+    assert folder_of_run(Path("/volume") / named) == Path("/volume/a")
+
+
 def pin(name: str, commit: str, revision: str | None = None) -> PinnedRepository:
     return PinnedRepository(kind=RepositoryKind.MODEL, name=name, revision=revision, commit=commit * 40)
 
@@ -114,10 +136,10 @@ def test_a_pin_is_for_one_name_of_one_kind_in_one_revision(tmp_path: Path) -> No
     pins.keep(pin("team/a", "1"))
     pins.keep(pin("team/a", "2", "v2"))
     again = HubPins(tmp_path)
-    assert again.commit(RepositoryKind.MODEL, "team/a") == "1" * 40
-    assert again.commit(RepositoryKind.MODEL, "team/a", "v2") == "2" * 40
-    assert again.commit(RepositoryKind.MODEL, "team/b") is None
-    assert again.commit(RepositoryKind.DATASET, "team/a") is None
+    assert again.pin(RepositoryKind.MODEL, "team/a") == pin("team/a", "1")
+    assert again.pin(RepositoryKind.MODEL, "team/a", "v2") == pin("team/a", "2", "v2")
+    assert again.pin(RepositoryKind.MODEL, "team/b") is None
+    assert again.pin(RepositoryKind.DATASET, "team/a") is None
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b'{"repositories": [{"name": "a"}]}', b'{"pins": []}'], ids=repr)
@@ -125,7 +147,7 @@ def test_pins_that_cannot_be_read_end_the_run_and_are_never_taken_for_none(tmp_p
     pins = HubPins(tmp_path)
     pins.file.write_bytes(content)
     with pytest.raises(BadConfiguration, match=r"hub\.json does not say which commits"):
-        pins.commit(RepositoryKind.MODEL, "team/a")
+        pins.pin(RepositoryKind.MODEL, "team/a")
 
 
 @pytest.mark.parametrize(

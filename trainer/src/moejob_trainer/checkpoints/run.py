@@ -105,6 +105,13 @@ def other_run(resume_from: str, folder: Path, claims: Path = Path(contract.Path.
     return named
 
 
+def folder_of_run(named: Path) -> Path:
+    """The run folder of what checkpoint.resumeFrom may name: that folder, its checkpoints or one of them. Pure."""
+    if step_folder(named.name) is not None:
+        return named.parent.parent
+    return named.parent if named.name == CHECKPOINTS else named
+
+
 def resumed(resume_from: str, named: Path, ranks: Coordinator) -> Found:
     """The good checkpoint in a run folder, its checkpoints folder, or a step folder. Every rank calls this."""
     if step_folder(named.name) is not None:

@@ -21,6 +21,7 @@ from pydantic import Field, ValidationError
 from moejob_api.contract import RunFile
 from moejob_api.job.base import ApiModel
 from moejob_trainer.checkpoints.disk import Disk, replace
+from moejob_trainer.data.hub_files import HubFile, HubFiles, are_there, compared, said_by_hub
 from moejob_trainer.errors import BadConfiguration
 
 # Between a module's repository and its name, where the code of a model lies in another repository.
@@ -41,6 +42,12 @@ class PinnedRepository(ApiModel):
     name: Annotated[str, Field(min_length=1, description="Name on the hub.")]
     revision: Annotated[str | None, Field(description="What the job asks for. Absent: the default branch.")] = None
     commit: Annotated[str, Field(pattern=r"^[0-9a-f]{40}$", description="What the run uses.")]
+    files: Annotated[dict[str, HubFile], Field(description="The files of a model in this commit.")] = {}
+
+    @property
+    def asked(self) -> tuple[RepositoryKind, str, str | None]:
+        """The name, as a job asks for it."""
+        return self.kind, self.name, self.revision
 
 
 class _Pinned(ApiModel):
@@ -58,18 +65,26 @@ class HubPins:
         """The file that holds them."""
         return self.run_folder / RunFile.HUB
 
-    def commit(self, kind: RepositoryKind, name: str, revision: str | None = None) -> str | None:
-        """Return the commit that the run is bound to; None when it has not asked yet."""
-        asked = (kind, name, revision)
-        return next((pin.commit for pin in self._read() if (pin.kind, pin.name, pin.revision) == asked), None)
+    def pin(self, kind: RepositoryKind, name: str, revision: str | None = None) -> PinnedRepository | None:
+        """Return what the run is bound to; None when it has not asked yet."""
+        return next((pin for pin in self.pins() if pin.asked == (kind, name, revision)), None)
 
     def keep(self, pin: PinnedRepository) -> None:
-        """Bind the run to a commit."""
-        pinned = _Pinned(repositories=(*self._read(), pin))
+        """Bind the run to a commit, or say more of one."""
+        self._write((*(other for other in self.pins() if other.asked != pin.asked), pin))
+
+    def go_on_with(self, other: Path) -> None:
+        """Begin with the commits of another run, whose place in its data this one continues from."""
+        if not self.file.exists() and (theirs := HubPins(other).pins()):
+            self._write(theirs)
+
+    def _write(self, pins: tuple[PinnedRepository, ...]) -> None:
+        pinned = _Pinned(repositories=pins)
         content = pinned.model_dump_json(by_alias=True, exclude_none=True, indent=2).encode() + b"\n"
         replace(Disk(), self.file, content)
 
-    def _read(self) -> tuple[PinnedRepository, ...]:
+    def pins(self) -> tuple[PinnedRepository, ...]:
+        """Return all that the run is bound to."""
         if not self.file.exists():
             return ()
         try:
@@ -82,29 +97,43 @@ class HubPins:
 
 
 def fetched_model(name: str, revision: str | None, pins: HubPins) -> Path:
-    """Download a model beside the run folders of the volume, in the commit that the run is bound to."""
-    known, cache = pins.commit(RepositoryKind.MODEL, name, revision), pins.run_folder.parent / "hub"
-    if known is not None and (there := _snapshot_there(name, known, cache)) is not None:
-        return there
-    try:
-        folder = Path(snapshot_download(name, revision=known or revision, cache_dir=cache))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, httpx.HTTPError, OSError) as error:
-        bound = "" if known is None else f", in commit {known}, which {pins.file} binds this run to,"
-        raise BadConfiguration(
-            f"{name}{bound} cannot be had from the Hugging Face hub: {error}; name a folder, or pvc://claim/path"
-        ) from error
-    if known is None:
-        # A snapshot is called after its commit.
-        pins.keep(PinnedRepository(kind=RepositoryKind.MODEL, name=name, revision=revision, commit=folder.name))
+    """Download a model beside the run folders of the volume, in the commit that the run is bound to, and compare it."""
+    known = pins.pin(RepositoryKind.MODEL, name, revision)
+    folder = _snapshot(name, revision, known, pins)
+    files = compared(folder, _files_of(name, folder, known))
+    # A snapshot is called after its commit.
+    found = PinnedRepository(
+        kind=RepositoryKind.MODEL, name=name, revision=revision, commit=folder.name, files=dict(files)
+    )
+    if found != known:
+        pins.keep(found)
     return folder
 
 
-def _snapshot_there(name: str, commit: str, cache: Path) -> Path | None:
+def _snapshot(name: str, revision: str | None, known: PinnedRepository | None, pins: HubPins) -> Path:
+    cache = pins.run_folder.parent / "hub"
+    if known is not None and (there := _snapshot_there(known, cache)) is not None:
+        return there
+    try:
+        return Path(snapshot_download(name, revision=known.commit if known else revision, cache_dir=cache))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, httpx.HTTPError, OSError) as error:
+        bound = "" if known is None else f", in commit {known.commit}, which {pins.file} binds this run to,"
+        raise BadConfiguration(
+            f"{name}{bound} cannot be had from the Hugging Face hub: {error}; name a folder, or pvc://claim/path"
+        ) from error
+
+
+def _snapshot_there(known: PinnedRepository, cache: Path) -> Path | None:
     """Return a snapshot that needs no hub; None where files of it are missing."""
     try:
-        return Path(snapshot_download(name, revision=commit, cache_dir=cache, local_files_only=True))
+        there = Path(snapshot_download(known.name, revision=known.commit, cache_dir=cache, local_files_only=True))
     except LocalEntryNotFoundError:
         return None
+    return there if are_there(there, known.files) else None
+
+
+def _files_of(name: str, folder: Path, known: PinnedRepository | None) -> HubFiles:
+    return known.files if known is not None and known.files else said_by_hub(name, folder)
 
 
 def dataset_commit(name: str, pins: HubPins) -> str | None:
@@ -112,9 +141,9 @@ def dataset_commit(name: str, pins: HubPins) -> str | None:
 
     What is read then is a copy on this machine, whose commit is unknown.
     """
-    known = pins.commit(RepositoryKind.DATASET, name)
+    known = pins.pin(RepositoryKind.DATASET, name)
     if known is not None:
-        return known
+        return known.commit
     try:
         commit = HfApi().dataset_info(name).sha
     # Loading it says what is wrong.

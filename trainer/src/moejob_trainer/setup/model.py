@@ -10,13 +10,16 @@ import torch
 from moejob_api.contract import RunFile
 from moejob_api.derived import trained_shape
 from moejob_api.job import Method
+from moejob_api.job.storage import Resume
 from moejob_api.models.families import shape_of
 from moejob_api.models.shape import ModelShape
 from moejob_api.planner.plan import plan
 from moejob_api.pod_environment import spec_text
 from moejob_api.problems import InvalidSpec
 from moejob_trainer.checkpoints.disk import Disk, replace
+from moejob_trainer.checkpoints.run import folder_of_run, other_run
 from moejob_trainer.conversion.families import Table, table
+from moejob_trainer.data.hub import HubPins
 from moejob_trainer.distributed.encoding import NOTHING, TEXT
 from moejob_trainer.model.architecture import Architecture, architecture, as_trained
 from moejob_trainer.model.pretrained import PretrainedModel, fetch, read_pretrained
@@ -37,7 +40,7 @@ def load_model(context: RankContext) -> RunModel:
     """Fetch the model's files once for all ranks, and check that the job can train it."""
     spec = context.spec
     # Downloads and files are made once for the volume, not once a rank.
-    folder = context.on_first_rank(lambda: str(fetch(spec.model, context.environment.folder)), TEXT)
+    folder = context.on_first_rank(lambda: str(_fetched(context)), TEXT)
     found = read_pretrained(Path(folder), spec.model)
     origin = f"{folder}/config.json"
     # The plan has been checked before, unless the model could not be seen from there. It comes first: what is built
@@ -49,6 +52,14 @@ def load_model(context: RankContext) -> RunModel:
     if spec.method is Method.GRPO:
         context.on_first_rank(lambda: _lay_out_for_engines(context, Path(folder), model.shape), TEXT)
     return RunModel(model, found, table(model.shape))
+
+
+def _fetched(context: RankContext) -> Path:
+    spec, folder = context.spec, context.environment.folder
+    if spec.checkpoint.resume_from is not None and spec.checkpoint.resume is Resume.RUN:
+        # Its place in the data, and the base below its adapters, are those of its own commits.
+        HubPins(folder).go_on_with(folder_of_run(other_run(spec.checkpoint.resume_from, folder)))
+    return fetch(spec.model, folder)
 
 
 def _leave_for_export(context: RankContext, pretrained: Path, shape: ModelShape) -> None:

@@ -1,0 +1,114 @@
+"""Files of a model in a cache of the hub, compared with what the hub says of them.
+
+The cache is on a volume that other jobs write to. The hub names a file by the SHA-256 of its content, or a small one by
+what git calls it. The commit of a run never changes, so what the hub said once is kept.
+Hashing weights takes as long as reading them: they are hashed again only when the volume says that they were written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Annotated
+
+import httpx
+from huggingface_hub import HfApi, RepoFile
+from huggingface_hub.errors import HfHubHTTPError
+from pydantic import Field
+
+from moejob_api.job.base import ApiModel
+from moejob_trainer.checkpoints.disk import Disk
+from moejob_trainer.errors import BadConfiguration
+
+# Config, tokenizer and code are smaller, and are hashed at each start.
+_SMALL_BYTES = 1 << 26
+_SHA256_DIGITS = 64
+
+
+class HubFile(ApiModel):
+    """A file of a commit."""
+
+    digest: Annotated[
+        str,
+        Field(
+            pattern=r"^([0-9a-f]{40}|[0-9a-f]{64})$", description="SHA-256; with 40 digits what git calls its content."
+        ),
+    ]
+    seen: Annotated[
+        str, Field(max_length=120, description="Inode, size and times of the file when its content had this digest.")
+    ] = ""
+
+
+HubFiles = Mapping[str, HubFile]
+
+
+def said_by_hub(name: str, folder: Path) -> HubFiles:
+    """The files of a model in the commit after which a snapshot is called; by the cache's own names without the hub."""
+    try:
+        tree = list(HfApi().list_repo_tree(name, revision=folder.name, recursive=True))
+    except (HfHubHTTPError, httpx.HTTPError, OSError):
+        return dict(_said_by_cache(folder))
+    found = (entry for entry in tree if isinstance(entry, RepoFile))
+    return {file.path: HubFile(digest=file.blob_id if file.lfs is None else file.lfs.sha256) for file in found}
+
+
+def _said_by_cache(folder: Path) -> Iterator[tuple[str, HubFile]]:
+    for path in _files(folder):
+        try:
+            yield str(path.relative_to(folder)), HubFile(digest=path.resolve().name)
+        except ValueError as error:
+            raise _altered(path, f"leads to {path.resolve()}, which is not called after its content") from error
+
+
+def are_there(folder: Path, files: HubFiles) -> bool:
+    """Return whether no file of the commit is missing."""
+    return all((folder / path).exists() for path in files)
+
+
+def compared(folder: Path, files: HubFiles) -> HubFiles:
+    """Return the files as they are seen now; BadConfiguration when one is not the commit's or has other content."""
+    present = {str(path.relative_to(folder)): path for path in _files(folder)}
+    for path in present.keys() - files.keys():
+        raise _altered(present[path], "is no file of this commit")
+    with ThreadPoolExecutor(Disk.reads_at_once) as threads:
+        seen = threads.map(lambda name: _compared(present[name], files[name]), present)
+        return {**files, **dict(zip(present, seen, strict=True))}
+
+
+def _compared(path: Path, file: HubFile) -> HubFile:
+    # Before it is read: what is written meanwhile has another.
+    seen = _seen(path)
+    if seen == file.seen and path.stat().st_size >= _SMALL_BYTES:
+        return file
+    digest = _digest(path, file)
+    if digest != file.digest:
+        raise _altered(path, f"has the digest {digest} and not {file.digest}, which the hub says")
+    return file.model_copy(update={"seen": seen})
+
+
+def _digest(path: Path, file: HubFile) -> str:
+    with path.open("rb") as content:
+        if len(file.digest) == _SHA256_DIGITS:
+            return hashlib.file_digest(content, "sha256").hexdigest()
+        # As git names a blob; no protection is taken from SHA-1 but that of the commit, which is one.
+        named = hashlib.sha1(b"blob %d\0" % path.stat().st_size, usedforsecurity=False)
+        return hashlib.file_digest(content, lambda: named).hexdigest()
+
+
+def _seen(path: Path) -> str:
+    about = path.stat()
+    return f"{about.st_ino} {about.st_size} {about.st_mtime_ns} {about.st_ctime_ns}"
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    return (path for path in sorted(folder.rglob("*")) if not path.is_dir())
+
+
+def _altered(path: Path, problem: str) -> BadConfiguration:
+    cache = next((above for above in path.parents if above.name.startswith("models--")), path.parent)
+    return BadConfiguration(
+        f"{path} {problem}: the disk, or another job of the volume, has changed it; delete {cache}, and the next start "
+        "downloads the model again"
+    )
