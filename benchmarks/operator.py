@@ -109,11 +109,14 @@ def main() -> None:
     peers = Peers(found_or_built((*PROGRAMS, "training-operator"), say), _job_set())
     loads = [os.getloadavg()[0]]
     results: list[Result] = []
-    for part in parts:
-        results += measured(part, peers, size)
-        loads.append(os.getloadavg()[0])
+    try:
+        for part in parts:
+            results += measured(part, peers, size)
+            loads.append(os.getloadavg()[0])
+    except KeyboardInterrupt:
+        say("interrupted: parts that were measured until now are recorded, if any")
     load = f"load average {min(loads):.1f} to {max(loads):.1f}"
-    if asked.only is None and not asked.quick:
+    if results and asked.only is None and not asked.quick:
         beside = "" if peers.job_set is None else f", {JOB_SET} {peers.job_set.version}"
         record(results, ["kubernetes", "aiohttp", "pydantic"], f"Kubernetes {KUBERNETES.version}{beside}, {load}")
     say(load)
