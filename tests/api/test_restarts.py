@@ -52,6 +52,7 @@ def pod_died(pod: int = 1, cause: Cause = Cause.POD_FAILED) -> Failure:
         pytest.param((pod_died(1),), Budget(3, spent=3), GiveUp, 3, id="the budget is spent"),
         pytest.param((pod_died(1),), Budget(0), GiveUp, 0, id="no retries wanted"),
         pytest.param((pod_died(1, Cause.PREEMPTED),), Budget(0), ReplacePods, 0, id="preemption is free"),
+        pytest.param((pod_died(1, Cause.SECRET_LOST),), Budget(0), ReplaceGang, 0, id="a lost secret takes the gang"),
         pytest.param(
             (pod_died(1, Cause.NODE_LOST), rank_died(0)), Budget(0), ReplacePods, 0, id="a lost node explains its peers"
         ),

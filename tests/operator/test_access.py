@@ -11,6 +11,13 @@ from moejob_operator.actions import WRITE_ONLY, Kind
 from moejob_operator.children.blueprint import JobNetwork
 
 ACCESS = "job-uid-1"
+# Two engines beside the gang.
+SEPARATE = {
+    "rewards": [{"name": "math"}],
+    "maxNewTokens": 256,
+    "promptsPerStep": 2,
+    "rollout": {"placement": "Separate", "replicas": 2},
+}
 NO_SECRET = {"reason": "CreateContainerConfigError", "message": f'secret "{ACCESS}" not found'}
 
 
@@ -35,6 +42,13 @@ def delete_access(world: World) -> None:
     """Another client deletes both."""
     for kind in WRITE_ONLY:
         world.cluster.gone((kind, "team", ACCESS))
+
+
+def created_since_secret(world: World) -> list[str]:
+    """Return what pods were created and deleted since the Secret was made last, by what was done."""
+    made = max(at for at, line in enumerate(world.cluster.log) if line == f"create {Kind.SECRET} {ACCESS}")
+    done = (" ".join(line.split()[:2]) for line in world.cluster.log[made:])
+    return [line for line in done if line in ("create Pod", "delete Pod")]
 
 
 def exists(world: World) -> bool:
@@ -75,19 +89,58 @@ def test_what_another_client_deleted_is_there_again_before_the_next_pods(happens
     assert "create Pod" in names[-1], "a pod may not run before what guards it is there"
 
 
-def test_a_secret_that_a_kubelet_misses_is_created_again() -> None:
-    world = running()
+def test_a_secret_that_a_kubelet_misses_is_created_again_while_no_pod_has_started() -> None:
+    world = World(network=JobNetwork("moejob-system"))
+    world.apply()
+    world.settle()
     delete_access(world)
-    world.end(1, 137)
+    for index in (0, 1):
+        world.hold(index, waiting=NO_SECRET)
     world.settle()
-    assert not exists(world), "nothing shows that they are gone before a kubelet says so"
-    world.hold(1, waiting=NO_SECRET)
-    world.settle()
-    assert (created(world), exists(world)) == ((2, 2), True)
+    assert (world.names(), created(world), exists(world)) == (["0-0", "0-1"], (2, 2), True)
     world.run()
     world.settle()
     world.reconcile()
     assert created(world) == (2, 2)
+
+
+def test_a_secret_that_is_lost_while_pods_run_replaces_the_gang_and_says_why() -> None:
+    """Made again it has another value, by which the pods that run would turn the new one away."""
+    world = running()
+    delete_access(world)
+    world.end(1, 137)
+    world.settle()
+    assert (world.names(), exists(world)) == (["0-0", "0-1"], False), "nothing shows it before a kubelet says so"
+    spent = world.status.restarts.since_checkpoint
+    world.hold(1, waiting=NO_SECRET)
+    world.settle()
+    assert (world.names(), created(world), exists(world)) == (["1-0", "1-1"], (2, 2), True)
+    assert created_since_secret(world) == ["create Pod", "create Pod"], "all of the next gang get one value"
+    failure = world.status.last_failure
+    assert failure is not None
+    assert (failure.reason, ACCESS in failure.message) == ("SecretLost", True)
+    assert world.status.restarts.since_checkpoint == spent, "the job did nothing wrong"
+    said = [event.message for event in world.cluster.events if event.reason == "GangRestarted"]
+    assert [ACCESS in message for message in said] == [True]
+    world.run()
+    world.settle()
+    assert (world.status.phase, created(world)) == ("Running", (2, 2))
+
+
+def test_engines_that_know_the_value_of_a_lost_secret_are_replaced_before_it_is_made_again() -> None:
+    world = World(network=JobNetwork("moejob-system"))
+    world.apply(method="GRPO", grpo=SEPARATE)
+    world.settle()
+    world.run()
+    world.settle()
+    before = {pod["metadata"]["uid"] for pod in world.cluster.pods()}
+    delete_access(world)
+    world.delete_pod(1)
+    world.settle()
+    world.hold(1, waiting=NO_SECRET)
+    world.settle()
+    assert not before & {pod["metadata"]["uid"] for pod in world.cluster.pods()}
+    assert created_since_secret(world) == 4 * ["create Pod"], "two engines, and the next gang"
 
 
 def test_another_secret_that_a_kubelet_misses_is_the_users() -> None:

@@ -105,7 +105,8 @@ def _continues(failures: Sequence[Failure], state: RecoveryState) -> bool:
     A pod that has been replaced and fails again is a new failure, and so is any failure once the gang was whole again.
     """
     return bool(state.replacing) and all(
-        not failure.pod_alive and failure.pod not in state.replacing for failure in failures
+        not failure.pod_alive and failure.pod not in state.replacing and not failure.cause.takes_gang
+        for failure in failures
     )
 
 

@@ -35,12 +35,19 @@ class Cause(StrEnum):
     # The cluster took the pod away; the job did nothing wrong.
     PREEMPTED = "Preempted"
     NODE_LOST = "NodeLost"
+    # Another client deleted the job's Secret: pods that run hold a value that no new pod gets.
+    SECRET_LOST = "SecretLost"
     BAD_CONFIGURATION = "BadConfiguration"
 
     @property
     def counts(self) -> bool:
         """Return whether this failure spends budget."""
-        return self not in (Cause.PREEMPTED, Cause.NODE_LOST)
+        return self not in (Cause.PREEMPTED, Cause.NODE_LOST, Cause.SECRET_LOST)
+
+    @property
+    def takes_gang(self) -> bool:
+        """Return whether no pod of the gang can go on beside a new one."""
+        return self is Cause.SECRET_LOST
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +200,7 @@ def _smallest(failures: tuple[Failure, ...], charged: Budget, reason: str) -> Re
     if not lost and charged.in_place < RESTARTS_IN_PLACE:
         return RestartRanks(delay, replace(charged, in_place=charged.in_place + 1), reason)
     # Pod 0 hosts the rendezvous: without it no other pod learns of anything.
-    if 0 in lost or charged.pods >= PODS_BEFORE_GANG:
+    if 0 in lost or charged.pods >= PODS_BEFORE_GANG or any(failure.cause.takes_gang for failure in failures):
         return ReplaceGang(delay, charged.with_new_pods(), reason)
     suspects = lost or tuple(sorted({failure.pod for failure in failures}))
     if 0 in suspects:

@@ -33,6 +33,7 @@ class Reason(StrEnum):
     ALL_PODS_RUN = "AllPodsRun"
     POD_ENDING = "PodEnding"
     LOST_PEERS = "LostPeers"
+    SECRET_LOST = "SecretLost"
     # Suspended
     SUSPENDED = "SuspendRequested"
     # The end

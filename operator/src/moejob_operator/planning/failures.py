@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from moejob_api.contract import ExitCode, PodProgress, RankFault, Role, pod_name
 from moejob_api.restarts import LAUNCHER_FIRST_SECONDS, Cause, Failure, cause_of_exit, restarted_in_place
 from moejob_operator.observed import TAKEN_BY_TAINT, Pod, PodPhase
-from moejob_operator.planning.observed_state import ObservedState, spec_and_layout
+from moejob_operator.planning.observed_state import ObservedState, blueprint, spec_and_layout
 from moejob_operator.planning.times import later, seconds_since
 
 # A kubelet that lives deletes a pod within its grace period; this much later it does not live.
@@ -24,6 +24,8 @@ _CLUSTER_REASONS = frozenset(
 )
 _NODE_REASONS = frozenset({TAKEN_BY_TAINT, "DeletionByPodGC"})
 _RANKS_NAMED = 8
+# The kubelet cannot find what the container's environment is taken from, which its message names, and tries again.
+_CONFIG_ERROR = "CreateContainerConfigError"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,7 @@ class Verdict:
 
 def losses(s: ObservedState) -> tuple[Loss, ...]:
     """Everything that has failed since the last decision."""
-    lost = (*_lost_pods(s), *_refused_engines(s))
+    lost = (*_lost_pods(s), *_refused_engines(s), *_lost_secret(s))
     return lost or tuple(_silent_pods(s)) or tuple(_restarted_ranks(s))
 
 
@@ -114,6 +116,22 @@ def _refused_engines(s: ObservedState) -> Iterator[Loss]:
         if end is not None and end.exit_code == ExitCode.BAD_CONFIGURATION:
             failure = Failure(0, Cause.BAD_CONFIGURATION, message=end.message)
             yield Loss(failure, pod.name, pod, exit_code=end.exit_code)
+
+
+def misses_secret(pod: Pod, s: ObservedState) -> bool:
+    """Return whether a kubelet cannot start a pod because the job's Secret is not there."""
+    wait = pod.waiting
+    return wait is not None and wait.reason == _CONFIG_ERROR and f'"{blueprint(s).access}"' in wait.message
+
+
+def _lost_secret(s: ObservedState) -> Iterator[Loss]:
+    """Yield the loss of the Secret from which pods that run have a value: made again, it has another."""
+    missing = next((pod for pod in (*s.trainers.values(), *s.rollouts) if misses_secret(pod, s)), None)
+    if missing is None or all(pod.phase is not PodPhase.RUNNING for pod in s.trainers.values()):
+        return
+    message = f"Secret {blueprint(s).access} is gone, and pods that run hold a value that no new pod gets"
+    index = missing.index if missing.role is Role.TRAINER else 0
+    yield Loss(Failure(index, Cause.SECRET_LOST, message=message), missing.name, missing)
 
 
 def _cause(pod: Pod, s: ObservedState) -> Cause | None:

@@ -116,6 +116,23 @@ def deadline_passed(s: ObservedState) -> Decision | None:
     )
 
 
+def secret_lost(s: ObservedState) -> Decision | None:
+    """Engines with the value of a Secret that is gone end first: once it is made again, none can be told from others."""
+    actions = objects.deletions(objects.outdated_engines(s), s)
+    if not actions:
+        return None
+    return Decision(
+        s.status.phase or restarting_or_pending(s),
+        Reason.SECRET_LOST,
+        "the job's Secret is gone: engines that know its value are replaced before it is made again",
+        actions=actions,
+        pods_created=s.ladder.gang_was_whole,
+        needs_live=True,
+        requeue_after_seconds=0.0,
+        events=_events(actions, s),
+    )
+
+
 def failed(s: ObservedState) -> Decision | None:
     """Something broke: the recovery ladder says what is replaced and what it costs."""
     lost = losses(s)
@@ -205,6 +222,7 @@ GUARDS: tuple[Guard, ...] = (
     suspended,
     invalid,
     deadline_passed,
+    secret_lost,
     failed,
     succeeded,
     old_gang,

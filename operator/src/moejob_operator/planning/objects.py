@@ -11,8 +11,8 @@ from moejob_operator.children.blueprint import Blueprint
 from moejob_operator.children.gangs import pod_group
 from moejob_operator.children.pods import rollout_pod, trainer_pod
 from moejob_operator.children.shared import claim, network_policy, secret, service
-from moejob_operator.observed import Pod
-from moejob_operator.planning.failures import is_on_lost_node
+from moejob_operator.observed import Pod, PodPhase
+from moejob_operator.planning.failures import is_on_lost_node, misses_secret
 from moejob_operator.planning.observed_state import ObservedState, blueprint
 from moejob_operator.planning.times import seconds_since, seconds_until
 
@@ -20,8 +20,6 @@ from moejob_operator.planning.times import seconds_since, seconds_until
 CREATED_AT_ONCE = 500
 # What is left of a gang that has failed can save nothing: that takes all of its ranks.
 BROKEN_GANG_SECONDS = 5
-# The kubelet cannot find what the container's environment is taken from, which its message names, and tries again.
-_CONFIG_ERROR = "CreateContainerConfigError"
 # An engine that does not live longer than this is not started again at once.
 ENGINE_LIFE_SECONDS = 30.0
 
@@ -48,6 +46,18 @@ def answered_pods(s: ObservedState) -> tuple[Pod, ...]:
 def spent_engines(s: ObservedState) -> tuple[Pod, ...]:
     """Engines that lost their place; one that came to nothing at once keeps its name for a while."""
     return tuple(pod for pod in s.rollouts if is_lost_engine(pod, s) and engine_wait_seconds(pod, s) <= 0)
+
+
+def outdated_engines(s: ObservedState) -> tuple[Pod, ...]:
+    """Engines that hold the value of a Secret that is gone; the next one will have another."""
+    if not is_secret_missed(s):
+        return ()
+    return tuple(pod for pod in s.rollouts if pod.phase is PodPhase.RUNNING and not misses_secret(pod, s))
+
+
+def is_secret_missed(s: ObservedState) -> bool:
+    """Return whether a kubelet waits for the job's Secret."""
+    return any(misses_secret(pod, s) for pod in (*s.trainers.values(), *s.rollouts))
 
 
 def is_lost_engine(pod: Pod, s: ObservedState) -> bool:
@@ -77,7 +87,7 @@ def _with_access(s: ObservedState, plan: Blueprint, pods: Iterator[Ensure]) -> I
     a kubelet misses it.
     """
     first = next(pods, None)
-    if (first is not None and not s.seen.has_access) or _is_secret_missed(s, plan):
+    if (first is not None and not s.seen.has_access) or is_secret_missed(s):
         policy = network_policy(plan)
         yield Ensure(secret(plan))
         if policy is not None:
@@ -85,13 +95,6 @@ def _with_access(s: ObservedState, plan: Blueprint, pods: Iterator[Ensure]) -> I
     if first is not None:
         yield first
         yield from pods
-
-
-def _is_secret_missed(s: ObservedState, plan: Blueprint) -> bool:
-    waits = (pod.waiting for pod in (*s.trainers.values(), *s.rollouts))
-    return any(
-        wait is not None and wait.reason == _CONFIG_ERROR and f'"{plan.access}"' in wait.message for wait in waits
-    )
 
 
 def _missing_trainers(s: ObservedState, plan: Blueprint) -> Iterator[Ensure]:
