@@ -170,8 +170,8 @@ kind-demo: ## Train the tiny example on a cluster in Docker; needs docker, kind,
 bench: $(operator_built) ## Measure planning
 	@$(operator)/python -m benchmarks.planning
 
-# ARGS="--all" measures a thousand jobs of eight pods as well, ARGS="--quick" takes two minutes and records nothing.
-bench-operator: $(operator_built) ## Measure the operator beside its peers; needs Go
+# 25 minutes. ARGS="--all" measures a thousand jobs of eight pods as well; ARGS=--quick and ARGS="--only trace" record nothing.
+bench-operator: $(operator_built) ## Measure the operator beside its peers, JobSet with JOBSET_SRC=CHECKOUT; needs Go
 	@PYTHONPATH=tests $(operator)/python -m benchmarks.operator $(ARGS)
 
 # As root, like the nodes. ARGS="--times 10" does every fault ten times, ARGS="--only 'rank killed'" one kind, unrecorded.

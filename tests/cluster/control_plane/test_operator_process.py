@@ -111,8 +111,9 @@ def test_a_job_gets_its_pods_and_they_go_with_it(home: Home) -> None:
         lambda: home.plane.api.get(path(home.namespace, "job")).get("status", {}).get("phase") == "Pending",
         waiting_for=home.tails,
     )
-    events = home.plane.kubectl("get", "events", f"--namespace={home.namespace}")
-    assert "moetrainingjob/job" in events
+    events = ("get", "events", f"--namespace={home.namespace}")
+    # What it waits for, or that it runs.
+    until(lambda: "moetrainingjob/job" in home.plane.kubectl(*events), waiting_for=home.tails)
     assert refusals(home) == []
     home.plane.api.delete(path(home.namespace, "job"))
     # The garbage collector learns of a new kind every half minute.

@@ -78,7 +78,7 @@ def worked(
     metrics = Metrics()
 
     async def play() -> None:
-        queue = WorkQueue(work, metrics, pace or RateLimiter(workers=2), expected=(TryAgain,))
+        queue = WorkQueue(work, metrics, pace or RateLimiter(workers=2), expected=(TryAgain,), clock=now)
         running = asyncio.create_task(queue.run())
         await story(queue)
         queue.stop()

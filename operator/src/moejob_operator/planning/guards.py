@@ -117,7 +117,7 @@ def deadline_passed(s: ObservedState) -> Decision | None:
 
 
 def secret_lost(s: ObservedState) -> Decision | None:
-    """Engines with the value of a Secret that is gone end first: once it is made again, none can be told from others."""
+    """Engines with the value of a Secret that is gone end before it is made again: after that they look like others."""
     actions = objects.deletions(objects.outdated_engines(s), s)
     if not actions:
         return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import random
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass
@@ -148,7 +149,12 @@ class WorkQueue(Generic[Key]):
     """Works on keys, several at once, one at a time each, until stopped."""
 
     def __init__(
-        self, work: Work[Key], metrics: QueueMetrics, pace: RateLimiter, expected: tuple[type[Exception], ...] = ()
+        self,
+        work: Work[Key],
+        metrics: QueueMetrics,
+        pace: RateLimiter,
+        expected: tuple[type[Exception], ...] = (),
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`expected` are errors that say "try again"; any other is a bug: logged with its traceback, tried again."""
         self._work = work
@@ -157,6 +163,8 @@ class WorkQueue(Generic[Key]):
         self._expected = expected
         self._agenda: Schedule[Key] = Schedule(pace.spacing_seconds)
         self._failures: dict[Key, int] = {}
+        self._clock = clock
+        self._seconds: dict[Key, float] = {}
         self._tasks: set[asyncio.Task[float | None]] = set()
         self._news = asyncio.Event()
         self._is_stopping = False
@@ -190,17 +198,22 @@ class WorkQueue(Generic[Key]):
         self._news.clear()
         while len(self._tasks) < self._pace.workers and (taken := self._agenda.take(_now())) is not None:
             key, due = taken
-            started = _now()
+            waited = _now() - due
             self._metrics.queued(len(self._agenda))
-            self._metrics.started(started - due)
-            log.debug("reconcile begins", key=key, waited_seconds=round(started - due, 6))
+            self._metrics.started(waited)
+            log.debug("reconcile begins", key=key, waited_seconds=round(waited, 6))
             # A task of its own: whatever it raises stays in it, and no other key notices.
             task = asyncio.ensure_future(self._begun(key))
             self._tasks.add(task)
-            task.add_done_callback(partial(self._ended, key, started))
+            task.add_done_callback(partial(self._ended, key))
 
     async def _begun(self, key: Key) -> float | None:
-        return await self._work(key)
+        # Not by the loop's clock: uvloop's counts whole milliseconds, and stands still while others work.
+        started = self._clock()
+        try:
+            return await self._work(key)
+        finally:
+            self._seconds[key] = self._clock() - started
 
     async def _something(self) -> None:
         due = self._agenda.next_at() if len(self._tasks) < self._pace.workers else None
@@ -210,10 +223,11 @@ class WorkQueue(Generic[Key]):
         except TimeoutError:
             return
 
-    def _ended(self, key: Key, started: float, task: asyncio.Task[float | None]) -> None:
+    def _ended(self, key: Key, task: asyncio.Task[float | None]) -> None:
         self._tasks.discard(task)
         self._agenda.done(key, _now())
-        seconds, outcome = _now() - started, self._settle(task, key)
+        # One that was cancelled before its first step took no time.
+        seconds, outcome = self._seconds.pop(key, 0.0), self._settle(task, key)
         self._metrics.ended(seconds, outcome)
         log.debug("reconcile ends", key=key, seconds=round(seconds, 6), outcome=outcome)
         self._metrics.queued(len(self._agenda))
