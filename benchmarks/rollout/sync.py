@@ -110,7 +110,12 @@ def _job(case: Case, model: Path, steps: int) -> dict[str, Any]:
             "model": {"source": str(model), "dtype": "bfloat16"},
             "data": {"train": [{"source": "moejob/tiny-sums", "format": "Prompts"}], "maxLength": 256},
             "parallelism": {"expert": case.expert},
-            "training": {"maxSteps": steps, "optimizer": {"learningRate": 1e-5}},
+            "training": {
+                "maxSteps": steps,
+                "optimizer": {"learningRate": 1e-5},
+                # Answers are short: a few at a time would leave the GPU waiting for the host.
+                "dynamicBatchTokens": 8192,
+            },
             "grpo": {
                 "groupSize": 8,
                 "promptsPerStep": 16,

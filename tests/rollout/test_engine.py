@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -145,20 +146,33 @@ def test_an_answer_ends_at_the_stop_tokens_that_were_named(moe: Engine) -> None:
 def test_weights_come_by_broadcast_to_every_worker_of_an_engine_which_ends_with_all_of_them(start: Start) -> None:
     engine = start("mixtral", sync="Gloo", tensor=2).ready()
     group = _joined(engine, workers=2)
-    for version, seed in (("1", 21), ("2", 22)):
+    # The second time experts come in stacks, of which each has two parts that come in different buckets.
+    for version, seed, arranged in (("1", 21, dict), ("2", 22, _in_stacks)):
         reference = model("mixtral", seed)
-        tensors = {name: tensor.contiguous() for name, tensor in published_tensors(reference).items()}
+        tensors = arranged({name: tensor.contiguous() for name, tensor in published_tensors(reference).items()})
         engine.must("/pause", mode="keep")
         engine.must("/start_weight_update")
-        for part in (list(tensors)[:7], list(tensors)[7:]):
+        for part in (list(tensors)[::2], list(tensors)[1::2]):
             _broadcast(engine, group, {name: tensors[name] for name in part})
         engine.must("/finish_weight_update", {"weight_version": version})
         engine.must("/reset_prefix_cache")
         engine.must("/resume")
         assert distance(engine, reference) < CLOSE
+    assert "vLLM takes stacks of experts in 2 layers" in engine.log
     assert len(engine.workers()) > 2
     assert engine.stop() == 0
     assert engine.is_gone()
+
+
+def _in_stacks(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Two stacks of two experts for each projection of a layer of Mixtral."""
+    found: dict[str, list[Tensor]] = {}
+    for name, tensor in tensors.items():
+        expert = re.search(r"experts\.(\d)\.", name)
+        first = 0 if expert is None else int(expert[1]) // 2 * 2
+        stacked = name if expert is None else name.replace(expert[0], f"experts.{{{first}:{first + 2}/4}}.")
+        found.setdefault(stacked, []).append(tensor)
+    return {name: torch.stack(one) if "{" in name else one[0] for name, one in sorted(found.items())}
 
 
 def _joined(engine: Engine, workers: int) -> ProcessGroupGloo:

@@ -70,7 +70,7 @@ class World:
         """Nothing: no objective asks."""
         raise NotImplementedError
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, stacked_elements: int = 0) -> Iterator[tuple[str, Tensor]]:  # noqa: ARG002  # a protocol's
         raise AssertionError("nobody asks")
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
@@ -23,7 +24,10 @@ from moejob_api.models.shape import Family
 from moejob_api.problems import InvalidSpec
 from moejob_trainer.conversion.checkpoint import Checkpoint
 from moejob_trainer.conversion.families import table
+from moejob_trainer.conversion.gathering import hugging_face_tensors
+from moejob_trainer.conversion.groups import ModelGroups
 from moejob_trainer.conversion.loading import import_weights, opened
+from moejob_trainer.conversion.tensor_table import Stacking
 from moejob_trainer.model.parameters import Coordinates, Slices, local_slices
 from trainer.conversion.published import (
     FAMILIES,
@@ -305,6 +309,36 @@ def test_the_pieces_of_any_model_tile_its_parameters(family: Family, data: st.Da
         rows = found.shape.vocabulary if parameter.name in {"embedding.weight", "output.weight"} else None
         assert bool((fillings[:rows] == 1).all())
         assert rows is None or not fillings[rows:].any()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("stacking", [Stacking(1, 10**9), Stacking(2, 1_000), Stacking(3, 1)])
+def test_stacks_are_the_tensors_of_their_experts_one_after_another(family: Family, stacking: Stacking) -> None:
+    shape = shape_of(values_of(family))
+    alone, stacked = table(shape), table(shape, stacking)
+    state = {parameter.name: torch.randn(parameter.shape) for parameter in alone.parameters}
+    expected = dict(hugging_face_tensors(state, alone, ModelGroups()))
+    found = dict(hugging_face_tensors(state, stacked, ModelGroups()))
+    singles = {name: one for name, tensor in found.items() for name, one in _singles(name, tensor)}
+    assert singles.keys() == expected.keys()
+    assert all(torch.equal(singles[name], tensor) for name, tensor in expected.items())
+
+
+def test_a_stack_ends_with_its_ranks_experts_and_below_its_size() -> None:
+    assert [*Stacking(2, 350).runs(8, 100)] == [slice(0, 3), slice(3, 4), slice(4, 7), slice(7, 8)]
+    assert [*Stacking(4, 10).runs(4, 100)] == [slice(0, 1), slice(1, 2), slice(2, 3), slice(3, 4)]
+    # Ranks that do not divide the experts hold all of them.
+    assert [*Stacking(3, 1_000).runs(4, 100)] == [slice(0, 4)]
+
+
+def _singles(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a stack, as its name says them."""
+    found = re.search(r"\{(\d+):(\d+)/\d+\}", name)
+    if found is None:
+        yield name, tensor
+        return
+    for expert, one in zip(range(int(found[1]), int(found[2])), tensor, strict=True):
+        yield name.replace(found[0], str(expert)), one
 
 
 @pytest.mark.parametrize("name", [name for name in catalog.shipped() if "Next" not in name])

@@ -70,6 +70,11 @@ class TransformersEngine:
     version: int = -1
     _waiting: list[tuple[Request, asyncio.Future[Answer]]] = field(default_factory=list)
 
+    @property
+    def stacked_elements(self) -> int:
+        """Each expert comes by itself."""
+        return 0
+
     def publish(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> SyncReport:
         """Let Transformers read the weights from files: it keeps experts in another shape than is published."""
         tensors = {name: tensor.detach().clone().contiguous() for name, tensor in weights}

@@ -51,6 +51,11 @@ class Scripted:
         said = np.full(len(tokens), -0.5, np.float32)
         return Answer(request, tokens, said, np.full(len(tokens), self.version, np.int32), reason)
 
+    @property
+    def stacked_elements(self) -> int:
+        """Each expert comes by itself."""
+        return 0
+
     def publish(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> SyncReport:
         """Note the version."""
         self.version, self.is_awake = version, True
@@ -78,7 +83,7 @@ class Flat:
         """Return a lower level."""
         return Flat(-0.75).outputs(batches)
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, stacked_elements: int = 0) -> Iterator[tuple[str, Tensor]]:  # noqa: ARG002  # a protocol's
         """Yield four bytes."""
         yield "w", torch.zeros(1)
 

@@ -115,9 +115,9 @@ def published(cell: Cell, folder: Path, url: str) -> Published:
     probe = EngineProbe(engine, batch_plan(spec, layout(spec.parallelism, 8), pad_token=0))
     publisher = _publisher(control, url, Trial(engine.model.shape.vocabulary, probe, 1e-3, spec.data.max_length))
     try:
-        first = publisher.publish(1, engine.weights()), probe(publisher.trial.tokens)
+        first = publisher.publish(1, engine.weights(publisher.stacked_elements)), probe(publisher.trial.tokens)
         engine.update(micro_batches(cell, engine, 0), loss_of(cell, engine))
-        second = publisher.publish(2, engine.weights()), probe(publisher.trial.tokens)
+        second = publisher.publish(2, engine.weights(publisher.stacked_elements)), probe(publisher.trial.tokens)
     finally:
         publisher.close()
         stop_groups()

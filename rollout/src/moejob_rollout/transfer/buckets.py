@@ -8,6 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from moejob_rollout.transfer.stacks import Stack, WholeStacks, stack_of
+
 
 class Described(Protocol):
     """The tensors of one bucket, in the order in which they lie in it."""
@@ -22,14 +24,20 @@ def size_bytes(of: Described) -> int:
     return sum(_sizes(of))
 
 
-def unpacked(bucket: Tensor, of: Described) -> list[tuple[str, Tensor]]:
-    """Return the tensors of a bucket, each in memory of its own: layers keep them until they are complete."""
-    parts = bucket.split(_sizes(of))
-    # A tensor may begin at an address that its type does not allow.
-    return [
-        (name, part.clone().view(dtype).reshape(shape))
-        for name, part, dtype, shape in zip(of.names, parts, _dtypes(of), of.shapes, strict=True)
-    ]
+def unpacked(bucket: Tensor, of: Described, stacks: WholeStacks) -> list[tuple[str | Stack, Tensor]]:
+    """Return the tensors of a bucket, each in memory of its own: layers keep them until they are complete.
+
+    Parts of stacks stay in `stacks` until they are whole.
+    """
+    found: list[tuple[str | Stack, Tensor]] = []
+    for name, part, dtype, shape in zip(of.names, bucket.split(_sizes(of)), _dtypes(of), of.shapes, strict=True):
+        stack = stack_of(name)
+        if stack is None:
+            # A tensor may begin at an address that its type does not allow.
+            found.append((name, part.clone().view(dtype).reshape(shape)))
+        elif (whole := stacks.whole(stack, part, dtype, shape)) is not None:
+            found.append(whole)
+    return found
 
 
 def _sizes(of: Described) -> list[int]:

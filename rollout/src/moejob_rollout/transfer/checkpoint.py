@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -11,8 +11,14 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.logger import init_logger
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from moejob_rollout.transfer.stacks import Stack, WholeStacks, layers_of_experts, load_stack
+
+# vLLM writes the lines of its own loggers alone.
+logger = init_logger("vllm.moejob")
 
 Init = TypeVar("Init", bound=WeightTransferInitInfo)
 Update = TypeVar("Update", bound=WeightTransferUpdateInfo)
@@ -22,6 +28,11 @@ class CheckpointTransfer(WeightTransferEngine[Init, Update]):
     """Between start and finish, layers are loaded as from files, one by one."""
 
     _is_loading = False
+    _layers: Mapping[str, Any] | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.stacks = WholeStacks()
 
     def start_weight_update(self) -> None:
         """Take new weights from now on."""
@@ -30,12 +41,31 @@ class CheckpointTransfer(WeightTransferEngine[Init, Update]):
         if self._is_loading:
             self.finish_weight_update()
         self._is_loading = True
+        self.stacks.clear()
         initialize_layerwise_reload(self.model)
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Load some of the tensors; those of an MTP module may come later."""
         with disable_mtp_completeness_check():
             self.model.load_weights(tensors)
+
+    def load_bucket(self, tensors: Iterable[tuple[str | Stack, Tensor]]) -> None:
+        """Load some of the tensors, and stacks of experts as one where vLLM can."""
+        layers, singles = self._layers_of_experts(), list[tuple[str, Tensor]]()
+        for name, tensor in tensors:
+            if isinstance(name, str):
+                singles.append((name, tensor))
+            elif name.layer in layers:
+                load_stack(layers[name.layer], name, tensor)
+            else:
+                singles += name.tensors(tensor)
+        self.load(singles)
+
+    def _layers_of_experts(self) -> Mapping[str, Any]:
+        if self._layers is None:
+            self._layers = layers_of_experts(self.model)
+            logger.info("vLLM takes stacks of experts in %d layers, and one by one in all others", len(self._layers))
+        return self._layers
 
     def finish_weight_update(self) -> None:
         """Compute with the new weights from now on."""

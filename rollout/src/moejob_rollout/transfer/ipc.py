@@ -45,11 +45,11 @@ class IpcTransfer(CheckpointTransfer[IpcInit, IpcUpdate]):
         if uuid not in update_info.handles:
             raise ValueError(f"the worker is on GPU {uuid}, and the trainer's ranks on {sorted(update_info.handles)}")
         bucket = opened(update_info.handles[uuid], self.device)
-        tensors = unpacked(bucket, update_info)
+        tensors = unpacked(bucket, update_info, self.stacks)
         torch.cuda.current_stream(self.device).synchronize()
         # Closed once for each time that the trainer has handed it out: it counts.
         del bucket
-        self.load(tensors)
+        self.load_bucket(tensors)
 
 
 def opened(handle: dict[str, Any], device: torch.device) -> Tensor:

@@ -12,7 +12,7 @@ from functools import cached_property
 from moejob_api.models.reader import refused
 from moejob_api.models.shape import Family, ModelShape
 from moejob_api.problems import Rule
-from moejob_trainer.conversion.tensor_table import Piece, TensorRule, pieces
+from moejob_trainer.conversion.tensor_table import Piece, Stacking, TensorRule, pieces
 from moejob_trainer.model.parameters import Parameter, parameters
 
 _MODEL = (
@@ -155,23 +155,23 @@ class Table:
         return {piece.tensor: piece for piece in self.pieces}
 
 
-def table(shape: ModelShape) -> Table:
-    """The table of a model; InvalidSpec for a family that has none."""
+def table(shape: ModelShape, stacking: Stacking | None = None) -> Table:
+    """The table of a model, with its experts alone or in stacks; InvalidSpec for a family that has none."""
     if shape.family not in ROWS:
         known = ", ".join(ROWS)
         raise refused(Rule.MODEL_FAMILY, f"weights of {shape.family} cannot be converted; use one of {known}")
     declared = parameters(shape)
-    found = tuple(piece for parameter in declared for piece in _pieces(shape, parameter))
+    found = tuple(piece for parameter in declared for piece in _pieces(shape, parameter, stacking))
     return Table(shape, declared, found, tuple(_copies(shape)))
 
 
-def _pieces(shape: ModelShape, parameter: Parameter) -> Iterator[Piece]:
+def _pieces(shape: ModelShape, parameter: Parameter, stacking: Stacking | None) -> Iterator[Piece]:
     prefix, suffix = located(parameter.name, len(shape.layers))
     rows = [row for row in ROWS[shape.family] if row.parameter == suffix]
     if not rows:
         raise ValueError(f"no row of {shape.family} fills {parameter.name}")
     for row in rows:
-        yield from pieces(row, parameter, prefix + row.tensor, shape.vocabulary)
+        yield from pieces(row, parameter, prefix + row.tensor, shape.vocabulary, stacking)
 
 
 def located(name: str, layers: int) -> tuple[str, str]:

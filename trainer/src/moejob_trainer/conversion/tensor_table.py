@@ -28,8 +28,28 @@ class TensorRule:
 
 
 @dataclass(frozen=True, slots=True)
+class Stacking:
+    """Experts that are handled together: those of each rank, in runs that stay below a number of elements.
+
+    A name is then that of all of them: `experts.{8:16/64}.up_proj.weight` stacks those of experts 8 to 15 of 64.
+    """
+
+    # Ranks that share the experts of a layer.
+    ranks: int
+    most_elements: int
+
+    def runs(self, experts: int, elements: int) -> Iterator[slice]:
+        """Yield the experts of each stack, for tensors of a number of elements."""
+        each = experts // self.ranks if experts % self.ranks == 0 else experts
+        length = max(1, min(each, self.most_elements // elements))
+        for first in range(0, experts, each):
+            for start in range(first, first + each, length):
+                yield slice(start, min(start + length, first + each))
+
+
+@dataclass(frozen=True, slots=True)
 class Piece:
-    """One tensor of theirs and the region of ours that it fills.
+    """One tensor of theirs, or a stack of them, and the region of ours that it fills.
 
     region: its bounds on every axis of our parameter, fixed ones as a slice of one.
     axes: for each axis of their tensor the axes of ours that it consists of, the slowest first.
@@ -111,19 +131,32 @@ def within(part: Slices, held: Slices) -> Slices:
     return tuple(slice(one.start - base.start, one.stop - base.start) for one, base in zip(part, held, strict=True))
 
 
-def pieces(row: TensorRule, parameter: Parameter, tensor: str, vocabulary: int) -> Iterator[Piece]:
+def pieces(
+    row: TensorRule, parameter: Parameter, tensor: str, vocabulary: int, stacking: Stacking | None = None
+) -> Iterator[Piece]:
     """The pieces that a row means for one parameter; `tensor` is the row's tensor with all but {e} filled in."""
     letters = row.ours.split()
     names = re.findall(r"\(([^)]*)\)|(\S+)", row.theirs)
-    axes = _complete(tuple(_group(letters, (bracket or plain).split()) for bracket, plain in names), len(letters))
+    theirs = tuple(_group(letters, (bracket or plain).split()) for bracket, plain in names)
+    axes = _complete(theirs, len(letters))
     region = tuple(_bounds(letter, size, vocabulary) for letter, size in zip(letters, parameter.shape, strict=True))
     if "{e}" not in tensor:
         yield Piece(tensor, parameter.name, region, axes)
         return
     expert = letters.index("e")
-    for index in range(parameter.shape[expert]):
-        one = (*region[:expert], slice(index, index + 1), *region[expert + 1 :])
-        yield Piece(tensor.replace("{e}", str(index)), parameter.name, one, axes)
+    experts = parameter.shape[expert]
+
+    def of(run: slice) -> Slices:
+        return (*region[:expert], run, *region[expert + 1 :])
+
+    if stacking is None:
+        for index in range(experts):
+            yield Piece(tensor.replace("{e}", str(index)), parameter.name, of(slice(index, index + 1)), axes)
+        return
+    stacked = _complete(((expert,), *theirs), len(letters))
+    for run in stacking.runs(experts, prod(sizes(of(slice(0, 1))))):
+        name = tensor.replace("{e}", f"{{{run.start}:{run.stop}/{experts}}}")
+        yield Piece(name, parameter.name, of(run), stacked)
 
 
 def _group(letters: list[str], names: list[str]) -> tuple[int, ...]:

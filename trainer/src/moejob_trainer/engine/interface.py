@@ -78,8 +78,9 @@ class Engine(Protocol):
     def reference_outputs(self, batches: Sequence[MicroBatch]) -> list[TokenOutputs]:
         """The same of the model as it was before it learned anything."""
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, stacked_elements: int = 0) -> Iterator[tuple[str, Tensor]]:
         """The weights under their Hugging Face names, one at a time, in one order on all ranks; all run it to its end.
 
-        A tensor has values on the rank that owns it; on the others it is on the meta device.
+        A tensor has values on the rank that owns it; on the others it is on the meta device. With `stacked_elements`
+        experts come in stacks of no more elements than that, named as in `experts.{8:16/64}.up_proj.weight`.
         """

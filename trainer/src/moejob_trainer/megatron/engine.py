@@ -19,6 +19,7 @@ from moejob_api.planner.cost.estimate import model_flops
 from moejob_trainer.conversion.families import table
 from moejob_trainer.conversion.gathering import hugging_face_tensors
 from moejob_trainer.conversion.groups import ModelGroups
+from moejob_trainer.conversion.tensor_table import Stacking
 from moejob_trainer.distributed import messages
 from moejob_trainer.distributed.collectives import total
 from moejob_trainer.distributed.groups import Groups
@@ -148,9 +149,11 @@ class MegatronEngine:
         with self.reference.loaded():
             return self.outputs(batches)
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, stacked_elements: int = 0) -> Iterator[tuple[str, Tensor]]:
         """The weights under their Hugging Face names, whole and one at a time; each on one rank, on the others meta."""
-        return hugging_face_tensors(merged_weights(self.stages), table(self.model.shape), self.placement.model_groups)
+        stacking = Stacking(self.groups.expert.size, stacked_elements) if stacked_elements else None
+        named = table(self.model.shape, stacking)
+        return hugging_face_tensors(merged_weights(self.stages), named, self.placement.model_groups)
 
     # --- a global batch ---------------------------------------------------------------------------------------------
 

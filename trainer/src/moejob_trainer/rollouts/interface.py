@@ -87,6 +87,10 @@ class Generator(Protocol):
 class WeightPublisher(Protocol):
     """Engines as readers of the trainer's weights. Every rank calls the same methods in the same order."""
 
+    @property
+    def stacked_elements(self) -> int:
+        """Return the most elements of a stack of experts in what is published; 0: each expert by itself."""
+
     def publish(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> SyncReport:
         """Give all engines these weights; afterwards they are awake and answer with this version."""
 

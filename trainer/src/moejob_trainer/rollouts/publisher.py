@@ -63,6 +63,10 @@ class Sent:
 class Transport(Protocol):
     """A way for weights. `sync` is rank 0's; the others have none."""
 
+    @property
+    def stacked_elements(self) -> int:
+        """Return the most elements of a stack of experts that it carries; 0: each expert by itself."""
+
     def send(self, label: Label, weights: Iterable[tuple[str, Tensor]], sync: Sync | None) -> Sent:
         """Let engines load all weights, from `Sync.begin` to before `Sync.finish`. Collective."""
 
@@ -115,6 +119,11 @@ class Publisher:
         self._sync = None if fleet is None else Sync(fleet, sleeps=room is not None)
         # Versions of an earlier start of the trainer are other weights of the same number.
         self._run = messages.broadcast(uuid4().hex[:8], TEXT, world)
+
+    @property
+    def stacked_elements(self) -> int:
+        """Return the most elements of a stack of experts in what is published; 0: each expert by itself."""
+        return self._transport.stacked_elements
 
     def publish(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> SyncReport:
         """Give all engines these weights; afterwards they answer with this version."""

@@ -41,5 +41,6 @@ ENGINE_ASLEEP_BYTES = 3 * GIB // 2
 ENGINE_VOCABULARY_MULTIPLE = 64
 # Fewer sequences at once than this and an engine spends its time reading weights.
 USEFUL_SEQUENCES = 32
-# Weights travel to the engine in buckets of this size, on top of one whole tensor that is being gathered.
-SYNC_BUCKET_BYTES = GIB
+# Weights travel to the engine in buckets of 512 MiB, on top of one whole tensor that is being gathered: the tensors of
+# one, these side by side, and with those of other ranks.
+SYNC_BUCKET_BYTES = 3 * GIB // 2

@@ -136,7 +136,7 @@ class GroupRelativePolicyOptimization:
         """Return what the engines make of the evaluation data with the weights of that step."""
         rollouts = self.parts.rollouts
         with self.parts.waiting(step):
-            self.parts.publisher.publish(step, engine.weights())
+            self._published(step, engine)
             found = None if rollouts is None else rollouts.evaluate()
             # The others wait here; the numbers are reported by rank 0.
             self.parts.peers.broadcast(None if found is None else b"done")
@@ -165,13 +165,17 @@ class GroupRelativePolicyOptimization:
         # However long engines and rewards take, a rank that waits is no rank that hangs.
         with self.parts.waiting(step):
             with self._phases.timed("syncSeconds"):
-                self._sync = self.parts.publisher.publish(step, engine.weights())
+                self._sync = self._published(step, engine)
             with self._phases.timed(_GENERATE):
                 collected = None if rollouts is None else packed(vars_of(rollouts.collect(step)))
                 arrays = unpacked(self.parts.peers.broadcast(collected))
             with self._phases.timed("releaseSeconds"):
                 self.parts.publisher.release()
         return Experience(**arrays)
+
+    def _published(self, step: int, engine: Engine) -> SyncReport:
+        publisher = self.parts.publisher
+        return publisher.publish(step, engine.weights(publisher.stacked_elements))
 
     def _outputs(self, collected: Experience, engine: Engine) -> tuple[Array | None, Array | None]:
         """Return log-probabilities of all tokens, of the trainer and of the reference model, where they are needed."""

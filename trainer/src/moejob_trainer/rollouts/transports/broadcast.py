@@ -64,6 +64,11 @@ class BroadcastTransport:
         self._ranks, self._meeting, self._most_elements = ranks, meeting, most_elements
         self._joined: dict[str, _Joined] = {}
 
+    @property
+    def stacked_elements(self) -> int:
+        """Return as many as a bucket has: engines take as long for a tensor as for a stack of them."""
+        return self._most_elements
+
     def send(self, label: Label, weights: Iterable[tuple[str, Tensor]], sync: Sync | None) -> Sent:
         """Let engines load all weights, from `Sync.begin` to before `Sync.finish`. Collective."""
         engines = () if sync is None else sync.run(self._begun(sync))

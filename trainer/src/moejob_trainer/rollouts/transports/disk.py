@@ -49,6 +49,11 @@ class DiskTransport:
         self._folder, self._world, self._start_seconds = folder, world, start_seconds
         self._rank = 0 if world is None else world.rank()
 
+    @property
+    def stacked_elements(self) -> int:
+        """Return 0: files have the names of tensors, one by one."""
+        return 0
+
     def send(self, label: Label, weights: Iterable[tuple[str, Tensor]], sync: Sync | None) -> Sent:
         """Write everything, then let engines read it."""
         place = self._folder / str(label)

@@ -37,6 +37,11 @@ class IpcTransport:
         self._ranks, self._export, self._start_seconds = ranks, export, start_seconds
         self._most_elements = most_elements
 
+    @property
+    def stacked_elements(self) -> int:
+        """Return as many as a bucket has: engines take as long for a tensor as for a stack of them."""
+        return self._most_elements
+
     def send(self, label: Label, weights: Iterable[tuple[str, Tensor]], sync: Sync | None) -> Sent:  # noqa: ARG002
         """Let engines load all weights, from `Sync.begin` to before `Sync.finish`. Collective."""
         engines = () if sync is None else sync.run(sync.begin(self._start_seconds))

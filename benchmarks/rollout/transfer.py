@@ -1,0 +1,146 @@
+"""Weights of a large model from a trainer's GPU to an engine on the same one, by CUDA IPC: seconds and bytes a second.
+
+    MOEJOB_ROLLOUT_PYTHON=PYTHON PYTHONPATH=tests python -m benchmarks.rollout.transfer --layers 48
+
+The weights are random and there is no model around them, so both sides of a 30B model fit one GPU of 141 GB. What the
+engine computes afterwards is compared between experts that came one by one and those that came in stacks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engines import SECRET, Engine
+from moejob_api.models import catalog
+from moejob_api.models.families import shape_of
+from moejob_trainer.conversion.families import table
+from moejob_trainer.conversion.gathering import hugging_face_tensors
+from moejob_trainer.conversion.groups import ModelGroups
+from moejob_trainer.conversion.tensor_table import Stacking
+from moejob_trainer.rollouts.connection import Connection
+from moejob_trainer.rollouts.fleet import Fleet, Limits
+from moejob_trainer.rollouts.interface import Floats, Tokens
+from moejob_trainer.rollouts.publisher import Publisher, Trial
+from moejob_trainer.rollouts.transports.buckets import Ranks, parts
+from moejob_trainer.rollouts.transports.ipc import IpcTransport, export
+
+LIMITS = Limits(start_seconds=400)
+ROUNDS = 3
+_MIB = 1024**2
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """Sizes of what is sent, in elements."""
+
+    name: str
+    bucket: int
+    stack: int
+
+
+WAYS = (
+    Way("one by one", 128 * _MIB, 0),
+    Way("stacks, buckets of 256 MiB", 128 * _MIB, 128 * _MIB),
+    Way("stacks, buckets of 1 GiB", 512 * _MIB, 512 * _MIB),
+)
+
+
+def main() -> None:
+    """Measure each way, and print a JSON line for it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="Qwen/Qwen3-30B-A3B")
+    parser.add_argument("--layers", type=int, default=48)
+    parser.add_argument("--share", type=float, default=0.5, help="the engine's part of the GPU's memory")
+    parser.add_argument("--out", type=Path, default=Path("/tmp/moejob-transfer"))
+    given = parser.parse_args()
+    config = dict(catalog.config(given.model) or {}) | {"num_hidden_layers": given.layers}
+    folder = given.out / "run"
+    (folder / "engine-model").mkdir(parents=True)
+    (folder / "engine-model" / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    engine = Engine(folder, given.out / "engine.log", **_sections(given.share))
+    try:
+        engine.ready()
+        _measured(engine.url, _Weights(config))
+    finally:
+        engine.kill()
+
+
+def _sections(share: float) -> dict[str, Any]:
+    rollout = {"placement": "Colocated", "sync": "IPC", "gpuMemoryUtilization": share}
+    return {
+        "resources": {"accelerator": "GPU", "gpuType": "H200", "gpusPerNode": 1},
+        "model": {"dtype": "bfloat16"},
+        "data": {"maxLength": 128},
+        "grpo": {"maxNewTokens": 64, "rollout": rollout},
+    }
+
+
+class _Weights:
+    """Random weights of a model, as a rank that is alone holds them."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.shape = shape_of(config)
+        torch.manual_seed(1)
+        self._state = {
+            parameter.name: torch.empty(parameter.shape, dtype=torch.bfloat16, device="cuda").normal_(std=0.02)
+            for parameter in table(self.shape).parameters
+        }
+
+    def named(self, stack: int) -> Iterator[tuple[str, Tensor]]:
+        """Yield them for engines."""
+        stacking = Stacking(1, stack) if stack else None
+        return hugging_face_tensors(self._state, table(self.shape, stacking), ModelGroups())
+
+
+def _measured(url: str, weights: _Weights) -> None:
+    device = torch.device("cuda", 0)
+    for way in WAYS:
+        fleet = Fleet([url], Connection(SECRET), LIMITS)
+        trial = Trial(weights.shape.vocabulary, _unknown, float("inf"))
+        transport = IpcTransport(Ranks(None, None, device), export, LIMITS.start_seconds, way.bucket)
+        with closing(Publisher(fleet, None, transport, trial)) as publisher:
+            reports = [publisher.publish(version, weights.named(way.stack)) for version in range(ROUNDS)]
+        alone = [_packed_seconds(weights, way, device) for _ in range(ROUNDS)]
+        _say(way, reports[0].size_bytes, [report.seconds for report in reports], alone, reports[-1].probe_mean)
+
+
+def _unknown(tokens: Tokens) -> Floats:
+    """Return zeros for the trainer's log-probabilities: the report then has the engine's mean."""
+    return np.zeros(len(tokens) - 1, np.float32)
+
+
+def _packed_seconds(weights: _Weights, way: Way, device: torch.device) -> float:
+    """Return how long the trainer takes to fill the buckets, which nobody reads."""
+    begun = time.monotonic()
+    for _ in parts(weights.named(way.stack), way.bucket, device):
+        torch.cuda.synchronize()
+    return time.monotonic() - begun
+
+
+def _say(way: Way, size_bytes: int, seconds: Sequence[float], alone: Sequence[float], probe: float) -> None:
+    line = {
+        "way": way.name,
+        "gigabytes": round(size_bytes / 1e9, 2),
+        "seconds": [round(one, 3) for one in seconds],
+        "gigabytesPerSecond": round(size_bytes / 1e9 / min(seconds), 1),
+        "trainerAloneSeconds": [round(one, 3) for one in alone],
+        "probe": probe,
+    }
+    sys.stdout.write(f"{json.dumps(line)}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

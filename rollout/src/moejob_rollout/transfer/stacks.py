@@ -1,0 +1,102 @@
+"""Experts' tensors that come in stacks: vLLM's loader takes as long for each small tensor as for all of a layer's.
+
+The trainer names a stack as in `model.layers.3.mlp.experts.{8:16/64}.up_proj.weight`: those of experts 8 to 15 of 64.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+_NAME = re.compile(r"(?P<layer>.+)\.\{(?P<start>\d+):(?P<stop>\d+)/(?P<experts>\d+)\}\.(?P<projection>\w+)\.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """The name of a stack, taken apart."""
+
+    layer: str
+    projection: str
+    start: int
+    stop: int
+    experts: int
+
+    def tensors(self, stack: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensor of each expert under its own name."""
+        for expert, tensor in enumerate(stack, self.start):
+            yield f"{self.layer}.{expert}.{self.projection}.weight", tensor
+
+
+def stack_of(name: str) -> Stack | None:
+    """Return what a name says; None for the name of a single tensor."""
+    found = _NAME.fullmatch(name)
+    if found is None:
+        return None
+    start, stop, experts = (int(found[part]) for part in ("start", "stop", "experts"))
+    return Stack(found["layer"], found["projection"], start, stop, experts)
+
+
+class WholeStacks:
+    """Stacks of all experts of a layer, put together from their parts."""
+
+    def __init__(self) -> None:
+        self._parts: dict[tuple[str, str], tuple[Tensor, int]] = {}
+
+    def whole(self, stack: Stack, part: Tensor, dtype: torch.dtype, shape: list[int]) -> tuple[Stack, Tensor] | None:
+        """Keep a part, given as bytes; return the whole when it was the last one."""
+        size = part.numel() // (stack.stop - stack.start)
+        place = stack.layer, stack.projection
+        held, missing = self._parts.pop(place, (None, stack.experts))
+        if held is None:
+            held = torch.empty(stack.experts * size, dtype=torch.uint8, device=part.device)
+        held[stack.start * size : stack.stop * size] = part
+        missing -= stack.stop - stack.start
+        if missing > 0:
+            self._parts[place] = held, missing
+            return None
+        everything = Stack(stack.layer, stack.projection, 0, stack.experts, stack.experts)
+        return everything, held.view(dtype).reshape([stack.experts, *shape[1:]])
+
+    def clear(self) -> None:
+        """Forget the parts of an update that broke off."""
+        self._parts.clear()
+
+
+def layers_of_experts(model: nn.Module) -> Mapping[str, RoutedExperts]:
+    """Return the layers that a stack can be given to, by the names that files have for them."""
+    found = {module.layer_name: module for module in model.modules() if isinstance(module, RoutedExperts)}
+    return {name: layer for name, layer in found.items() if _takes_stacks(layer)}
+
+
+def load_stack(layer: Any, stack: Stack, tensor: Tensor) -> None:
+    """Load one projection of all experts of a layer."""
+    shards = {layer.ckpt_gate_proj_name: "w1", layer.ckpt_down_proj_name: "w2", layer.ckpt_up_proj_name: "w3"}
+    shard = shards[stack.projection]
+    name = "w2_weight" if shard == "w2" else "w13_weight"
+    parameter = getattr(layer, name)
+    # A tensor of three axes is that of all experts, whichever expert is named.
+    is_loaded = parameter.weight_loader(
+        param=parameter,
+        loaded_weight=tensor,
+        weight_name=f"{stack.layer}.{name}",
+        shard_id=shard,
+        expert_id=0,
+        return_success=True,
+    )
+    if not is_loaded:
+        raise RuntimeError(f"vLLM has not taken {stack.projection} of the experts of {stack.layer}")
+
+
+def _takes_stacks(layer: Any) -> bool:
+    """Return whether all experts lie on this worker as they are published, none twice and none elsewhere."""
+    return (
+        type(layer.quant_method) is UnquantizedFusedMoEMethod
+        and layer.local_num_experts == layer.moe_config.num_logical_experts == layer.moe_config.num_experts
+    )
