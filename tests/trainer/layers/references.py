@@ -103,6 +103,7 @@ class Words:
     vocabulary: int
     temperature: float = 1.0
     chunk_tokens: int = 4
+    keeps_slopes: bool = False
 
 
 def words_case(tokens: int = 11, vocabulary: int = 300, *, dtype: torch.dtype = torch.float64, **options: Any) -> Words:
@@ -142,6 +143,7 @@ def words_here(case: Words, group: dist.ProcessGroup | None = None, *, sums: boo
         case.labels,
         vocabulary=case.vocabulary,
         chunk_tokens=case.chunk_tokens,
+        keeps_slopes=case.keeps_slopes,
         group=group,
         temperature=case.temperature,
         sums_hidden_gradient=sums,

@@ -28,23 +28,32 @@ CASES = [
 ]
 
 
+BOTH = pytest.mark.parametrize("keeps_slopes", [True, False], ids=["slopes are kept", "logits are computed again"])
+
+
+@BOTH
 @pytest.mark.parametrize("options", CASES)
 @pytest.mark.parametrize(
     ("dtype", "within"),
     [(torch.float64, 1e-13), (torch.float32, 3e-6), (torch.bfloat16, 2e-2)],
     ids=["float64", "float32", "bfloat16"],
 )
-def test_one_rank_says_what_the_whole_softmax_says(options: dict[str, Any], dtype: torch.dtype, within: float) -> None:
-    case = words_case(dtype=dtype, **options)
+def test_one_rank_says_what_the_whole_softmax_says(
+    options: dict[str, Any], dtype: torch.dtype, within: float, keeps_slopes: bool
+) -> None:
+    case = words_case(dtype=dtype, keeps_slopes=keeps_slopes, **options)
     picked, *others = words_here(case)
     assert picked.dtype is torch.promote_types(dtype, torch.float32)
     assert_all_close([picked, *others], words_by_definition(case), within=within)
 
 
+@BOTH
 @pytest.mark.parametrize("options", CASES)
 @pytest.mark.parametrize("size", [2, 4])
-def test_tensor_ranks_together_say_what_one_says(worlds: Worlds, options: dict[str, Any], size: int) -> None:
-    case = words_case(**options)
+def test_tensor_ranks_together_say_what_one_says(
+    worlds: Worlds, options: dict[str, Any], size: int, keeps_slopes: bool
+) -> None:
+    case = words_case(keeps_slopes=keeps_slopes, **options)
     picked, entropy, hidden, weight = zip(*worlds.run(size, words_on_rank, case, True), strict=True)
     for rank in range(size):
         together = [picked[rank], entropy[rank], hidden[rank], torch.cat(weight)]
@@ -58,18 +67,21 @@ def test_the_caller_can_sum_the_gradient_of_hidden(worlds: Worlds) -> None:
     assert not torch.allclose(hidden[0], hidden[1])
 
 
-def test_numerical_gradients_agree() -> None:
+@BOTH
+def test_numerical_gradients_agree(keeps_slopes: bool) -> None:
     case = words_case(3, 10)
     leaves = [case.hidden.requires_grad_(), case.weight[:16].clone().requires_grad_()]
 
     def picked(hidden: Tensor, weight: Tensor) -> Tensor:
-        return token_log_probabilities(hidden, weight, case.labels, vocabulary=10, chunk_tokens=2, temperature=1.3)[0]
+        options: dict[str, Any] = {"vocabulary": 10, "chunk_tokens": 2, "keeps_slopes": keeps_slopes}
+        return token_log_probabilities(hidden, weight, case.labels, **options, temperature=1.3)[0]
 
     assert torch.autograd.gradcheck(picked, leaves)
 
 
-def test_a_negative_label_says_nothing() -> None:
-    case = words_case()
+@BOTH
+def test_a_negative_label_says_nothing(keeps_slopes: bool) -> None:
+    case = words_case(keeps_slopes=keeps_slopes)
     case.labels[::3] = -100
     actual = words_here(case)
     assert actual[0][::3].eq(0).all()
@@ -84,22 +96,30 @@ def test_a_label_that_is_no_word_is_loud() -> None:
     assert picked.isnan().tolist() == [index == 2 for index in range(11)]
 
 
-def test_words_beyond_the_vocabulary_get_a_gradient_of_zero() -> None:
-    assert words_here(words_case(vocabulary=300))[3][300:].eq(0).all()
+@BOTH
+def test_words_beyond_the_vocabulary_get_a_gradient_of_zero(keeps_slopes: bool) -> None:
+    assert words_here(words_case(vocabulary=300, keeps_slopes=keeps_slopes))[3][300:].eq(0).all()
 
 
-def test_large_logits_do_not_overflow() -> None:
-    case = words_case()
+@BOTH
+def test_large_logits_do_not_overflow(keeps_slopes: bool) -> None:
+    case = words_case(keeps_slopes=keeps_slopes)
     case = replace(case, hidden=case.hidden * 1000)
     assert_all_close(words_here(case), words_by_definition(case), within=1e-11)
 
 
-def test_only_what_needs_a_gradient_gets_one() -> None:
-    case = words_case()
+@BOTH
+def test_only_what_needs_a_gradient_gets_one(keeps_slopes: bool) -> None:
+    case = words_case(keeps_slopes=keeps_slopes)
     for wanted in (case.hidden, case.weight):
         wanted.requires_grad_()
         picked, entropy = token_log_probabilities(
-            case.hidden, case.weight, case.labels, vocabulary=case.vocabulary, chunk_tokens=4
+            case.hidden,
+            case.weight,
+            case.labels,
+            vocabulary=case.vocabulary,
+            chunk_tokens=4,
+            keeps_slopes=keeps_slopes,
         )
         assert not entropy.requires_grad
         (gradient,) = torch.autograd.grad(picked.sum(), wanted)
@@ -113,10 +133,10 @@ def test_expanded_gradients_and_strided_hidden_states_are_fine() -> None:
     assert_all_close(words_here(strided), words_by_definition(strided), within=1e-13)
 
 
-@given(st.integers(1, 20), st.integers(1, 25), st.integers(1, 300))
-@settings(max_examples=30)
-def test_chunks_change_nothing(tokens: int, chunk_tokens: int, words: int) -> None:
-    case = words_case(tokens, words)
+@given(st.integers(1, 20), st.integers(1, 25), st.integers(1, 300), st.booleans())
+@settings(max_examples=60)
+def test_chunks_change_nothing(tokens: int, chunk_tokens: int, words: int, keeps_slopes: bool) -> None:
+    case = words_case(tokens, words, keeps_slopes=keeps_slopes)
     whole = words_here(replace(case, chunk_tokens=1000))
     assert_all_close(words_here(replace(case, chunk_tokens=chunk_tokens)), whole, within=1e-12)
 

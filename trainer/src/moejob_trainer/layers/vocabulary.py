@@ -1,15 +1,17 @@
 """Log-probabilities of the next token straight from the hidden state, without the row's logits.
 
-Logits of a whole row would be larger than all other activations. Forward they exist for a few tokens at a time;
-backward, where the normaliser is known, for a few words of the vocabulary at a time, so that each word's gradient is
-one product over all tokens and is rounded once.
+Logits of a whole row would be larger than all other activations. Forward they exist for a few tokens at a time. Where
+memory allows, what the backward pass needs of them is kept in the type of the hidden states; else they are computed
+again, where the normaliser is known, for a few words of the vocabulary at a time: one more product of four. Both ways
+each word's gradient is one product over all tokens and is rounded once.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from itertools import repeat
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,6 +31,7 @@ def token_log_probabilities(
     *,
     vocabulary: int,
     chunk_tokens: int,
+    keeps_slopes: bool = False,
     group: dist.ProcessGroup | None = None,
     temperature: float = 1.0,
     sums_hidden_gradient: bool = True,
@@ -38,12 +41,15 @@ def token_log_probabilities(
     hidden [t, h] and labels int64 [t], the same on every rank of the tensor group; weight [V'/tp, h], this rank's part.
     Words from `vocabulary` on do not exist. A negative label has log-probability 0 and no gradient; one from
     `vocabulary` on gives nan. The gradient of `hidden` is summed over the group unless the caller does it.
+    `keeps_slopes`: for the backward pass, which otherwise computes the logits again.
     """
+    is_learned = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     here = _Words(
         existing=min(max(vocabulary - _rank(group) * weight.shape[0], 0), weight.shape[0]),
         first=_rank(group) * weight.shape[0],
         vocabulary=vocabulary,
         chunk_tokens=chunk_tokens,
+        keeps_slopes=keeps_slopes and is_learned,
         temperature=temperature,
         group=group,
         sums_hidden_gradient=sums_hidden_gradient,
@@ -60,6 +66,7 @@ class _Words:
     first: int
     vocabulary: int
     chunk_tokens: int
+    keeps_slopes: bool
     temperature: float
     group: dist.ProcessGroup | None
     sums_hidden_gradient: bool
@@ -67,6 +74,10 @@ class _Words:
     def held(self, weight: Tensor) -> Tensor:
         """The words that exist, and those behind them in the same tile: a product of whole tiles is faster."""
         return weight[: _in_tiles(self.existing)]
+
+    def room_for_slopes(self, hidden: Tensor, weight: Tensor) -> Tensor | None:
+        """Return memory for a slope of each token and word, where they are kept. [t, words]"""
+        return hidden.new_empty(len(hidden), len(self.held(weight))) if self.keeps_slopes else None
 
     def chunk_words(self, tokens: int) -> int:
         """Return the words of a chunk: of all tokens they have the logits of all words of `chunk_tokens` tokens."""
@@ -80,46 +91,99 @@ def _in_tiles(words: int) -> int:
 class _TokenLogProbabilities(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, hidden: Tensor, weight: Tensor, labels: Tensor, words: _Words) -> tuple[Tensor, Tensor]:
-        seen = [
-            _seen(some, words.held(weight), places, words)
-            for some, places in zip(
-                hidden.split(words.chunk_tokens), (labels - words.first).split(words.chunk_tokens), strict=True
-            )
-        ]
-        maximum, total, weighted, label_logit = torch.cat(seen, dim=1)
-        normaliser, entropy, label_logit = _over_group(maximum, total, weighted, label_logit, words.group)
+        slopes = words.room_for_slopes(hidden, weight)
+        chunks = zip(
+            hidden.split(words.chunk_tokens),
+            (labels - words.first).split(words.chunk_tokens),
+            repeat(None) if slopes is None else slopes.split(words.chunk_tokens),
+            strict=False,
+        )
+        read = [_read(some, words.held(weight), places, words, room) for some, places, room in chunks]
+        normaliser, entropy, label_logit = torch.cat(read, dim=1)
         context.words = words
-        context.save_for_backward(hidden, weight, labels, normaliser)
+        context.save_for_backward(hidden, weight, labels, normaliser, slopes)
         context.mark_non_differentiable(entropy)
         log_probabilities = (label_logit - normaliser).masked_fill(labels < 0, 0)
         return log_probabilities.masked_fill(labels >= words.vocabulary, float("nan")), entropy
 
     @staticmethod
     def backward(context: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        hidden, weight, labels, normaliser = context.saved_tensors
+        hidden, weight, labels, normaliser, slopes = context.saved_tensors
         words: _Words = context.words
+        wanted = _Wanted(*context.needs_input_grad[:2])
         gradient = gradient.masked_fill(labels < 0, 0) / words.temperature
-        hidden_gradient = torch.zeros_like(widened(hidden)) if context.needs_input_grad[0] else None
-        weight_gradient = torch.zeros_like(weight) if context.needs_input_grad[1] else None
-        held, step = words.held(weight), words.chunk_words(hidden.shape[0])
-        for first in range(0, words.existing, step):
-            some = held[first : first + step]
-            slope = _slope(hidden, some, labels - words.first - first, normaliser, gradient, words, first)
-            if hidden_gradient is not None:
-                hidden_gradient += _wide_product(slope, some)
-            if weight_gradient is not None:
-                torch.mm(slope.t(), hidden, out=weight_gradient[first : first + len(some)])
-            # Before the next logits exist.
-            del slope
-        return _summed_hidden_gradient(hidden_gradient, hidden.dtype, words), weight_gradient, None, None
+        if slopes is None:
+            found = _computed_again(hidden, weight, labels, normaliser, gradient, words, wanted)
+        else:
+            found = _of_slopes(slopes, hidden, weight, gradient, words, wanted)
+        return _summed_hidden_gradient(found[0], hidden.dtype, words), found[1], None, None
 
 
-def _seen(hidden: Tensor, weight: Tensor, places: Tensor, words: _Words) -> Tensor:
-    """`plain_statistics` of each token's logits here. [4, t]"""
+class _Wanted(NamedTuple):
+    """The gradients that are asked for."""
+
+    hidden: bool
+    weight: bool
+
+
+def _of_slopes(
+    slopes: Tensor, hidden: Tensor, weight: Tensor, gradient: Tensor, words: _Words, wanted: _Wanted
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of hidden states and weights from what was kept: each token's slopes times its `gradient`."""
+    hidden_gradient = weight_gradient = None
+    held = words.held(weight)
+    if wanted.hidden:
+        hidden_gradient = _wide_product(slopes, held) * gradient[:, None]
+    if wanted.weight:
+        weight_gradient = torch.zeros_like(weight)
+        torch.mm(slopes.t(), (hidden * gradient[:, None]).to(hidden.dtype), out=weight_gradient[: len(held)])
+    return hidden_gradient, weight_gradient
+
+
+def _computed_again(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    normaliser: Tensor,
+    gradient: Tensor,
+    words: _Words,
+    wanted: _Wanted,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of hidden states and weights, with the slopes of some words at a time."""
+    hidden_gradient = torch.zeros_like(widened(hidden)) if wanted.hidden else None
+    weight_gradient = torch.zeros_like(weight) if wanted.weight else None
+    held, step = words.held(weight), words.chunk_words(hidden.shape[0])
+    for first in range(0, words.existing, step):
+        some = held[first : first + step]
+        logits = _wide_product(hidden, some.t())
+        places, existing = labels - words.first - first, min(words.existing - first, len(some))
+        slope = _slope(logits, places, normaliser, gradient, existing, words.temperature, hidden.dtype)
+        del logits
+        if hidden_gradient is not None:
+            hidden_gradient += _wide_product(slope, some)
+        if weight_gradient is not None:
+            torch.mm(slope.t(), hidden, out=weight_gradient[first : first + len(some)])
+        # Before the next logits exist.
+        del slope
+    return hidden_gradient, weight_gradient
+
+
+def _read(hidden: Tensor, weight: Tensor, places: Tensor, words: _Words, room: Tensor | None) -> Tensor:
+    """Normaliser, entropy and the label's logit of each token; its slopes for a gradient of 1 in `room`. [3, t]"""
     if words.existing == 0:
         nothing = torch.zeros_like(widened(hidden[:, 0]))
-        return torch.stack([nothing - math.inf, nothing, nothing, nothing])
+        return torch.stack(_over_group(nothing - math.inf, nothing, nothing, nothing, words.group))
     logits = _wide_product(hidden, weight.t())
+    maximum, total, weighted, label_logit = _statistics(logits, places, words)
+    normaliser, entropy, label_logit = _over_group(maximum, total, weighted, label_logit, words.group)
+    if room is not None:
+        ones = torch.ones_like(normaliser)
+        _slope(logits, places, normaliser, ones, words.existing, words.temperature, hidden.dtype, room)
+    return torch.stack([normaliser, entropy, label_logit])
+
+
+def _statistics(logits: Tensor, places: Tensor, words: _Words) -> Tensor:
+    """`plain_statistics` of each token's logits here. [4, t]"""
     fused = kernels("vocabulary", logits)
     if fused and fused.takes(logits):
         statistics: Tensor = fused.statistics(logits, places, words.existing, words.temperature)
@@ -131,9 +195,9 @@ def plain_statistics(logits: Tensor, places: Tensor, existing: int, temperature:
     """Of each token's logits: the largest, the sum of exp(logit - largest), that weighted by logits, the label's.
 
     Of the words in logits [t, words] only the first `existing` exist. The label's place [t] may be none of them: 0.
-    [4, t]; logits may be overwritten.
+    [4, t]
     """
-    logits = _tempered(logits[:, :existing], temperature)
+    logits = logits[:, :existing] if temperature == 1 else logits[:, :existing] / temperature
     maximum = logits.amax(-1)
     is_here = (places >= 0) & (places < existing)
     label_logit = logits.gather(1, places.clamp(0, existing - 1)[:, None])[:, 0].masked_fill(~is_here, 0)
@@ -159,17 +223,23 @@ def _over_group(
 
 
 def _slope(
-    hidden: Tensor, weight: Tensor, places: Tensor, normaliser: Tensor, gradient: Tensor, words: _Words, first: int
+    logits: Tensor,
+    places: Tensor,
+    normaliser: Tensor,
+    gradient: Tensor,
+    existing: int,
+    temperature: float,
+    dtype: torch.dtype,
+    room: Tensor | None = None,
 ) -> Tensor:
-    """`plain_slope` of the words from `first` on, in the precision of the product that follows. [t, words]"""
-    logits = _wide_product(hidden, weight.t())
-    existing = min(words.existing - first, len(weight))
-    arguments = (logits, places, normaliser, gradient, existing, words.temperature, hidden.dtype)
+    """`plain_slope` in `dtype`, that of the product that follows; in `room` where there is one. [t, words]"""
+    arguments = (logits, places, normaliser, gradient, existing, temperature, dtype)
     fused = kernels("vocabulary", logits)
     if fused and fused.takes(logits):
-        slope: Tensor = fused.slope(*arguments)
+        slope: Tensor = fused.slope(*arguments, room)
         return slope
-    return plain_slope(*arguments)
+    slope = plain_slope(*arguments)
+    return slope if room is None else room.copy_(slope)
 
 
 def plain_slope(
@@ -186,14 +256,11 @@ def plain_slope(
     0 for the words in logits [t, words] behind the first `existing`. Logits may be overwritten.
     """
     logits[:, existing:] = -math.inf
-    slope = _tempered(logits, temperature).sub_(normaliser[:, None]).exp_().mul_(-gradient[:, None])
+    tempered = logits if temperature == 1 else logits.div_(temperature)
+    slope = tempered.sub_(normaliser[:, None]).exp_().mul_(-gradient[:, None])
     is_here = (places >= 0) & (places < existing)
     slope.scatter_add_(1, places.clamp(0, existing - 1)[:, None], (gradient * is_here)[:, None])
     return slope.to(dtype)
-
-
-def _tempered(logits: Tensor, temperature: float) -> Tensor:
-    return logits if temperature == 1 else logits.div_(temperature)
 
 
 def _wide_product(x: Tensor, y: Tensor) -> Tensor:

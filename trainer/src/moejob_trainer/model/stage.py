@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from moejob_api.derived import kept_slope_bytes
 from moejob_api.job.job import Spec
 from moejob_api.models.shape import ModelShape
 from moejob_api.planner.memory.constants import LOSS_CHUNK_TOKENS
@@ -88,9 +89,11 @@ class Embedding(nn.Module):
 class Head(nn.Module):
     """Final norm and output layer: log-probability and entropy for the label of every token."""
 
-    def __init__(self, shape: ModelShape, share: TensorShare, temperature: float) -> None:
+    def __init__(self, shape: ModelShape, share: TensorShare, spec: Spec) -> None:
         super().__init__()
-        self.vocabulary, self.share, self.temperature = shape.vocabulary, share, temperature
+        self.vocabulary, self.share = shape.vocabulary, share
+        self.temperature = 1.0 if spec.grpo is None else spec.grpo.temperature
+        self._spec = spec
         rows = share.divided(padded_vocabulary(shape), "padded vocabulary")
         self.weight = nn.Parameter(torch.empty(rows, shape.hidden))
 
@@ -101,6 +104,7 @@ class Head(nn.Module):
             self.weight,
             labels,
             vocabulary=self.vocabulary,
+            keeps_slopes=kept_slope_bytes(self._spec, len(labels), len(self.weight), x.element_size()) > 0,
             group=self.share.group.handle,
             chunk_tokens=LOSS_CHUNK_TOKENS,
             temperature=self.temperature,
@@ -116,7 +120,6 @@ class Stage(nn.Module):
         self.model, self.place, self.groups = model, place, groups
         self.share = TensorShare(groups.tensor, spec.parallelism.sequence_parallel)
         shape = model.shape
-        temperature = 1.0 if spec.grpo is None else spec.grpo.temperature
         self.layers = nn.ModuleDict(
             {str(index): Layer(shape.layers[index], model, spec, groups) for index in place.layers}
         )
@@ -126,7 +129,7 @@ class Stage(nn.Module):
                 mark_tied(self.embedding.weight, is_copy=not place.is_first)
         if place.is_last:
             self.final_norm = norm(shape.hidden, model, self.share)
-            self.output = Head(shape, self.share, temperature)
+            self.output = Head(shape, self.share, spec)
             self.mtp = nn.ModuleList([MTPModule(layer, model, spec, groups) for layer in shape.mtp_layers])
             if shape.tied_embeddings:
                 self.output.weight = self.embedding.weight

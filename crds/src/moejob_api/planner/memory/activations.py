@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from moejob_api.arithmetic import ceil_div
-from moejob_api.derived import NO_MODULES
+from moejob_api.derived import NO_MODULES, kept_slope_bytes
 from moejob_api.job.training import RecomputeGranularity, RecomputeMethod
 from moejob_api.planner.memory.case import Case, output_parameters
 from moejob_api.planner.memory.constants import LOSS_CHUNK_TOKENS
@@ -63,7 +63,7 @@ def activations(case: Case, stage: Stage, layers: LayerBytes) -> Activations:
         total += _chunk(case, chunk, layers) * count
     if stage.output:
         total += _output(case) * flights[-1]
-    loss = loss_bytes(case) if stage.output else 0
+    loss = loss_bytes(case) + flights[-1] * slope_bytes(case) if stage.output else 0
     needed = _working(case, layers)
     if not case.spec.memory.offload_activations:
         return Activations(total, needed, loss, 0)
@@ -82,6 +82,12 @@ def loss_bytes(case: Case) -> int:
     logits = min(share.tokens, LOSS_CHUNK_TOKENS) * width * (share.element_bytes + FLOAT32_BYTES)
     # Chunks add their part of the weight gradient up in float32.
     return states + logits + output_parameters(case) * FLOAT32_BYTES
+
+
+def slope_bytes(case: Case) -> int:
+    """Return the slopes that the losses of one microbatch keep for the backward pass."""
+    share, width = case.share, case.vocabulary // case.shape.hidden
+    return (1 + len(case.shape.mtp_layers)) * kept_slope_bytes(case.spec, share.tokens, width, share.element_bytes)
 
 
 def _chunk(case: Case, chunk: range, layers: LayerBytes) -> Kept:

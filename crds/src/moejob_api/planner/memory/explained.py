@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 from moejob_api.hardware import GIB
 from moejob_api.job.training import RecomputeGranularity
+from moejob_api.planner.memory.activations import slope_bytes
 from moejob_api.planner.memory.communication import communicators, peers
 from moejob_api.planner.memory.constants import FRAGMENTATION, FSDP_UNITS, LOSS_CHUNK_TOKENS
 from moejob_api.planner.memory.in_flight import in_flight
@@ -102,7 +103,8 @@ def _working(of: Load) -> str:
 def _loss(of: Load) -> str:
     rows = min(of.case.share.tokens, LOSS_CHUNK_TOKENS)
     width = of.case.vocabulary // of.case.shape.hidden
-    return f"{rows:,} tokens x {width:,} logits at a time, and the gradient of the output projection"
+    slopes = f", {gib(found)} of their slopes" if (found := slope_bytes(of.case)) else ""
+    return f"{rows:,} tokens x {width:,} logits at a time{slopes}, and the gradient of the output projection"
 
 
 def _step(of: Load) -> str:

@@ -33,11 +33,14 @@ def slope(
     existing: int,
     temperature: float,
     dtype: torch.dtype,
+    room: Tensor | None = None,
 ) -> Tensor:
-    """Twin of `vocabulary.plain_slope`; in place where logits have that `dtype`."""
+    """Twin of `vocabulary.plain_slope`; in `room`, or else in place where logits have that `dtype`."""
     tokens, words = logits.shape
     logits = logits.contiguous()
-    output = logits if logits.dtype is dtype else torch.empty_like(logits, dtype=dtype)
+    output = room
+    if output is None:
+        output = logits if logits.dtype is dtype else torch.empty_like(logits, dtype=dtype)
     if logits.numel():
         tensors = (logits, places.contiguous(), normaliser.contiguous(), gradient.contiguous(), output)
         blocks = triton.cdiv(words, BLOCK)
