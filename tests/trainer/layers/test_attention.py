@@ -16,7 +16,15 @@ from transformers.models.gpt_oss import modeling_gpt_oss
 from moejob_trainer.layers import attention
 from moejob_trainer.layers.attention import attended
 from moejob_trainer.layers.documents import Documents, in_row_order
-from moejob_trainer.layers.kernels.attention import backends, packed_attended, padded_attended, padding_pays
+from moejob_trainer.layers.kernels.attention import (
+    FOR_FEW_SHAPES,
+    FOR_MANY_SHAPES,
+    are_cut,
+    batch_attended,
+    packed_attended,
+    padded_attended,
+    padding_pays,
+)
 from trainer.layers.references import (
     Attention,
     attention_by_definition,
@@ -177,6 +185,15 @@ def test_documents_padded_to_a_batch_are_the_same_documents(lengths: tuple[int, 
     assert_all_close([output.detach(), *gradients], attention_by_definition(case), within=1e-13)
 
 
+@pytest.mark.parametrize("lengths", [(4, 4, 4), (7,)])
+def test_equal_documents_are_a_batch_as_they_lie_there(lengths: tuple[int, ...]) -> None:
+    case = attention_case(lengths)
+    q, k, v = case.leaves()
+    output = batch_attended(q, k, v, Documents.of(lengths), scale=case.scale)
+    gradients = torch.autograd.grad(output, [q, k, v], case.upstream)
+    assert_all_close([output.detach(), *gradients], attention_by_definition(case), within=1e-13)
+
+
 @pytest.mark.parametrize(
     ("lengths", "size", "pays"),
     [
@@ -191,26 +208,24 @@ def test_padding_pays_where_documents_are_alike(lengths: tuple[int, ...], size: 
 
 
 @pytest.mark.parametrize(
-    ("lengths", "first"),
+    ("lengths", "size", "are"),
     [
-        pytest.param((4096, 4096), SDPBackend.CUDNN_ATTENTION, id="documents cut at one length"),
-        pytest.param((4096,), SDPBackend.CUDNN_ATTENTION, id="one document that was cut"),
-        pytest.param((4096, 3968), SDPBackend.FLASH_ATTENTION, id="documents of two lengths"),
-        pytest.param((117, 117), SDPBackend.FLASH_ATTENTION, id="documents that end by chance alike"),
-        pytest.param((3001,), SDPBackend.FLASH_ATTENTION, id="one document that ends by itself"),
+        pytest.param((256, 256), 1, True, id="documents cut at one length"),
+        pytest.param((256,), 1, True, id="one document that was cut"),
+        pytest.param((256, 128), 1, False, id="documents of two lengths"),
+        pytest.param((117, 117), 1, False, id="documents that end by chance alike"),
+        pytest.param((256, 256), 2, False, id="a part of the row"),
     ],
 )
-def test_a_kernel_that_plans_for_each_shape_is_kept_from_many(lengths: tuple[int, ...], first: SDPBackend) -> None:
-    found = backends(lengths)
-    assert found[0] is first
-    # Scores of all tokens with all others come last: no memory holds them.
-    assert set(found) == {
-        SDPBackend.CUDNN_ATTENTION,
-        SDPBackend.FLASH_ATTENTION,
-        SDPBackend.EFFICIENT_ATTENTION,
-        found[-1],
-    }
-    assert found[-1] is SDPBackend.MATH
+def test_a_kernel_that_plans_for_each_shape_gets_few(lengths: tuple[int, ...], size: int, are: bool) -> None:
+    assert are_cut(Documents.of(lengths, context_size=size)) is are
+
+
+@pytest.mark.parametrize("backends", [FOR_FEW_SHAPES, FOR_MANY_SHAPES])
+def test_scores_of_all_tokens_with_all_others_come_last(backends: tuple[SDPBackend, ...]) -> None:
+    """No memory holds them."""
+    assert backends[-1] is SDPBackend.MATH
+    assert len(set(backends)) == 4
 
 
 def test_a_context_group_of_another_size_is_refused() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -35,15 +38,11 @@ def attended(
     """
     if documents.context_size > 1:
         k, v = _whole_row(k, v, documents, context_group)
-    fused = kernels("attention", q)
-    if fused and fused.flash_takes(q, v):
-        output: Tensor = fused.flash_attended(q, k, v, documents, scale=scale, window=window, sinks=sinks)
-        return output
     window = None if window is None or window >= max(documents.lengths) else window
-    if fused and window is None and sinks is None and fused.padding_pays(documents):
-        batched: Tensor = fused.padded_attended(q, k, v, documents, scale=scale)
-        return batched
-    return plain_attended(q, k, v, documents, scale=scale, window=window, sinks=sinks)
+    fused = kernels("attention", q)
+    options: Mapping[str, Any] = {"scale": scale, "window": window, "sinks": sinks}
+    output: Tensor | None = None if fused is None else fused.attended(q, k, v, documents, **options)
+    return plain_attended(q, k, v, documents, **options) if output is None else output
 
 
 def plain_attended(

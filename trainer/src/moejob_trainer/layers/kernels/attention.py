@@ -1,4 +1,4 @@
-"""Attention over packed documents by flash-attn-4, and over documents padded to a batch by torch's kernels."""
+"""Attention over packed documents by flash-attn-4 or torch, and over documents of a batch by torch's kernels."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend, sdpa_kernel, varlen
 from torch.nn.utils.rnn import pad_sequence
 
 from moejob_trainer.layers.documents import Documents
@@ -40,6 +41,25 @@ FOR_MANY_SHAPES = (
 )
 # Documents that were cut at a length have one like this; those that end by themselves hardly ever.
 CUT_LENGTH = 128
+# Of torch's own kernel for packed documents, and the oldest GPU generation that has it.
+WIDEST_PACKED_HEAD, PACKED_GENERATION = 256, 8
+
+
+def attended(
+    q: Tensor, k: Tensor, v: Tensor, documents: Documents, *, scale: float, window: int | None, sinks: Tensor | None
+) -> Tensor | None:
+    """Twin of `attention.plain_attended` by the fastest kernel that takes it; None where none does."""
+    if flash_takes(q, v):
+        return flash_attended(q, k, v, documents, scale=scale, window=window, sinks=sinks)
+    if sinks is not None:
+        return None
+    if window is None and are_cut(documents):
+        return batch_attended(q, k, v, documents, scale=scale)
+    if torch_takes(q, v):
+        return torch_attended(q, k, v, documents, scale=scale, window=window)
+    if window is None and padding_pays(documents):
+        return padded_attended(q, k, v, documents, scale=scale)
+    return None
 
 
 def flash_takes(q: Tensor, v: Tensor) -> bool:
@@ -64,6 +84,63 @@ def flash_attended(
 ) -> Tensor:
     """Twin of `attention.plain_attended`."""
     return packed_attended(_flash(), q, k, v, documents, scale=scale, window=window, sinks=sinks)
+
+
+def torch_takes(q: Tensor, v: Tensor) -> bool:
+    """Return whether torch's own kernel for packed documents supports this torch, GPU, precision and these heads."""
+    sizes = {q.shape[-1], v.shape[-1]}
+    return (
+        _takes_grouped_heads()
+        and not torch.are_deterministic_algorithms_enabled()
+        and q.dtype in (torch.bfloat16, torch.float16)
+        and torch.cuda.get_device_capability(q.device)[0] >= PACKED_GENERATION
+        and len(sizes) == 1
+        and all(size % 8 == 0 and size <= WIDEST_PACKED_HEAD for size in sizes)
+    )
+
+
+def torch_attended(
+    q: Tensor, k: Tensor, v: Tensor, documents: Documents, *, scale: float, window: int | None
+) -> Tensor:
+    """Twin of `attention.plain_attended` without sinks."""
+    return packed_attended(_torch_packed, q, k, v, documents, scale=scale, window=window, sinks=None)
+
+
+def _torch_packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float,
+    window_size: tuple[int | None, int],
+    **_: object,
+) -> tuple[Tensor, None]:
+    """torch's kernel, called as flash-attn-4's is."""
+    before, after = window_size
+    # Without `return_aux` it is one tensor.
+    output: Any = varlen.varlen_attn(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        scale=softmax_scale,
+        window_size=(-1 if before is None else before, after),
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    return output, None
+
+
+@cache
+def _takes_grouped_heads() -> bool:
+    """Return whether this torch has it: 2.13 does, and 2.11 takes as many heads of keys as of queries alone."""
+    return "enable_gqa" in signature(varlen.varlen_attn).parameters
 
 
 def packed_attended(
@@ -102,6 +179,12 @@ def packed_attended(
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
+def are_cut(documents: Documents) -> bool:
+    """Return whether documents are a batch as they lie there, of a shape that comes again and again."""
+    lengths = documents.lengths
+    return documents.context_size == 1 and len(set(lengths)) == 1 and lengths[0] % CUT_LENGTH == 0
+
+
 def padding_pays(documents: Documents) -> bool:
     """Return whether a batch of all documents, each as long as the longest, is little more than the row."""
     if documents.context_size > 1:
@@ -109,27 +192,30 @@ def padding_pays(documents: Documents) -> bool:
     return len(documents.lengths) * max(documents.lengths) <= PADDED_ROWS * documents.row_tokens
 
 
-def backends(lengths: Sequence[int]) -> list[SDPBackend]:
-    """Return torch's kernels for a batch of documents of these lengths, in the order in which they are tried.
-
-    Packed documents, and answers above all, have other lengths in each micro batch, and so would the batch of them.
-    """
-    is_cut = len(set(lengths)) == 1 and lengths[0] % CUT_LENGTH == 0
-    return list(FOR_FEW_SHAPES if is_cut else FOR_MANY_SHAPES)
+def batch_attended(q: Tensor, k: Tensor, v: Tensor, documents: Documents, *, scale: float) -> Tensor:
+    """Twin of `attention.plain_attended` for documents of one length, without window and sinks; copies nothing."""
+    q, k, v = (x.unflatten(0, (len(documents.lengths), -1)).transpose(1, 2) for x in (q, k, v))
+    return _batched(q, k, v, FOR_FEW_SHAPES, scale).transpose(1, 2).flatten(0, 1)
 
 
 def padded_attended(q: Tensor, k: Tensor, v: Tensor, documents: Documents, *, scale: float) -> Tensor:
     """Twin of `attention.plain_attended` without window and sinks.
 
-    Behind the end of a document no query looks: a causal mask hides it from every token of the document.
+    Behind the end of a document no query looks: a causal mask hides it from every token of the document. Packed
+    documents, and answers above all, have other lengths in each micro batch, and so has the batch of them.
     """
     lengths = list(documents.lengths)
-    grouped = q.shape[1] != k.shape[1]
     q, k, v = (pad_sequence(x.split(lengths), batch_first=True).transpose(1, 2) for x in (q, k, v))
-    # torch itself leaves out cuDNN where algorithms have to be deterministic, and has the others sum in one order.
-    with sdpa_kernel(backends(lengths), set_priority=True):
-        output = functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+    output = _batched(q, k, v, FOR_MANY_SHAPES, scale)
     return torch.cat([one[:length] for one, length in zip(output.transpose(1, 2), lengths, strict=True)])
+
+
+def _batched(q: Tensor, k: Tensor, v: Tensor, backends: Sequence[SDPBackend], scale: float) -> Tensor:
+    # torch itself leaves out cuDNN where algorithms have to be deterministic, and has the others sum in one order.
+    with sdpa_kernel(list(backends), set_priority=True):
+        return functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
 
 
 @cache
