@@ -120,6 +120,34 @@ def test_attention_of_padded_documents(heads: Heads, lengths: tuple[int, ...]) -
     assert_twins(attended(BFLOAT16, padded, Documents.of(lengths, device="cuda"), heads), within=ATTENTION_WITHIN)
 
 
+@pytest.mark.parametrize("heads", PLAIN_HEADS)
+@pytest.mark.parametrize("lengths", [(2048,), (512, 512, 512, 512)], ids=["one document", "equal documents"])
+def test_attention_of_documents_that_are_a_batch(heads: Heads, lengths: tuple[int, ...]) -> None:
+    def batched(q: Tensor, k: Tensor, v: Tensor, documents: Documents, **options: Any) -> Tensor:
+        output: Tensor = _attention_kernels().batch_attended(q, k, v, documents, scale=options["scale"])
+        return output
+
+    assert_twins(attended(BFLOAT16, batched, Documents.of(lengths, device="cuda"), heads), within=ATTENTION_WITHIN)
+
+
+@pytest.mark.parametrize("heads", [*PLAIN_HEADS, pytest.param(Heads(window=100), id="window")])
+@pytest.mark.parametrize("lengths", ROWS)
+@pytest.mark.parametrize(("rank", "size"), [(0, 1), (0, 2), (1, 2)], ids=["alone", "0 of 2", "1 of 2"])
+def test_torch_attention_of_packed_documents(heads: Heads, lengths: tuple[int, ...], rank: int, size: int) -> None:
+    documents = Documents.of(lengths, device="cuda", context_rank=rank, context_size=size)
+    found = _attention_kernels()
+    query, value = (torch.empty(1, 1, dim, device="cuda", dtype=torch.bfloat16) for dim in (heads.dim, heads.value_dim))
+    if not found.torch_takes(query, value):
+        pytest.skip("torch has no kernel for packed documents of these heads here")
+
+    def packed(q: Tensor, k: Tensor, v: Tensor, documents: Documents, **options: Any) -> Tensor:
+        del options["sinks"]
+        output: Tensor = found.torch_attended(q, k, v, documents, **options)
+        return output
+
+    assert_twins(attended(BFLOAT16, packed, documents, heads), within=ATTENTION_WITHIN)
+
+
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("lengths", ROWS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
@@ -157,14 +185,21 @@ def test_words(place: Place, tokens: int, words: int, existing: int, temperature
     assert_kernel("words", place, tokens, words, existing, temperature)
 
 
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("elements", "step", "scale"), [(1, 1, 1.0), (3_000_000, 7, 0.3), (4099, 1000, 1.0)])
+def test_steps_of_adamw(place: Place, elements: int, step: int, scale: float) -> None:
+    assert_kernel("adamw", place, elements, step, scale)
+
+
+@pytest.mark.parametrize("keeps_slopes", [True, False], ids=["slopes are kept", "logits are computed again"])
 @pytest.mark.parametrize("chunk_tokens", [64, 10000])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_log_probabilities(chunk_tokens: int, temperature: float) -> None:
+def test_log_probabilities(chunk_tokens: int, temperature: float, keeps_slopes: bool) -> None:
     labels = torch.randint(1000, (300,), device="cuda")
 
     def fused(hidden: Tensor, weight: Tensor) -> Tensor:
         options = {"vocabulary": 1000, "chunk_tokens": chunk_tokens, "temperature": temperature}
-        return token_log_probabilities(hidden, weight, labels, **options)[0]  # type: ignore[arg-type]
+        return token_log_probabilities(hidden, weight, labels, keeps_slopes=keeps_slopes, **options)[0]  # type: ignore[arg-type]
 
     def whole(hidden: Tensor, weight: Tensor) -> Tensor:
         logits = hidden @ weight[:1000].t() / temperature

@@ -7,8 +7,9 @@ they lie, so that a checkpoint saved in one layout is read in any other.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from torch.optim.adamw import adamw
 from moejob_api.job.base import Dtype
 from moejob_api.job.training import Optimizer as AdamNumbers
 from moejob_trainer.distributed.groups import Groups
+from moejob_trainer.layers.kernels import kernels
 from moejob_trainer.megatron.data_parallel import DataParallel, ParameterShard
 from moejob_trainer.model.linear import is_expert, is_tensor_replica, is_tied_copy
 
@@ -80,16 +82,19 @@ class ShardedAdamW:
     def update(self, learning_rate: float, gradient_scale: float) -> None:
         """One step with the gradients scaled, then every replica gathers the new weights."""
         self.steps += 1
+        others = [piece for piece in self.pieces if not _has_kernel(piece)]
+        for piece in self.pieces:
+            if _has_kernel(piece):
+                self._update_at_once(piece, learning_rate, gradient_scale)
         for decayed in (True, False):
-            for group in _grouped([piece for piece in self.pieces if piece.is_decayed is decayed]):
+            for group in _grouped([piece for piece in others if piece.is_decayed is decayed]):
                 self._update(group, learning_rate, gradient_scale)
-        self.gather_weights()
+        _round(others)
+        self.replicas.gather()
 
     def gather_weights(self) -> None:
         """Round this rank's float32 copies into its weights and gather those of all."""
-        for piece in self.pieces:
-            if piece.main is not piece.weight:
-                piece.weight.copy_(piece.main)
+        _round(self.pieces)
         self.replicas.gather()
 
     def read_weights(self) -> None:
@@ -101,6 +106,20 @@ class ShardedAdamW:
     @property
     def _device(self) -> torch.device:
         return next(self.replicas.chunks[0].parameters()).device
+
+    def _update_at_once(self, piece: OptimizerShard, learning_rate: float, gradient_scale: float) -> None:
+        """Update a piece in one pass over its memory, its weight included."""
+        fused, given = _kernels(piece), self.numbers
+        numbers = fused.Numbers(
+            step=self.steps,
+            learning_rate=learning_rate,
+            gradient_scale=gradient_scale,
+            beta1=given.beta1,
+            beta2=given.beta2,
+            epsilon=given.epsilon,
+            weight_decay=given.weight_decay if piece.is_decayed else 0.0,
+        )
+        fused.update(*_tensors(piece), numbers)
 
     def _update(self, pieces: Sequence[OptimizerShard], learning_rate: float, gradient_scale: float) -> None:
         mains = [piece.main for piece in pieces]
@@ -128,6 +147,25 @@ class ShardedAdamW:
             if first is not piece.first_moment:
                 piece.first_moment.copy_(first)
                 piece.second_moment.copy_(second)
+
+
+def _kernels(piece: OptimizerShard) -> Any:
+    return kernels("adamw", piece.main)
+
+
+def _has_kernel(piece: OptimizerShard) -> bool:
+    fused = _kernels(piece)
+    return fused is not None and fused.takes(*_tensors(piece))
+
+
+def _tensors(piece: OptimizerShard) -> tuple[Tensor, ...]:
+    return piece.weight, piece.gradient, piece.main, piece.first_moment, piece.second_moment
+
+
+def _round(pieces: Iterable[OptimizerShard]) -> None:
+    for piece in pieces:
+        if piece.main is not piece.weight:
+            piece.weight.copy_(piece.main)
 
 
 def moments(precision: Dtype, offloaded: float) -> Moments:
