@@ -146,3 +146,17 @@ def test_a_volume_too_small_for_its_checkpoints_is_refused() -> None:
 def test_a_mostly_idle_pipeline_is_worth_a_word() -> None:
     result = plan(spec(parallelism={"pipeline": 8}, training={"globalBatchSize": 4}), moe_model())
     assert "idle for 64% of a step" in " ".join(warning.message for warning in result.warnings)
+
+
+def test_microbatches_that_leave_a_gpu_waiting_are_worth_a_word() -> None:
+    def warned(**changes: Any) -> bool:
+        base: dict[str, Any] = {"globalBatchSize": 16, "microBatchSize": 2}
+        result = plan(spec(data={"maxLength": 256}, **({"training": base} | changes)), moe_model())
+        return "waiting for its host" in " ".join(warning.message for warning in result.warnings)
+
+    assert warned()
+    assert not warned(training={"globalBatchSize": 16, "dynamicBatchTokens": 4096})
+    assert not warned(training={"globalBatchSize": 16, "microBatchSize": 8})
+    # One microbatch cannot be larger, and a CPU waits for no host.
+    assert not warned(training={"globalBatchSize": 2, "microBatchSize": 2})
+    assert not warned(resources={"accelerator": "CPU"})
