@@ -15,6 +15,9 @@ from benchmarks.record import RESULTS, Better, Result, keep, table, write_page
 
 BENCH = "training-gpu"
 
+# Cases were measured by and by.
+_OF_EACH = {"stack": "bfloat16, torch", "commit": "of each case in results/training-gpu.jsonl"}
+
 
 def main(logs: list[str]) -> None:
     """Appends every measured line and writes the page, with the newest of each case: no run measures all."""
@@ -22,7 +25,7 @@ def main(logs: list[str]) -> None:
     first = measured[0]
     around = {"machine": first["device"], "stack": f"torch {first['torch']}, bfloat16"}
     keep([result for line in measured for result in _results(line)], around)
-    write_page(BENCH, table(_newest(), around | {"commit": "of each case in results/training-gpu.jsonl"}))
+    write_page(BENCH, table(_newest(), around | _OF_EACH))
 
 
 def _newest() -> list[Result]:
