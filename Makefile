@@ -151,7 +151,7 @@ test-cluster: $(operator_built) $(trainer_built) ## Test on a real control plane
 # Needs what the nodes need, and a quarter of an hour; test-cluster does the three faults that happen most. Last comes `make kind-demo`.
 test-faults: $(operator_built) $(trainer_built) ## Test every fault: of ranks, pods, nodes, volumes, clocks, the cluster and the operator
 	@MOEJOB_FAULTS=full $(operator)/pytest tests/cluster/control_plane/test_faults.py tests/cluster/nodes/test_faults.py \
-		tests/cluster/nodes/test_kind_demo.py -rs --no-fold-skipped $(ARGS)
+		tests/cluster/nodes/test_policies.py tests/cluster/nodes/test_strangers.py tests/cluster/nodes/test_kind_demo.py -rs --no-fold-skipped $(ARGS)
 
 # Ten gigabytes and five minutes for each image that is not there yet.
 test-images: $(operator_built) ## Test engines in their images, serving what a trainer exported

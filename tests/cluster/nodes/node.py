@@ -98,6 +98,12 @@ class Node:
         """The processes of a pod, as the machine numbers them."""
         return self._cgroup.pids(f"pod{pod_uid}")
 
+    def filter_packets(self, rules: str) -> None:
+        """Give the node's network these packet filters, all at once."""
+        file = self._folder / "filters.nft"
+        file.write_text(rules)
+        self.enclosure.run(*self._programs.words, self._programs.paths["nft"], "--file", file)
+
     def path(self, inside: Path) -> Path:
         """Return where the machine sees what the node sees at a path."""
         return Path(f"/proc/{self.enclosure.pid}/root{inside}")

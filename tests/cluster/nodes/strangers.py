@@ -1,0 +1,79 @@
+"""Pods that are none of a job's and try to reach it: from where, what, and what came of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cluster.control_plane.plane import ControlPlane
+from cluster.nodes.cluster import Cluster
+from cluster.waiting import until
+
+INTRUDER = (Path(__file__).parent / "intruder.py").read_text()
+_LISTENING = "0A"
+_LOOPBACK = ("0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F")
+# A verb of the intruder, a host and a port.
+Try = tuple[str, str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Inside:
+    """A pod with Python in it, which does what it is given."""
+
+    plane: ControlPlane
+    namespace: str
+    pod: str
+
+    def tries(self, wanted: Iterable[Try]) -> dict[Try, str]:
+        """Return what came of each."""
+        wanted = list(wanted)
+        within = ("exec", self.pod, f"--namespace={self.namespace}", "--", "python", "-c", INTRUDER, json.dumps(wanted))
+        return dict(zip(wanted, json.loads(self.plane.kubectl(*within)), strict=True))
+
+
+def stranger(nodes: Cluster, namespace: str, image: str, node: str) -> Inside:
+    """A pod that runs in a namespace, on a node, under the restricted standard."""
+    security = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    container = {
+        "name": "main",
+        "image": image,
+        "command": ["python", "-c", "import time; time.sleep(3600)"],
+        "securityContext": security,
+    }
+    spec: dict[str, Any] = {
+        "containers": [container],
+        "nodeName": node,
+        "terminationGracePeriodSeconds": 0,
+        "securityContext": {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}},
+    }
+    api, path = nodes.plane.api, f"/api/v1/namespaces/{namespace}/pods"
+    api.create(path, {"metadata": {"name": "stranger"}, "spec": spec})
+    until(
+        lambda: api.get(f"{path}/stranger")["status"]["phase"] == "Running",
+        waiting_for=lambda: nodes.plane.kubectl("describe", "pod", "stranger", f"--namespace={namespace}"),
+    )
+    return Inside(nodes.plane, namespace, "stranger")
+
+
+def ports(nodes: Cluster, namespace: str, pod: str) -> set[int]:
+    """The ports of a pod on which something listens that others can reach where no policy is enforced."""
+    pid = min(nodes.pids(namespace, pod))
+    return {port for table in ("tcp", "tcp6") for port in _listening(Path(f"/proc/{pid}/net/{table}").read_text())}
+
+
+def _listening(table: str) -> Iterator[int]:
+    for line in table.splitlines()[1:]:
+        _, local, _, state, *_ = line.split()
+        address, _, port = local.partition(":")
+        if state == _LISTENING and address not in _LOOPBACK:
+            yield int(port, 16)
+
+
+def address(nodes: Cluster, namespace: str, pod: str) -> str:
+    """Address of a pod, once it has one."""
+    path = f"/api/v1/namespaces/{namespace}/pods/{pod}"
+    found: str = until(lambda: nodes.plane.api.get(path)["status"].get("podIP", ""), waiting_for=f"an address of {pod}")
+    return found
