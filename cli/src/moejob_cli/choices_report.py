@@ -26,6 +26,8 @@ def _choice(place: int, choice: Choice) -> RenderableType:
     settings = [f"microBatchSize: {training.micro_batch_size}", f"recompute: {training.recompute.granularity}"]
     if choice.spec.memory.offload_optimizer:
         settings.append(f"offloadOptimizer: {choice.spec.memory.offload_optimizer:g}")
+    if choice.spec.grpo is not None:
+        settings.append(f"engines of {choice.spec.grpo.rollout.tensor} GPUs")
     lines = [
         Text.assemble((f"  {place}. {parallelism_words(choice.spec.parallelism)}", "bold"), f"  {', '.join(settings)}"),
         Text(

@@ -16,6 +16,7 @@ from moejob_api.job.resources import GpuType
 from moejob_api.layout.sizes import gpus as gpus_of
 from moejob_api.models.shape import ModelShape
 from moejob_api.models.sources import Unseen
+from moejob_api.planner.engine_size import with_engines_that_run
 from moejob_api.planner.plan import plan
 from moejob_api.planner.search import Choice, best_layouts, leanest
 from moejob_api.problems import InvalidSpec, Problem, Rule
@@ -77,7 +78,8 @@ def chosen(wishes: Wishes) -> Chosen:
 
 def _why_none(spec: Spec, shape: ModelShape, count: int, machine: Hardware) -> Iterator[Problem]:
     """Yield what keeps every layout from being accepted: the job itself, the number of GPUs, or their memory."""
-    yield from (problem for problem in plan(spec, shape).problems if "parallelism" not in problem.path)
+    asked = with_engines_that_run(spec, shape, count)
+    yield from (problem for problem in plan(asked, shape).problems if "parallelism" not in problem.path)
     least = leanest(spec, shape, count)
     if least is None:
         yield Problem(
@@ -126,6 +128,7 @@ def _choice_fields(choice: Choice) -> dict[str, Any]:
         "microBatchSize": training.micro_batch_size,
         "recompute": str(training.recompute.granularity),
         "offloadOptimizer": choice.spec.memory.offload_optimizer,
+        "engineTensor": None if choice.spec.grpo is None else choice.spec.grpo.rollout.tensor,
         "nodes": choice.layout.nodes,
         "perGpuBytes": choice.memory.bytes,
         "stepSeconds": choice.cost.seconds,

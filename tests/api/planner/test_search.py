@@ -13,6 +13,7 @@ from moejob_api.job.training import Recompute, RecomputeGranularity
 from moejob_api.layout.sizes import gpus, layout
 from moejob_api.models.shape import ModelShape
 from moejob_api.planner.cost import step_cost
+from moejob_api.planner.engine_size import with_engines_that_run
 from moejob_api.planner.memory import estimate
 from moejob_api.planner.plan import plan
 from moejob_api.planner.search import HEADROOM, MICRO_BATCH_SIZES, best_layouts, layouts
@@ -61,6 +62,7 @@ def exhaustive(asked: Spec, shape: ModelShape, count: int) -> list[float]:
         ),
         pytest.param(dense_model(), {"resources": {"gpuType": "H100"}}, 16, id="offloaded as a last resort"),
         pytest.param(moe_model(), {"method": "GRPO", "resources": {"gpuType": "H200"}}, 8, id="GRPO"),
+        pytest.param(moe_model(24), {"method": "GRPO", "resources": {"gpuMemoryGiB": 48}}, 8, id="larger engines"),
     ],
 )
 def test_every_choice_is_accepted_as_it_stands(shape: ModelShape, sections: dict[str, Any], count: int) -> None:
@@ -87,3 +89,37 @@ def test_too_few_gpus_have_no_layout() -> None:
 
 def test_gpus_that_do_not_fill_nodes_have_no_layout() -> None:
     assert best_layouts(spec(), moe_model(), 12, H100) == ()
+
+
+@pytest.mark.parametrize(
+    ("sections", "count", "tensor"),
+    [
+        pytest.param({"gpuType": "H200"}, 16, 1, id="one GPU holds the model"),
+        pytest.param({"gpuType": "H100"}, 16, 2, id="two GPUs hold the model"),
+        pytest.param({"gpuMemoryGiB": 40}, 16, 4, id="four GPUs hold the model"),
+        pytest.param({"gpuMemoryGiB": 4}, 16, 1, id="no node holds the model"),
+        pytest.param({"gpuType": "H100", "gpusPerNode": 1}, 4, 1, id="engines stay in a node"),
+        pytest.param({}, 16, 1, id="nothing is known of the GPUs"),
+    ],
+)
+def test_engines_are_as_large_as_the_model_needs(sections: dict[str, Any], count: int, tensor: int) -> None:
+    asked = spec(method="GRPO", resources=sections)
+    assert engines_of(asked, count) == tensor
+
+
+def test_engines_that_hold_the_model_stay_as_the_job_has_them() -> None:
+    asked = spec(method="GRPO", resources={"gpuType": "H200"}, grpo={"rollout": {"tensor": 4}})
+    assert engines_of(asked, 16) == 4
+
+
+@pytest.mark.parametrize(("gibibytes", "tensor"), [(20, 2), (14, 1)])
+def test_engines_divide_the_model(gibibytes: int, tensor: int) -> None:
+    """Four GPUs of 14 GiB would hold it, and do not divide its six heads."""
+    shape = dense_model(layers=60, heads=6, key_value_heads=2, intermediate=48_000)
+    assert engines_of(spec(method="GRPO", resources={"gpuMemoryGiB": gibibytes}), 8, shape) == tensor
+
+
+def engines_of(asked: Spec, count: int, shape: ModelShape | None = None) -> int:
+    grpo = with_engines_that_run(asked, shape or moe_model(), count).grpo
+    assert grpo is not None
+    return grpo.rollout.tensor

@@ -1,7 +1,7 @@
 """The best layouts of a job on a number of GPUs: every valid one is weighed, memory decides, then time.
 
-What may change: the parallel sizes and how layers are cut, microBatchSize, recomputation, and, when nothing else fits,
-offloadOptimizer. Everything else stays as the job has it.
+What may change: the parallel sizes and how layers are cut, microBatchSize, recomputation, when nothing else fits
+offloadOptimizer, and the GPUs of an engine where those of the job cannot hold the model. All else stays as it is.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from moejob_api.models.shape import ModelShape
 from moejob_api.planner.cost import Cost, step_cost
 from moejob_api.planner.cost.estimate import least_step_seconds, step_seconds
 from moejob_api.planner.cost.rates import Machine
+from moejob_api.planner.engine_size import with_engines_that_run
 from moejob_api.planner.memory import MemoryEstimate, estimate
 from moejob_api.planner.memory.case import Case, model_parameters, prepared
 from moejob_api.planner.memory.estimate import fits, peak_bytes
@@ -55,6 +56,7 @@ def best_layouts(spec: Spec, shape: ModelShape, gpus: int, hardware: Hardware, l
 
     One choice for each set of group sizes, with its best cut, microbatch and recomputation.
     """
+    spec = with_engines_that_run(spec, shape, gpus)
     memory = int((memory_limit_bytes(spec.resources) or hardware.memory_bytes) * (1 - HEADROOM))
     question = _Question(spec, shape, layers_by_kind(shape), hardware, memory, set(layout_problems(spec, shape)))
     ranking = _Ranking(limit)
@@ -78,6 +80,7 @@ class Leanest:
 
 def leanest(spec: Spec, shape: ModelShape, gpus: int) -> Leanest | None:
     """Return what is needed at the least, for those who get no layout at all; None when the GPUs cannot be divided."""
+    spec = with_engines_that_run(spec, shape, gpus)
     offload = 1.0 if _may_offload(spec) else spec.memory.offload_optimizer
     kinds = layers_by_kind(shape)
     needs: list[tuple[int, Parallelism]] = []

@@ -43,18 +43,23 @@ def _node_problems(spec: Spec, grpo: Grpo, layout: Layout) -> Iterator[Problem]:
                 )
 
 
+def divides_model(shape: ModelShape, tensor: int) -> bool:
+    """Return whether an engine of this many GPUs can divide the model."""
+    return all(whole % tensor == 0 for whole, _ in _wholes(shape))
+
+
+def _wholes(shape: ModelShape) -> Iterator[tuple[int, str]]:
+    """Yield the sizes that an engine divides over its GPUs, and their names."""
+    for attention in shape.attentions():
+        if isinstance(attention, (GroupedAttention, LatentAttention)):
+            yield attention.heads, "attention heads"
+    for mlp in shape.mlps():
+        yield mlp.intermediate, "columns of an expert" if isinstance(mlp, Experts) else "feed-forward columns"
+
+
 def _model_problems(grpo: Grpo, shape: ModelShape) -> Iterator[Problem]:
     tensor = grpo.rollout.tensor
-    wholes = [
-        (attention.heads, "attention heads")
-        for attention in shape.attentions()
-        if isinstance(attention, (GroupedAttention, LatentAttention))
-    ]
-    wholes += [
-        (mlp.intermediate, "columns of an expert" if isinstance(mlp, Experts) else "feed-forward columns")
-        for mlp in shape.mlps()
-    ]
-    for whole, what in wholes:
+    for whole, what in _wholes(shape):
         if whole % tensor:
             fitting = max(d for d in divisors(whole) if d <= tensor)
             yield Problem(

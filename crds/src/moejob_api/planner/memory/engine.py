@@ -61,17 +61,19 @@ class Engine:
 def engine(spec: Spec, shape: ModelShape, layout: Layout) -> Engine | None:
     """The engine of a GRPO job."""
     sizes = rollout_layout(spec, layout)
-    if spec.grpo is None or sizes is None:
-        return None
-    limit = memory_limit_bytes(spec.resources)
-    answers = spec.grpo.answers_per_step
+    return None if spec.grpo is None or sizes is None else engine_among(spec, spec.grpo, shape, sizes.engines)
+
+
+def engine_among(spec: Spec, grpo: Grpo, shape: ModelShape, engines: int) -> Engine:
+    """One of several engines that share the answers of a step."""
+    limit, tensor = memory_limit_bytes(spec.resources), grpo.rollout.tensor
     return Engine(
-        gpus=sizes.tensor,
-        weights=engine_weights(shape, sizes.tensor) * spec.model.dtype.size_bytes,
+        gpus=tensor,
+        weights=engine_weights(shape, tensor) * spec.model.dtype.size_bytes,
         workspace=ENGINE_WORKSPACE_BYTES,
-        sequence_bytes=max(1, sequence_bytes(spec, spec.grpo, shape)),
-        useful_sequences=min(USEFUL_SEQUENCES, ceil_div(answers, sizes.engines)),
-        reserved=None if limit is None else int(limit * spec.grpo.rollout.engine_share),
+        sequence_bytes=max(1, sequence_bytes(spec, grpo, shape)),
+        useful_sequences=min(USEFUL_SEQUENCES, ceil_div(grpo.answers_per_step, engines)),
+        reserved=None if limit is None else int(limit * grpo.rollout.engine_share),
     )
 
 
