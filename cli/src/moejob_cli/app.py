@@ -59,7 +59,10 @@ OutputOption = Annotated[Output, typer.Option("--output", "-o", help="How to pri
 GpusOption = Annotated[
     int | None,
     typer.Option(
-        "--gpus", min=1, max=1_048_576, help="Trainer GPUs there are. A layout for another number is refused."
+        "--gpus",
+        min=1,
+        max=1_048_576,
+        help="Trainer GPUs there are, with --auto separate engines' too. A layout for another number is refused.",
     ),
 ]
 GpuTypeOption = Annotated[

@@ -5,6 +5,7 @@ from __future__ import annotations
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from moejob_api.job.grpo import Placement, Rollout
 from moejob_api.planner.search import Choice
 from moejob_api.quantities import readable
 from moejob_cli.choosing import Chosen
@@ -27,7 +28,7 @@ def _choice(place: int, choice: Choice) -> RenderableType:
     if choice.spec.memory.offload_optimizer:
         settings.append(f"offloadOptimizer: {choice.spec.memory.offload_optimizer:g}")
     if choice.spec.grpo is not None:
-        settings.append(f"engines of {choice.spec.grpo.rollout.tensor} GPUs")
+        settings.append(_engine_words(choice.spec.grpo.rollout))
     lines = [
         Text.assemble((f"  {place}. {parallelism_words(choice.spec.parallelism)}", "bold"), f"  {', '.join(settings)}"),
         Text(
@@ -36,3 +37,10 @@ def _choice(place: int, choice: Choice) -> RenderableType:
         ),
     ]
     return Group(Text(), *lines, *(Text(f"     {reason}", style="dim") for reason in choice.reasons))
+
+
+def _engine_words(rollout: Rollout) -> str:
+    of = f"of {rollout.tensor} GPU{'s' if rollout.tensor > 1 else ''}"
+    if rollout.placement is Placement.COLOCATED:
+        return f"engines {of} beside the trainer"
+    return f"{rollout.replicas or 1} separate engines {of}"

@@ -10,13 +10,15 @@ from typing import Any, TypeVar
 
 from moejob_api.derived import global_batch_size
 from moejob_api.documents import dump_job, read_file
+from moejob_api.engines import separate_engines
 from moejob_api.hardware import GIGA, TERA, Hardware, hardware, memory_limit_bytes
 from moejob_api.job import Method, MoETrainingJob, Spec
+from moejob_api.job.grpo import Rollout
 from moejob_api.job.resources import GpuType
 from moejob_api.layout.sizes import gpus as gpus_of
 from moejob_api.models.shape import ModelShape
 from moejob_api.models.sources import Unseen
-from moejob_api.planner.engine_size import with_engines_that_run
+from moejob_api.planner.engine_choice import with_engines_that_run
 from moejob_api.planner.plan import plan
 from moejob_api.planner.search import Choice, best_layouts, leanest
 from moejob_api.problems import InvalidSpec, Problem, Rule
@@ -69,23 +71,29 @@ def chosen(wishes: Wishes) -> Chosen:
     shape = seen_model(job)
     if isinstance(shape, Unseen):
         raise InvalidSpec((Problem(Rule.MODEL_CONFIG, "spec.model.source", f"{shape.reason}; --auto has to see it"),))
-    count = wishes.gpus or gpus_of(job.spec.parallelism)
+    count = wishes.gpus or gpus_of(job.spec.parallelism) + _engine_gpus(job.spec)
     machine = _with_speeds(hardware(job.spec.resources), wishes.speeds)
     choices = best_layouts(job.spec, shape, count, machine)
     problems = () if choices else tuple(_why_none(job.spec, shape, count, machine))
     return Chosen(job, shape, count, machine, choices, problems)
 
 
+def _engine_gpus(spec: Spec) -> int:
+    """Return the GPUs of engines in pods of their own."""
+    return 0 if spec.grpo is None else separate_engines(spec) * spec.grpo.rollout.tensor
+
+
 def _why_none(spec: Spec, shape: ModelShape, count: int, machine: Hardware) -> Iterator[Problem]:
     """Yield what keeps every layout from being accepted: the job itself, the number of GPUs, or their memory."""
-    asked = with_engines_that_run(spec, shape, count)
+    asked = with_engines_that_run(spec, shape, count)[0]
     yield from (problem for problem in plan(asked, shape).problems if "parallelism" not in problem.path)
     least = leanest(spec, shape, count)
     if least is None:
         yield Problem(
             Rule.GPU_COUNT,
             "--gpus",
-            f"{count} GPUs cannot be divided so that they fill nodes of {spec.resources.gpus_per_node} and divide the "
+            f"{count} GPUs{' less those of engines' if _engine_gpus(spec) else ''} cannot be divided so that they fill "
+            f"nodes of {spec.resources.gpus_per_node} and divide the "
             f"model and globalBatchSize {global_batch_size(spec)}; try a multiple of {spec.resources.gpus_per_node}",
         )
         return
@@ -128,7 +136,7 @@ def _choice_fields(choice: Choice) -> dict[str, Any]:
         "microBatchSize": training.micro_batch_size,
         "recompute": str(training.recompute.granularity),
         "offloadOptimizer": choice.spec.memory.offload_optimizer,
-        "engineTensor": None if choice.spec.grpo is None else choice.spec.grpo.rollout.tensor,
+        "rollout": None if choice.spec.grpo is None else _rollout_fields(choice.spec.grpo.rollout),
         "nodes": choice.layout.nodes,
         "perGpuBytes": choice.memory.bytes,
         "stepSeconds": choice.cost.seconds,
@@ -136,6 +144,10 @@ def _choice_fields(choice: Choice) -> dict[str, Any]:
         "mfu": choice.cost.mfu,
         "reasons": list(choice.reasons),
     }
+
+
+def _rollout_fields(rollout: Rollout) -> dict[str, Any]:
+    return {"placement": str(rollout.placement), "replicas": rollout.replicas, "tensor": rollout.tensor}
 
 
 def _job(wishes: Wishes) -> MoETrainingJob:

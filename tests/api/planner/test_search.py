@@ -7,16 +7,18 @@ from typing import Any
 import pytest
 
 from builders import dense_model, latent_model, moe_model, spec
+from moejob_api.derived import rollout_layout
 from moejob_api.hardware import H100, H200
 from moejob_api.job import Spec
+from moejob_api.job.grpo import Grpo, Placement
 from moejob_api.job.training import Recompute, RecomputeGranularity
 from moejob_api.layout.sizes import gpus, layout
 from moejob_api.models.shape import ModelShape
 from moejob_api.planner.cost import step_cost
-from moejob_api.planner.engine_size import with_engines_that_run
+from moejob_api.planner.engine_choice import with_engines_that_run
 from moejob_api.planner.memory import estimate
 from moejob_api.planner.plan import plan
-from moejob_api.planner.search import HEADROOM, MICRO_BATCH_SIZES, best_layouts, layouts
+from moejob_api.planner.search import HEADROOM, MICRO_BATCH_SIZES, Choice, best_layouts, layouts
 from moejob_api.rules import layout_problems
 
 QUESTIONS: list[Any] = [
@@ -71,8 +73,9 @@ def test_every_choice_is_accepted_as_it_stands(shape: ModelShape, sections: dict
     assert choices
     assert [choice.cost.seconds for choice in choices] == sorted(choice.cost.seconds for choice in choices)
     for choice in choices:
-        assert gpus(choice.spec.parallelism) == count
-        assert plan(choice.spec, shape, count).accepted
+        engines = rollout_layout(choice.spec, choice.layout)
+        assert gpus(choice.spec.parallelism) + (0 if engines is None else engines.gpus) == count
+        assert plan(choice.spec, shape, choice.layout.gpus).accepted
         assert choice.reasons
 
 
@@ -92,34 +95,65 @@ def test_gpus_that_do_not_fill_nodes_have_no_layout() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sections", "count", "tensor"),
+    ("sections", "count", "tensors"),
     [
-        pytest.param({"gpuType": "H200"}, 16, 1, id="one GPU holds the model"),
-        pytest.param({"gpuType": "H100"}, 16, 2, id="two GPUs hold the model"),
-        pytest.param({"gpuMemoryGiB": 40}, 16, 4, id="four GPUs hold the model"),
-        pytest.param({"gpuMemoryGiB": 4}, 16, 1, id="no node holds the model"),
-        pytest.param({"gpuType": "H100", "gpusPerNode": 1}, 4, 1, id="engines stay in a node"),
-        pytest.param({}, 16, 1, id="nothing is known of the GPUs"),
+        pytest.param({"gpuType": "H200"}, 16, [1], id="one GPU holds the model"),
+        pytest.param({"gpuType": "H100"}, 16, [2], id="two GPUs hold the model"),
+        pytest.param({"gpuMemoryGiB": 40}, 16, [4], id="four GPUs hold the model"),
+        pytest.param({"gpuMemoryGiB": 4}, 16, [1], id="no node holds the model"),
+        pytest.param({"gpuType": "H100", "gpusPerNode": 1}, 4, [1], id="engines stay in a node"),
+        pytest.param({}, 16, [1], id="nothing is known of the GPUs"),
     ],
 )
-def test_engines_are_as_large_as_the_model_needs(sections: dict[str, Any], count: int, tensor: int) -> None:
-    asked = spec(method="GRPO", resources=sections)
-    assert engines_of(asked, count) == tensor
+def test_engines_are_as_large_as_the_model_needs(sections: dict[str, Any], count: int, tensors: list[int]) -> None:
+    assert engine_sizes(spec(method="GRPO", resources=sections), count) == tensors
 
 
 def test_engines_that_hold_the_model_stay_as_the_job_has_them() -> None:
     asked = spec(method="GRPO", resources={"gpuType": "H200"}, grpo={"rollout": {"tensor": 4}})
-    assert engines_of(asked, 16) == 4
+    assert engine_sizes(asked, 16) == [4]
 
 
-@pytest.mark.parametrize(("gibibytes", "tensor"), [(20, 2), (14, 1)])
-def test_engines_divide_the_model(gibibytes: int, tensor: int) -> None:
+@pytest.mark.parametrize(("gibibytes", "tensors"), [(20, [2]), (14, [1])])
+def test_engines_divide_the_model(gibibytes: int, tensors: list[int]) -> None:
     """Four GPUs of 14 GiB would hold it, and do not divide its six heads."""
     shape = dense_model(layers=60, heads=6, key_value_heads=2, intermediate=48_000)
-    assert engines_of(spec(method="GRPO", resources={"gpuMemoryGiB": gibibytes}), 8, shape) == tensor
+    assert engine_sizes(spec(method="GRPO", resources={"gpuMemoryGiB": gibibytes}), 8, shape) == tensors
 
 
-def engines_of(asked: Spec, count: int, shape: ModelShape | None = None) -> int:
-    grpo = with_engines_that_run(asked, shape or moe_model(), count).grpo
+@pytest.mark.parametrize(("gibibytes", "placement"), [(80, Placement.COLOCATED), (32, Placement.SEPARATE)])
+def test_engines_run_where_a_step_is_shortest(gibibytes: int, placement: Placement) -> None:
+    """A GPU of 32 GiB holds both trainer and engine, but few sequences and no large microbatch."""
+    fastest = {
+        asked: best_layouts(grpo_spec(gibibytes, asked), moe_model(8), 8, H100, limit=1) for asked in (None, *Placement)
+    }
+    assert best(fastest[None])[0].rollout.placement is placement
+    assert best(fastest[None])[1] == min(best(found)[1] for asked, found in fastest.items() if asked and found)
+
+
+def test_engines_that_the_job_counts_stay_so_many() -> None:
+    counted = grpo_spec(80, Placement.SEPARATE, replicas=3)
+    (choice,) = best_layouts(counted, moe_model(8), 8, H100, limit=1)
+    assert best((choice,))[0].rollout.replicas == 3
+    assert choice.layout.gpus == 5
+
+
+def grpo_spec(gibibytes: int, placement: Placement | None, **rollout: int) -> Spec:
+    asked = rollout | ({} if placement is None else {"placement": placement})
+    return spec(
+        method="GRPO",
+        resources={"gpuMemoryGiB": gibibytes},
+        grpo={"rollout": asked},
+        storage={"claimName": "mine", "size": None},
+    )
+
+
+def best(found: tuple[Choice, ...]) -> tuple[Grpo, float]:
+    grpo = found[0].spec.grpo
     assert grpo is not None
-    return grpo.rollout.tensor
+    return grpo, found[0].cost.seconds
+
+
+def engine_sizes(asked: Spec, count: int, shape: ModelShape | None = None) -> list[int]:
+    sized = [changed.grpo for changed in with_engines_that_run(asked, shape or moe_model(), count)]
+    return [grpo.rollout.tensor for grpo in sized if grpo is not None]

@@ -1,13 +1,13 @@
 """The best layouts of a job on a number of GPUs: every valid one is weighed, memory decides, then time.
 
 What may change: the parallel sizes and how layers are cut, microBatchSize, recomputation, when nothing else fits
-offloadOptimizer, and the GPUs of an engine where those of the job cannot hold the model. All else stays as it is.
+offloadOptimizer, and of GRPO's engines what the job leaves open (engine_choice.py). All else stays as it is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from moejob_api.arithmetic import divisors
 from moejob_api.derived import global_batch_size
@@ -22,7 +22,7 @@ from moejob_api.models.shape import ModelShape
 from moejob_api.planner.cost import Cost, step_cost
 from moejob_api.planner.cost.estimate import least_step_seconds, step_seconds
 from moejob_api.planner.cost.rates import Machine
-from moejob_api.planner.engine_size import with_engines_that_run
+from moejob_api.planner.engine_choice import divisions
 from moejob_api.planner.memory import MemoryEstimate, estimate
 from moejob_api.planner.memory.case import Case, model_parameters, prepared
 from moejob_api.planner.memory.estimate import fits, peak_bytes
@@ -52,20 +52,18 @@ class Choice:
 
 
 def best_layouts(spec: Spec, shape: ModelShape, gpus: int, hardware: Hardware, limit: int = 5) -> tuple[Choice, ...]:
-    """The fastest layouts on exactly `gpus` trainer GPUs that keep every rule and fit, fastest first.
+    """The fastest layouts on exactly `gpus` GPUs that keep every rule and fit, fastest first.
 
     One choice for each set of group sizes, with its best cut, microbatch and recomputation.
     """
-    spec = with_engines_that_run(spec, shape, gpus)
     memory = int((memory_limit_bytes(spec.resources) or hardware.memory_bytes) * (1 - HEADROOM))
     question = _Question(spec, shape, layers_by_kind(shape), hardware, memory, set(layout_problems(spec, shape)))
+    offloads = (spec.memory.offload_optimizer, 1.0) if _may_offload(spec) else (spec.memory.offload_optimizer,)
     ranking = _Ranking(limit)
-    for offload in (spec.memory.offload_optimizer, 1.0):
-        # Most promising first: the sooner five fast ones are known, the more of the others need no closer look.
-        for promise in sorted(_promises(question, gpus, offload), key=lambda promise: promise.least_seconds):
-            _weigh(question, promise, offload, ranking)
-        if ranking.found or not _may_offload(spec):
-            break
+    for division in divisions(spec, shape, gpus):
+        for offload in offloads:
+            if _rank(replace(question, spec=division.spec), division.trainer_gpus, offload, ranking):
+                break
     return tuple(_choice(question, entry) for entry in ranking.sorted())
 
 
@@ -80,14 +78,14 @@ class Leanest:
 
 def leanest(spec: Spec, shape: ModelShape, gpus: int) -> Leanest | None:
     """Return what is needed at the least, for those who get no layout at all; None when the GPUs cannot be divided."""
-    spec = with_engines_that_run(spec, shape, gpus)
     offload = 1.0 if _may_offload(spec) else spec.memory.offload_optimizer
     kinds = layers_by_kind(shape)
     needs: list[tuple[int, Parallelism]] = []
-    for cuts in layouts(spec, shape, gpus):
-        frugal = _candidate(spec, cuts[0], (1, RecomputeGranularity.FULL, offload))
-        sizes = layout(cuts[0], spec.resources.gpus_per_node)
-        needs.append((peak_bytes(prepared(frugal, shape, sizes, kinds)), cuts[0]))
+    for division in divisions(spec, shape, gpus):
+        for cuts in layouts(division.spec, shape, division.trainer_gpus):
+            frugal = _candidate(division.spec, cuts[0], (1, RecomputeGranularity.FULL, offload))
+            sizes = layout(cuts[0], spec.resources.gpus_per_node)
+            needs.append((peak_bytes(prepared(frugal, shape, sizes, kinds)), cuts[0]))
     if not needs:
         return None
     least, parallelism = min(needs, key=lambda need: need[0])
@@ -213,6 +211,15 @@ def _expert_sizes(spec: Spec, shape: ModelShape, tensor: int, in_stage: int) -> 
 
 
 # --- weighing -------------------------------------------------------------------------------------------------------
+
+
+def _rank(question: _Question, gpus: int, offload: float, ranking: _Ranking) -> bool:
+    """Rank every grid of these GPUs, and return whether any is among the fastest."""
+    before = dict(ranking.found)
+    # Most promising first: the sooner five fast ones are known, the more of the others need no closer look.
+    for promise in sorted(_promises(question, gpus, offload), key=lambda promise: promise.least_seconds):
+        _weigh(question, promise, offload, ranking)
+    return ranking.found != before
 
 
 def _promises(question: _Question, gpus: int, offload: float) -> Iterator[_Promise]:

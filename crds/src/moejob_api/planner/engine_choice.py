@@ -1,0 +1,108 @@
+"""The engines of GRPO for a search that may choose them: where they run, how many, and how many GPUs each spans. Pure.
+
+Answers are always of the current weights, so trainer and engines take turns: engines on the trainer's GPUs leave
+none idle, and those with GPUs of their own leave more memory to both. The search weighs them by the time of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from moejob_api.arithmetic import divisors
+from moejob_api.engines import colocated_per_pod
+from moejob_api.job import Spec
+from moejob_api.job.grpo import Grpo, Placement, Rollout
+from moejob_api.models.shape import ModelShape
+from moejob_api.planner.memory.engine import Engine, engine_among
+from moejob_api.rules.rollout_rules import divides_model
+
+# Eighths of the GPUs that separate engines may get.
+SEPARATE_EIGHTHS = (1, 2, 3, 4)
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """A job with its engines settled, and the GPUs that this leaves to its trainer."""
+
+    spec: Spec
+    trainer_gpus: int
+
+
+def divisions(spec: Spec, shape: ModelShape, gpus: int) -> Iterator[Division]:
+    """Yield the ways to divide all GPUs between trainer and engines, engines on the trainer's GPUs first.
+
+    What the job says of its engines stays, but for engines that are too small to hold the model.
+    """
+    if spec.grpo is None:
+        yield Division(spec, gpus)
+        return
+    rollout = spec.grpo.rollout
+    if rollout.placement is Placement.COLOCATED:
+        yield from (Division(sized, gpus) for sized in with_engines_that_run(spec, shape, gpus))
+    if rollout.placement is Placement.SEPARATE or "placement" not in rollout.model_fields_set:
+        separate = _with_rollout(spec, spec.grpo, placement=Placement.SEPARATE)
+        for sized in with_engines_that_run(separate, shape, gpus):
+            yield from _separate(sized, gpus)
+
+
+def with_engines_that_run(spec: Spec, shape: ModelShape, gpus: int) -> tuple[Spec, ...]:
+    """The job with the smallest engines that hold the model, and with those that run as many sequences as are useful.
+
+    Where no engine holds it the job stays as it is, and its engines are what is wrong with it.
+    """
+    if spec.grpo is None:
+        return (spec,)
+    own = _engine(spec, spec.grpo, shape, gpus)
+    if own.runs and "tensor" in spec.grpo.rollout.model_fields_set:
+        return (spec,)
+    sizes = [(spec, own), *_larger(spec, spec.grpo, shape, gpus)]
+    running = [changed for changed, one in sizes if one.runs]
+    useful = [changed for changed, one in sizes if one.runs and (one.sequences or 0) >= one.useful_sequences]
+    if not running:
+        return (spec,)
+    return (running[0], *(changed for changed in useful[:1] if changed is not running[0]))
+
+
+def _larger(spec: Spec, grpo: Grpo, shape: ModelShape, gpus: int) -> Iterator[tuple[Spec, Engine]]:
+    """The job with each larger engine that fills pods and divides the model, the smallest first."""
+    for tensor in divisors(_in_pod(spec, gpus)):
+        if tensor > grpo.rollout.tensor and divides_model(shape, tensor):
+            changed = _with_rollout(spec, grpo, tensor=tensor)
+            yield changed, _engine(changed, changed.grpo or grpo, shape, gpus)
+
+
+def _separate(spec: Spec, gpus: int) -> Iterator[Division]:
+    """Yield the job with separate engines on some of the GPUs, on whole nodes where there are several."""
+    if spec.grpo is None:
+        return
+    tensor = spec.grpo.rollout.tensor
+    for replicas in _replicas(spec, spec.grpo.rollout, gpus):
+        if replicas * tensor < gpus:
+            yield Division(_with_rollout(spec, spec.grpo, replicas=replicas), gpus - replicas * tensor)
+
+
+def _replicas(spec: Spec, rollout: Rollout, gpus: int) -> list[int]:
+    if rollout.replicas is not None:
+        return [rollout.replicas]
+    unit = spec.resources.gpus_per_node if gpus > spec.resources.gpus_per_node else 1
+    counts = {gpus * eighths // 8 // unit * unit // rollout.tensor for eighths in SEPARATE_EIGHTHS}
+    return sorted(counts - {0})
+
+
+def _engine(spec: Spec, grpo: Grpo, shape: ModelShape, gpus: int) -> Engine:
+    in_pod = _in_pod(spec, gpus)
+    if grpo.rollout.placement is Placement.COLOCATED:
+        engines = max(1, gpus // in_pod * colocated_per_pod(spec, in_pod))
+    else:
+        engines = grpo.rollout.replicas or 1
+    return engine_among(spec, grpo, shape, engines)
+
+
+def _in_pod(spec: Spec, gpus: int) -> int:
+    return min(gpus, spec.resources.gpus_per_node)
+
+
+def _with_rollout(spec: Spec, grpo: Grpo, **changes: object) -> Spec:
+    changed = grpo.model_copy(update={"rollout": grpo.rollout.model_copy(update=changes)})
+    return spec.model_copy(update={"grpo": changed})
