@@ -32,12 +32,15 @@ LIMITS = Limits(start_seconds=900, silence_seconds=300, look_seconds=0.2)
 # A layer is several buckets.
 ELEMENTS = 50_000
 CLOSE = 1e-4
-FAMILIES = {Family.QWEN3_MOE: "qwen3_moe", Family.QWEN2: "qwen2"}
+UPDATES = 20
+FAMILIES = {Family.QWEN3_MOE: "qwen3_moe", Family.MIXTRAL: "mixtral", Family.QWEN2: "qwen2"}
 LAYOUTS: Mapping[str, dict[str, Any]] = {
     "alone": {},
     "TP2": {"parallelism": {"tensor": 2}},
     "EP2": {"parallelism": {"expert": 2}},
     "PP2": {"parallelism": {"pipeline": 2}},
+    "CP2": {"parallelism": {"context": 2}},
+    "DP2": {"parallelism": {"data": 2}},
     "FSDP over DP2": {"parallelism": {"data": 2}, "memory": {"sharding": "FSDP"}},
 }
 
@@ -91,10 +94,11 @@ def _served(name: str, folder: Path) -> Served:
     ("family", "name"),
     [
         *((Family.QWEN3_MOE, name) for name in LAYOUTS),
+        *((Family.MIXTRAL, name) for name in ("TP2", "EP2", "FSDP over DP2")),
         *((Family.QWEN2, name) for name in ("TP2", "PP2", "FSDP over DP2")),
     ],
 )
-def test_an_engine_computes_what_the_ranks_do_before_and_after_an_update(
+def test_an_engine_computes_what_the_ranks_do_before_and_after_twenty_updates(
     served: Callable[[Family], Served], worlds: Worlds, family: Family, name: str
 ) -> None:
     one, cell = served(family), Cell(family, LAYOUTS[name])
@@ -116,7 +120,9 @@ def published(cell: Cell, folder: Path, url: str) -> Published:
     publisher = _publisher(control, url, Trial(engine.model.shape.vocabulary, probe, 1e-3, spec.data.max_length))
     try:
         first = publisher.publish(1, engine.weights(publisher.stacked_elements)), probe(publisher.trial.tokens)
-        engine.update(micro_batches(cell, engine, 0), loss_of(cell, engine))
+        loss = loss_of(cell, engine)
+        for step in range(UPDATES):
+            engine.update(micro_batches(cell, engine, step), loss)
         second = publisher.publish(2, engine.weights(publisher.stacked_elements)), probe(publisher.trial.tokens)
     finally:
         publisher.close()
