@@ -9,6 +9,7 @@ import urllib.request
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -27,7 +28,10 @@ class Passage:
     def __init__(self, engine: str) -> None:
         self.engine = engine
         self.asked: Counter[str] = Counter()
+        self.refused: Counter[str] = Counter()
         self.disturbances: dict[str, Disturbance] = {}
+        # Called before the engine is asked.
+        self.arrivals: dict[str, Callable[[], None]] = {}
         self._lock = threading.Lock()
         passage = self
 
@@ -59,9 +63,11 @@ class Passage:
     def _answer(self, asked: BaseHTTPRequestHandler) -> None:
         body = asked.rfile.read(int(asked.headers.get("content-length", 0)))
         path = asked.path.partition("?")[0]
+        self.arrivals.get(path, _nothing)()
         status, content = (200, _scored(body)) if path == SCORES else self._forwarded(asked, body)
         with self._lock:
             self.asked[path] += 1
+            self.refused[path] += status >= HTTPStatus.BAD_REQUEST
             number, disturbance = self.asked[path], self.disturbances.get(path)
         status = (disturbance(number) if disturbance else None) or status
         # The one who asked may be gone.
@@ -83,6 +89,10 @@ class Passage:
             return error.code, error.read()
         except OSError:
             return 502, b"{}"
+
+
+def _nothing() -> None:
+    """Let it pass."""
 
 
 class _Server(ThreadingHTTPServer):

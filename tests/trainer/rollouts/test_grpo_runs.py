@@ -1,0 +1,254 @@
+"""Whole runs of GRPO beside one real engine that gets its weights by broadcast."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from builders import merged
+from engines import PYTHON, ROOT, SECRET, Engine
+from moejob_api.contract import Environment, ExitCode
+from moejob_api.models import catalog
+from moejob_trainer.checkpoints.manifest import EvaluationFacts, read_manifest
+from moejob_trainer.data import tiny
+from trainer.rollouts.own_words import greedy
+from trainer.rollouts.passage import SCORES, Passage
+from trainer.runs import LONGEST_SECONDS, Runs, Started, eventually
+from trainer.worlds import Worlds
+
+pytestmark = pytest.mark.slow
+
+STEPS = 4
+GRPO: dict[str, Any] = {
+    "method": "GRPO",
+    "data": {"train": [{"source": "moejob/tiny-sums", "format": "Prompts"}]},
+    "training": {
+        "maxSteps": STEPS,
+        "globalBatchSize": 16,
+        # A large epsilon: Adam divides gradients near zero by their own size, and would show rounding.
+        "optimizer": {"learningRate": 2e-3, "epsilon": 1e-3},
+    },
+    "grpo": {
+        "groupSize": 4,
+        "promptsPerStep": 4,
+        "maxNewTokens": 8,
+        "rollout": {"placement": "Separate", "sync": "Gloo"},
+    },
+}
+EXACT, CLOSE = 1e-5, 1e-4
+GREEDY = ROOT / "tests/rollout/greedy.py"
+QUESTIONS = ("count from 2 to 5", "what is the colour of grass", "say good morning", "4 + 3")
+TOKENS = 12
+
+
+class Beside:
+    """Runs beside the engine; a way between them on which tests decide what happens."""
+
+    def __init__(self, engine: Engine, volume: Path) -> None:
+        self.engine, self.passage = engine, Passage(engine.url)
+        volume.mkdir()
+        self.runs = Runs(volume)
+
+    def start(self, job: str, attempt: int = 1, **sections: Any) -> Started:
+        """Start a run whose answers are rewarded by the service of the passage."""
+        environ: dict[str, str] = {
+            Environment.ROLLOUT_URLS: self.passage.url,
+            Environment.SECRET: SECRET,
+            Environment.HOST: "127.0.0.1",
+        }
+        rewards = {"grpo": {"rewards": [{"url": self.passage.url + SCORES, "timeoutSeconds": 60}]}}
+        return self.runs.start(job, attempt=attempt, environ=environ, **merged(merged(GRPO, rewards), sections))
+
+    def finished(self, job: str, attempt: int = 1, **sections: Any) -> Started:
+        """Run to the good end."""
+        run = self.start(job, attempt, **sections)
+        codes = run.codes()
+        assert not any(codes), f"{codes}:\n{run.said()}"
+        return run
+
+    def close(self) -> None:
+        self.runs.close()
+        self.passage.close()
+
+
+@pytest.fixture(scope="module")
+def beside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Beside]:
+    folder = tmp_path_factory.mktemp("engine")
+    _lay_out(folder / "engine-model")
+    job: dict[str, Any] = {
+        "model": {"dtype": "float32"},
+        "data": {"maxLength": 64},
+        "grpo": {"maxNewTokens": 64, "rollout": {"placement": "Separate", "sync": "Gloo"}},
+    }
+    engine = Engine(folder, folder / "engine.log", **job)
+    made = Beside(engine.ready(), folder / "volume")
+    yield made
+    made.close()
+    engine.kill()
+
+
+def _lay_out(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    config = dict(catalog.config(tiny.TOKENIZER) or {})
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(beside: Beside) -> Path:
+    """The folder of a run of one rank that nothing is done to."""
+    return beside.finished("undisturbed").folder
+
+
+def lines(folder: Path) -> dict[int, dict[str, Any]]:
+    """The last line of each step in the step log."""
+    return {line["step"]: line for line in map(json.loads, (folder / "steps.jsonl").read_text().splitlines())}
+
+
+def assert_like(folder: Path, expected: Path) -> None:
+    """Every answer, its rewards and its advantage are those of the other run, and so are losses."""
+    ours, theirs = lines(folder), lines(expected)
+    assert {*ours} == {*theirs} == {*range(1, STEPS + 1)}
+    for step in theirs:
+        answers, others = ((one / f"samples/step-{step}.jsonl").read_text() for one in (folder, expected))
+        assert answers == others
+        assert ours[step]["loss"] == pytest.approx(theirs[step]["loss"], abs=EXACT)
+        assert ours[step]["mismatchMean"] < CLOSE
+
+
+def test_a_trainer_that_is_killed_inside_a_broadcast_brings_the_engine_to_its_next_weights(
+    beside: Beside, undisturbed: Path
+) -> None:
+    passage, samples = beside.passage, beside.runs.volume / "killed/samples/step-2.jsonl"
+    stands_still, is_dead = threading.Event(), threading.Event()
+    run = beside.start("killed")
+
+    def hold() -> None:
+        # The engine gets the request all the same, and waits for what never comes.
+        if samples.exists() and not is_dead.is_set():
+            run.signal(signal.SIGSTOP)
+            stands_still.set()
+
+    refused = passage.refused["/update_weights"]
+    passage.arrivals["/update_weights"] = hold
+    try:
+        eventually(lambda: stands_still.is_set() or not run.is_running(), "the weights of step 3")
+        assert run.is_running(), run.said()
+        (trainer,) = run.processes
+        eventually(lambda: unread(trainer.pid or 0), "the engine in the broadcast")
+        run.kill()
+        is_dead.set()
+        eventually(lambda: passage.refused["/update_weights"] > refused, "the engine out of the broadcast")
+    finally:
+        del passage.arrivals["/update_weights"]
+    again = beside.finished("killed", 2)
+    assert {line["attempt"] for step, line in lines(again.folder).items() if step > 2} == {2}
+    assert_like(again.folder, undisturbed)
+    # The weights of the last step are those of the three updates before it.
+    assert str(beside.engine.get("/weight_info").body["weight_version"]).startswith(f"{STEPS - 1}.")
+
+
+def unread(pid: int) -> bool:
+    """Return whether something has come for a process that it has not read: it stands still."""
+    sockets = {str(path.readlink()) for path in Path(f"/proc/{pid}/fd").iterdir()}
+    rows = [
+        row.split() for name in ("tcp", "tcp6") for row in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]
+    ]
+    established = [row for row in rows if row[3] == "01" and f"socket:[{row[9]}]" in sockets]
+    return any(int(row[4].partition(":")[2], 16) for row in established)
+
+
+def test_a_run_that_is_suspended_goes_on_in_another_layout_with_the_same_answers(
+    beside: Beside, undisturbed: Path
+) -> None:
+    run = beside.start("moved", parallelism={"tensor": 2})
+    eventually(lambda: (run.folder / "samples/step-2.jsonl").exists() or not run.is_running(), "step 2")
+    run.signal(signal.SIGTERM)
+    for process in run.processes:
+        process.join(LONGEST_SECONDS)
+    assert [process.exitcode for process in run.processes] == [ExitCode.SAVED_AND_STOPPED] * 2, run.said()
+    assert max(lines(run.folder)) in (2, 3)
+    again = beside.finished("moved", 2, parallelism={"expert": 2})
+    told = lines(again.folder)
+    assert {line["attempt"] for line in told.values()} == {1, 2}
+    assert [*told] == [*range(1, STEPS + 1)]
+    assert_like(again.folder, undisturbed)
+
+
+def test_the_checkpoint_of_the_best_answers_is_kept_and_exported(beside: Beside) -> None:
+    run = beside.finished(
+        "best",
+        data={"eval": [{"source": "moejob/tiny-sums", "format": "Prompts", "split": "test"}]},
+        training={"evalEvery": 1},
+        grpo={"evaluation": {"samples": 2}},
+        checkpoint={"everySteps": 1000, "keep": 1, "keepBest": 1, "exportHuggingFace": True},
+    )
+    told = lines(run.folder)
+    scores = [told[step]["evalMean@2"] for step in sorted(told)]
+    best = scores.index(max(scores)) + 1
+    assert [line["evalScore"] for line in told.values()] == scores
+    assert (told[STEPS]["bestStep"], told[STEPS]["bestScore"]) == (best, max(scores))
+    # Else the newest checkpoint would be the best one, too.
+    assert best < STEPS
+    found = {path.parent for path in run.folder.glob("checkpoints/*/complete.json")}
+    evaluated = {path.name.partition(".")[0]: read_manifest(path).facts.evaluation for path in found}
+    assert evaluated == {
+        f"step-{best}": EvaluationFacts(measure="evalMean@2", value=max(scores)),
+        f"step-{STEPS}": None,
+    }
+
+
+def test_weights_pass_from_sft_through_grpo_in_another_layout_to_vllm(
+    beside: Beside, worlds: Worlds, tmp_path: Path
+) -> None:
+    exporting = {"everySteps": 1000, "exportHuggingFace": True}
+    teaching: dict[str, Any] = {"training": {"maxSteps": 40, "globalBatchSize": 8}, "data": {"maxLength": 256}}
+    taught = beside.runs.finished("taught", **teaching, checkpoint=exporting, parallelism={"tensor": 2})
+    run = beside.finished("handed-on", checkpoint=exporting | {"resumeFrom": "taught"}, parallelism={"expert": 2})
+    before, after = (_tensors(one.folder / "export") for one in (taught, run))
+    # GRPO freezes the router.
+    routers = [name for name in before if name.endswith("mlp.gate.weight")]
+    assert routers
+    assert all(torch.equal(before[name], after[name]) for name in routers)
+    assert not torch.equal(before["lm_head.weight"], after["lm_head.weight"])
+    (checkpoint,) = (path.parent for path in run.folder.glob(f"checkpoints/step-{STEPS}.*/complete.json"))
+    shutil.copytree(run.folder / "export", tmp_path / "first", ignore=shutil.ignore_patterns("*.safetensors"))
+    prompts = _prompts()
+    (own,) = worlds.run(1, greedy, tmp_path, checkpoint, prompts, TOKENS)
+    # It has something to say: one word over and over would be easy to say again.
+    assert len({*np.array(own).flatten().tolist()}) > 8
+    assert said_by_vllm(run.folder / "export", prompts) == own
+
+
+def _tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+def _prompts() -> list[list[int]]:
+    tokenizer: Any = tiny.tokenizer()
+    chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
+    return [tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in chats]
+
+
+def said_by_vllm(export: Path, prompts: list[list[int]]) -> list[list[int]]:
+    """Return what plain vLLM answers greedily, in a process of its own."""
+    done = subprocess.run(
+        [PYTHON, GREEDY, export, json.dumps(prompts), str(TOKENS)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=5 * LONGEST_SECONDS,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    answers: list[list[int]] = json.loads(done.stdout.splitlines()[-1])
+    return answers
