@@ -59,6 +59,37 @@ def test_a_run_in_the_same_folder_goes_on_as_the_same_job_under_the_next_attempt
     before, after = one.life(0, 0), one.life(0, 1)
     assert after["MOEJOB_UID"] == before["MOEJOB_UID"]
     assert int(after["MOEJOB_ATTEMPT"]) == int(before["MOEJOB_ATTEMPT"]) + 1
+    # By which a start knows the claims of those before it.
+    assert after["MOEJOB_SECRET"] == before["MOEJOB_SECRET"]
+
+
+def test_the_secret_of_a_run_is_its_own_and_its_users_alone(run: MakeRun) -> None:
+    one = run()
+    one.run([[DONE]])
+    kept = one.place / "run.secret"
+    assert kept.stat().st_mode & 0o777 == 0o600
+    assert one.life(0, 0)["MOEJOB_SECRET"] == kept.read_text().strip()
+    # Another run makes another.
+    kept.unlink()
+    one.run([[DONE]])
+    assert one.life(0, 1)["MOEJOB_SECRET"] != one.life(0, 0)["MOEJOB_SECRET"]
+
+
+def test_a_damaged_secret_is_no_secret(run: MakeRun) -> None:
+    one = run()
+    one.run([[DONE]])
+    (one.place / "run.secret").write_text("")
+    ended = one.run([[DONE]])
+    assert ended.code == 78
+    assert f"{one.place / 'run.secret'} does not hold the secret of a run; delete it" in ended.stderr
+
+
+def test_a_claim_that_another_wrote_keeps_no_run_from_going_on(run: MakeRun) -> None:
+    one = run()
+    one.run([[DONE]])
+    (one.place / "claims/9999999999.9999999999").touch()
+    assert one.run([[DONE]]).code == 0
+    assert one.life(0, 1)["MOEJOB_ATTEMPT"] == "2"
 
 
 # --- recovery ---------------------------------------------------------------------------------------------------------

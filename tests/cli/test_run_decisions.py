@@ -155,7 +155,7 @@ def machine(**changes: object) -> Machine:
 
 def test_simulated_nodes_divide_gpus_and_cores() -> None:
     wanted = spec(parallelism={"data": 4}, resources={"gpusPerNode": 2})
-    of = RunOf("job", "uid", wanted, layout(wanted.parallelism, 2), Path("/run"))
+    of = RunOf("job", "uid", wanted, layout(wanted.parallelism, 2), Path("/run"), "secret")
     orders = [launcher_order(of, machine(), Ports(1, 2), 1, index) for index in (0, 1)]
     assert [order.environment["CUDA_VISIBLE_DEVICES"] for order in orders] == ["0,1", "2,3"]
     assert [order.cores for order in orders] == [{0, 1}, {2, 3}]
@@ -173,7 +173,7 @@ def test_every_process_knows_all_engines(
     sections: dict[str, object], ranks: int, urls: list[str], separate: int
 ) -> None:
     wanted = spec(method="GRPO", parallelism={"data": 4}, resources={"accelerator": "CPU"}, grpo={"rollout": sections})
-    of = RunOf("job", "uid", wanted, layout(wanted.parallelism, ranks), Path("/run"))
+    of = RunOf("job", "uid", wanted, layout(wanted.parallelism, ranks), Path("/run"), "secret")
     ports, here = Ports(1, 2, 8), machine(rollout_python=Path("/rollout"))
     engines = engine_orders(of, here, ports)
     launchers = [launcher_order(of, here, ports, 1, index) for index in (0, 1)]
@@ -191,7 +191,7 @@ def test_separate_engines_get_the_gpus_behind_those_of_the_trainer() -> None:
         resources={"gpusPerNode": 2},
         grpo={"rollout": {"placement": "Separate", "replicas": 2}},
     )
-    of = RunOf("job", "uid", wanted, layout(wanted.parallelism, 2), Path("/run"))
+    of = RunOf("job", "uid", wanted, layout(wanted.parallelism, 2), Path("/run"), "secret")
     orders = engine_orders(of, machine(), Ports(1, 2, 8))
     assert [order.environment["CUDA_VISIBLE_DEVICES"] for order in orders] == ["2", "3"]
 

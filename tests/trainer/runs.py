@@ -26,7 +26,7 @@ import torch
 from builders import merged, spec
 from moejob_api.contract import Environment
 from moejob_api.layout.sizes import layout
-from moejob_trainer.runtime.fencing import RESTART, acquire_token
+from moejob_trainer.runtime.fencing import RESTART, Fence, claim_key
 from moejob_trainer.runtime.heartbeats import BOARD, HeartbeatBoard
 from trainer.worlds import PRELOADED
 
@@ -135,7 +135,7 @@ class Runs:
         ranks = layout(described.parallelism, described.resources.gpus_per_node).gpus
         folder = self.volume / job
         folder.mkdir(parents=True, exist_ok=True)
-        acquire_token(folder, attempt, 0)
+        Fence(folder, claim_key("", uid or f"uid-{job}")).acquire(attempt, 0)
         outside = self.volume.parent / f"{self.volume.name}-outside"
         outside.mkdir(exist_ok=True)
         number = len(self._started)

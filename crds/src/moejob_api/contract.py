@@ -61,7 +61,7 @@ class Environment(StrEnum):
     ROLLOUT_URLS = "MOEJOB_ROLLOUT_URLS"
     # Python of the rollout environment, which the launcher starts colocated engines with.
     ROLLOUT_PYTHON = "MOEJOB_ROLLOUT_PYTHON"
-    # Known to the processes of one attempt alone: they ask one another for it.
+    # Known to the processes of the job alone: they ask one another for it, and prove their claims on the run folder.
     SECRET = "MOEJOB_SECRET"
 
 
@@ -88,6 +88,8 @@ class RunFile(StrEnum):
     """The files that a run leaves in its folder."""
 
     OWNER = "run.json"
+    # Of `moejob run` alone, and for its user's eyes: in a cluster the secret of a job is in a Secret.
+    SECRET = "run.secret"
     CLAIMS = "claims"
     STEPS = "steps.jsonl"
     CHECKPOINTS = "checkpoints"
@@ -258,16 +260,19 @@ class RunOwner(ApiModel):
     uid: Annotated[str, Field(min_length=1, description="UID of the job: another of the same name is another job.")]
 
 
-_CLAIM = re.compile(r"(\d{10})\.(\d{10})")
+_CLAIM = re.compile(r"([0-9]{10})\.([0-9]{10})(\.[0-9a-f]{64})?")
 
 
 def claim_name(attempt: int, restart: int) -> str:
-    """The file by which one start of all ranks claims a run folder. Zero-padded, so that names order as numbers do."""
+    """The number by which one start of all ranks claims a run folder: in a file's name, before the proof of it.
+
+    Zero-padded, so that names order as numbers do.
+    """
     return f"{attempt:010d}.{restart:010d}"
 
 
 def claimed(name: str) -> tuple[int, int] | None:
-    """Attempt and restart of a claim's file name; None when it is something else's."""
+    """Attempt and restart of a claim's file name, proven or not; None when it is something else's."""
     found = _CLAIM.fullmatch(name)
     return None if found is None else (int(found[1]), int(found[2]))
 

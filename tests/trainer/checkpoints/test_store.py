@@ -16,7 +16,7 @@ from moejob_trainer.checkpoints.cleaning import Retention, clean
 from moejob_trainer.checkpoints.disk import Disk
 from moejob_trainer.checkpoints.manifest import EvaluationFacts, marker
 from moejob_trainer.errors import BadConfiguration, Retryable, Superseded
-from moejob_trainer.runtime.fencing import acquire_token
+from moejob_trainer.runtime.fencing import Fence
 from trainer.checkpoints.worlds import (
     FragileDisk,
     Inline,
@@ -392,7 +392,7 @@ def test_a_link_in_the_place_of_a_checkpoint_is_removed_and_not_followed(tmp_pat
 
 
 def test_others_on_the_machine_see_no_checkpoints_and_reach_an_export(tmp_path: Path) -> None:
-    acquire_token(tmp_path / "sft", 0, 0)
+    Fence(tmp_path / "sft", b"key").acquire(0, 0)
     store(place(tmp_path / "sft")).start()
     modes = {name: (tmp_path / name).stat().st_mode & 0o777 for name in ("sft", "sft/claims", "sft/checkpoints")}
     assert modes == {"sft": 0o755, "sft/claims": 0o700, "sft/checkpoints": 0o750}

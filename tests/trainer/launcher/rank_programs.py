@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from moejob_api.contract import RunProgress
-from moejob_trainer.runtime.fencing import FenceToken, is_ours
+from moejob_trainer.runtime.fencing import Fence, FenceToken
 from moejob_trainer.runtime.heartbeats import Heartbeat
 
 RANK, RESTART = "RANK", "TORCHELASTIC_RESTART_COUNT"
@@ -200,7 +200,7 @@ def look_around() -> int:
 
 def hold_the_folder() -> int:
     token = FenceToken.of_rank()
-    start(claim=str(token), ours=is_ours(folder(), token))
+    start(claim=str(token), ours=Fence.of_rank().is_ours(token))
     return for_ever()
 
 

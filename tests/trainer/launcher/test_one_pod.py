@@ -11,7 +11,7 @@ from pathlib import Path
 
 from moejob_api.contract import Outcome, PodProgress
 from moejob_trainer.checkpoints import RunOwner, own_run_folder
-from moejob_trainer.runtime.fencing import acquire_token, is_ours
+from moejob_trainer.runtime.fencing import Fence
 from trainer.launcher.launchers import Gang, eventually, gone, lives
 
 Make = Callable[..., Gang]
@@ -258,6 +258,17 @@ def test_ranks_hold_the_run_folder_under_a_new_number_at_every_start(gang: Make)
     assert {(note["claim"], note["ours"]) for note in job.notes(restart=1).values()} == {("attempt 3, restart 1", True)}
 
 
+def test_a_claim_that_another_wrote_ends_no_run_and_keeps_none_from_starting(gang: Make) -> None:
+    job, foreign = gang(attempt=3), "9999999999.9999999999"
+    launcher = job.start("hold_the_folder")
+    assert all(note["ours"] for note in job.notes().values())
+    (job.run_folder / "claims" / foreign).touch()
+    os.kill(job.pids()[1], signal.SIGKILL)
+    assert all(note["ours"] for note in job.notes(restart=1).values())
+    said = f"claims that are not proven to be this job's are ignored folder='{job.run_folder}' claims=['{foreign}']"
+    assert said in launcher.log.read_text()
+
+
 def test_a_run_folder_of_a_newer_attempt_is_left_alone(gang: Make) -> None:
     job = gang(attempt=2)
     assert job.start("finish").exit_code() == 0
@@ -270,11 +281,12 @@ def test_a_run_folder_of_a_newer_attempt_is_left_alone(gang: Make) -> None:
 def test_a_run_folder_of_another_job_is_not_even_claimed(gang: Make) -> None:
     job = gang(attempt=2)
     own_run_folder(job.run_folder, RunOwner(job="another", uid="5678"))
-    theirs = acquire_token(job.run_folder, 1, 0)
+    fence = Fence(job.run_folder, b"theirs")
+    theirs = fence.acquire(1, 0)
     launcher = job.start("finish")
     assert launcher.exit_code() == 78
     assert "belongs to job another (uid 5678), not to job job" in launcher.word().message
-    assert is_ours(job.run_folder, theirs)
+    assert fence.is_ours(theirs)
 
 
 def test_a_run_folder_that_is_a_file_is_bad_configuration(gang: Make) -> None:

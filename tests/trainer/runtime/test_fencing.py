@@ -11,17 +11,25 @@ from pathlib import Path
 import pytest
 
 from moejob_trainer.errors import Superseded
-from moejob_trainer.runtime.fencing import FenceToken, acquire_token, is_ours, newest_token
+from moejob_trainer.runtime.fencing import Fence, FenceToken, claim_key
+
+KEY = claim_key("secret", "uid")
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "claims").iterdir())
 
 
 def test_the_newest_claim_holds_the_folder(tmp_path: Path) -> None:
-    assert newest_token(tmp_path) is None
-    first = acquire_token(tmp_path, 1, 0)
-    assert is_ours(tmp_path, first)
-    second = acquire_token(tmp_path, 1, 1)
-    third = acquire_token(tmp_path, 2, 0)
-    assert [is_ours(tmp_path, held) for held in (first, second, third)] == [False, False, True]
-    assert newest_token(tmp_path) == third
+    fence = Fence(tmp_path, KEY)
+    assert fence.newest() is None
+    first = fence.acquire(1, 0)
+    assert fence.is_ours(first)
+    second = fence.acquire(1, 1)
+    third = fence.acquire(2, 0)
+    assert [fence.is_ours(held) for held in (first, second, third)] == [False, False, True]
+    assert fence.newest() == third
+    assert fence.foreign() == []
 
 
 @pytest.mark.parametrize(
@@ -33,21 +41,68 @@ def test_the_newest_claim_holds_the_folder(tmp_path: Path) -> None:
     ],
 )
 def test_who_is_not_newer_is_refused_and_changes_nothing(tmp_path: Path, attempt: int, restart: int, said: str) -> None:
-    held = acquire_token(tmp_path, 2, 3)
+    fence = Fence(tmp_path, KEY)
+    held = fence.acquire(2, 3)
+    before = names(tmp_path)
     with pytest.raises(Superseded, match=said):
-        acquire_token(tmp_path, attempt, restart)
-    assert is_ours(tmp_path, held)
-    assert sorted(path.name for path in (tmp_path / "claims").iterdir()) == ["0000000002.0000000003"]
+        fence.acquire(attempt, restart)
+    assert fence.is_ours(held)
+    assert names(tmp_path) == before
+    assert [name.rpartition(".")[0] for name in before] == ["0000000002.0000000003"]
 
 
 def test_numbers_are_compared_as_numbers(tmp_path: Path) -> None:
-    acquire_token(tmp_path, 9, 0)
-    tenth = acquire_token(tmp_path, 10, 0)
-    assert newest_token(tmp_path) == tenth
+    fence = Fence(tmp_path, KEY)
+    fence.acquire(9, 0)
+    tenth = fence.acquire(10, 0)
+    assert fence.newest() == tenth
 
 
-def test_a_rank_knows_its_claim() -> None:
-    assert FenceToken.of_rank({"MOEJOB_ATTEMPT": "3", "TORCHELASTIC_RESTART_COUNT": "2"}) == FenceToken(3, 2)
+PROOF_OF_ANOTHER_NUMBER = Fence(Path(), KEY)._name(FenceToken(1, 0)).rpartition(".")[2]  # noqa: SLF001
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("9999999999.9999999999", id="without a proof"),
+        pytest.param(f"9999999999.9999999999.{'0' * 64}", id="with a wrong proof"),
+        pytest.param(f"9999999999.9999999999.{PROOF_OF_ANOTHER_NUMBER}", id="with the proof of an older claim"),
+        pytest.param(Fence(Path(), claim_key("another", "uid"))._name(FenceToken(3, 0)), id="of another secret"),  # noqa: SLF001
+        pytest.param(Fence(Path(), claim_key("secret", "other"))._name(FenceToken(3, 0)), id="of another job"),  # noqa: SLF001
+    ],
+)
+def test_a_foreign_claim_supersedes_no_one_and_is_named(tmp_path: Path, name: str) -> None:
+    fence = Fence(tmp_path, KEY)
+    held = fence.acquire(1, 0)
+    (tmp_path / "claims" / name).touch()
+    assert fence.is_ours(held)
+    later = fence.acquire(2, 0)
+    assert [fence.is_ours(held), fence.is_ours(later)] == [False, True]
+    assert fence.foreign() == [name]
+
+
+def test_a_claim_of_before_that_is_put_back_holds_nothing(tmp_path: Path) -> None:
+    fence = Fence(tmp_path, KEY)
+    fence.acquire(1, 0)
+    copied = names(tmp_path)
+    later = fence.acquire(2, 0)
+    for name in copied:
+        (tmp_path / "claims" / name).touch()
+    assert fence.is_ours(later)
+
+
+def test_a_rank_knows_its_claim(tmp_path: Path) -> None:
+    environ = {
+        "MOEJOB_ATTEMPT": "3",
+        "TORCHELASTIC_RESTART_COUNT": "2",
+        "MOEJOB_UID": "uid",
+        "MOEJOB_SECRET": "secret",
+        "MOEJOB_RUN_FOLDER": str(tmp_path),
+    }
+    assert FenceToken.of_rank(environ) == FenceToken(3, 2)
+    # As the launcher has written it.
+    held = Fence(tmp_path, KEY).acquire(3, 2)
+    assert Fence.of_rank(environ).is_ours(held)
 
 
 def test_of_processes_that_race_only_the_newest_holds_the_folder_in_the_end(tmp_path: Path) -> None:
@@ -76,7 +131,7 @@ def _race(
         barriers[0].wait()
         mine = None
         with suppress(Superseded):
-            mine = acquire_token(folder / str(number), attempt, 0)
+            mine = Fence(folder / str(number), KEY).acquire(attempt, 0)
         barriers[1].wait()
-        held.append(mine is not None and is_ours(folder / str(number), mine))
+        held.append(mine is not None and Fence(folder / str(number), KEY).is_ours(mine))
     answers.send(held)

@@ -26,7 +26,7 @@ def run(answer: Answer, layout: Layout, folder: Path | None, display: Display) -
         machine = this_machine()
         must_fit(answer.job.spec, layout, machine)
         with held(place, name) as mine:
-            of = RunOf(name, mine.owner.uid, answer.job.spec, layout, place)
+            of = RunOf(name, mine.owner.uid, answer.job.spec, layout, place, mine.secret)
             return _supervised(of, machine, mine, display)
     except CannotRun as refused:
         return Result(ExitCode.BAD_CONFIGURATION, str(refused)), [], place

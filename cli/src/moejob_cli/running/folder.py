@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
+import secrets
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,13 +18,17 @@ from moejob_api.contract import RunFile, RunOwner, claimed
 from moejob_cli.running.machine import CannotRun
 
 _LOCK = "run.lock"
+_SECRET_BYTES = 32
+_SECRET = re.compile(rf"[0-9a-f]{{{2 * _SECRET_BYTES}}}\n")
+# No run gets there by itself: a file that says more is not of a run's making.
+_MOST_ATTEMPTS = 10**9
 
 
 class RunFolder:
     """A run folder that this process holds; made by `held`."""
 
-    def __init__(self, path: Path, owner: RunOwner, lock: int) -> None:
-        self.path, self.owner, self.lock = path, owner, lock
+    def __init__(self, path: Path, owner: RunOwner, secret: str, lock: int) -> None:
+        self.path, self.owner, self.secret, self.lock = path, owner, secret, lock
         self._attempt = 0
 
     @property
@@ -49,7 +55,7 @@ def held(path: Path, job: str) -> Iterator[RunFolder]:
         ) from None
     try:
         (path / RunFile.LOGS).mkdir(mode=0o700, exist_ok=True)
-        yield RunFolder(path, _owner(path, job), lock)
+        yield RunFolder(path, _owner(path, job), _secret(path), lock)
     finally:
         os.close(lock)
 
@@ -91,18 +97,30 @@ def _owner(path: Path, job: str) -> RunOwner:
     return found
 
 
+def _secret(path: Path) -> str:
+    """Kept, for a start must know the claims of those before it; its user's alone, for it opens the rendezvous."""
+    file = path / RunFile.SECRET
+    if not file.exists():
+        _write(file, f"{secrets.token_hex(_SECRET_BYTES)}\n", mode=0o600)
+    found = file.read_text(encoding="utf-8", errors="replace")
+    if _SECRET.fullmatch(found) is None:
+        raise CannotRun(f"{file} does not hold the secret of a run; delete it, and the next start makes another")
+    return found.strip()
+
+
 def _newest_attempt(path: Path) -> int:
     try:
         names = [file.name for file in (path / RunFile.CLAIMS).iterdir()]
     except FileNotFoundError:
         return 0
-    return max((numbers[0] for numbers in map(claimed, names) if numbers), default=0)
+    attempts = (numbers[0] for numbers in map(claimed, names) if numbers)
+    return max((attempt for attempt in attempts if attempt < _MOST_ATTEMPTS), default=0)
 
 
-def _write(file: Path, text: str) -> None:
+def _write(file: Path, text: str, mode: int = 0o644) -> None:
     """Whole or not at all: without its owner, no other run could continue this one."""
     fresh = file.with_name(f".{file.name}.new")
-    with fresh.open("w", encoding="utf-8") as target:
+    with os.fdopen(os.open(fresh, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, mode), "w", encoding="utf-8") as target:
         target.write(text)
         target.flush()
         os.fsync(target.fileno())

@@ -29,6 +29,8 @@ class RunOf:
     spec: Spec
     layout: Layout
     folder: Path
+    # Opens the rendezvous to this run alone, for ports are for all users of a machine; proves claims on its folder.
+    secret: str = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +41,6 @@ class Ports:
     progress: int
     # Of the first engine on an address; the others follow.
     rollout: int = 0
-    # Opens the rendezvous to this attempt alone: ports of a machine are for all its users.
-    secret: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class LauncherOrder:
 def launcher_order(run: RunOf, machine: Machine, ports: Ports, attempt: int, index: int) -> LauncherOrder:
     """The launcher of one simulated node."""
     address = Address(host(index), host(0), ports.rendezvous, ports.progress)
-    orders = replace(_orders(run, Role.TRAINER, address, attempt, index), secret=ports.secret or None)
+    orders = replace(_orders(run, Role.TRAINER, address, attempt, index), secret=run.secret)
     environment = _environment(run, machine, orders, ports.rollout) | _gpus(run, machine, index)
     return LauncherOrder(
         index, address.host, ports.progress, environment, _share(machine.cores, index, run.layout.nodes)

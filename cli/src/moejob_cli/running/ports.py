@@ -8,16 +8,13 @@ too, as those of launchers and engines do, may listen on it.
 
 from __future__ import annotations
 
-import secrets
 import socket
 from collections.abc import Iterable
 from contextlib import ExitStack
-from dataclasses import replace
 
 from moejob_cli.running.launchers import Ports, host
 
 _TRIES = 50
-_SECRET_BYTES = 32
 
 
 class ReservedPorts:
@@ -55,8 +52,7 @@ class AttemptPorts:
     def __init__(self, nodes: int, rollout_port: int) -> None:
         self._rendezvous = ReservedPorts([host(0)])
         self._progress = ReservedPorts(host(index) for index in range(nodes))
-        numbers = Ports(self._rendezvous.first, self._progress.first, secret=secrets.token_hex(_SECRET_BYTES))
-        self.numbers = replace(numbers, rollout=rollout_port)
+        self.numbers = Ports(self._rendezvous.first, self._progress.first, rollout_port)
 
     def release(self) -> None:
         """Give them back."""

@@ -10,7 +10,7 @@ What others use:
   failure. It ends as children of multiprocessing do: functions registered with atexit are not called.
 - `moejob_trainer.runtime.heartbeats.Heartbeat` reports that a rank is alive and, on rank 0, the progress of the run.
 - `moejob_trainer.runtime.fencing`: the launcher of pod 0 has taken the fence token before ranks start; a rank asks
-  `is_ours(folder, FenceToken.of_rank())` before it commits.
+  `Fence.of_rank().is_ours(FenceToken.of_rank())` before it commits.
 
 Imports torch for its store, and neither Megatron nor transformers: those are for the fork server.
 """

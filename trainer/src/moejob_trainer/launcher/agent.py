@@ -50,7 +50,7 @@ from moejob_trainer.launcher.rank_processes import RankProcesses
 from moejob_trainer.launcher.rendezvous import Rendezvous, Round
 from moejob_trainer.launcher.stop import Stopped, StopRequest
 from moejob_trainer.launcher.store import LOOPBACK, LostPeers
-from moejob_trainer.runtime.fencing import RESTART, acquire_token
+from moejob_trainer.runtime.fencing import RESTART
 from moejob_trainer.runtime.heartbeats import BOARD, HeartbeatBoard
 from moejob_trainer.runtime.start_timing import START, LauncherTiming
 
@@ -61,6 +61,7 @@ _POLL_SECONDS = 0.2
 _MARGIN_SECONDS, _MARGIN_SHARE = 5.0, 0.2
 _LAST_TO_LEAVE_SECONDS = 5.0
 _RANKS_NAMED = 8
+_FILES_NAMED = 4
 _STARVED = ", out of memory; raise resources.memory"
 _LASTING = (errno.EEXIST, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOSPC, errno.EDQUOT)
 
@@ -187,12 +188,16 @@ class Agent:
         try:
             # Whose folder it is comes first: a claim of another job would end the run that is at work in it.
             own_run_folder(folder, RunOwner(job=self._pod.job, uid=self._pod.uid))
-            acquire_token(folder, self._pod.attempt, number)
+            foreign = self._pod.fence.foreign()
+            self._pod.fence.acquire(self._pod.attempt, number)
         except BadConfiguration as error:
             raise BadFolder(str(error)) from None
         except OSError as error:
             reason = f"the run folder {folder} cannot be written to: {error.strerror or error}"
             raise (BadFolder if error.errno in _LASTING else LostFolder)(reason) from None
+        if foreign:
+            named = [*foreign[:_FILES_NAMED], *(["..."] if len(foreign) > _FILES_NAMED else [])]
+            log.warning("claims that are not proven to be this job's are ignored", folder=str(folder), claims=named)
 
     def _start(self, current: Round, timing: LauncherTiming) -> None:
         self._save_until, self._starved = None, kills_for_memory()

@@ -15,6 +15,7 @@ from moejob_api.engines import colocated_per_pod
 from moejob_api.job import Spec
 from moejob_api.pod_environment import read_spec
 from moejob_trainer.launcher.channel import attempt_key
+from moejob_trainer.runtime.fencing import Fence, claim_key
 
 _Name = Annotated[str, Field(min_length=1)]
 _Port = Annotated[int, Field(ge=1, le=65_535)]
@@ -98,6 +99,11 @@ class Pod(BaseModel):
     def key(self) -> bytes:
         """The key that the launchers of this attempt share."""
         return attempt_key(self.secret.get_secret_value(), self.uid, self.attempt)
+
+    @property
+    def fence(self) -> Fence:
+        """The claims of this job on its run folder."""
+        return Fence(self.run_folder, claim_key(self.secret.get_secret_value(), self.uid))
 
     @property
     def listens_on(self) -> str:

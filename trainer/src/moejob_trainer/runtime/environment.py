@@ -9,7 +9,7 @@ from pathlib import Path
 
 from moejob_api.contract import Environment
 from moejob_api.job import Spec
-from moejob_trainer.runtime.fencing import FenceToken
+from moejob_trainer.runtime.fencing import Fence, FenceToken
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +21,7 @@ class RankEnvironment:
     spec: Spec
     folder: Path
     token: FenceToken
+    fence: Fence
     rank: int
     world: int
     local_rank: int
@@ -35,6 +36,7 @@ def rank_environment(environ: Mapping[str, str] = os.environ) -> RankEnvironment
         spec=Spec.model_validate_json(environ[Environment.SPEC]),
         folder=Path(environ[Environment.RUN_FOLDER]),
         token=FenceToken.of_rank(environ),
+        fence=Fence.of_rank(environ),
         rank=int(environ["RANK"]),
         world=int(environ["WORLD_SIZE"]),
         local_rank=int(environ["LOCAL_RANK"]),

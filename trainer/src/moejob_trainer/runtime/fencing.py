@@ -1,17 +1,20 @@
 """The fence token of a run folder: every attempt writes its number first, and only the newest may commit.
 
-A node that is cut off is not gone: its ranks may wake up and write. A token is a file whose name is the number;
-nothing is ever rewritten, so no two processes can lose each other's claim. The launcher of pod 0 claims before any rank
-starts; a rank that commits a checkpoint asks `is_ours(folder, FenceToken.of_rank())` just before the marker is written.
-Knows nothing of what is committed.
+A node that is cut off is not gone: its ranks may wake up and write. A token is a file whose name is the number and a
+proof, HMAC(key, number); nothing is ever rewritten, so no two processes can lose each other's claim. The key is derived
+from the job's secret, which all its attempts share: others who write to the volume see tokens and can make none, and
+what they make is no token. The launcher of pod 0 claims before any rank starts; a rank that commits a checkpoint asks
+`Fence.is_ours(token)` just before the marker is written. Knows nothing of what is committed.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from moejob_api.contract import Environment, RunFile, claim_name, claimed
@@ -37,50 +40,80 @@ class FenceToken:
         return cls(int(environ[Environment.ATTEMPT]), int(environ[RESTART]))
 
 
-def acquire_token(folder: Path, attempt: int, restart: int) -> FenceToken:
-    """Take the run folder for this start of the ranks, or raise Superseded when it is taken by it or a newer one."""
-    mine = FenceToken(attempt, restart)
-    path = _path(folder, mine)
-    folder.mkdir(parents=True, exist_ok=True)
-    path.parent.mkdir(mode=0o700, exist_ok=True)
-    try:
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
-    except FileExistsError:
-        raise Superseded(
-            f"{folder} is already used by {mine}; two runs cannot share a folder: give this one its own"
-        ) from None
-    seen = _tokens(folder)
-    if seen[-1] != mine:
-        path.unlink(missing_ok=True)
-        raise Superseded(f"{folder} belongs to {seen[-1]} now; {mine} is too late and writes nothing")
-    for older in seen[:-1]:
-        _path(folder, older).unlink(missing_ok=True)
-    return mine
+def claim_key(secret: str, uid: str) -> bytes:
+    """Return the key that proves claims of a job: of all its attempts, for a later one must know an earlier one's."""
+    return hmac.digest(secret.encode(), f"moejob claims\0{uid}".encode(), hashlib.sha256)
 
 
-def is_ours(folder: Path, mine: FenceToken) -> bool:
-    """Return whether that token is still the newest one."""
-    # A network file system may answer from memory until the folder is changed from here.
-    touched = folder / TOKENS / f"probe-{mine.attempt}.{mine.restart}-{os.getpid()}"
-    with suppress(FileNotFoundError):
-        touched.touch()
-        touched.unlink()
-    return newest_token(folder) == mine
+@dataclass(frozen=True, slots=True)
+class Fence:
+    """The claims of one job on a run folder."""
 
+    folder: Path
+    key: bytes = field(repr=False)
 
-def newest_token(folder: Path) -> FenceToken | None:
-    """The claim that holds a run folder; None when there is none."""
-    return max(_tokens(folder), default=None)
+    @classmethod
+    def of_rank(cls, environ: Mapping[str, str] = os.environ) -> Fence:
+        """The fence of the run that this rank belongs to."""
+        secret, uid = environ.get(Environment.SECRET, ""), environ[Environment.UID]
+        return cls(Path(environ[Environment.RUN_FOLDER]), claim_key(secret, uid))
 
+    def acquire(self, attempt: int, restart: int) -> FenceToken:
+        """Take the run folder for this start of the ranks; Superseded when it is taken by it or a newer one."""
+        mine = FenceToken(attempt, restart)
+        path = self._path(mine)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        try:
+            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
+        except FileExistsError:
+            raise Superseded(
+                f"{self.folder} is already used by {mine}; two runs cannot share a folder: give this one its own"
+            ) from None
+        seen = self._tokens()
+        if seen[-1] != mine:
+            path.unlink(missing_ok=True)
+            raise Superseded(f"{self.folder} belongs to {seen[-1]} now; {mine} is too late and writes nothing")
+        for older in seen[:-1]:
+            self._path(older).unlink(missing_ok=True)
+        return mine
 
-def _tokens(folder: Path) -> list[FenceToken]:
-    try:
-        names = [path.name for path in (folder / TOKENS).iterdir()]
-    except FileNotFoundError:
-        return []
-    found = (claimed(name) for name in names)
-    return sorted(FenceToken(*numbers) for numbers in found if numbers)
+    def is_ours(self, mine: FenceToken) -> bool:
+        """Return whether that token is still the newest one."""
+        # A network file system may answer from memory until the folder is changed from here.
+        touched = self.folder / TOKENS / f"probe-{mine.attempt}.{mine.restart}-{os.getpid()}"
+        with suppress(FileNotFoundError):
+            touched.touch()
+            touched.unlink()
+        return self.newest() == mine
 
+    def newest(self) -> FenceToken | None:
+        """The claim that holds the run folder; None when there is none."""
+        return max(self._tokens(), default=None)
 
-def _path(folder: Path, of: FenceToken) -> Path:
-    return folder / TOKENS / claim_name(of.attempt, of.restart)
+    def foreign(self) -> list[str]:
+        """Names like those of tokens, without this job's proof."""
+        return sorted(name for name in self._names() if claimed(name) and self._proven(name) is None)
+
+    def _tokens(self) -> list[FenceToken]:
+        return sorted(token for token in map(self._proven, self._names()) if token is not None)
+
+    def _names(self) -> list[str]:
+        try:
+            return [path.name for path in (self.folder / TOKENS).iterdir()]
+        except FileNotFoundError:
+            return []
+
+    def _proven(self, name: str) -> FenceToken | None:
+        numbers = claimed(name)
+        if numbers is None:
+            return None
+        token = FenceToken(*numbers)
+        return token if hmac.compare_digest(name, self._name(token)) else None
+
+    def _name(self, token: FenceToken) -> str:
+        number = claim_name(token.attempt, token.restart)
+        return f"{number}.{hmac.digest(self.key, number.encode(), hashlib.sha256).hex()}"
+
+    def _path(self, token: FenceToken) -> Path:
+        return self.folder / TOKENS / self._name(token)

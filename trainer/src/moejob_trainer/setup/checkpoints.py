@@ -11,7 +11,6 @@ from moejob_trainer.checkpoints.saving import RunCheckpoints, RunWriter, StateFa
 from moejob_trainer.megatron.state import StateFiles
 from moejob_trainer.megatron.stored_shards import STATE_FORMAT
 from moejob_trainer.model_check.checks import Checks
-from moejob_trainer.runtime.fencing import is_ours
 from moejob_trainer.setup.context import RankContext
 from moejob_trainer.setup.model import RunModel
 from moejob_trainer.setup.objective import RunObjective
@@ -28,7 +27,7 @@ def build_checkpoints(
         folder=environment.folder,
         run=RunOwner(job=environment.job, uid=environment.uid),
         token=environment.token,
-        is_ours=lambda: is_ours(environment.folder, environment.token),
+        is_ours=partial(environment.fence.is_ours, environment.token),
     )
     store = Checkpoints(place, environment.spec.checkpoint, context.ranks, writer, measure=learned.evaluations.measure)
     facts = StateFacts(context.layout, STATE_FORMAT, checkpoint_bytes(model.architecture.shape, environment.spec))
