@@ -25,6 +25,11 @@ _LEFT_OUT = (
     "--dpkgopt=path-exclude=/usr/share/locale/*",
     "--customize-hook=rm -rf $1/var/lib/apt/lists/* $1/var/cache/apt/* $1/var/log/*",
 )
+# As in distroless images: dpkg knows nothing of packages that were only unpacked.
+_NAME_THEM = (
+    "mkdir -p $1/var/lib/dpkg/status.d && cd $1/var/cache/apt/archives && for deb in *.deb; do "
+    "dpkg-deb --field $deb >../../../lib/dpkg/status.d/${deb%%_*} || exit 1; done"
+)
 
 
 class MissingToolError(Exception):
@@ -42,7 +47,8 @@ class Base:
     @property
     def options(self) -> tuple[str, ...]:
         """Return what mmdebstrap is told."""
-        return (f"--variant={self.variant}", f"--include={','.join(self.packages)}", *_LEFT_OUT)
+        named = (f"--extract-hook={_NAME_THEM}",) if self.variant == "extract" else ()
+        return (f"--variant={self.variant}", f"--include={','.join(self.packages)}", *_LEFT_OUT, *named)
 
     @property
     def reference(self) -> str:

@@ -103,6 +103,7 @@ def closure_key(order: Order) -> str:
     """Changes with whatever the dependency layer of this Dockerfile is made of."""
     closure = f"requirements/{order.recipe.folder}.txt"
     known = hashlib.sha256(repr(sorted(order.arguments.items())).encode())
-    for part in (closure, "requirements/sbom.txt", "requirements/uv.txt", "images/install", "images/compile.py"):
+    tools = ("images/install", "images/compile.py", "images/debian.py")
+    for part in (closure, "requirements/sbom.txt", "requirements/uv.txt", *tools):
         known.update((order.context / part).read_bytes())
     return known.hexdigest()[:12]

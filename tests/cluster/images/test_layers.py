@@ -68,7 +68,19 @@ def normalized(component: dict[str, Any]) -> tuple[str, str]:
 def test_the_list_of_parts_is_the_closure_that_is_pinned(image: Builds, name: str) -> None:
     listed = parts(image(name))
     assert listed["bomFormat"] == "CycloneDX"
-    assert dict(map(normalized, listed["components"])) == pins(IMAGES[name])
+    python = [part for part in listed["components"] if part["purl"].startswith("pkg:pypi/")]
+    assert dict(map(normalized, python)) == pins(IMAGES[name])
+
+
+@by_image
+def test_the_list_of_parts_has_the_debian_packages_that_copyrights_are_of(image: Builds, name: str) -> None:
+    layout = image(name)
+    listed = {part["name"] for part in parts(layout)["components"] if part["purl"].startswith("pkg:deb/debian/")}
+    names = (member.name.split("/") for layer in layouts.image(layout).layers for member in members(layout, layer))
+    # Some have a link to the folder of another package of the same source.
+    copyrights = {found[-2] for found in names if found[-4:-2] == ["share", "doc"] and found[-1] == "copyright"}
+    assert len(copyrights) > 20
+    assert copyrights <= listed
 
 
 @by_image
