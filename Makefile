@@ -145,13 +145,13 @@ gpu-test: $(trainer_gpu_built) $(operator_built) ## Test kernels and training on
 	@MOEJOB_TRAINER_PYTHON=$(CURDIR)/$(trainer_gpu)/python $(trainer_gpu)/pytest tests/gpu -rs $(ARGS)
 
 # Builds the cluster programs that it lacks, and skips by name where it cannot; so it does not wait for control-plane.
-test-cluster: $(operator_built) $(trainer_built) ## Test on a real control plane and two real nodes
+test-cluster: $(operator_built) $(trainer_built) $(rollout_built) ## Test on a real control plane and two real nodes
 	@$(call tested,$(operator),tests/cluster -n 3 --dist loadscope --no-loadscope-reorder -rs --no-fold-skipped)
 
-# Needs what the nodes need, and a quarter of an hour; test-cluster does the three faults that happen most. Last comes `make kind-demo`.
-test-faults: $(operator_built) $(trainer_built) ## Test every fault: of ranks, pods, nodes, volumes, clocks, the cluster and the operator
+# Needs what the nodes need, and 25 minutes; test-cluster does the four faults that happen most. Last comes `make kind-demo`.
+test-faults: $(operator_built) $(trainer_built) $(rollout_built) ## Test every fault: of ranks, engines, pods, nodes, volumes, clocks, the cluster and the operator
 	@MOEJOB_FAULTS=full $(operator)/pytest tests/cluster/control_plane/test_faults.py tests/cluster/nodes/test_faults.py \
-		tests/cluster/nodes/test_policies.py tests/cluster/nodes/test_strangers.py tests/cluster/nodes/test_kind_demo.py -rs --no-fold-skipped $(ARGS)
+		tests/cluster/nodes/test_engines.py tests/cluster/nodes/test_policies.py tests/cluster/nodes/test_strangers.py tests/cluster/nodes/test_kind_demo.py -rs --no-fold-skipped $(ARGS)
 
 # Ten gigabytes and five minutes for each image that is not there yet.
 test-images: $(operator_built) ## Test engines in their images, serving what a trainer exported

@@ -126,7 +126,7 @@ def main() -> int:
 
 def _measured(folder: Path, rows: Sequence[Row], times: int) -> list[Result]:
     with cluster(folder, found_programs(say)) as nodes, installed(nodes, folder) as home:
-        nodes.load({COLD_IMAGE: write_variant(folder / "cold", built("trainer-cpu"), ["--preload="])})
+        nodes.load({COLD_IMAGE: write_variant(folder / "cold", built("trainer-cpu"), {"Cmd": ["--preload="]})})
         with ward(nodes, home, folder, steps=EVERY + STEPS_PER_FAULT * (times + 1)) as opened:
             return [result for row in rows for result in _results(row, list(_recoveries(opened, row, times)))]
 

@@ -65,8 +65,8 @@ def _in_archive(path: Path) -> Iterator[tuple[str, Blob]]:
                 yield member.name.removeprefix("./"), Blob(path, member.offset_data, member.size)
 
 
-def write_variant(target: Path, source: Path, arguments: Sequence[str]) -> Path:
-    """A folder with an image that differs from another in one thing: what its program is given. Layers are shared."""
+def write_variant(target: Path, source: Path, changed: Mapping[str, Sequence[str]]) -> Path:
+    """A folder with an image that differs from another in what it starts: Entrypoint, Cmd. Layers are shared."""
     image = image_of(source)
     blobs = target / BLOBS
     blobs.mkdir(parents=True)
@@ -74,7 +74,7 @@ def write_variant(target: Path, source: Path, arguments: Sequence[str]) -> Path:
         if blob.file.parent.name == "sha256":
             (blobs / name.removeprefix("sha256:")).symlink_to(blob.file)
     config = json.loads(image.blobs[image.config].read())
-    config["config"]["Cmd"] = [*arguments]
+    config["config"] |= {name: [*words] for name, words in changed.items()}
     manifest = json.loads(image.blobs[image.manifest].read())
     manifest["config"] |= _placed(blobs, _json(config))
     entry = {"mediaType": image.media_type, **_placed(blobs, _json(manifest))}

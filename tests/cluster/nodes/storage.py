@@ -60,9 +60,12 @@ class Storage:
 
     def path(self, namespace: str, claim: str) -> Path:
         """Return where the machine sees what is in a claim's volume."""
+        return self._nodes[0].path(self.folder(namespace, claim))
+
+    def folder(self, namespace: str, claim: str) -> Path:
+        """Return the folder of this machine that a claim of class SHARED is: files can be linked into it."""
         found = self._api.get(f"/api/v1/namespaces/{namespace}/persistentvolumeclaims/{claim}")
-        inside = self._folder / found["spec"]["volumeName"]
-        return self._nodes[0].path(inside)
+        return self._folder / str(found["spec"]["volumeName"])
 
     def _answer_claims(self) -> None:
         while not self._stopped.wait(POLL_SECONDS):

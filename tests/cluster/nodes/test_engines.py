@@ -1,0 +1,158 @@
+"""GRPO on two real nodes with vLLM in a pod: from kubectl apply to a score, through faults of its engine.
+
+The first row is for every day; MOEJOB_FAULTS=full does all.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from builders import merged
+from cluster.control_plane.releases import Release
+from cluster.extent import IS_FULL, in_full
+from cluster.nodes.cluster import Cluster
+from cluster.nodes.engines import (
+    STEPS,
+    EnginePod,
+    answers,
+    await_answers,
+    away_from_trainer,
+    job_with_engine,
+    kill_engine,
+    load_image,
+    next_engine,
+    provide_environment,
+    ready_engine,
+    shown_score,
+)
+from cluster.nodes.faults import kill_pod
+from cluster.nodes.pods import claim
+from cluster.nodes.training import TRAINER_PYTHON, Run, Submitted, run_here, submitted
+from cluster.nodes.ward import RANDOM_MODEL
+from cluster.waiting import until
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+VOLUME = "engines"
+_numbers = count()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random weights, and a tokenizer."""
+    folder = tmp_path_factory.mktemp("model") / "random"
+    subprocess.run([TRAINER_PYTHON, RANDOM_MODEL, folder], check=True, capture_output=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def clinic(nodes: Cluster, home: Release, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Release:
+    """The release, on nodes that have the engine's image, and a volume with what that starts and the model."""
+    load_image(nodes, tmp_path_factory.mktemp("image"))
+    claims = f"/api/v1/namespaces/{home.namespace}/persistentvolumeclaims"
+    nodes.plane.api.create(claims, claim(VOLUME, "1Gi", None))
+    until(
+        lambda: nodes.plane.api.get(f"{claims}/{VOLUME}")["status"].get("phase") == "Bound",
+        waiting_for=f"a volume for {VOLUME}",
+    )
+    place = nodes.storage.folder(home.namespace, VOLUME)
+    provide_environment(place)
+    shutil.copytree(model, place / model.name)
+    for file in (place / model.name).iterdir():
+        file.chmod(0o644)
+    return home
+
+
+@pytest.fixture(scope="module")
+def undisturbed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The same job without a cluster."""
+    return run_here(job_with_engine(str(model)), tmp_path_factory.mktemp("undisturbed"))
+
+
+@contextmanager
+def admitted(nodes: Cluster, home: Release) -> Iterator[Submitted]:
+    """A job with an engine, and its end in any case."""
+    name = f"with-engine-{next(_numbers)}"
+    job = submitted(
+        nodes, home.namespace, merged(job_with_engine(f"pvc://{VOLUME}/random"), {"metadata": {"name": name}})
+    )
+    try:
+        yield job
+    finally:
+        nodes.plane.kubectl("delete", "moetrainingjob", name, f"--namespace={home.namespace}")
+
+
+def generating(job: Submitted, engine: EnginePod) -> dict[str, str]:
+    """Wait until an engine computes answers of a later step than the first; the gang's pods."""
+    job.await_steps(1)
+    await_answers(job, engine)
+    return job.uids()
+
+
+def assert_gang_untouched(job: Submitted, gang: dict[str, str]) -> None:
+    """The job ends well with the pods and the ranks that it had, and each step was done once."""
+    job.await_end()
+    assert job.uids() == gang
+    restarts = job.read()["status"]["restarts"]
+    assert (restarts["total"], restarts["pods"], restarts["ranks"]) == (0, 0, 0)
+    assert job.run().steps() == [(0, 0, step) for step in range(1, STEPS + 1)]
+    for step, said in answers(job.run()).items():
+        assert {answer["version"] for answer in said} == {step - 1}
+
+
+def assert_like(run: Run, other: Run) -> None:
+    """All answers are those of the other run, what they were paid, and what was learned of them."""
+    assert answers(run) == answers(other)
+    assert run.losses() == pytest.approx(other.losses(), abs=1e-5)
+
+
+def test_an_engine_that_is_killed_while_it_generates_is_started_again_in_its_pod(
+    nodes: Cluster, clinic: Release, request: pytest.FixtureRequest
+) -> None:
+    with admitted(nodes, clinic) as job:
+        engine = ready_engine(job)
+        gang = generating(job, engine)
+        kill_engine(job, engine)
+        now = next_engine(job, engine)
+        assert (now.uid, now.restarts) == (engine.uid, engine.restarts + 1)
+        assert_gang_untouched(job, gang)
+        score = job.run().told()[-1]["reward"]
+        assert float(shown_score(nodes, job)) == pytest.approx(score, abs=1e-3)
+        if IS_FULL:
+            assert_like(job.run(), request.getfixturevalue("undisturbed"))
+
+
+@in_full
+def test_an_engine_whose_pod_is_deleted_while_it_generates_is_replaced(
+    nodes: Cluster, clinic: Release, undisturbed: Run
+) -> None:
+    with admitted(nodes, clinic) as job:
+        engine = ready_engine(job)
+        gang = generating(job, engine)
+        kill_pod(nodes, job.namespace, engine.name)
+        assert next_engine(job, engine).uid != engine.uid
+        assert_gang_untouched(job, gang)
+        assert_like(job.run(), undisturbed)
+
+
+@in_full
+def test_an_engine_on_a_node_that_is_cut_off_is_replaced_on_another(
+    nodes: Cluster, clinic: Release, undisturbed: Run
+) -> None:
+    with admitted(nodes, clinic) as job:
+        engine = away_from_trainer(job)
+        gang = generating(job, engine)
+        nodes.cut_off(engine.node)
+        try:
+            assert next_engine(job, engine).node != engine.node
+            assert_gang_untouched(job, gang)
+        finally:
+            nodes.reconnect(engine.node)
+            nodes.await_ready(engine.node)
+        assert_like(job.run(), undisturbed)
