@@ -181,8 +181,9 @@ def test_grouped_linear_maps(counts: list[int], inputs: int, outputs: int) -> No
 @pytest.mark.parametrize(
     ("tokens", "words", "existing"), [(300, 151936, 151936), (40, 50304, 50257), (7, 1000, 999), (5, 129, 3), (0, 8, 8)]
 )
-def test_words(place: Place, tokens: int, words: int, existing: int, temperature: float) -> None:
-    assert_kernel("words", place, tokens, words, existing, temperature)
+@pytest.mark.parametrize("learns_entropy", [False, True], ids=["", "entropy"])
+def test_words(place: Place, tokens: int, words: int, existing: int, temperature: float, learns_entropy: bool) -> None:
+    assert_kernel("words", place, tokens, words, existing, temperature, learns_entropy)
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -127,7 +127,10 @@ def recomputed_modules(recompute: Recompute) -> frozenset[RecomputeModule]:
 
 def kept_slope_bytes(spec: Spec, tokens: int, words: int, element_bytes: int) -> int:
     """Return what the loss keeps of a row's logits for the backward pass; 0 where it computes them again."""
-    is_scarce = spec.training.recompute.granularity is RecomputeGranularity.FULL or spec.memory.offload_activations
+    # Slopes are of log-probabilities; the gradient of an entropy needs the probabilities themselves.
+    learns_entropy = spec.grpo is not None and spec.grpo.entropy_coefficient > 0
+    recomputes_all = spec.training.recompute.granularity is RecomputeGranularity.FULL
+    is_scarce = learns_entropy or recomputes_all or spec.memory.offload_activations
     size = tokens * words * element_bytes
     return 0 if is_scarce or size > MOST_SLOPE_BYTES else size
 

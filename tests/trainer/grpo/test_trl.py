@@ -44,6 +44,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"policyLoss": "CISPO", "clipLow": 1.0, "clipHigh": 0.2},
     ),
     "divergence": ({"beta": 0.3}, {"kl": {"coefficient": 0.3}}),
+    "entropy": ({"bonus": 0.3}, {"entropyCoefficient": 0.3}),
     "truncated importance sampling": (TRUNCATED, {"mismatch": {"maximum": 1.1}}),
     "truncated importance sampling of sequences": (
         {"mode": "sequence_truncate", "maximum": 1.1},
@@ -69,6 +70,7 @@ DEFAULTS: dict[str, Any] = {
     "high": 0.2,
     "delta": None,
     "beta": 0.0,
+    "bonus": 0.0,
     "scale": "group",
     "mode": None,
     "minimum": None,
@@ -88,7 +90,7 @@ def _tensors() -> dict[str, Tensor]:
     mask = (torch.arange(MOST) < torch.tensor(LENGTHS)[:, None]).long()
     rewards = torch.rand(len(LENGTHS), generator=random, dtype=torch.float64)
     others = {"new": old + drawn(0.2), "engine": old + drawn(0.1), "reference": old + drawn(0.3)}
-    return {"old": old, "mask": mask, "rewards": rewards, **others}
+    return {"old": old, "mask": mask, "rewards": rewards, "entropy": drawn(1.0).abs(), **others}
 
 
 @pytest.fixture(scope="module")
@@ -134,6 +136,7 @@ def _documents(grpo: Grpo) -> tuple[list[Document], list[Any]]:
             OLD: placed(found["old"][number]),
             SCALE: np.array(weighed.scale),
             "new": placed(found["new"][number]),
+            "entropy": placed(found["entropy"][number]),
         }
         if grpo.kl.coefficient:
             extras[REFERENCE] = placed(found["reference"][number])
@@ -142,32 +145,36 @@ def _documents(grpo: Grpo) -> tuple[list[Document], list[Any]]:
     return documents, learned
 
 
-def _ours(grpo: Grpo, plan: BatchPlan) -> tuple[float, Any]:
-    """The loss of the global batch, and its gradient as TRL has it: [answers, tokens]."""
+def _ours(grpo: Grpo, plan: BatchPlan) -> tuple[float, Any, Any]:
+    """The loss of the global batch, and its gradients as TRL has them: [answers, tokens]."""
     documents, _ = _documents(grpo)
     weight, total = loss_weight(documents), 0.0
-    gradient = np.zeros((len(LENGTHS), MOST))
+    gradients = np.zeros((2, len(LENGTHS), MOST))
     for batch in (batch for of_rank in global_batch(documents, plan) for batch in of_rank):
-        new = batch.extras["new"].clone().requires_grad_()
-        terms = grpo_loss(grpo, TokenOutputs(new, torch.zeros_like(new)), batch)
+        new, entropy = leaves = [batch.extras[name].clone().requires_grad_() for name in ("new", "entropy")]
+        terms = grpo_loss(grpo, TokenOutputs(new, entropy), batch)
         (terms.total / weight).backward()
         total += float(terms.total.detach()) / weight
-        assert new.grad is not None
+        found = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
         for start, length, number in zip(batch.cu_lengths.tolist(), batch.lengths, batch.documents, strict=False):
             if length:
                 # The label of the last token of the prompt is the first of the answer.
-                gradient[number, : length - PROMPT] = new.grad[start + PROMPT - 1 : start + length - 1]
-    return total, gradient
+                own = slice(start + PROMPT - 1, start + length - 1)
+                gradients[:, number, : length - PROMPT] = [one[own].numpy() for one in found]
+    return total, gradients[0], gradients[1]
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("plan", PLANS)
 def test_loss_and_gradient_are_those_of_trl(by_trl: Any, case: str, plan: str) -> None:
-    loss, gradient = _ours(_settings(CASES[case][1]), PLANS[plan])
+    loss, gradient, of_entropy = _ours(_settings(CASES[case][1]), PLANS[plan])
     # Weights travel as float32.
     assert loss == pytest.approx(float(by_trl[case]["loss"]), abs=1e-7)
     np.testing.assert_allclose(gradient, by_trl[case]["gradient"].numpy(), rtol=1e-6, atol=1e-8)
     assert np.abs(gradient).max() > 1e-3
+    if case == "entropy":
+        np.testing.assert_allclose(of_entropy, by_trl[case]["of_entropy"].numpy(), rtol=1e-6, atol=1e-8)
+        assert of_entropy.min() < -1e-3
 
 
 @pytest.mark.parametrize("case", ["mean over tokens", "constant"])
@@ -178,7 +185,7 @@ def test_advantages_are_those_of_trl(by_trl: Any, case: str) -> None:
 
 
 def test_a_step_with_its_sign_turned_is_another(by_trl: Any) -> None:
-    loss, gradient = _ours(_settings({}), PACKED)
+    loss, gradient, _ = _ours(_settings({}), PACKED)
     turned = -by_trl["mean over tokens"]["gradient"].numpy()
     assert loss != pytest.approx(-float(by_trl["mean over tokens"]["loss"]), rel=1e-3)
     assert np.abs(gradient - turned).max() > 1e-3

@@ -36,8 +36,8 @@ MISMATCH = block("self.use_vllm and self.vllm_importance_sampling_correction")
 class Trainer(GRPOTrainer):  # type: ignore[misc]
     """TRL's trainer with what a loss reads of it, and no model."""
 
-    def __init__(self, case: Any, said: torch.Tensor) -> None:
-        same = SimpleNamespace(num_processes=1, gather=lambda x: x, reduce=lambda x, **_: x)
+    def __init__(self, case: Any, said: torch.Tensor, entropy: torch.Tensor) -> None:
+        same = SimpleNamespace(num_processes=1, sync_gradients=False, gather=lambda x: x, reduce=lambda x, **_: x)
         self.__dict__.update(
             accelerator=same,
             model=SimpleNamespace(training=True),
@@ -52,7 +52,9 @@ class Trainer(GRPOTrainer):  # type: ignore[misc]
             top_entropy_quantile=1.0,
             off_policy_mask_threshold=None,
             aux_loss_enabled=False,
-            _entropy_bonus_enabled=False,
+            _entropy_bonus_enabled=case["bonus"] > 0,
+            entropy_coef=case["bonus"],
+            use_adaptive_entropy=False,
             use_vllm=case["mode"] is not None,
             vllm_importance_sampling_correction=case["mode"] is not None,
             vllm_importance_sampling_mode=case["mode"],
@@ -63,16 +65,17 @@ class Trainer(GRPOTrainer):  # type: ignore[misc]
             reward_weights=torch.ones(1).double(),
             _metrics={"train": defaultdict(list)},
         )
-        self.said = said
+        self.said, self.entropy = said, entropy
 
     def _get_per_token_logps_and_entropies(self, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor, None]:
-        return self.said, torch.zeros_like(self.said), None
+        return self.said, self.entropy, None
 
 
 def computed(case: Any) -> dict[str, torch.Tensor]:
     """Of one case."""
     said = case["new"].clone().requires_grad_()
-    trainer = Trainer(case, said)
+    entropy = case["entropy"].clone().requires_grad_()
+    trainer = Trainer(case, said, entropy)
     names = {**vars(grpo_trainer), "math": math, "self": trainer, "device": "cpu", "tool_mask": None}
     names |= {
         "num_generations": case["members"],
@@ -96,7 +99,7 @@ def computed(case: Any) -> dict[str, torch.Tensor]:
     }
     loss = trainer._compute_loss(None, inputs)  # noqa: SLF001
     loss.backward()
-    return {"advantages": names["advantages"], "loss": loss.detach(), "gradient": said.grad}
+    return {"advantages": names["advantages"], "loss": loss.detach(), "gradient": said.grad, "of_entropy": entropy.grad}
 
 
 if __name__ == "__main__":

@@ -94,16 +94,18 @@ def attention_on_rank(case: Attention) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Words:
-    """Arguments of `token_log_probabilities` for the whole vocabulary, and the gradient that comes back."""
+    """Arguments of `token_log_probabilities` for the whole vocabulary, and the gradients that come back."""
 
     hidden: Tensor
     weight: Tensor
     labels: Tensor
     upstream: Tensor
+    of_entropy: Tensor
     vocabulary: int
     temperature: float = 1.0
     chunk_tokens: int = 4
     keeps_slopes: bool = False
+    learns_entropy: bool = False
 
 
 def words_case(tokens: int = 11, vocabulary: int = 300, *, dtype: torch.dtype = torch.float64, **options: Any) -> Words:
@@ -111,11 +113,13 @@ def words_case(tokens: int = 11, vocabulary: int = 300, *, dtype: torch.dtype = 
     weight = torch.randn(rows, 16, dtype=dtype)
     # What no word owns must never show.
     weight[vocabulary:] = 100.0
+    of_outputs = torch.randn(2, tokens, dtype=torch.promote_types(dtype, torch.float32))
     return Words(
         hidden=torch.randn(tokens, 16, dtype=dtype),
         weight=weight,
         labels=torch.randint(vocabulary, (tokens,)),
-        upstream=torch.randn(tokens, dtype=torch.promote_types(dtype, torch.float32)),
+        upstream=of_outputs[0],
+        of_entropy=of_outputs[1],
         vocabulary=vocabulary,
         **options,
     )
@@ -128,7 +132,10 @@ def words_by_definition(case: Words) -> list[Tensor]:
     distribution = logits.log_softmax(-1)
     picked = distribution.gather(1, case.labels.clamp(min=0)[:, None])[:, 0] * (case.labels >= 0)
     entropy = -(distribution.exp() * distribution).sum(-1)
-    gradients = torch.autograd.grad(picked, [hidden, weight], case.upstream.double())
+    outputs, upstream = ([picked, entropy], [case.upstream, case.of_entropy])
+    learned = 2 if case.learns_entropy else 1
+    of_outputs = [gradient.double() for gradient in upstream[:learned]]
+    gradients = torch.autograd.grad(outputs[:learned], [hidden, weight], of_outputs)
     return [picked.detach(), entropy.detach(), *gradients]
 
 
@@ -144,11 +151,14 @@ def words_here(case: Words, group: dist.ProcessGroup | None = None, *, sums: boo
         vocabulary=case.vocabulary,
         chunk_tokens=case.chunk_tokens,
         keeps_slopes=case.keeps_slopes,
+        learns_entropy=case.learns_entropy,
         group=group,
         temperature=case.temperature,
         sums_hidden_gradient=sums,
     )
-    gradients = torch.autograd.grad(picked, [hidden, weight], case.upstream)
+    learned = 2 if case.learns_entropy else 1
+    upstream = [case.upstream, case.of_entropy][:learned]
+    gradients = torch.autograd.grad([picked, entropy][:learned], [hidden, weight], upstream)
     return [picked.detach(), entropy.detach(), *gradients]
 
 

@@ -78,5 +78,8 @@ def test_steps_of_adamw(check: Check, elements: int, step: int, scale: float, pl
         pytest.param(0, 128, 128, id="no token"),
     ],
 )
-def test_words(check: Check, tokens: int, words: int, existing: int, temperature: float, place: Place) -> None:
-    check("words", tokens, words, existing, temperature, place=place)
+@pytest.mark.parametrize("learns_entropy", [False, True], ids=["", "entropy"])
+def test_words(
+    check: Check, tokens: int, words: int, existing: int, temperature: float, place: Place, learns_entropy: bool
+) -> None:
+    check("words", tokens, words, existing, temperature, learns_entropy, place=place)

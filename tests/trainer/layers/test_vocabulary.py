@@ -25,6 +25,8 @@ CASES = [
     pytest.param({"vocabulary": 3}, id="ranks without a word of their own"),
     pytest.param({"vocabulary": 128}, id="no padding"),
     pytest.param({"vocabulary": 1000, "tokens": 40}, id="many words"),
+    pytest.param({"learns_entropy": True}, id="entropy"),
+    pytest.param({"learns_entropy": True, "temperature": 0.7, "vocabulary": 3}, id="tempered entropy of few words"),
 ]
 
 
@@ -77,6 +79,17 @@ def test_numerical_gradients_agree(keeps_slopes: bool) -> None:
         return token_log_probabilities(hidden, weight, case.labels, **options, temperature=1.3)[0]
 
     assert torch.autograd.gradcheck(picked, leaves)
+
+
+def test_numerical_gradients_of_entropy_agree() -> None:
+    case = words_case(3, 10)
+    leaves = [case.hidden.requires_grad_(), case.weight[:16].clone().requires_grad_()]
+
+    def both(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        options: dict[str, Any] = {"vocabulary": 10, "chunk_tokens": 2, "learns_entropy": True}
+        return token_log_probabilities(hidden, weight, case.labels, **options, temperature=1.3)
+
+    assert torch.autograd.gradcheck(both, leaves)
 
 
 @BOTH

@@ -24,7 +24,7 @@ from moejob_trainer.objectives.grpo.rollout import Author, Rollout, Span
 from moejob_trainer.rollouts.interface import SyncReport
 from trainer.parity.cells import Cell, started
 
-TEMPERATURE, MAXIMUM, COEFFICIENT = 0.7, 1.05, 0.2
+TEMPERATURE, MAXIMUM, COEFFICIENT, ENTROPY_COEFFICIENT = 0.7, 1.05, 0.2, 0.3
 GROUP_SIZE = 4
 GRPO: dict[str, Any] = {
     "groupSize": GROUP_SIZE,
@@ -34,6 +34,7 @@ GRPO: dict[str, Any] = {
     "maxNewTokens": 20,
     "mismatch": {"maximum": MAXIMUM},
     "kl": {"coefficient": COEFFICIENT},
+    "entropyCoefficient": ENTROPY_COEFFICIENT,
     "rewards": [{"name": "exact-match"}],
 }
 SECTIONS: dict[str, Any] = {"method": "GRPO", "grpo": GRPO}
@@ -118,7 +119,7 @@ def recorded(folder: Path) -> Experience:
     for asked, said in LENGTHS:
         tokens = random.integers(3, 38, asked + said).astype(np.int32)
         with torch.no_grad():
-            own = _log_probabilities(model, tokens)[asked - 1 :].numpy() + random.normal(0, 0.1, said)
+            own = _log_probabilities(model, tokens)[0][asked - 1 :].numpy() + random.normal(0, 0.1, said)
         spans = (_span(Author.PROMPT, tokens[:asked]), _span(Author.MODEL, tokens[asked:], own.astype(np.float32)))
         rollouts.append(Rollout(spans, is_truncated=False))
     return experience(rollouts, REWARDS)
@@ -137,11 +138,11 @@ def by_transformers(folder: Path, answers: Experience) -> tuple[float, float]:
     for number, (asked, said) in enumerate(LENGTHS):
         start = int(answers.starts[number])
         tokens = answers.tokens[start : start + asked + said]
-        own = _log_probabilities(model, tokens)[asked - 1 :]
+        own, entropies = (values[asked - 1 :] for values in _log_probabilities(model, tokens))
         engine = torch.from_numpy(answers.engine[start + asked : start + asked + said])
         weights = (own.detach() - engine).exp().clamp(max=MAXIMUM)
         ratios = (own - own.detach()).exp()
-        total = -(ratios * weights * float(advantages[number])).sum() / count
+        total = -(ratios * weights * float(advantages[number]) + ENTROPY_COEFFICIENT * entropies).sum() / count
         total.backward()
         loss += total.item()
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
@@ -154,12 +155,11 @@ def _model(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder / "first", config=config).float()
 
 
-def _log_probabilities(model: Any, tokens: Any) -> Tensor:
-    """Of every token but the first, at the temperature. [N - 1]"""
+def _log_probabilities(model: Any, tokens: Any) -> tuple[Tensor, Tensor]:
+    """Of every token but the first, at the temperature, and the entropy there. [N - 1] both"""
     row = torch.from_numpy(np.asarray(tokens, np.int64))
     every = (model(row[None], use_cache=False).logits[0, :-1].double() / TEMPERATURE).log_softmax(-1)
-    found: Tensor = every.gather(-1, row[1:, None])[:, 0]
-    return found
+    return every.gather(-1, row[1:, None])[:, 0], -(every.exp() * every).sum(-1)
 
 
 def _span(author: Author, tokens: Any, said: Any = None) -> Span:

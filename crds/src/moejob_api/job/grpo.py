@@ -278,6 +278,10 @@ class Grpo(ApiModel):
         float | None,
         Field(gt=1.0, le=1e9, description="Largest ratio that counts where the advantage is negative. Absent: off."),
     ] = None
+    entropy_coefficient: Annotated[
+        NonNegative,
+        Field(description="Bonus for uncertainty: so many times a token's entropy is taken from its loss. 0: none."),
+    ] = 0.0
     kl: Annotated[Kl, Field(description="Penalty for leaving the reference model.")] = Kl()
     advantage: Annotated[
         Advantage,

@@ -32,16 +32,18 @@ def token_log_probabilities(
     vocabulary: int,
     chunk_tokens: int,
     keeps_slopes: bool = False,
+    learns_entropy: bool = False,
     group: dist.ProcessGroup | None = None,
     temperature: float = 1.0,
     sums_hidden_gradient: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """The log-probability of each label, and the entropy of each distribution without gradient; float32 [t] both.
+    """The log-probability of each label, and the entropy of each distribution; float32 [t] both.
 
     hidden [t, h] and labels int64 [t], the same on every rank of the tensor group; weight [V'/tp, h], this rank's part.
     Words from `vocabulary` on do not exist. A negative label has log-probability 0 and no gradient; one from
     `vocabulary` on gives nan. The gradient of `hidden` is summed over the group unless the caller does it.
-    `keeps_slopes`: for the backward pass, which otherwise computes the logits again.
+    `keeps_slopes`: for the backward pass, which otherwise computes the logits again. `learns_entropy`: entropy has a
+    gradient too, which no slopes are kept for.
     """
     is_learned = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     here = _Words(
@@ -49,7 +51,8 @@ def token_log_probabilities(
         first=_rank(group) * weight.shape[0],
         vocabulary=vocabulary,
         chunk_tokens=chunk_tokens,
-        keeps_slopes=keeps_slopes and is_learned,
+        keeps_slopes=keeps_slopes and is_learned and not learns_entropy,
+        learns_entropy=learns_entropy,
         temperature=temperature,
         group=group,
         sums_hidden_gradient=sums_hidden_gradient,
@@ -67,6 +70,7 @@ class _Words:
     vocabulary: int
     chunk_tokens: int
     keeps_slopes: bool
+    learns_entropy: bool
     temperature: float
     group: dist.ProcessGroup | None
     sums_hidden_gradient: bool
@@ -101,22 +105,49 @@ class _TokenLogProbabilities(torch.autograd.Function):
         read = [_read(some, words.held(weight), places, words, room) for some, places, room in chunks]
         normaliser, entropy, label_logit = torch.cat(read, dim=1)
         context.words = words
-        context.save_for_backward(hidden, weight, labels, normaliser, slopes)
-        context.mark_non_differentiable(entropy)
+        context.save_for_backward(hidden, weight, labels, normaliser, entropy if words.learns_entropy else None, slopes)
+        if not words.learns_entropy:
+            context.mark_non_differentiable(entropy)
         log_probabilities = (label_logit - normaliser).masked_fill(labels < 0, 0)
         return log_probabilities.masked_fill(labels >= words.vocabulary, float("nan")), entropy
 
     @staticmethod
-    def backward(context: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        hidden, weight, labels, normaliser, slopes = context.saved_tensors
+    def backward(context: Any, gradient: Tensor, of_entropy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        hidden, weight, labels, normaliser, entropy, slopes = context.saved_tensors
         words: _Words = context.words
         wanted = _Wanted(*context.needs_input_grad[:2])
         gradient = gradient.masked_fill(labels < 0, 0) / words.temperature
         if slopes is None:
-            found = _computed_again(hidden, weight, labels, normaliser, gradient, words, wanted)
+            uncertainty = None if entropy is None else Uncertainty(entropy, of_entropy / words.temperature)
+            read = _ReadTokens(labels, normaliser, uncertainty)
+            found = _computed_again(hidden, weight, read, gradient, words, wanted)
         else:
             found = _of_slopes(slopes, hidden, weight, gradient, words, wanted)
         return _summed_hidden_gradient(found[0], hidden.dtype, words), found[1], None, None
+
+
+class Uncertainty(NamedTuple):
+    """The entropy of each token, and the gradient that comes back for it. [t] both"""
+
+    entropy: Tensor
+    gradient: Tensor
+
+
+class Tokens(NamedTuple):
+    """Each token's label as a place among some words, its normaliser, and the gradient of its log-probability. [t]"""
+
+    places: Tensor
+    normaliser: Tensor
+    gradient: Tensor
+    uncertainty: Uncertainty | None = None
+
+
+class _ReadTokens(NamedTuple):
+    """The forward pass of each token."""
+
+    labels: Tensor
+    normaliser: Tensor
+    uncertainty: Uncertainty | None
 
 
 class _Wanted(NamedTuple):
@@ -141,13 +172,7 @@ def _of_slopes(
 
 
 def _computed_again(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    normaliser: Tensor,
-    gradient: Tensor,
-    words: _Words,
-    wanted: _Wanted,
+    hidden: Tensor, weight: Tensor, read: _ReadTokens, gradient: Tensor, words: _Words, wanted: _Wanted
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of hidden states and weights, with the slopes of some words at a time."""
     hidden_gradient = torch.zeros_like(widened(hidden)) if wanted.hidden else None
@@ -156,8 +181,9 @@ def _computed_again(
     for first in range(0, words.existing, step):
         some = held[first : first + step]
         logits = _wide_product(hidden, some.t())
-        places, existing = labels - words.first - first, min(words.existing - first, len(some))
-        slope = _slope(logits, places, normaliser, gradient, existing, words.temperature, hidden.dtype)
+        tokens = Tokens(read.labels - words.first - first, read.normaliser, gradient, read.uncertainty)
+        existing = min(words.existing - first, len(some))
+        slope = _slope(logits, tokens, existing, words.temperature, hidden.dtype)
         del logits
         if hidden_gradient is not None:
             hidden_gradient += _wide_product(slope, some)
@@ -177,8 +203,8 @@ def _read(hidden: Tensor, weight: Tensor, places: Tensor, words: _Words, room: T
     maximum, total, weighted, label_logit = _statistics(logits, places, words)
     normaliser, entropy, label_logit = _over_group(maximum, total, weighted, label_logit, words.group)
     if room is not None:
-        ones = torch.ones_like(normaliser)
-        _slope(logits, places, normaliser, ones, words.existing, words.temperature, hidden.dtype, room)
+        tokens = Tokens(places, normaliser, torch.ones_like(normaliser))
+        _slope(logits, tokens, words.existing, words.temperature, hidden.dtype, room)
     return torch.stack([normaliser, entropy, label_logit])
 
 
@@ -224,42 +250,39 @@ def _over_group(
 
 def _slope(
     logits: Tensor,
-    places: Tensor,
-    normaliser: Tensor,
-    gradient: Tensor,
+    tokens: Tokens,
     existing: int,
     temperature: float,
     dtype: torch.dtype,
     room: Tensor | None = None,
 ) -> Tensor:
     """`plain_slope` in `dtype`, that of the product that follows; in `room` where there is one. [t, words]"""
-    arguments = (logits, places, normaliser, gradient, existing, temperature, dtype)
     fused = kernels("vocabulary", logits)
     if fused and fused.takes(logits):
-        slope: Tensor = fused.slope(*arguments, room)
+        slope: Tensor = fused.slope(logits, tokens, existing, temperature, dtype, room)
         return slope
-    slope = plain_slope(*arguments)
+    slope = plain_slope(logits, tokens, existing, temperature, dtype)
     return slope if room is None else room.copy_(slope)
 
 
-def plain_slope(
-    logits: Tensor,
-    places: Tensor,
-    normaliser: Tensor,
-    gradient: Tensor,
-    existing: int,
-    temperature: float,
-    dtype: torch.dtype,
-) -> Tensor:
-    """(1 at the label's place - the probability of each word) times the token's `gradient`, in `dtype`. [t, words]
+def plain_slope(logits: Tensor, tokens: Tokens, existing: int, temperature: float, dtype: torch.dtype) -> Tensor:
+    """The gradient by each logit over the temperature, in `dtype`. [t, words]
 
-    0 for the words in logits [t, words] behind the first `existing`. Logits may be overwritten.
+    With p the probability of a word, g the token's gradient, and e that of its entropy H: g at the label's place, less
+    p (g + e (log p + H)). 0 for the words in logits [t, words] behind the first `existing`. Logits may be overwritten.
     """
     logits[:, existing:] = -math.inf
     tempered = logits if temperature == 1 else logits.div_(temperature)
-    slope = tempered.sub_(normaliser[:, None]).exp_().mul_(-gradient[:, None])
-    is_here = (places >= 0) & (places < existing)
-    slope.scatter_add_(1, places.clamp(0, existing - 1)[:, None], (gradient * is_here)[:, None])
+    slope = tempered.sub_(tokens.normaliser[:, None])
+    if tokens.uncertainty is None:
+        slope = slope.exp_().mul_(-tokens.gradient[:, None])
+    else:
+        entropy, of_entropy = tokens.uncertainty
+        surprise = (slope[:, :existing] + entropy[:, None]).mul_(of_entropy[:, None]).add_(tokens.gradient[:, None])
+        slope = slope.exp_()
+        slope[:, :existing] *= -surprise
+    is_here = (tokens.places >= 0) & (tokens.places < existing)
+    slope.scatter_add_(1, tokens.places.clamp(0, existing - 1)[:, None], (tokens.gradient * is_here)[:, None])
     return slope.to(dtype)
 
 

@@ -93,6 +93,7 @@ class Head(nn.Module):
         super().__init__()
         self.vocabulary, self.share = shape.vocabulary, share
         self.temperature = 1.0 if spec.grpo is None else spec.grpo.temperature
+        self.learns_entropy = spec.grpo is not None and spec.grpo.entropy_coefficient > 0
         self._spec = spec
         rows = share.divided(padded_vocabulary(shape), "padded vocabulary")
         self.weight = nn.Parameter(torch.empty(rows, shape.hidden))
@@ -105,6 +106,7 @@ class Head(nn.Module):
             labels,
             vocabulary=self.vocabulary,
             keeps_slopes=kept_slope_bytes(self._spec, len(labels), len(self.weight), x.element_size()) > 0,
+            learns_entropy=self.learns_entropy,
             group=self.share.group.handle,
             chunk_tokens=LOSS_CHUNK_TOKENS,
             temperature=self.temperature,

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from moejob_trainer.layers.vocabulary import Tokens
 
 BLOCK = 4096
 
@@ -27,9 +32,7 @@ def statistics(logits: Tensor, places: Tensor, existing: int, temperature: float
 
 def slope(
     logits: Tensor,
-    places: Tensor,
-    normaliser: Tensor,
-    gradient: Tensor,
+    of: Tokens,
     existing: int,
     temperature: float,
     dtype: torch.dtype,
@@ -42,9 +45,12 @@ def slope(
     if output is None:
         output = logits if logits.dtype is dtype else torch.empty_like(logits, dtype=dtype)
     if logits.numel():
-        tensors = (logits, places.contiguous(), normaliser.contiguous(), gradient.contiguous(), output)
-        blocks = triton.cdiv(words, BLOCK)
-        _slope[(tokens, blocks)](*tensors, words, existing, 1 / temperature, BLOCK, num_warps=8)
+        # Without a gradient of entropy its two rows are not read.
+        uncertainty = (of.normaliser, of.gradient) if of.uncertainty is None else of.uncertainty
+        rows = (row.contiguous() for row in (of.places, of.normaliser, of.gradient, *uncertainty))
+        grid = (tokens, triton.cdiv(words, BLOCK))
+        learns_entropy = of.uncertainty is not None
+        _slope[grid](logits, *rows, output, words, existing, 1 / temperature, learns_entropy, BLOCK, num_warps=8)
     return output
 
 
@@ -78,14 +84,31 @@ def _statistics(logits, places, found, tokens, words, existing, factor, block: t
 
 
 @triton.jit(do_not_specialize=["existing"])
-def _slope(logits, places, normaliser, gradient, output, words, existing, factor, block: tl.constexpr):
+def _slope(
+    logits,
+    places,
+    normaliser,
+    gradient,
+    entropy,
+    entropy_gradient,
+    output,
+    words,
+    existing,
+    factor,
+    learns_entropy: tl.constexpr,
+    block: tl.constexpr,
+):
     token = tl.program_id(0).to(tl.int64)
     word = tl.program_id(1) * block + tl.arange(0, block)
     place = tl.load(places + token)
     upstream = tl.load(gradient + token)
     logit = tl.load(logits + token * words + word, mask=word < words, other=0.0) * factor
-    probability = tl.where(word < existing, tl.exp(logit - tl.load(normaliser + token)), 0.0)
+    log_probability = logit - tl.load(normaliser + token)
+    probability = tl.where(word < existing, tl.exp(log_probability), 0.0)
     # A place among words that do not exist is no place.
     chosen = tl.where((word == place) & (word < existing), 1.0, 0.0)
     value = (chosen - probability) * upstream
+    if learns_entropy:
+        surprise = tl.where(word < existing, log_probability + tl.load(entropy + token), 0.0)
+        value -= probability * surprise * tl.load(entropy_gradient + token)
     tl.store(output + token * words + word, value.to(output.dtype.element_ty), mask=word < words)

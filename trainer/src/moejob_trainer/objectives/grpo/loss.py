@@ -39,6 +39,8 @@ def grpo_loss(grpo: Grpo, outputs: TokenOutputs, batch: MicroBatch) -> LossTerms
         means["kl"] = divergence(grpo.kl.kind, new, own.only(batch.extras[REFERENCE]))
         if grpo.kl.apply_to is KlTarget.LOSS:
             losses = losses + grpo.kl.coefficient * means["kl"]
+    if grpo.entropy_coefficient > 0:
+        losses = losses - grpo.entropy_coefficient * own.only(outputs.entropy)
     scales = own.of_tokens(batch.extras[SCALE])
     total = own.only(losses * batch.weights * scales).sum()
     return LossTerms(total, {name: _mean(values, own) for name, values in means.items()})
