@@ -144,6 +144,12 @@ BROKEN_SPECS: tuple[Broken, ...] = (
         {"method": "GRPO", "grpo": {"rewards": [{"name": "math"}], "maxNewTokens": 4096}},
     ),
     Broken(
+        "no room for a prompt of an evaluation",
+        Rule.SEQUENCE_LENGTH,
+        "evalAnswers.maxNewTokens 64 leaves no token of data.maxLength 64",
+        {"data": {"maxLength": 64, "eval": [{"source": "/a.jsonl", "format": "Prompts"}]}},
+    ),
+    Broken(
         "replicas of colocated engines",
         Rule.ROLLOUT,
         "placement Separate",

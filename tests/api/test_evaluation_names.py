@@ -40,6 +40,8 @@ ANSWERS: dict[str, Any] = {"method": "GRPO", "data": {"eval": PROMPTS}, "grpo": 
         pytest.param({"data": {"eval": SETS[:1]}}, ("evalLoss",), id="one set is all sets"),
         pytest.param({"data": {"eval": SETS}}, ("evalLoss", "evalLoss/a", "evalLoss/b"), id="several sets"),
         pytest.param(ANSWERS, ("evalMean@4", "evalPass@4"), id="answers"),
+        pytest.param({"data": {"eval": PROMPTS}}, ("evalMean@1",), id="answers of SFT"),
+        pytest.param({"data": {"eval": [SETS[0], *PROMPTS]}}, ("evalLoss", "evalMean@1"), id="a loss and answers"),
     ],
 )
 def test_evaluations_are_compared_by_numbers_that_they_have(sections: dict[str, Any], names: tuple[str, ...]) -> None:

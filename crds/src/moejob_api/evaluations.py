@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import PurePosixPath
 
 from moejob_api.job import Spec
-from moejob_api.job.model import Dataset
+from moejob_api.job.model import DataFormat, Dataset
 
 LOSS, MEAN, PASS = "evalLoss", "evalMean", "evalPass"
 
@@ -24,8 +24,19 @@ def measures(spec: Spec) -> tuple[str, ...]:
         return ()
     if spec.grpo is not None:
         return tuple(f"{name}@{spec.grpo.evaluation.samples}" for name in (MEAN, PASS))
-    names = set_names(spec.data.eval)
-    return (LOSS, *(f"{LOSS}/{name}" for name in names if len(names) > 1))
+    names, is_asked = set_names(loss_sets(spec)), bool(prompt_sets(spec))
+    losses = (LOSS, *(f"{LOSS}/{name}" for name in names if len(names) > 1)) if names else ()
+    return (*losses, *([f"{MEAN}@1"] if is_asked else []))
+
+
+def loss_sets(spec: Spec) -> tuple[Dataset, ...]:
+    """The evaluation data of an SFT job whose answers are known, for their loss."""
+    return tuple(dataset for dataset in spec.data.eval if dataset.format is not DataFormat.PROMPTS)
+
+
+def prompt_sets(spec: Spec) -> tuple[Dataset, ...]:
+    """The evaluation data that is answered."""
+    return tuple(dataset for dataset in spec.data.eval if dataset.format is DataFormat.PROMPTS)
 
 
 def measure(spec: Spec) -> str | None:

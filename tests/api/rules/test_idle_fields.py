@@ -64,6 +64,12 @@ def grpo(**settings: Any) -> dict[str, Any]:
             "training.earlyStop",
             "at step 100 at the earliest, and it has 100 steps",
         ),
+        (
+            moe_model(),
+            {"data": {"eval": [TEXT]}, "training": {"evalAnswers": {"prompts": 4}}},
+            "training.evalAnswers.prompts",
+            "no set of data.eval has format Prompts",
+        ),
         (moe_model(), {"model": {"source": "/models/a", "revision": "main"}}, "model.revision", "is a folder"),
         (
             moe_model(),

@@ -89,7 +89,7 @@ class Dataset(ApiModel):
         DataFormat,
         Field(
             description="Chat: a list of messages, trained on the assistant's. PromptCompletion: trained on the "
-            "completion. Text: trained on every token. Prompts: for GRPO, answers are generated."
+            "completion. Text: trained on every token. Prompts: answers are generated, for GRPO or an evaluation."
         ),
     ]
     shape: Annotated[

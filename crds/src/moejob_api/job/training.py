@@ -17,7 +17,9 @@ from moejob_api.job.base import (
     Positive,
     ShortText,
 )
+from moejob_api.job.grpo import BuiltInReward
 
+AnswerReward = Literal[BuiltInReward.EXACT_MATCH, BuiltInReward.NUMERIC]
 GradientDtype = Literal[Dtype.FLOAT32, Dtype.BFLOAT16]
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 
@@ -161,6 +163,20 @@ class EarlyStop(ApiModel):
     ] = 0.0
 
 
+class EvalAnswers(ApiModel):
+    """Answers to evaluation prompts, bounded: every token of an answer costs a pass over its prompt."""
+
+    prompts: Annotated[int, Field(ge=1, le=256, description="Prompts of each set that are asked: its first.")] = 16
+    max_new_tokens: Annotated[int, Field(ge=1, le=512, description="Longest answer in tokens.")] = 64
+    reward: Annotated[
+        AnswerReward,
+        Field(description="Score of an answer. exact-match: it is the reference; numeric: its last number is."),
+    ] = BuiltInReward.EXACT_MATCH
+    reference: Annotated[ShortText, Field(description="Field of the prompt's record that holds the right answer.")] = (
+        "answer"
+    )
+
+
 class Training(ApiModel):
     """Length of the run, batches, optimizer."""
 
@@ -193,9 +209,15 @@ class Training(ApiModel):
         ShortText | None,
         Field(
             description="Number of steps.jsonl by which evaluations are compared: evalLoss, evalLoss/NAME of one set; "
-            "for GRPO evalMean@k or evalPass@k. Absent: evalLoss, for GRPO evalMean@k."
+            "for answers evalMean@1, for GRPO evalMean@k or evalPass@k. Absent: evalLoss; without one, evalMean."
         ),
     ] = None
+    eval_answers: Annotated[
+        EvalAnswers,
+        Field(
+            description="SFT only: how the model answers data.eval of format Prompts, the likeliest token each time."
+        ),
+    ] = EvalAnswers()
     early_stop: Annotated[
         EarlyStop | None,
         Field(description="End the run when evaluations no longer improve. Absent: it makes all steps."),

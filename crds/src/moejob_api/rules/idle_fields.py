@@ -11,12 +11,13 @@ from pydantic import BaseModel
 from pydantic.alias_generators import to_camel
 
 from moejob_api.derived import balancing
+from moejob_api.evaluations import prompt_sets
 from moejob_api.job import Method, Spec
 from moejob_api.job.grpo import Grpo, PolicyLoss, Reward
 from moejob_api.job.model import DataFormat, Dataset, is_place
 from moejob_api.job.moe import Balancing
 from moejob_api.job.resources import Accelerator
-from moejob_api.job.training import SchedulerKind
+from moejob_api.job.training import EvalAnswers, SchedulerKind
 from moejob_api.models.shape import ModelShape
 from moejob_api.problems import Problem, Rule
 
@@ -27,6 +28,7 @@ def idle_fields(spec: Spec, shape: ModelShape | None) -> Iterator[Problem]:
     yield from _of_schedule(spec)
     yield from _of_evaluation(spec)
     yield from _of_data(spec)
+    yield from _of_eval_answers(spec)
     yield from _of_places(spec)
     yield from _of_layout(spec)
     yield from _of_further_tokens(spec, shape)
@@ -103,6 +105,17 @@ def _of_data(spec: Spec) -> Iterator[Problem]:
     formats = {dataset.format for dataset in (*spec.data.train, *spec.data.eval)}
     if spec.data.chat_template is not None and not formats & {DataFormat.CHAT, DataFormat.PROMPTS}:
         yield _idle("data.chatTemplate", "no data set has format Chat or Prompts")
+
+
+def _of_eval_answers(spec: Spec) -> Iterator[Problem]:
+    whys = (
+        (spec.method is Method.GRPO, "GRPO answers as grpo.evaluation says"),
+        (not prompt_sets(spec), "no set of data.eval has format Prompts"),
+    )
+    if why := next((why for is_so, why in whys if is_so), None):
+        for name in EvalAnswers.model_fields:
+            if _is_given(spec.training.eval_answers, name):
+                yield _idle(f"training.evalAnswers.{to_camel(name)}", why)
 
 
 def _of_place(path: str, dataset: Dataset) -> Iterator[Problem]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+from moejob_api.evaluations import prompt_sets
 from moejob_api.job import Method, Spec
 from moejob_api.job.base import Dtype
 from moejob_api.job.grpo import BuiltInReward, MismatchMode, Placement, Sync
@@ -79,7 +80,9 @@ def _global_batch_given(spec: Spec) -> Complaint:
 def _data_formats(spec: Spec) -> Complaint:
     wants_prompts = spec.method is Method.GRPO
     for index, dataset in enumerate((*spec.data.train, *spec.data.eval)):
-        if (dataset.format is DataFormat.PROMPTS) != wants_prompts:
+        # An evaluation of SFT may generate answers too.
+        may_ask = index >= len(spec.data.train) and dataset.format is DataFormat.PROMPTS
+        if not may_ask and (dataset.format is DataFormat.PROMPTS) != wants_prompts:
             place = "train" if index < len(spec.data.train) else "eval"
             return f"{spec.method} cannot use format {dataset.format} of {place} source {dataset.source!r}; " + (
                 "GRPO generates the answers: use Prompts"
@@ -322,6 +325,16 @@ def _room_for_prompt(spec: Spec) -> Complaint:
     return (
         f"maxNewTokens {spec.grpo.max_new_tokens} leaves no token of data.maxLength {spec.data.max_length} for the "
         "prompt; raise data.maxLength or lower maxNewTokens"
+    )
+
+
+def _room_for_eval_prompts(spec: Spec) -> Complaint:
+    most = spec.training.eval_answers.max_new_tokens
+    if spec.method is Method.GRPO or not prompt_sets(spec) or most < spec.data.max_length:
+        return None
+    return (
+        f"evalAnswers.maxNewTokens {most} leaves no token of data.maxLength {spec.data.max_length} for the prompts of "
+        "data.eval; raise data.maxLength or lower maxNewTokens"
     )
 
 
@@ -611,8 +624,8 @@ OBJECT_RULES: tuple[ObjectRule, ...] = (
         "spec.data",
         _data_formats,
         f"[{_IS_GRPO}].all(prompts, self.data.train.all(d, (d.format == 'Prompts') == prompts) && "
-        "self.data.eval.all(d, (d.format == 'Prompts') == prompts))",
-        "GRPO takes data of format Prompts, SFT of any other",
+        "(!prompts || self.data.eval.all(d, d.format == 'Prompts')))",
+        "GRPO takes data of format Prompts, SFT trains on any other",
     ),
     ObjectRule(
         Rule.CONFLICT,
@@ -793,6 +806,14 @@ OBJECT_RULES: tuple[ObjectRule, ...] = (
         "!has(self.grpo) || self.grpo.kl.coefficient == 0.0 || !has(self.checkpoint.resumeFrom) || "
         "has(self.training.lora)",
         "with resumeFrom there is no reference model; name the export as model.source",
+    ),
+    ObjectRule(
+        Rule.SEQUENCE_LENGTH,
+        "spec.training.evalAnswers.maxNewTokens",
+        _room_for_eval_prompts,
+        f"{_IS_GRPO} || !self.data.eval.exists(d, d.format == 'Prompts') || "
+        "self.training.evalAnswers.maxNewTokens < self.data.maxLength",
+        "evalAnswers.maxNewTokens leaves no token of data.maxLength for the prompt",
     ),
     ObjectRule(
         Rule.SEQUENCE_LENGTH,

@@ -20,8 +20,8 @@ from transformers import PreTrainedTokenizerBase
 
 from moejob_api.contract import ExitCode
 from moejob_api.data_preview import DataPreview, DatasetPreview, Extent, LeftOut, PreviewedExample, PreviewedText
-from moejob_api.job import Method, Spec
-from moejob_api.job.model import Dataset
+from moejob_api.job import Spec
+from moejob_api.job.model import DataFormat, Dataset
 from moejob_api.pod_environment import read_spec
 from moejob_trainer.data.encoding import Sample, encoder
 from moejob_trainer.data.preparation import Disposition, Fitted, Recipe, fitted, known
@@ -41,6 +41,8 @@ class Seen:
     place: str
     length: int
     fitted: Fitted
+    # The most that it may have, in words.
+    limit: str
 
 
 @dataclass(slots=True)
@@ -90,21 +92,25 @@ class Previewer:
         )
 
     def _seen(self, dataset: Dataset, found: Iterator[Record]) -> Iterator[Seen]:
-        if self.spec.method is Method.GRPO:
+        if dataset.format is DataFormat.PROMPTS:
             yield from map(self._prompt, found)
             return
         data = self.spec.data
         encode = encoder(dataset.format, self.tokenizer, data.chat_template)
+        limit = f"data.maxLength is {data.max_length}"
         for record in found:
             sample = known(encode(record), self.recipe, record.place)
-            yield Seen(record.place, len(sample.tokens), fitted(sample, data, record.place))
+            yield Seen(record.place, len(sample.tokens), fitted(sample, data, record.place), limit)
 
     def _prompt(self, record: Record) -> Seen:
         prompt = read_prompt(record, self.tokenizer, self.recipe)
         tokens = np.array(prompt.tokens, dtype=np.int32)
         sample = Sample(tokens, np.zeros(len(tokens), dtype=np.bool_))
-        is_asked = fits(prompt, self._room, self.spec.data.overlong)
-        return Seen(record.place, len(tokens), Fitted(sample, Disposition.KEPT if is_asked else Disposition.DROPPED))
+        name, most = _answer_bound(self.spec)
+        room = self.spec.data.max_length - most
+        is_asked = fits(prompt, room, self.spec.data.overlong)
+        fate = Disposition.KEPT if is_asked else Disposition.DROPPED
+        return Seen(record.place, len(tokens), Fitted(sample, fate), f"data.maxLength less {name} is {room}")
 
     def _count(self, counts: _Counts, one: Seen) -> None:
         counts.records += 1
@@ -121,8 +127,7 @@ class Previewer:
             counts.examples.append(_example(one.place, sample, self.tokenizer))
 
     def _reason(self, one: Seen) -> str:
-        room = "data.maxLength" if self.spec.grpo is None else "data.maxLength less grpo.maxNewTokens"
-        long = f"{one.length} tokens, {room} is {self._room}"
+        long = f"{one.length} tokens, {one.limit}"
         match one.fitted.fate:
             case Disposition.TRUNCATED:
                 return f"{long}: truncated at the end"
@@ -130,10 +135,6 @@ class Previewer:
                 return f"{long}: dropped, nothing would be left to train on after truncation"
             case _:
                 return f"{long}: dropped"
-
-    @property
-    def _room(self) -> int:
-        return self.spec.data.max_length - (self.spec.grpo.max_new_tokens if self.spec.grpo is not None else 0)
 
 
 def preview(spec: Spec, extent: Extent, vocabulary: int | None = None) -> DataPreview:
@@ -143,6 +144,13 @@ def preview(spec: Spec, extent: Extent, vocabulary: int | None = None) -> DataPr
     parts = [(f"train[{index}]", dataset) for index, dataset in enumerate(spec.data.train)]
     parts += [(f"eval[{index}]", dataset) for index, dataset in enumerate(spec.data.eval)]
     return DataPreview(datasets=tuple(previewer.dataset(part, dataset) for part, dataset in parts))
+
+
+def _answer_bound(spec: Spec) -> tuple[str, int]:
+    """Return the field that says how long an answer may be, and its value."""
+    if spec.grpo is not None:
+        return "grpo.maxNewTokens", spec.grpo.max_new_tokens
+    return "training.evalAnswers.maxNewTokens", spec.training.eval_answers.max_new_tokens
 
 
 def _example(place: str, sample: Sample, using: PreTrainedTokenizerBase) -> PreviewedExample:

@@ -1,4 +1,4 @@
-"""Prompts for GRPO: what the model is asked, and what a reward needs to judge the answer."""
+"""Prompts for GRPO and evaluations: what the model is asked, and what a reward needs to judge the answer."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def prompts(dataset: Dataset, recipe: Recipe, most_tokens: int) -> Prompts:
     if not kept:
         raise BadData(
             f"data set {dataset.source} (split {dataset.split}) has {len(found)} prompts, and none of at most "
-            f"{most_tokens} tokens; raise data.maxLength or lower grpo.maxNewTokens"
+            f"{most_tokens} tokens; raise data.maxLength or lower maxNewTokens"
         )
     return Prompts(dataset.source, kept, len(found) - len(kept))
 

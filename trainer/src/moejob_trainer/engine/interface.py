@@ -18,12 +18,15 @@ from moejob_trainer.engine.micro_batch import MicroBatch
 class TokenOutputs:
     """The model's outputs for the labels of a micro batch: whole documents, whatever the layout. float32 [T]
 
+    likeliest: instead, the likeliest token behind each one that was asked for, else -1. int64 [T]
+
     mtp: log-probabilities of the first, second... token behind the label, where modules learn to predict them.
     """
 
     log_probabilities: Tensor
     entropy: Tensor
     mtp: tuple[Tensor, ...] = ()
+    likeliest: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,6 +61,37 @@ def token_log_probabilities(
     return log_probabilities, entropy
 
 
+def likeliest_tokens(
+    hidden: Tensor,
+    weight: Tensor,
+    *,
+    vocabulary: int,
+    chunk_tokens: int,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """The word of the highest logit for each hidden state, of words alike the first; int64 [t].
+
+    hidden [t, h], the same on every rank of the tensor group; weight [V'/tp, h], this rank's part.
+    """
+    first = _rank(group) * weight.shape[0]
+    existing = min(max(vocabulary - first, 0), weight.shape[0])
+    highest = widened(hidden.new_full((len(hidden),), -math.inf))
+    tokens = torch.full((len(hidden),), vocabulary, dtype=torch.int64, device=hidden.device)
+    if existing:
+        for start in range(0, len(hidden), chunk_tokens):
+            some = slice(start, start + chunk_tokens)
+            logits = _wide_product(hidden[some], weight[:existing].t())
+            highest[some], tokens[some] = logits.max(-1)
+        tokens += first
+    if group is None or group.size() == 1:
+        return tokens
+    over_all = highest.clone()
+    dist.all_reduce(over_all, dist.ReduceOp.MAX, group)
+    tokens = tokens.where(highest == over_all, vocabulary)
+    dist.all_reduce(tokens, dist.ReduceOp.MIN, group)
+    return tokens
+
+
 @dataclass(frozen=True)
 class _Words:
     """The part of the vocabulary that this rank holds, and how to go through it."""

@@ -24,6 +24,7 @@ from moejob_trainer.distributed import messages
 from moejob_trainer.distributed.collectives import total
 from moejob_trainer.distributed.groups import Groups
 from moejob_trainer.engine import Loss, LossTerms, Mean, MicroBatch, TokenOutputs, UpdateResult
+from moejob_trainer.engine.micro_batch import FILLER
 from moejob_trainer.layers.routing import updated_selection_bias
 from moejob_trainer.megatron.data_parallel import replicas
 from moejob_trainer.megatron.gradients import finish_gradients
@@ -129,6 +130,22 @@ class MegatronEngine:
             self._through_stages([self._here(batch) for batch in batches], kept, forward_only=True)
         return [self._from_last_stage(found.get(number), batch) for number, batch in enumerate(batches)]
 
+    def next_tokens(self, batches: Sequence[MicroBatch], documents: int) -> list[int]:
+        """Return the likeliest token behind each document of a global batch, of all data ranks, to every rank."""
+        found = torch.zeros(documents, dtype=torch.int64, device=self.device)
+        asked = [replace(batch, labels=_ends(batch)) for batch in batches]
+
+        def kept(_: int, outputs: TokenOutputs, batch: MicroBatch) -> Tensor:
+            if outputs.likeliest is not None:
+                held = [place for place in batch.documents if place != FILLER]
+                found[held] = outputs.likeliest[outputs.likeliest >= 0]
+            return outputs.log_probabilities.sum()
+
+        with named_range("answers"), torch.no_grad():
+            self._through_stages([self._here(batch) for batch in asked], kept, forward_only=True, is_asked=True)
+        # Ranks that hold other documents, or no last stage, have zeros. Tensor and context ranks all hold the same.
+        return [int(token) for token in total(total(found, self.groups.data), self.groups.pipeline).tolist()]
+
     @contextmanager
     def at_temperature(self, temperature: float) -> Iterator[None]:
         """Let outputs be those of another temperature than the job's."""
@@ -191,14 +208,19 @@ class MegatronEngine:
         *,
         forward_only: bool,
         counts_choices: bool = False,
+        is_asked: bool = False,
     ) -> None:
         def finished(number: int, output: StageOutput) -> Tensor:
+            likeliest = None if output.likeliest is None else whole(output.likeliest, self.groups)
             log_probabilities, entropy, *mtp = (
                 whole(values, self.groups) for values in (output.log_probabilities, output.entropy, *output.mtp)
             )
-            return finish(number, TokenOutputs(log_probabilities, entropy, tuple(mtp)), batches[number])
+            return finish(number, TokenOutputs(log_probabilities, entropy, tuple(mtp), likeliest), batches[number])
 
-        rows = [self._row_input(number, batch, counts_choices) for number, batch in enumerate(batches)]
+        rows = [
+            replace(self._row_input(number, batch, counts_choices), is_asked=is_asked)
+            for number, batch in enumerate(batches)
+        ]
         forward_backward(self.replicas.chunks, rows, finished, forward_only=forward_only)
         self.replicas.rest()
 
@@ -342,6 +364,15 @@ class MegatronEngine:
 def _nothing(_: int, outputs: TokenOutputs, __: MicroBatch) -> Tensor:
     """The loss of a pass that only counts."""
     return outputs.log_probabilities.sum()
+
+
+def _ends(batch: MicroBatch) -> Tensor:
+    """Labels that ask for the token behind each document, and for no other. [T]"""
+    labels = torch.full_like(batch.labels, -1)
+    for start, length in zip(batch.cu_lengths.tolist(), batch.lengths, strict=False):
+        if length:
+            labels[start + length - 1] = 0
+    return labels
 
 
 @dataclass(frozen=True, slots=True)

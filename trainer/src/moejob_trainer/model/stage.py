@@ -18,7 +18,7 @@ from moejob_api.job.job import Spec
 from moejob_api.models.shape import ModelShape
 from moejob_api.planner.memory.constants import LOSS_CHUNK_TOKENS
 from moejob_trainer.distributed.groups import Groups
-from moejob_trainer.layers.vocabulary import token_log_probabilities
+from moejob_trainer.layers.vocabulary import likeliest_tokens, token_log_probabilities
 from moejob_trainer.model.adapter_placement import adapt
 from moejob_trainer.model.adapters import dropout_key
 from moejob_trainer.model.architecture import Architecture
@@ -57,15 +57,21 @@ class StageInput:
     labels: Tensor
     packed: PackedBatch
     mtp: tuple[MTPInput, ...] = ()
+    # Instead of its probability the likeliest token, wherever the label is not negative.
+    is_asked: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StageOutput:
-    """Output of the last stage for this rank's tokens, and in training for each MTP depth. float32 [rows]"""
+    """Output of the last stage for this rank's tokens, and in training for each MTP depth. float32 [rows]
+
+    likeliest: tokens, int64 [rows], where the stage was asked for them; -1 where it was not.
+    """
 
     log_probabilities: Tensor
     entropy: Tensor
-    mtp: tuple[Tensor, ...]
+    mtp: tuple[Tensor, ...] = ()
+    likeliest: Tensor | None = None
 
 
 class Embedding(nn.Module):
@@ -98,8 +104,15 @@ class Head(nn.Module):
         rows = share.divided(padded_vocabulary(shape), "padded vocabulary")
         self.weight = nn.Parameter(torch.empty(rows, shape.hidden))
 
-    def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """[t, h], [rows] -> log-probability and entropy of every token, float32 [rows]"""
+    def forward(
+        self, x: Tensor, labels: Tensor, *, is_asked: bool = False
+    ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
+        """[t, h], [rows] -> log-probability and entropy of every token, float32 [rows]
+
+        Asked for tokens: zeros, and the likeliest token behind each label that is not negative.
+        """
+        if is_asked:
+            return self._likeliest(self.share.entered(x), labels)
         return token_log_probabilities(
             self.share.entered(x),
             self.weight,
@@ -112,6 +125,19 @@ class Head(nn.Module):
             temperature=self.temperature,
             sums_hidden_gradient=False,
         )
+
+    def _likeliest(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        wanted = labels >= 0
+        tokens = torch.full_like(labels, -1)
+        tokens[wanted] = likeliest_tokens(
+            x[wanted],
+            self.weight,
+            vocabulary=self.vocabulary,
+            chunk_tokens=LOSS_CHUNK_TOKENS,
+            group=self.share.group.handle,
+        )
+        zeros = torch.zeros(len(labels), device=x.device)
+        return zeros, zeros, tokens
 
 
 class Stage(nn.Module):
@@ -165,6 +191,9 @@ class Stage(nn.Module):
         if not self.place.is_last:
             return x.unsqueeze(1)
         hidden = self.final_norm(x)
+        if batch.is_asked:
+            zeros, _, tokens = self.output(hidden, batch.labels, is_asked=True)
+            return StageOutput(zeros, zeros, likeliest=tokens)
         log_probabilities, entropy = self.output(hidden, batch.labels)
         return StageOutput(log_probabilities, entropy, self._mtp(hidden, batch))
 

@@ -7,11 +7,13 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
+from moejob_api.evaluations import loss_sets
 from moejob_trainer.data.corpus import Corpus
 from moejob_trainer.data.hub import HubPins
 from moejob_trainer.data.packing import batch_plan
 from moejob_trainer.data.preparation import Recipe, prepare
 from moejob_trainer.data.stream import BatchShare, TrainingData, batch_size, blended_dataset, sample_count
+from moejob_trainer.setup.answers import EvalPrompts, load_eval_prompts
 from moejob_trainer.setup.context import RankContext
 from moejob_trainer.setup.model import RunModel
 
@@ -25,6 +27,7 @@ class RunData:
 
     training: TrainingData
     evaluation: list[Corpus]
+    prompts: EvalPrompts
     share: BatchShare
     total_steps: int
 
@@ -37,7 +40,10 @@ def load_data(context: RankContext, model: RunModel) -> RunData:
     folder = context.environment.folder / _DATA
     named = context.on_first_rank(
         lambda: tuple(
-            map(str, prepare([*data.train, *data.eval], recipe, folder, workers=context.environment.ranks_per_node))
+            map(
+                str,
+                prepare([*data.train, *loss_sets(spec)], recipe, folder, workers=context.environment.ranks_per_node),
+            )
         ),
         _FOLDERS,
     )
@@ -46,4 +52,10 @@ def load_data(context: RankContext, model: RunModel) -> RunData:
     mixed = blended_dataset(train_corpora, data)
     training = TrainingData(train_corpora, mixed, batch_size(spec), sample_count(mixed, spec.training.epochs))
     share = BatchShare(batch_plan(spec, context.layout, pad_token=0), context.groups.data.rank)
-    return RunData(training, eval_corpora, share, spec.training.max_steps or training.steps())
+    return RunData(
+        training,
+        eval_corpora,
+        load_eval_prompts(context, model, recipe),
+        share,
+        spec.training.max_steps or training.steps(),
+    )

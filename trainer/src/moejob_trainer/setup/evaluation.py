@@ -1,4 +1,4 @@
-"""Evaluations of a run: loss and perplexity of each set at the steps that the job names, and their order."""
+"""Evaluations of a run at the steps that the job names: loss and perplexity of each set, answers, and their order."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from pydantic import TypeAdapter
 
 from moejob_api.contract import StatusMeasure
-from moejob_api.evaluations import evaluates, measure, set_names
+from moejob_api.evaluations import evaluates, loss_sets, measure, set_names
 from moejob_api.job import Spec
 from moejob_trainer.checkpoints.coordination import Coordinator, on_first_rank
 from moejob_trainer.data.corpus import Corpus
 from moejob_trainer.data.stream import batch_size, evaluation
 from moejob_trainer.engine import Engine
 from moejob_trainer.objectives import Objective
+from moejob_trainer.objectives.answering import NextTokens
 from moejob_trainer.ranking import Ranking, Score, Terms, ranked
 from moejob_trainer.setup.data import RunData
 
@@ -40,24 +41,36 @@ class _Loss:
         return {f"evalLoss{suffix}": loss, f"evalPerplexity{suffix}": perplexity}
 
 
+class EvaluatedEngine(Engine, NextTokens, Protocol):
+    """An engine that can also answer."""
+
+
 @dataclass(frozen=True, slots=True)
 class Evaluator:
     """Evaluates every training.evalEvery steps and after the last one."""
 
-    engine: Engine
+    engine: EvaluatedEngine
     objective: Objective
     data: RunData
     spec: Spec
     total_steps: int
+    # Called when there is a sign of life, with the steps done.
+    beat: Callable[[int], object] = lambda _: None
 
     def metrics(self, step: int) -> Mapping[str, float]:
         """Evaluate if it is due; return what there is to report: of all sets together, then of each of several."""
         if not evaluates(self.spec, step, self.total_steps):
             return {}
+        asked = self.data.prompts.metrics(step, self.engine, self.data.share, partial(self.beat, step))
+        return {**self._losses(), **asked}
+
+    def _losses(self) -> dict[str, float]:
         losses = [self._loss(corpus) for corpus in self.data.evaluation]
+        if not losses:
+            return {}
         found = _Loss(sum(loss.total for loss in losses), sum(loss.weight for loss in losses)).metrics()
         if len(losses) > 1:
-            for name, loss in zip(set_names(self.spec.data.eval), losses, strict=True):
+            for name, loss in zip(set_names(loss_sets(self.spec)), losses, strict=True):
                 found |= loss.metrics(f"/{name}")
         return found
 

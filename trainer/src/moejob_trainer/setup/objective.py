@@ -11,6 +11,7 @@ from moejob_trainer.data.loader import BatchLoader
 from moejob_trainer.megatron.engine import MegatronEngine
 from moejob_trainer.objectives import Objective
 from moejob_trainer.objectives.sft import SupervisedFineTuning
+from moejob_trainer.runtime.heartbeats import Heartbeat
 from moejob_trainer.setup.context import RankContext
 from moejob_trainer.setup.data import RunData, load_data
 from moejob_trainer.setup.evaluation import Evaluator, RankedEvaluations
@@ -55,6 +56,6 @@ def _supervised(context: RankContext, data: RunData, engine: MegatronEngine, sta
     source = BatchLoader(data.training, data.share)
     stack.callback(source.close)
     objective = SupervisedFineTuning(source)
-    evaluator = Evaluator(engine, objective, data, context.spec, data.total_steps)
+    evaluator = Evaluator(engine, objective, data, context.spec, data.total_steps, Heartbeat.for_rank().beat)
     evaluations = RankedEvaluations(context.spec, data.total_steps, context.ranks, evaluator.metrics)
     return RunObjective(objective, lambda: source.epoch, source.waited_seconds, evaluations)

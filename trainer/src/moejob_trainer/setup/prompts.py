@@ -46,10 +46,10 @@ def load_prompts(context: RankContext, model: RunModel) -> RunPrompts:
 
     count = context.on_first_rank(read, INTEGER)
     steps = spec.training.max_steps or steps_of_epochs(count, spec.training.epochs or 1, spec.grpo.prompts_per_step)
-    return RunPrompts(steps, found[0] if found else None, _stop_tokens(recipe, model), recipe)
+    return RunPrompts(steps, found[0] if found else None, stop_tokens(recipe, model), recipe)
 
 
-def _stop_tokens(recipe: Recipe, model: RunModel) -> tuple[int, ...]:
+def stop_tokens(recipe: Recipe, model: RunModel) -> tuple[int, ...]:
     """Return the tokens that end an answer: the tokenizer's, and those that the model was published with."""
     return tuple(sorted({end_of_text(recipe.tokenizer()), *_published(model.pretrained.folder)}))
 

@@ -1,0 +1,121 @@
+"""The model that is being trained answers as Transformers does greedily with the same weights, in every layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from builders import merged
+from moejob_api.layout.sizes import layout as layout_of
+from moejob_api.models.shape import Family
+from moejob_trainer.data.packing import batch_plan
+from moejob_trainer.data.stream import BatchShare
+from moejob_trainer.megatron.cpu import use_cpu
+from moejob_trainer.megatron.topology import stop_groups
+from moejob_trainer.objectives.answering import Bounds, answers
+from trainer.parity.cells import LAYOUTS, Cell, Steps, loss_of, micro_batches, started
+from trainer.worlds import Worlds
+
+Reference = Callable[[Family], tuple[Path, Steps]]
+
+MOST = 9
+# More than ranks, and none as long as another.
+LENGTHS = (3, 11, 1, 7, 19, 5)
+SHARES: dict[str, dict[str, Any]] = {
+    "FSDP over DP2": {"parallelism": {"data": 2}, "memory": {"sharding": "FSDP"}},
+    "FSDP over TP2.CP2": {"parallelism": {"tensor": 2, "context": 2}, "memory": {"sharding": "FSDP"}},
+    "ZeRO-2 over EP2": {"parallelism": {"expert": 2}, "memory": {"sharding": "ZeRO2"}},
+    "one document at a time": {"parallelism": {"tensor": 2, "data": 2}, "data": {"packing": False}},
+    "tokens gathered": {"parallelism": {"expert": 2}, "moe": {"balancing": "None", "dispatcher": "AllGather"}},
+}
+ALL: dict[str, dict[str, Any]] = {
+    "one rank": {},
+    **{name: {"parallelism": sizes} for name, sizes in LAYOUTS.items()},
+    **SHARES,
+}
+
+
+def prompts() -> list[list[int]]:
+    """Random words of the small vocabulary."""
+    random = np.random.default_rng(11)
+    return [random.integers(3, 38, length).tolist() for length in LENGTHS]
+
+
+def generated(folder: Path, stop: int | None = None) -> list[list[int]]:
+    """The answers that Transformers generates greedily, one prompt at a time."""
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+    ).eval()
+    found = []
+    for prompt in prompts():
+        tokens = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+            do_sample=False,
+            max_new_tokens=MOST,
+            eos_token_id=stop,
+            pad_token_id=0,
+        )
+        found.append(tokens[0, len(prompt) :].tolist())
+    return found
+
+
+def answered(cell: Cell, folder: Path, stop: int, trains: bool = False) -> list[list[int]]:
+    """The answers of the cell's engine; one rank's part."""
+    use_cpu()
+    engine = started(cell, folder)
+    try:
+        if trains:
+            engine.update(micro_batches(cell, engine, 0), loss_of(cell, engine))
+        plan = batch_plan(engine.spec, layout_of(engine.spec.parallelism, 8), pad_token=0)
+        return answers(engine, prompts(), Bounds({stop}, MOST), BatchShare(plan, engine.groups.data.rank))
+    finally:
+        stop_groups()
+
+
+def expected(folder: Path) -> tuple[int, list[list[int]]]:
+    """A token that ends some answers early, and what Transformers answers with it."""
+    endless = generated(folder / "first")
+    stop = endless[1][3]
+    found = generated(folder / "first", stop)
+    assert len({token for answer in found for token in answer}) > 3
+    assert len({len(answer) for answer in found}) > 1
+    return stop, found
+
+
+def _holds(worlds: Worlds, reference: Reference, cell: Cell) -> None:
+    folder, _ = reference(cell.family)
+    stop, told = expected(folder)
+    # Every rank knows every answer.
+    assert worlds.run(cell.ranks(), answered, cell, folder, stop) == [told] * cell.ranks()
+
+
+@pytest.mark.parametrize("layout", ALL)
+def test_every_layout_answers_as_transformers_does(worlds: Worlds, reference: Reference, layout: str) -> None:
+    _holds(worlds, reference, Cell(Family.QWEN3_MOE, ALL[layout]))
+
+
+@pytest.mark.parametrize("family", [Family.DEEPSEEK_V3, Family.GPT_OSS, Family.QWEN2, Family.MIXTRAL])
+def test_every_kind_of_model_answers_as_transformers_does(worlds: Worlds, reference: Reference, family: Family) -> None:
+    _holds(worlds, reference, Cell(family, {"parallelism": {"tensor": 2, "context": 2}}))
+
+
+def test_answers_are_those_of_the_weights_as_they_are_now(worlds: Worlds, reference: Reference) -> None:
+    folder, _ = reference(Family.QWEN3_MOE)
+    stop, told = expected(folder)
+    sections: Mapping[str, Any] = {"training": {"optimizer": {"learningRate": 0.5}}}
+    one, two = (
+        worlds.run(cell.ranks(), answered, cell, folder, stop, True)
+        for cell in (
+            Cell(Family.QWEN3_MOE, sections),
+            Cell(Family.QWEN3_MOE, merged(sections, SHARES["FSDP over DP2"])),
+        )
+    )
+    assert one[0] == two[0] == two[1]
+    assert one[0] != told

@@ -1,0 +1,146 @@
+"""Answers of an SFT run's model to its evaluation prompts: read, generated, scored, shown and written.
+
+Every rank generates; rank 0 alone knows the records, scores and writes.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from moejob_api.evaluations import MEAN, prompt_sets
+from moejob_api.job.grpo import Reward
+from moejob_api.job.model import Dataset
+from moejob_api.job.training import EvalAnswers
+from moejob_trainer.data.preparation import Recipe
+from moejob_trainer.data.prompts import Prompt, prompts
+from moejob_trainer.data.stream import BatchShare
+from moejob_trainer.errors import BadData
+from moejob_trainer.objectives.answering import Bounds, NextTokens, answers
+from moejob_trainer.rewards.built_in import Score, built_in
+from moejob_trainer.rewards.completion import Completion, RewardFailed
+from moejob_trainer.setup.context import RankContext
+from moejob_trainer.setup.model import RunModel
+from moejob_trainer.setup.prompts import stop_tokens
+
+# Answers of each evaluation that the log shows.
+_SHOWN = 2
+_SAMPLES = "samples"
+_TOKENS = TypeAdapter(tuple[tuple[int, ...], ...])
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """One prompt with its answer, as rank 0 knows them."""
+
+    prompt: Prompt
+    text: str
+    tokens: int
+    is_ended: bool
+    reward: float
+
+    def line(self, step: int) -> str:
+        """Return the line of the samples file, in the words of GRPO's."""
+        told = {
+            "step": step,
+            "prompt": self.prompt.text,
+            "answer": self.text,
+            "finishReason": "stop" if self.is_ended else "length",
+            "tokens": self.tokens,
+            "reward": self.reward,
+        }
+        return json.dumps(told, ensure_ascii=False)
+
+
+@dataclass(frozen=True, slots=True)
+class EvalPrompts:
+    """The prompts of a run's evaluations. `records` and `decode` are rank 0's alone."""
+
+    settings: EvalAnswers
+    tokens: tuple[tuple[int, ...], ...]
+    stop_tokens: tuple[int, ...]
+    records: Sequence[Prompt]
+    decode: Callable[[Sequence[int]], str]
+    folder: Path
+
+    def metrics(
+        self, step: int, engine: NextTokens, share: BatchShare, passed: Callable[[], object]
+    ) -> Mapping[str, float]:
+        """Answer all prompts; return the mean score. Only rank 0 has it."""
+        if not self.tokens:
+            return {}
+        bounds = Bounds(self.stop_tokens, self.settings.max_new_tokens)
+        found = answers(engine, self.tokens, bounds, share, passed)
+        answered = list(self._scored(found))
+        if not answered:
+            return {}
+        self._write(step, answered)
+        return {
+            f"{MEAN}@1": sum(one.reward for one in answered) / len(answered),
+            "evalAnswerTokens": float(sum(one.tokens for one in answered)),
+            "evalTruncated": sum(not one.is_ended for one in answered) / len(answered),
+        }
+
+    def _scored(self, found: Sequence[Sequence[int]]) -> Iterator[Answered]:
+        score = _score(self.settings)
+        # Other ranks have no records.
+        for prompt, tokens in zip(self.records, found, strict=False):
+            text = self.decode(tokens)
+            reward = score(_completion(prompt, text, len(tokens), self.settings))
+            yield Answered(prompt, text, len(tokens), tokens[-1] in self.stop_tokens, reward)
+
+    def _write(self, step: int, answered: Sequence[Answered]) -> None:
+        lines = [one.line(step) for one in answered]
+        sys.stdout.write("".join(f"{line}\n" for line in lines[:_SHOWN]))
+        folder = self.folder / _SAMPLES
+        folder.mkdir(exist_ok=True)
+        text = "".join(f"{line}\n" for line in lines)
+        (folder / f"eval-step-{step}.jsonl").write_text(text, encoding="utf-8")
+
+
+def load_eval_prompts(context: RankContext, model: RunModel, recipe: Recipe) -> EvalPrompts:
+    """Read the first prompts of each set on rank 0; what is wrong with them is every rank's failure."""
+    spec, settings, found = context.spec, context.spec.training.eval_answers, list[Prompt]()
+    room = spec.data.max_length - settings.max_new_tokens
+
+    def read() -> tuple[tuple[int, ...], ...]:
+        for dataset in prompt_sets(spec):
+            found.extend(prompts(_first_of(dataset, settings.prompts), recipe, room).prompts)
+        for prompt in found:
+            _refuse_without_reference(prompt, settings)
+        return tuple(prompt.tokens for prompt in found)
+
+    if not prompt_sets(spec):
+        return EvalPrompts(settings, (), (), (), lambda _: "", context.environment.folder)
+    tokens = context.on_first_rank(read, _TOKENS)
+    tokenizer = recipe.tokenizer()
+
+    def decode(answer: Sequence[int]) -> str:
+        return str(tokenizer.decode([*answer], skip_special_tokens=True))
+
+    return EvalPrompts(settings, tokens, stop_tokens(recipe, model), found, decode, context.environment.folder)
+
+
+def _first_of(dataset: Dataset, most: int) -> Dataset:
+    return dataset.model_copy(update={"max_examples": min(most, dataset.max_examples or most)})
+
+
+def _refuse_without_reference(prompt: Prompt, settings: EvalAnswers) -> None:
+    """A record that no answer can be scored against is found before the first step, not at the first evaluation."""
+    try:
+        _score(settings)(_completion(prompt, "", 0, settings))
+    except RewardFailed as failed:
+        raise BadData(f"{prompt.place}: {failed}; set training.evalAnswers.reference or columns") from failed
+
+
+def _score(settings: EvalAnswers) -> Score:
+    return built_in(Reward(name=settings.reward, reference=settings.reference))
+
+
+def _completion(prompt: Prompt, text: str, tokens: int, settings: EvalAnswers) -> Completion:
+    return Completion(prompt.text, text, tokens, settings.max_new_tokens, prompt.fields)
