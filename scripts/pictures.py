@@ -1,6 +1,6 @@
 """Draw the pictures of README and docs: `make pictures`.
 
-The overview is drawn from the table below; the terminals show what the named commands print on this machine. Pictures
+The diagrams are drawn from the tables below; the terminals show what the named commands print on this machine. Pictures
 are committed, since the pages that show them are read where nothing can be run.
 """
 
@@ -111,16 +111,78 @@ ARROWS = (
 )
 
 
+# As in SECURITY.md: a box trusts what is in it, as far as its lines say.
+DOMAINS = (
+    Box(10, 10, 1160, 470, "cluster", "pod network: trusted with nothing"),
+    Box(
+        30,
+        60,
+        220,
+        200,
+        "user",
+        "operator's namespace",
+        (
+            "the operator: creates pods,",
+            "Services, Secrets and policies",
+            "in the namespaces it serves;",
+            "reads no Secret but its own",
+            "certificate; believes pods",
+            "within bounds only",
+        ),
+    ),
+    Box(30, 350, 220, 84, "user", "API users", ("send specs: limits, webhook", "and API server refuse")),
+    Box(400, 60, 470, 400, "process", "a namespace: its users are trusted with one another"),
+    Box(
+        420,
+        100,
+        200,
+        160,
+        "pod",
+        "job A",
+        ("its pods share one secret:", "rendezvous, engines,", "claims on the run folder"),
+    ),
+    Box(650, 100, 200, 160, "pod", "job B", ("another secret;", "job A cannot take part")),
+    Box(
+        420,
+        350,
+        430,
+        96,
+        "volume",
+        "a volume claim: its jobs are trusted with files",
+        ("a run is superseded by the job's own tokens only;", "files can be read, changed and deleted"),
+    ),
+    Box(1000, 100, 150, 160, "user", "a stranger", ("any other pod of", "the cluster")),
+)
+WAYS = (
+    Arrow((250, 150), (418, 150), "port 9400"),
+    Arrow((250, 392), (398, 392), "apply"),
+    Arrow((520, 260), (520, 348), "MAC on tokens"),
+    Arrow((750, 260), (750, 348), "MAC on tokens"),
+    Arrow((1000, 150), (872, 150), "NetworkPolicy"),
+    Arrow((1000, 220), (872, 220), "else: no secret"),
+)
+
+
 def overview() -> str:
     """Return the way from a job to its ranks."""
-    drawn = "".join(box.svg() for box in BOXES) + "".join(arrow.svg() for arrow in ARROWS)
+    return _diagram("A MoETrainingJob becomes pods, launchers and ranks", (1180, 424), BOXES, ARROWS)
+
+
+def trust() -> str:
+    """Return who trusts whom with what."""
+    return _diagram("Operator, namespaces, jobs and volume claims as trust domains", (1180, 490), DOMAINS, WAYS)
+
+
+def _diagram(label: str, size: tuple[int, int], boxes: tuple[Box, ...], arrows: tuple[Arrow, ...]) -> str:
+    width, height = size
+    drawn = "".join(box.svg() for box in boxes) + "".join(arrow.svg() for arrow in arrows)
     return (
-        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 1180 424" role="img" '
-        'aria-label="A MoETrainingJob becomes pods, launchers and ranks" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" '
+        f'aria-label="{escape(label)}" '
         f'font-family="ui-sans-serif, system-ui, sans-serif" font-size="15" fill="{INK}">'
         f'<defs><marker id="head" markerWidth="9" markerHeight="9" refX="8" refY="4.5" orient="auto">'
         f'<path d="M0,0 L9,4.5 L0,9 z" fill="{LINE}"/></marker></defs>'
-        f'<rect width="1180" height="424" fill="{PAPER}"/>{drawn}</svg>\n'
+        f'<rect width="{width}" height="{height}" fill="{PAPER}"/>{drawn}</svg>\n'
     )
 
 
@@ -146,6 +208,7 @@ def main() -> None:
     """Write every picture."""
     FOLDER.mkdir(exist_ok=True)
     (FOLDER / "overview.svg").write_text(overview())
+    (FOLDER / "trust.svg").write_text(trust())
     (FOLDER / "demo.svg").write_text(terminal("a laptop, two CPU ranks", "make demo"))
     (FOLDER / "demo-grpo.svg").write_text(terminal("a laptop, and a vLLM engine on its CPU", "make demo-grpo"))
     (FOLDER / "plan.svg").write_text(terminal("no cluster, no GPU", "moejob plan examples/mixtral-8x7b-sft-16gpu.yaml"))
