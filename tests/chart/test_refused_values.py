@@ -34,6 +34,11 @@ from charts import CHART, Helm, HelmError, Values
             id="an idle issuer",
         ),
         pytest.param(
+            {"namespaces": ["team-a"]},
+            'namespaces are ["team-a"], and webhook.certificates SelfSigned needs a right beyond them',
+            id="a certificate of its own for some namespaces",
+        ),
+        pytest.param(
             {"leaderElection": {"leaseSeconds": 10}},
             "renewDeadlineSeconds 10 must be at least a second less than leaseSeconds 10",
             id="a lease as short as its deadline",

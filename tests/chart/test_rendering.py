@@ -51,7 +51,7 @@ VALUES = pytest.mark.parametrize(
         pytest.param({}, id="defaults"),
         pytest.param(EVERYTHING, id="everything"),
         pytest.param(NOTHING, id="as little as can be"),
-        pytest.param({"namespaces": ["team-a", NAMESPACE]}, id="two namespaces, one its own"),
+        pytest.param({"namespaces": ["team-a", NAMESPACE], **CERT_MANAGER}, id="two namespaces, one its own"),
         pytest.param(CERT_MANAGER, id="cert-manager"),
         pytest.param(
             {"webhook": {"certificates": "CertManager", "issuerRef": {"name": "ca", "kind": "ClusterIssuer"}}},
@@ -142,13 +142,13 @@ def operator_roles(rendered: Rendered) -> list[Object]:
     return [role for role in rendered.all("Role") if "helm.sh/hook" not in role["metadata"].get("annotations", {})]
 
 
-def test_who_serves_some_namespaces_has_its_rights_there_and_sees_only_nodes_and_its_webhook_beyond(helm: Helm) -> None:
-    rendered = helm.rendered({"namespaces": ["team-a", "team-b"]})
+def test_who_serves_some_namespaces_has_its_rights_there_and_sees_only_nodes_beyond(helm: Helm) -> None:
+    rendered = helm.rendered({"namespaces": ["team-a", "team-b"], **CERT_MANAGER})
     for namespace in ("team-a", "team-b"):
         [role] = [role for role in operator_roles(rendered) if role["metadata"]["namespace"] == namespace]
         assert {"moetrainingjobs", "pods"} <= resources(role)
     beyond = rendered.one("ClusterRole", f"moejob-operator-{NAMESPACE}")
-    assert resources(beyond) == {"nodes", "validatingwebhookconfigurations"}
+    assert resources(beyond) == {"nodes"}
     [selected] = rendered.one("ValidatingWebhookConfiguration")["webhooks"][0]["namespaceSelector"]["matchExpressions"]
     assert (selected["key"], selected["operator"]) == ("kubernetes.io/metadata.name", "In")
     assert selected["values"] == ["team-a", "team-b"]
@@ -218,7 +218,7 @@ def test_the_api_server_checks_the_limits_that_are_given(helm: Helm, limits: Val
     [
         pytest.param({}, {}, id="everywhere"),
         pytest.param(
-            {"namespaces": ["team-a"]},
+            {"namespaces": ["team-a"], **CERT_MANAGER},
             {"key": "kubernetes.io/metadata.name", "operator": "In", "values": ["team-a"]},
             id="in the namespaces that are served",
         ),
@@ -307,7 +307,12 @@ def test_helm_never_says_whom_the_webhook_trusts(helm: Helm, values: Values) -> 
     ("values", "policy", "reviewed"),
     [
         pytest.param({}, "Fail", ("NotIn", [NAMESPACE]), id="all namespaces but the operator's own"),
-        pytest.param({"namespaces": ["a", NAMESPACE]}, "Fail", ("In", ["a", NAMESPACE]), id="those that are named"),
+        pytest.param(
+            {"namespaces": ["a", NAMESPACE], **CERT_MANAGER},
+            "Fail",
+            ("In", ["a", NAMESPACE]),
+            id="those that are named",
+        ),
         pytest.param({"webhook": {"failurePolicy": "Ignore"}}, "Ignore", ("NotIn", [NAMESPACE]), id="unseen"),
     ],
 )

@@ -69,7 +69,7 @@ def told(helm: Helm, monkeypatch: pytest.MonkeyPatch) -> Told:
 
 
 def test_the_operator_starts_with_what_it_is_told(told: Told) -> None:
-    settings, rendered = told({"namespaces": ["team-a", "team-b"]})
+    settings, rendered = told({"namespaces": ["team-a", "team-b"], "webhook": {"enabled": False}})
     version = yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"]
     assert settings.namespaces == ("team-a", "team-b")
     assert settings.trainer_image == f"moejob-trainer:{version}"
@@ -153,7 +153,13 @@ def test_every_value_is_known_to_the_schema_and_has_a_default() -> None:
 
 
 @pytest.mark.parametrize(
-    "values", [{}, {"namespaces": ["team-a"]}, {"webhook": {"certificates": "CertManager"}}], ids=str
+    "values",
+    [
+        {},
+        {"webhook": {"certificates": "CertManager"}},
+        {"namespaces": ["team-a"], "webhook": {"certificates": "CertManager"}},
+    ],
+    ids=str,
 )
 def test_the_api_server_is_led_to_what_the_operator_serves(told: Told, values: Values) -> None:
     settings, rendered = told(values)

@@ -103,4 +103,7 @@ app.kubernetes.io/component: operator
 {{- if and .Values.webhook.issuerRef (ne .Values.webhook.certificates "CertManager") }}
 {{- fail (printf "webhook.issuerRef names an issuer of cert-manager, but webhook.certificates is %s; set it to CertManager, or remove issuerRef" .Values.webhook.certificates) }}
 {{- end }}
+{{- if and .Values.namespaces .Values.webhook.enabled (ne .Values.webhook.certificates "CertManager") }}
+{{- fail (printf "namespaces are %s, and webhook.certificates %s needs a right beyond them, to patch a webhook configuration of the cluster; set webhook.certificates to CertManager, or webhook.enabled to false" (toJson .Values.namespaces) .Values.webhook.certificates) }}
+{{- end }}
 {{- end }}
