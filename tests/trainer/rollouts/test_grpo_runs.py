@@ -185,13 +185,13 @@ def test_a_run_that_is_suspended_goes_on_in_another_layout_with_the_same_answers
     assert_like(again.folder, undisturbed)
 
 
-def test_the_checkpoint_of_the_best_answers_is_kept_and_exported(beside: Beside) -> None:
+def test_the_checkpoint_of_the_best_answers_is_kept_beside_the_last(beside: Beside) -> None:
     run = beside.finished(
         "best",
         data={"eval": [{"source": "moejob/tiny-sums", "format": "Prompts", "split": "test"}]},
         training={"evalEvery": 1},
         grpo={"evaluation": {"samples": 2}},
-        checkpoint={"everySteps": 1000, "keep": 1, "keepBest": 1, "exportHuggingFace": True},
+        checkpoint={"everySteps": 1000, "keep": 1, "keepBest": 1},
     )
     told = lines(run.folder)
     scores = [told[step]["evalMean@2"] for step in sorted(told)]
