@@ -63,6 +63,10 @@ def test_a_run_in_the_same_folder_goes_on_as_the_same_job_under_the_next_attempt
     assert after["MOEJOB_SECRET"] == before["MOEJOB_SECRET"]
 
 
+def test_a_launcher_that_ends_in_mid_answer_is_no_fault_of_the_run(run: MakeRun) -> None:
+    assert run().run([[STEPS, ["breaks_off_answers"], DONE]]).code == 0
+
+
 def test_the_secret_of_a_run_is_its_own_and_its_users_alone(run: MakeRun) -> None:
     one = run()
     one.run([[DONE]])

@@ -7,10 +7,10 @@ import os
 import signal
 import subprocess
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterable
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -89,8 +89,8 @@ class Launcher:
         try:
             with _opener.open(self._url, timeout=_ANSWER_SECONDS) as answer:
                 self._progress = PodProgress.model_validate_json(answer.read())
-        except (OSError, ValidationError):
-            # It does not serve yet, or never will: being quiet for too long is what counts.
+        except (OSError, HTTPException, ValidationError):
+            # It does not serve yet, never will, or ended in mid-answer: being quiet for too long is what counts.
             return
         if self._progress.ranks:
             self._reported_at = time.monotonic()

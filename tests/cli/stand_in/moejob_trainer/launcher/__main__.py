@@ -38,6 +38,7 @@ class Life:
         self.restarts, self.age, self.step = 0, 0.0, 0
         self.saved: int | None = None
         self.is_ready = True
+        self.breaks_off = False
 
     def note(self) -> int:
         """Leave a note of this life; its number among those of this pod."""
@@ -104,6 +105,11 @@ class Life:
             self.is_served.clear()
             self.is_served.wait(_LONGEST_SECONDS)
 
+    def breaks_off_answers(self) -> None:
+        """Be asked in one's last moment: of each answer the end is missing."""
+        self.breaks_off = True
+        self.was_heard()
+
     def ages(self, seconds: float) -> None:
         """Ranks that have been silent for that long."""
         self.age = seconds
@@ -147,7 +153,7 @@ def served(life: Life) -> None:
             self.send_response(200)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
-            self.wfile.write(body)
+            self.wfile.write(body[:-1] if life.breaks_off else body)
             life.is_served.set()
 
         def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  # the name is the base class's
