@@ -135,7 +135,8 @@ class Runs:
         ranks = layout(described.parallelism, described.resources.gpus_per_node).gpus
         folder = self.volume / job
         folder.mkdir(parents=True, exist_ok=True)
-        Fence(folder, claim_key("", uid or f"uid-{job}")).acquire(attempt, 0)
+        secret = (environ or {}).get(Environment.SECRET, "")
+        Fence(folder, claim_key(secret, uid or f"uid-{job}")).acquire(attempt, 0)
         outside = self.volume.parent / f"{self.volume.name}-outside"
         outside.mkdir(exist_ok=True)
         number = len(self._started)
