@@ -30,7 +30,7 @@ from moejob_trainer.runtime.fencing import RESTART, Fence, claim_key
 from moejob_trainer.runtime.heartbeats import BOARD, HeartbeatBoard
 from trainer.worlds import PRELOADED
 
-LONGEST_SECONDS = 200.0
+LONGEST_SECONDS = 600.0
 Found = TypeVar("Found")
 
 # The model and the data that come with moejob, small enough for many runs; the rate of a step knows no end of the run.

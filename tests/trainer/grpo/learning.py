@@ -85,6 +85,10 @@ class TransformersEngine:
     def release(self) -> None:
         """Hold what there is."""
 
+    async def until_outdated(self) -> None:
+        """It loses nothing."""
+        await asyncio.Event().wait()
+
     async def generate(self, request: Request, sampling: Sampling) -> Answer:
         """Return an answer, with whatever else is asked at the moment."""
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()

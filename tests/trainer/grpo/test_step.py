@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ from moejob_trainer.objectives.grpo.objective import GroupRelativePolicyOptimiza
 from moejob_trainer.objectives.grpo.rank_exchange import Peers
 from moejob_trainer.objectives.grpo.sampling import Asker
 from moejob_trainer.rewards.scorer import Scorer
-from moejob_trainer.rollouts.interface import Answer, FinishReason, Request, Sampling, SyncReport
+from moejob_trainer.rollouts.interface import Answer, EnginesLost, FinishReason, Request, Sampling, SyncReport
 
 END = 1
 PLAN = BatchPlan(data=1, tokens=64)
@@ -41,15 +42,31 @@ class Scripted:
     version: int = -1
     is_awake: bool = False
     asked: list[Request] = field(default_factory=list)
+    # Of these answers and those before them the weights are lost, once each.
+    losses: set[int] = field(default_factory=set)
+    published: list[int] = field(default_factory=list)
+    # Why the next publications fail.
+    failures: list[str] = field(default_factory=list)
+    _outdated: asyncio.Event = field(default_factory=asyncio.Event)
+    _given: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def generate(self, request: Request, sampling: Sampling) -> Answer:
         """Return the scripted tokens."""
         assert self.is_awake
         self.asked.append(request)
+        if len(self.asked) in self.losses:
+            self._given.clear()
+            self._outdated.set()
+        if self._outdated.is_set():
+            await self._given.wait()
         tokens = np.array(TOKENS[self.said(request.group, request.member)][: sampling.max_new_tokens], np.int32)
         reason = FinishReason.STOP if tokens[-1] == END else FinishReason.LENGTH
         said = np.full(len(tokens), -0.5, np.float32)
         return Answer(request, tokens, said, np.full(len(tokens), self.version, np.int32), reason)
+
+    async def until_outdated(self) -> None:
+        """Wait until the weights are lost."""
+        await self._outdated.wait()
 
     @property
     def stacked_elements(self) -> int:
@@ -58,7 +75,13 @@ class Scripted:
 
     def publish(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> SyncReport:
         """Note the version."""
+        assert not self.is_awake
+        self.published.append(version)
+        if self.failures:
+            raise EnginesLost(self.failures.pop())
         self.version, self.is_awake = version, True
+        self._outdated.clear()
+        self._given.set()
         return SyncReport(version, 0.25, sum(tensor.nbytes for _, tensor in weights), 1e-6, 2e-6)
 
     def release(self) -> None:
@@ -299,6 +322,39 @@ def test_an_evaluation_tells_mean_and_pass_of_k_answers(started: Callable[..., R
     assert run.objective.evaluate(7, run.engine) == {"evalMean@4": 1 / 8, "evalPass@4": 0.5, "evalFailed": 0}
     assert run.engines.version == 7
     assert not run.engines.is_awake
+
+
+def test_engines_that_lose_the_weights_are_given_them_again_and_asked_nothing_twice(
+    started: Callable[..., Run],
+) -> None:
+    undisturbed, run = started(_grpo(), _first_is_right), started(_grpo(), _first_is_right)
+    run.engines.losses = {2, 4}
+    expected, found = undisturbed.step(3), run.step(3)
+    assert run.engines.published == [3, 3]
+    assert [(one.group, one.member) for one in run.engines.asked] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert found[1] == expected[1]
+    assert not run.engines.is_awake
+
+
+def test_an_evaluation_outlives_engines_that_lose_the_weights(started: Callable[..., Run]) -> None:
+    run = started(_grpo(evaluation={"samples": 2}), _first_is_right, evaluation=[*_prompts()[0].prompts[:2]])
+    run.engines.losses = {3}
+    assert run.objective.evaluate(7, run.engine) == {"evalMean@2": 0.5, "evalPass@2": 1.0, "evalFailed": 0}
+    assert run.engines.published == [7, 7]
+
+
+def test_weights_that_no_engine_keeps_are_published_a_few_times(
+    started: Callable[..., Run], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = started(_grpo(), _first_is_right)
+    run.engines.failures = ["no engine has kept the weights"] * 4
+    run.step(0)
+    assert run.engines.published == [0] * 5
+    told = "the weights of step 0 are published once more: no engine has kept the weights"
+    assert capsys.readouterr().err.count(told) == 4
+    run.engines.failures = ["gone again"] * 5
+    with pytest.raises(EnginesLost, match="gone again"):
+        run.step(1)
 
 
 def test_steps_of_epochs_ask_every_prompt_as_often_as_said() -> None:

@@ -202,13 +202,53 @@ def test_without_any_engine_it_says_why(serve: Serve) -> None:
         served.answers(requests(1, 1))
 
 
-def test_engines_that_nothing_can_bring_to_the_weights_are_not_waited_for(serve: Serve) -> None:
+def test_what_is_asked_of_engines_that_lost_the_weights_waits_for_the_next_publication(serve: Serve) -> None:
     served = serve().serve()
-    for engine in served.engines:
-        engine.version = "default"
+    gone, restarted = served.engines
+    gone.stop()
+    restarted.version = "default"
     until(lambda: not served.fleet.serving, "an engine of other weights serves")
-    with pytest.raises(NoEngine, match=r"no engine has the published weights any more: .* has weights 'default'"):
-        served.answers(requests(1, 1))
+
+    async def answered() -> list[Answer]:
+        asked = asyncio.gather(*(served.generator.generate(one, SAMPLING) for one in requests(4, 2)))
+        await served.generator.until_outdated()
+        assert not asked.done()
+        await asyncio.to_thread(served.serve)
+        return await asked
+
+    assert len(asyncio.run(answered())) == len(restarted.prompts) == 8
+
+
+def test_engines_are_not_outdated_while_one_has_the_weights(serve: Serve) -> None:
+    served = serve().serve()
+    served.engines[0].version = "default"
+    until(lambda: len(served.fleet.serving) == 1, "an engine of other weights serves")
+
+    async def is_outdated() -> bool:
+        waiting = asyncio.create_task(served.generator.until_outdated())
+        await asyncio.gather(*(served.generator.generate(one, SAMPLING) for one in requests(4, 2)))
+        try:
+            return waiting.done()
+        finally:
+            waiting.cancel()
+
+    assert not asyncio.run(is_outdated())
+
+
+def test_only_the_first_publication_waits_for_all_engines(serve: Serve) -> None:
+    served = serve()
+    late, _ = served.engines
+    late.failing["/ready"] = 503
+    starting = threading.Thread(target=served.serve)
+    served.fleet.label = None
+    starting.start()
+    until(lambda: late.asked.count("/ready") >= 3, "nothing waits for the engine")
+    del late.failing["/ready"]
+    starting.join()
+    assert len(served.fleet.serving) == 2
+    late.failing["/ready"] = 503
+    served.serve()
+    assert [engine.url for engine in served.fleet.serving] == [served.engines[1].url]
 
 
 def test_a_request_that_is_wrong_is_not_asked_again(serve: Serve) -> None:

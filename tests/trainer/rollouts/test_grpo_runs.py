@@ -8,6 +8,7 @@ import signal
 import subprocess
 import threading
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from moejob_api.contract import Environment, ExitCode
 from moejob_api.models import catalog
 from moejob_trainer.checkpoints.manifest import EvaluationFacts, read_manifest
 from moejob_trainer.data import tiny
+from moejob_trainer.rollouts.wire import GENERATE
 from trainer.rollouts.own_words import greedy
 from trainer.rollouts.passage import SCORES, Passage
 from trainer.runs import LONGEST_SECONDS, Runs, Started, eventually
@@ -53,12 +55,28 @@ TOKENS = 12
 
 
 class Beside:
-    """Runs beside the engine; a way between them on which tests decide what happens."""
+    """Runs beside an engine; a way between them on which tests decide what happens."""
 
-    def __init__(self, engine: Engine, volume: Path) -> None:
-        self.engine, self.passage = engine, Passage(engine.url)
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.engine = self._started(None).ready()
+        self.passage = Passage(self.engine.url)
+        volume = folder / "volume"
         volume.mkdir()
         self.runs = Runs(volume)
+
+    def _started(self, port: int | None) -> Engine:
+        job: dict[str, Any] = {
+            "model": {"dtype": "float32"},
+            "data": {"maxLength": 64},
+            "grpo": {"maxNewTokens": 64, "rollout": {"placement": "Separate", "sync": "Gloo"}},
+        }
+        return Engine(self._folder, self._folder / "engine.log", port, **job)
+
+    def replace_engine(self) -> None:
+        """Kill the engine, and start another in its place."""
+        self.engine.kill()
+        self.engine = self._started(self.engine.port)
 
     def start(self, job: str, attempt: int = 1, **sections: Any) -> Started:
         """Start a run whose answers are rewarded by the service of the passage."""
@@ -80,22 +98,16 @@ class Beside:
     def close(self) -> None:
         self.runs.close()
         self.passage.close()
+        self.engine.kill()
 
 
 @pytest.fixture(scope="module")
 def beside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Beside]:
     folder = tmp_path_factory.mktemp("engine")
     _lay_out(folder / "engine-model")
-    job: dict[str, Any] = {
-        "model": {"dtype": "float32"},
-        "data": {"maxLength": 64},
-        "grpo": {"maxNewTokens": 64, "rollout": {"placement": "Separate", "sync": "Gloo"}},
-    }
-    engine = Engine(folder, folder / "engine.log", **job)
-    made = Beside(engine.ready(), folder / "volume")
+    made = Beside(folder)
     yield made
     made.close()
-    engine.kill()
 
 
 def _lay_out(folder: Path) -> None:
@@ -156,6 +168,30 @@ def test_a_trainer_that_is_killed_inside_a_broadcast_brings_the_engine_to_its_ne
     assert_like(again.folder, undisturbed)
     # The weights of the last step are those of the three updates before it.
     assert str(beside.engine.get("/weight_info").body["weight_version"]).startswith(f"{STEPS - 1}.")
+
+
+def test_the_only_engine_that_is_killed_while_it_generates_gets_the_weights_again(
+    beside: Beside, undisturbed: Path
+) -> None:
+    passage, samples = beside.passage, beside.runs.volume / "bereft/samples/step-1.jsonl"
+    lock, asked = threading.Lock(), count(1)
+
+    def kill() -> None:
+        # In step 2: first comes the probe, then answers, one of which may be there.
+        with lock:
+            if samples.exists() and next(asked) == 3:
+                beside.replace_engine()
+
+    passage.arrivals[GENERATE] = kill
+    try:
+        run = beside.finished("bereft", parallelism={"tensor": 2})
+    finally:
+        del passage.arrivals[GENERATE]
+    assert run.said().count("no engine has the weights of step 1 any more; they are given to them again") == 1
+    assert [line["step"] for line in map(json.loads, (run.folder / "steps.jsonl").read_text().splitlines())] == [
+        *range(1, STEPS + 1)
+    ]
+    assert_like(run.folder, undisturbed)
 
 
 def unread(pid: int) -> bool:

@@ -111,6 +111,12 @@ class Fleet:
                 del self._members[group], self._homes[group]
             self._changed.notify_all()
 
+    async def until_outdated(self) -> None:
+        """Return when nobody serves and an engine is there that the published weights have to be given again."""
+        async with self._changed:
+            while self.serving or not any(engine.is_outdated for engine in self.engines):
+                await self._changed.wait()
+
     async def until_lost(self, engine: Engine, asked: Awaitable[T]) -> T:
         """Await something of an engine; EngineLost as soon as it is lost."""
         asking, losing = asyncio.ensure_future(asked), asyncio.ensure_future(engine.lost.wait())
@@ -131,8 +137,6 @@ class Fleet:
         return min(free, key=lambda engine: engine.in_flight, default=None)
 
     async def _news(self) -> None:
-        if all(engine.is_outdated for engine in self.engines):
-            raise NoEngine(f"no engine has the published weights any more: {self.reasons()}")
         waited = time.monotonic() - self._none_since
         if not self.serving and waited >= self.limits.start_seconds:
             raise NoEngine(f"no engine has served for {waited:.0f} s: {self.reasons()}")
@@ -208,21 +212,26 @@ class Fleet:
     # --- starting -----------------------------------------------------------------------------------------------------
 
     async def reached(self, seconds: float) -> tuple[Engine, ...]:
-        """Return the engines that are ready, all of them if they are within this time."""
-        found = await asyncio.gather(*(self._ready(engine, time.monotonic() + seconds) for engine in self.engines))
-        ready = tuple(engine for engine, is_ready in zip(self.engines, found, strict=True) if is_ready)
-        if not ready:
-            raise NoEngine(f"no engine is ready after {seconds:g} s: {self.reasons()}")
-        return ready
+        """Return the engines that are ready: at the start all of them, if they are within this time; later any.
 
-    async def _ready(self, engine: Engine, until: float) -> bool:
+        In the middle of a run those that are away may be away for good, and those that return get the weights then, or
+        with the next publication.
+        """
+        until = time.monotonic() + seconds
         while True:
-            try:
-                await self.get(engine, HttpPath.READY, self.limits.silence_seconds)
-            except (EngineLost, RequestRefused) as error:
-                engine.reason = str(error)
-                if time.monotonic() >= until:
-                    return False
-                await asyncio.sleep(self.limits.look_seconds)
-            else:
-                return True
+            found = await asyncio.gather(*(self._is_ready(engine) for engine in self.engines))
+            ready = tuple(engine for engine, is_ready in zip(self.engines, found, strict=True) if is_ready)
+            is_late = time.monotonic() >= until
+            if len(ready) == len(self.engines) or (ready and (is_late or self.label is not None)):
+                return ready
+            if is_late:
+                raise NoEngine(f"no engine is ready after {seconds:g} s: {self.reasons()}")
+            await asyncio.sleep(self.limits.look_seconds)
+
+    async def _is_ready(self, engine: Engine) -> bool:
+        try:
+            await self.get(engine, HttpPath.READY, self.limits.silence_seconds)
+        except (EngineLost, RequestRefused) as error:
+            engine.reason = str(error)
+            return False
+        return True

@@ -25,6 +25,10 @@ class FleetGenerator:
         """Return an answer, from whichever engine has the least work and holds the published weights."""
         return await self._fleet.connection.within(self._answered(request, sampling))
 
+    async def until_outdated(self) -> None:
+        """Return when no engine has the published weights any more, and one is there to take them again."""
+        await self._fleet.connection.within(self._fleet.until_outdated())
+
     async def _answered(self, request: Request, sampling: Sampling) -> Answer:
         reasons = []
         for _ in range(_TRIES):

@@ -77,11 +77,18 @@ class SyncReport:
     probe_maximum: float
 
 
+class EnginesLost(RuntimeError):
+    """No engine has kept the weights that were published. Every rank gets it, and can publish them once more."""
+
+
 class Generator(Protocol):
     """Engines as one source of answers. Rank 0 alone asks it, thousands of requests at a time."""
 
     async def generate(self, request: Request, sampling: Sampling) -> Answer:
         """Return an answer, from whichever engine has the least work and holds the published weights."""
+
+    async def until_outdated(self) -> None:
+        """Return when no engine has the published weights any more, and one is there to take them again."""
 
 
 class WeightPublisher(Protocol):
@@ -92,7 +99,10 @@ class WeightPublisher(Protocol):
         """Return the most elements of a stack of experts in what is published; 0: each expert by itself."""
 
     def publish(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> SyncReport:
-        """Give all engines these weights; afterwards they are awake and answer with this version."""
+        """Give all engines these weights; afterwards they are awake and answer with this version.
+
+        Raises EnginesLost when none is left that has them.
+        """
 
     def release(self) -> None:
         """Let engines that share the trainer's memory give it back until the next publication."""

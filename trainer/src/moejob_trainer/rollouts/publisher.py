@@ -22,7 +22,7 @@ from moejob_trainer.distributed import messages
 from moejob_trainer.distributed.encoding import TEXT
 from moejob_trainer.rollouts.connection import EngineLost
 from moejob_trainer.rollouts.fleet import Engine, Fleet
-from moejob_trainer.rollouts.interface import Floats, SyncReport, Tokens
+from moejob_trainer.rollouts.interface import EnginesLost, Floats, SyncReport, Tokens
 from moejob_trainer.rollouts.sync import Load, Sync
 from moejob_trainer.rollouts.wire import Label
 
@@ -97,6 +97,8 @@ class _Proof:
     mean: float
     maximum: float
     problem: str | None = None
+    # No engine has come so far as to be asked.
+    is_lost: bool = False
 
 
 _PROOF = TypeAdapter(_Proof)
@@ -126,7 +128,7 @@ class Publisher:
         return self._transport.stacked_elements
 
     def publish(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> SyncReport:
-        """Give all engines these weights; afterwards they answer with this version."""
+        """Give all engines these weights; afterwards they answer with this version. EnginesLost when none is left."""
         began, label = time.monotonic(), Label(version, self._run)
         if self._room is not None:
             self._room.tidy()
@@ -140,7 +142,7 @@ class Publisher:
         proof = None if self._sync is None else self._proven(sent, label, trainers)
         proof = messages.broadcast(proof, _PROOF, self._world)
         if proof.problem is not None:
-            raise WrongWeights(proof.problem)
+            raise (EnginesLost if proof.is_lost else WrongWeights)(proof.problem)
         return SyncReport(version, time.monotonic() - began, sent.size_bytes, proof.mean, proof.maximum)
 
     def release(self) -> None:
@@ -173,7 +175,7 @@ class Publisher:
         async def compared() -> str | None:
             engines = await sync.each(await sync.finish(sent.engines, label), probed)
             if not engines:
-                return f"no engine has the weights {label}: {fleet.reasons()}"
+                return f"no engine has kept the weights {label}: {fleet.reasons()}"
             problem = self._problem(trainers, found)
             if problem is None:
                 await sync.serve(engines, self._again(sent, label, trainers))
@@ -182,7 +184,7 @@ class Publisher:
         fleet = self._fleet
         problem = sync.run(compared())
         if problem is not None:
-            return _Proof(0.0, 0.0, problem)
+            return _Proof(0.0, 0.0, problem, is_lost=not found)
         apart = np.concatenate([np.abs(trainers - theirs) for _, theirs in found])
         return _Proof(float(apart.mean()), float(apart.max()))
 

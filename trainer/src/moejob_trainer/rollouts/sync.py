@@ -33,6 +33,9 @@ class Sync:
         # Until there are others that it could read, an engine that comes back has to wait.
         self._fleet.catch_up = None
         engines = await self._fleet.reached(seconds)
+        for engine in {*self._fleet.engines} - {*engines}:
+            # It may return in the middle, with the weights of before.
+            await self._fleet.lose(engine, engine.reason)
         return await self.each(engines, self._started)
 
     async def finish(self, engines: Sequence[Engine], label: Label) -> tuple[Engine, ...]:

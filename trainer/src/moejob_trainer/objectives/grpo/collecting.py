@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from moejob_api.job.grpo import Grpo
 from moejob_trainer.data.prompt_loader import NumberedPrompt, PromptLoader
@@ -21,6 +21,7 @@ from moejob_trainer.objectives.grpo.step_metrics import of_evaluation, of_reward
 from moejob_trainer.rewards.completion import RewardFailed
 from moejob_trainer.rollouts.interface import Sampling
 
+T = TypeVar("T")
 # Answers of each step that the log shows.
 _SHOWN = 2
 _SAMPLES = "samples"
@@ -43,6 +44,8 @@ class Collector:
         self._grpo, self._asker, self._prompts, self._folder = grpo, asker, prompts, folder
         self._sampling = Sampling(grpo.temperature, grpo.top_p, grpo.max_new_tokens, tuple(stop_tokens))
         self._runner = asyncio.Runner()
+        # What engines were asked, when they lost the weights.
+        self._unfinished: asyncio.Task[Any] | None = None
         self._sampled = Sampled(())
         self._metrics: dict[str, float] = {}
 
@@ -62,14 +65,17 @@ class Collector:
         """Return the passes over the prompts so far."""
         return self._prompts.training.epoch
 
-    def collect(self, step: int) -> Experience:
+    def collect(self, step: int) -> Experience | None:
         """Return the rollouts of a step; answers whose rewards failed have taken their groups along."""
         scorer = self._asker.scorer
-        scorer.failures.clear()
+        if self._unfinished is None:
+            scorer.failures.clear()
         try:
-            sampled = self._runner.run(sample(self._asker, self._prompts.training, self._grpo, self._sampling))
+            sampled = self._asked(lambda: sample(self._asker, self._prompts.training, self._grpo, self._sampling))
         except RewardFailed as failed:
             raise BadConfiguration(str(failed)) from failed
+        if sampled is None:
+            return None
         if not sampled.groups:
             told = "; ".join(f"{name}: {reason}" for name, reason in scorer.last_failure.items())
             raise BadConfiguration(f"every group of step {step + 1} was dropped for a failed reward ({told})")
@@ -80,7 +86,7 @@ class Collector:
         flat = [answer for group in sampled.groups for answer in group.answers]
         return experience([rollout(each.answer) for each in flat], [each.reward for each in flat])
 
-    def evaluate(self) -> Mapping[str, float]:
+    def evaluate(self) -> Mapping[str, float] | None:
         """Return mean@k and pass@k over all evaluation prompts."""
         settings = self._grpo.evaluation
         sampling = Sampling(
@@ -97,7 +103,9 @@ class Collector:
             )
 
         weights = [reward.weight for reward in self._grpo.rewards]
-        groups = self._runner.run(asked())
+        groups = self._asked(asked)
+        if groups is None:
+            return None
         return of_evaluation(groups, dict(zip(self._asker.scorer.names, weights, strict=True)))
 
     def learned(self, step: int, advantages: Sequence[float]) -> None:
@@ -124,6 +132,24 @@ class Collector:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on behind the last prompt that was asked."""
         self._prompts.training.load_state_dict(state)
+
+    def _asked(self, asking: Callable[[], Coroutine[Any, Any, T]]) -> T | None:
+        """Return what comes of asking; None when engines lost the weights, and the next call takes up what is left."""
+        if self._unfinished is None:
+            self._unfinished = self._runner.get_loop().create_task(asking())
+        if not self._runner.run(self._is_finished(self._unfinished)):
+            return None
+        finished, self._unfinished = self._unfinished, None
+        found: T = finished.result()
+        return found
+
+    async def _is_finished(self, asked: asyncio.Task[Any]) -> bool:
+        outdated = asyncio.ensure_future(self._asker.generator.until_outdated())
+        try:
+            await asyncio.wait({asked, outdated}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            outdated.cancel()
+        return asked.done()
 
     def _tell_failures(self) -> None:
         for name, count in self._asker.scorer.failures.items():

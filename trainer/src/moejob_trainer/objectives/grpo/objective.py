@@ -5,6 +5,8 @@ Rank 0 asks the engines and the rewards; then every rank has the whole step as a
 
 from __future__ import annotations
 
+import json
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -23,18 +25,24 @@ from moejob_trainer.objectives.grpo.experience import Experience
 from moejob_trainer.objectives.grpo.loss import grpo_loss, mismatch
 from moejob_trainer.objectives.grpo.packed_answers import answers
 from moejob_trainer.objectives.grpo.rank_exchange import Peers
-from moejob_trainer.rollouts.interface import SyncReport, WeightPublisher
+from moejob_trainer.rollouts.interface import EnginesLost, SyncReport, WeightPublisher
 
+# Publications of the same weights, one after another, before a run gives up on engines that are lost each time.
+_PUBLICATIONS = 5
 _GENERATE, _LEARN = "generateSeconds", "learnSeconds"
 
 
 class Rollouts(Protocol):
-    """Rank 0's source of experience, which knows engines, prompts and rewards."""
+    """Rank 0's source of experience, which knows engines, prompts and rewards.
 
-    def collect(self, step: int) -> Experience:
+    What asks engines returns None when they have lost the weights. It goes on, with what is answered already, when it
+    is called again after these were published once more.
+    """
+
+    def collect(self, step: int) -> Experience | None:
         """Return the rollouts of a step."""
 
-    def evaluate(self) -> Mapping[str, float]:
+    def evaluate(self) -> Mapping[str, float] | None:
         """Return the numbers of an evaluation."""
 
     def learned(self, step: int, advantages: Sequence[float]) -> None:
@@ -137,11 +145,11 @@ class GroupRelativePolicyOptimization:
         rollouts = self.parts.rollouts
         with self.parts.waiting(step):
             self._published(step, engine)
-            found = None if rollouts is None else rollouts.evaluate()
-            # The others wait here; the numbers are reported by rank 0.
-            self.parts.peers.broadcast(None if found is None else b"done")
+            ask = None if rollouts is None else lambda: _written(rollouts.evaluate())
+            found: dict[str, float] = json.loads(self._asked(step, engine, ask))
             self.parts.publisher.release()
-        return found or {}
+        # The others have only waited; the numbers are reported by rank 0.
+        return {} if rollouts is None else found
 
     def metrics(self) -> Mapping[str, float]:
         """Return the numbers of the last step beside those of its updates."""
@@ -167,15 +175,33 @@ class GroupRelativePolicyOptimization:
             with self._phases.timed("syncSeconds"):
                 self._sync = self._published(step, engine)
             with self._phases.timed(_GENERATE):
-                collected = None if rollouts is None else packed(vars_of(rollouts.collect(step)))
-                arrays = unpacked(self.parts.peers.broadcast(collected))
+                ask = None if rollouts is None else lambda: _packed(rollouts.collect(step))
+                arrays = unpacked(self._asked(step, engine, ask))
             with self._phases.timed("releaseSeconds"):
                 self.parts.publisher.release()
         return Experience(**arrays)
 
+    def _asked(self, step: int, engine: Engine, ask: Callable[[], bytes] | None) -> bytes:
+        """Return on every rank what rank 0 asks engines for: nothing, while the weights have to be published again."""
+        while not (found := self.parts.peers.broadcast(None if ask is None else ask())):
+            self._tell(f"no engine has the weights of step {step} any more; they are given to them again")
+            self.parts.publisher.release()
+            self._sync = self._published(step, engine)
+        return found
+
     def _published(self, step: int, engine: Engine) -> SyncReport:
         publisher = self.parts.publisher
+        for _ in range(_PUBLICATIONS - 1):
+            try:
+                return publisher.publish(step, engine.weights(publisher.stacked_elements))
+            except EnginesLost as lost:
+                self._tell(f"the weights of step {step} are published once more: {lost}")
+            publisher.release()
         return publisher.publish(step, engine.weights(publisher.stacked_elements))
+
+    def _tell(self, line: str) -> None:
+        if self.parts.peers.is_first:
+            sys.stderr.write(f"{line}\n")
 
     def _outputs(self, collected: Experience, engine: Engine) -> tuple[Array | None, Array | None]:
         """Return log-probabilities of all tokens, of the trainer and of the reference model, where they are needed."""
@@ -214,6 +240,14 @@ class GroupRelativePolicyOptimization:
             "probeMean": self._sync.probe_mean,
             "probeMaximum": self._sync.probe_maximum,
         }
+
+
+def _packed(collected: Experience | None) -> bytes:
+    return b"" if collected is None else packed(vars_of(collected))
+
+
+def _written(found: Mapping[str, float] | None) -> bytes:
+    return b"" if found is None else json.dumps(dict(found)).encode()
 
 
 def vars_of(collected: Experience) -> dict[str, Array]:
