@@ -112,7 +112,7 @@ class Fleet:
             self._changed.notify_all()
 
     async def until_outdated(self) -> None:
-        """Return when nobody serves and an engine is there that the published weights have to be given again."""
+        """Return when no engine serves, and one is there that the published weights have to be given again."""
         async with self._changed:
             while self.serving or not any(engine.is_outdated for engine in self.engines):
                 await self._changed.wait()

@@ -134,7 +134,7 @@ class Collector:
         self._prompts.training.load_state_dict(state)
 
     def _asked(self, asking: Callable[[], Coroutine[Any, Any, T]]) -> T | None:
-        """Return what comes of asking; None when engines lost the weights, and the next call takes up what is left."""
+        """Return what engines answer; None when they lost the weights, and the next call takes up what is left."""
         if self._unfinished is None:
             self._unfinished = self._runner.get_loop().create_task(asking())
         if not self._runner.run(self._is_finished(self._unfinished)):

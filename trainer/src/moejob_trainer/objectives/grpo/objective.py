@@ -35,8 +35,8 @@ _GENERATE, _LEARN = "generateSeconds", "learnSeconds"
 class Rollouts(Protocol):
     """Rank 0's source of experience, which knows engines, prompts and rewards.
 
-    What asks engines returns None when they have lost the weights. It goes on, with what is answered already, when it
-    is called again after these were published once more.
+    What asks engines returns None when they have lost the weights. Called again after these were published once more,
+    it continues with what is answered already.
     """
 
     def collect(self, step: int) -> Experience | None:
