@@ -19,7 +19,7 @@ from prometheus_client import generate_latest
 from typer.main import get_command
 
 from moejob_api import contract
-from moejob_api.fields import Field, Kind, job_fields
+from moejob_api.fields import Field, FieldKind, job_fields
 from moejob_api.job.status import ConditionType, Phase
 from moejob_cli.app import app
 from moejob_operator.actions import EventReason
@@ -50,7 +50,7 @@ _FULL_PROGRESS = contract.PodProgress(
 _HELP = re.compile(r"^# HELP (\S+) (.*)$", re.MULTILINE)
 _TYPE = re.compile(r"^# TYPE (\S+) (\S+)$", re.MULTILINE)
 _LINK = re.compile(r"(\]\()([^)#:]+)([^)]*\))")
-_TYPES = {Kind.TEXT: "string", Kind.WHOLE: "integer", Kind.NUMBER: "number", Kind.SWITCH: "boolean"}
+_TYPES = {FieldKind.TEXT: "string", FieldKind.WHOLE: "integer", FieldKind.NUMBER: "number", FieldKind.SWITCH: "boolean"}
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -105,7 +105,7 @@ def _fields() -> str:
     lines += ["| field | type | default | meaning |", "|---|---|---|---|"]
     for path, field in job_fields().walk():
         if path.startswith(("spec", "status")) and field.description:
-            default = "" if field.kind is Kind.OBJECT or field.default is None else f"`{field.default}`"
+            default = "" if field.kind is FieldKind.OBJECT or field.default is None else f"`{field.default}`"
             lines.append(f"| `{path}` | {_type(field)} | {default} | {_cell(field.description)} |")
     return "\n".join(lines) + "\n"
 

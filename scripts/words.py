@@ -1,4 +1,4 @@
-"""Check of docstrings, comments and pages against a word list, and of commit subjects against a length.
+"""Check of docstrings, comments and pages against a word list, of names that classes share, and of commit subjects.
 
 The list and the files it holds for are data: words.toml. Strings are left alone: tests hold what a program prints.
 """
@@ -71,6 +71,20 @@ def file_problems(path: Path, words: Words) -> list[str]:
     return [f"{path}:{line}: {problem}" for line, problem in sorted(read(path.read_text(encoding="utf-8"), words))]
 
 
+def class_problems(paths: Sequence[Path]) -> list[str]:
+    """Return the classes of the packages that share a name: a name that is searched for leads to one place."""
+    places: dict[str, list[str]] = {}
+    for path in paths:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(f"{path}:{node.lineno}")
+    return [
+        f"{', '.join(found)}: {len(found)} classes are called {name}: rename all but one"
+        for name, found in places.items()
+        if len(found) > 1
+    ]
+
+
 def subject_problems(subjects: Sequence[str]) -> list[str]:
     """Return the problems of commit subjects."""
     return [
@@ -97,7 +111,9 @@ def main() -> int:
     """Print every problem; 1 when there is one."""
     listed = tomllib.loads(_LIST.read_text(encoding="utf-8"))
     words = Words(listed["words"], listed["questions"])
-    problems = [problem for path in files(listed["checked"]) for problem in file_problems(path, words)]
+    checked = list(files(listed["checked"]))
+    problems = [problem for path in checked for problem in file_problems(path, words)]
+    problems += class_problems([path for path in checked if "src" in path.parts and path.suffix == ".py"])
     problems += subject_problems(branch_subjects())
     print("\n".join(problems), end="\n" if problems else "")
     return 1 if problems else 0

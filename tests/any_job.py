@@ -14,7 +14,7 @@ from typing import Any
 from builders import GRPO, SFT, merged
 from fake_world import SMALL
 from field_cases import SPEC, TEXTS, Step, places, takes
-from moejob_api.fields import Field, Kind, fields_of
+from moejob_api.fields import Field, FieldKind, fields_of
 from moejob_api.job import Spec
 from moejob_api.job.status import Status
 
@@ -51,7 +51,7 @@ class AnyJob:
     def __init__(self, seed: int) -> None:
         self._chance = random.Random(seed)
         self._places = list(places(SPEC))
-        self._leaves = [(place, field) for place, field in self._places if field.kind is not Kind.OBJECT]
+        self._leaves = [(place, field) for place, field in self._places if field.kind is not FieldKind.OBJECT]
 
     def spec(self) -> dict[str, Any]:
         """A spec within the bounds of every field."""
@@ -81,23 +81,24 @@ class AnyJob:
 
     def _value(self, field: Field) -> Any:
         match field.kind:
-            case Kind.OBJECT:
+            case FieldKind.OBJECT:
                 return self._object(field)
-            case Kind.MAP:
+            case FieldKind.MAP:
                 assert field.element is not None
                 keys = [
-                    self._text(Field(Kind.TEXT, longest=field.longest_key)) for _ in range(self._chance.randrange(3))
+                    self._text(Field(FieldKind.TEXT, longest=field.longest_key))
+                    for _ in range(self._chance.randrange(3))
                 ]
                 return {key: self._value(field.element) for key in keys}
-            case Kind.LIST:
+            case FieldKind.LIST:
                 assert field.element is not None
                 count = max(field.shortest or 0, min(field.longest or 3, self._chance.choice((0, 1, 1, 2, 3, 20))))
                 return [self._value(field.element) for _ in range(count)]
-            case Kind.SWITCH:
+            case FieldKind.SWITCH:
                 return self._chance.random() < 0.5
-            case Kind.WHOLE | Kind.NUMBER:
+            case FieldKind.WHOLE | FieldKind.NUMBER:
                 return self._number(field)
-            case Kind.WHOLE_OR_TEXT:
+            case FieldKind.WHOLE_OR_TEXT:
                 return self._chance.choice((0, 1, "1Gi", "0", "1.5Ti", "9" * 20 + "E", "1m"))
             case _:
                 return self._text(field)
@@ -112,7 +113,7 @@ class AnyJob:
         high = field.maximum if field.maximum is not None else 2.0**53
         drawn = self._chance.choice((low, high, *_WHOLES, self._chance.uniform(low, high)))
         bounded = min(max(drawn, low), high)
-        if field.kind is Kind.WHOLE:
+        if field.kind is FieldKind.WHOLE:
             # JSON has one kind of numbers: 1.0 is whole.
             return float(int(bounded)) if self._chance.random() < 0.02 else int(bounded)
         is_outside = (field.above_minimum and bounded == low) or (field.below_maximum and bounded == high)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from builders import SFT
-from moejob_api.fields import Field, Kind, job_fields
+from moejob_api.fields import Field, FieldKind, job_fields
 
 SPEC = job_fields().fields["spec"]
 # Between them they match and break every pattern.
@@ -19,18 +19,18 @@ Step = str | int
 def example(field: Field) -> Any:
     """A value with everything in it that may be given."""
     match field.kind:
-        case Kind.OBJECT:
+        case FieldKind.OBJECT:
             return {name: example(inner) for name, inner in field.fields.items()}
-        case Kind.MAP:
+        case FieldKind.MAP:
             return {"key": "value"}
-        case Kind.LIST:
+        case FieldKind.LIST:
             assert field.element is not None
             return [example(field.element)]
-        case Kind.SWITCH:
+        case FieldKind.SWITCH:
             return True
-        case Kind.WHOLE:
+        case FieldKind.WHOLE:
             return field.maximum
-        case Kind.NUMBER:
+        case FieldKind.NUMBER:
             return field.maximum if not field.below_maximum else field.minimum
         case _:
             return field.choices[0] if field.choices else next(text for text in TEXTS if takes(field, text))
@@ -46,15 +46,15 @@ def takes(field: Field, text: str) -> bool:
 def values(field: Field) -> Iterator[tuple[Any, bool]]:
     """Values for a field, and whether it takes them."""
     match field.kind:
-        case Kind.OBJECT:
+        case FieldKind.OBJECT:
             yield from _objects(field)
-        case Kind.MAP:
+        case FieldKind.MAP:
             yield from _maps(field)
-        case Kind.LIST:
+        case FieldKind.LIST:
             yield from _lists(field)
-        case Kind.SWITCH:
+        case FieldKind.SWITCH:
             yield from ((False, True), ("true", False), (1, False), ([], False))
-        case Kind.WHOLE | Kind.NUMBER:
+        case FieldKind.WHOLE | FieldKind.NUMBER:
             yield from _numbers(field)
         case _:
             yield from _texts(field)
@@ -105,19 +105,19 @@ def _numbers(field: Field) -> Iterator[tuple[Any, bool]]:
     low, high = field.minimum, field.maximum
     assert low is not None
     assert high is not None
-    step = 1 if field.kind is Kind.WHOLE else max(abs(high), 1) * 1e-9
+    step = 1 if field.kind is FieldKind.WHOLE else max(abs(high), 1) * 1e-9
     yield low, not field.above_minimum
     yield high, not field.below_maximum
     yield low - step, False
     yield high + step, False
     yield from (("1", False), (True, False), ([], False), ({}, False), (1e300, False))
-    if field.kind is Kind.WHOLE:
+    if field.kind is FieldKind.WHOLE:
         yield low + 0.5, False
         yield 10**30, False
 
 
 def _texts(field: Field) -> Iterator[tuple[Any, bool]]:
-    is_quantity = field.kind is Kind.WHOLE_OR_TEXT
+    is_quantity = field.kind is FieldKind.WHOLE_OR_TEXT
     yield from (((1, is_quantity), (-1, False), (1.5, False), (True, False), ([], False), ({}, False)))
     if field.choices:
         yield from ((choice, True) for choice in field.choices)
@@ -136,7 +136,7 @@ def places(field: Field, place: tuple[Step, ...] = ()) -> Iterator[tuple[tuple[S
         yield place, field
     for name, inner in field.fields.items():
         yield from places(inner, (*place, name))
-    if field.kind is Kind.LIST and field.element is not None:
+    if field.kind is FieldKind.LIST and field.element is not None:
         yield from places(field.element, (*place, 0))
 
 

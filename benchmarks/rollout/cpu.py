@@ -29,7 +29,7 @@ from benchmarks.rollout.alone import MARK
 from engines import PYTHON, ROOT, SECRET, Engine
 from moejob_trainer.data import tiny
 from moejob_trainer.rollouts.connection import Connection
-from moejob_trainer.rollouts.fleet import Fleet, Limits
+from moejob_trainer.rollouts.fleet import Fleet, FleetLimits
 from moejob_trainer.rollouts.generator import FleetGenerator
 from moejob_trainer.rollouts.interface import Request, Sampling, SyncReport, Tokens
 from moejob_trainer.rollouts.publisher import Publisher, Transport, Trial
@@ -39,7 +39,7 @@ from moejob_trainer.rollouts.transports.disk import DiskTransport
 
 GROUPS, MEMBERS, PROMPT_TOKENS, ANSWER_TOKENS = 8, 8, 24, 32
 ROUNDS, SYNCS, STEPS = 6, 5, 8
-LIMITS = Limits(start_seconds=900)
+LIMITS = FleetLimits(start_seconds=900)
 PHASES = ("syncSeconds", "generateSeconds", "outputsSeconds", "learnSeconds")
 # vLLM alone gets as much memory for keys and values.
 _CACHE_BYTES = 512 * 1024**2

@@ -30,13 +30,13 @@ from moejob_trainer.conversion.gathering import hugging_face_tensors
 from moejob_trainer.conversion.groups import ModelGroups
 from moejob_trainer.conversion.tensor_table import Stacking
 from moejob_trainer.rollouts.connection import Connection
-from moejob_trainer.rollouts.fleet import Fleet, Limits
+from moejob_trainer.rollouts.fleet import Fleet, FleetLimits
 from moejob_trainer.rollouts.interface import Floats, Tokens
 from moejob_trainer.rollouts.publisher import Publisher, Trial
 from moejob_trainer.rollouts.transports.buckets import Ranks, parts
 from moejob_trainer.rollouts.transports.ipc import IpcTransport, export
 
-LIMITS = Limits(start_seconds=400)
+LIMITS = FleetLimits(start_seconds=400)
 ROUNDS = 3
 _MIB = 1024**2
 

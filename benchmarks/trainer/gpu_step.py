@@ -26,7 +26,7 @@ from moejob_api.planner.cost.estimate import model_flops
 from moejob_trainer.data.packing import batch_plan, global_batch
 from moejob_trainer.engine import Document, LossTerms, MicroBatch, TokenOutputs, UpdateResult
 from moejob_trainer.layers.kernels import attention
-from moejob_trainer.megatron.engine import MegatronEngine, Placement
+from moejob_trainer.megatron.engine import EnginePlacement, MegatronEngine
 from moejob_trainer.megatron.stages import built
 from moejob_trainer.megatron.topology import start_groups
 from moejob_trainer.model.architecture import architecture
@@ -52,7 +52,7 @@ def main() -> None:
             for name, parameter in stage.named_parameters():
                 held = parameter.to_local() if isinstance(parameter, DTensor) else parameter
                 held.fill_(1.0) if "norm" in name else held.normal_(std=0.02)
-    engine = MegatronEngine(model, spec, stages, Placement(groups, device), lambda _: 1e-5)
+    engine = MegatronEngine(model, spec, stages, EnginePlacement(groups, device), lambda _: 1e-5)
     random = np.random.default_rng(1)
     seconds, result = [], None
     for _ in range(STEPS):

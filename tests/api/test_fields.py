@@ -10,7 +10,7 @@ import pytest
 from pydantic import Field
 
 from moejob_api.crd.structural import schema_of
-from moejob_api.fields import Kind, UnsupportedFieldError, fields_of, job_fields
+from moejob_api.fields import FieldKind, UnsupportedFieldError, fields_of, job_fields
 from moejob_api.job.base import ApiModel, Quantity, TextMap
 
 
@@ -165,7 +165,7 @@ def test_a_field_becomes_its_schema(annotation: Any, settings: dict[str, Any], s
 def test_a_field_is_found_by_its_path() -> None:
     tensor = job_fields().at("spec.parallelism.tensor")
     assert tensor is not None
-    assert (tensor.kind, tensor.minimum, tensor.default) == (Kind.WHOLE, 1, 1)
+    assert (tensor.kind, tensor.minimum, tensor.default) == (FieldKind.WHOLE, 1, 1)
 
 
 @pytest.mark.parametrize("path", ["spec.nothing", "spec.nothing.at.all", "spec.data.train.format", ""])

@@ -19,7 +19,7 @@ from bridge.reference import MegatronModel
 from moejob_api.contract import ExitCode
 from moejob_api.models.shape import Family
 from moejob_trainer.interchange.__main__ import main
-from moejob_trainer.interchange.torch_dist import Entry, Stacks, entry
+from moejob_trainer.interchange.torch_dist import IndexedKey, Stacks, entry
 from trainer.parity.cells import reference_model
 
 ROOT = Path(__file__).parents[2]
@@ -112,23 +112,23 @@ def test_an_export_holds_all_that_a_mixture_asks_for(published: Callable[[Family
 @pytest.mark.parametrize(
     ("name", "are_layers_stacked", "expected"),
     [
-        ("output_layer.weight", True, Entry("output_layer.weight")),
-        ("decoder.layers.2.mlp.linear_fc1.weight", True, Entry("decoder.layers.mlp.linear_fc1.weight", (2,))),
-        ("decoder.layers.2.mlp.linear_fc1.weight", False, Entry("decoder.layers.2.mlp.linear_fc1.weight")),
+        ("output_layer.weight", True, IndexedKey("output_layer.weight")),
+        ("decoder.layers.2.mlp.linear_fc1.weight", True, IndexedKey("decoder.layers.mlp.linear_fc1.weight", (2,))),
+        ("decoder.layers.2.mlp.linear_fc1.weight", False, IndexedKey("decoder.layers.2.mlp.linear_fc1.weight")),
         (
             "decoder.layers.2.mlp.experts.linear_fc1.weight7",
             True,
-            Entry("decoder.layers.mlp.experts.experts.linear_fc1.weight", (2, 7)),
+            IndexedKey("decoder.layers.mlp.experts.experts.linear_fc1.weight", (2, 7)),
         ),
         (
             "decoder.layers.2.mlp.experts.linear_fc1.weight7",
             False,
-            Entry("decoder.layers.2.mlp.experts.experts.linear_fc1.weight", (7,)),
+            IndexedKey("decoder.layers.2.mlp.experts.experts.linear_fc1.weight", (7,)),
         ),
     ],
 )
 def test_layers_and_experts_are_stacked_as_megatron_stacks_them(
-    name: str, are_layers_stacked: bool, expected: Entry
+    name: str, are_layers_stacked: bool, expected: IndexedKey
 ) -> None:
     assert entry(name, Stacks(4, 8, are_layers_stacked=are_layers_stacked)) == expected
 

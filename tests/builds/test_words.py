@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from words import Words, file_problems, page_problems, python_problems, subject_problems
+from words import Words, class_problems, file_problems, page_problems, python_problems, subject_problems
 
 WORDS = Words({"goes on": "continues", "nobody": "no rank"}, ("What", "Whether"))
 
@@ -41,6 +41,14 @@ def test_a_problem_names_file_and_line(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("Nobody.\n", encoding="utf-8")
     assert file_problems(page, WORDS) == [f"{page}:1: 'nobody': write no rank"]
+
+
+def test_classes_that_share_a_name_are_a_problem(tmp_path: Path) -> None:
+    one, other = tmp_path / "one.py", tmp_path / "other.py"
+    one.write_text("class Pod: ...\nclass Engine: ...\n", encoding="utf-8")
+    other.write_text("\nclass Pod: ...\n", encoding="utf-8")
+    assert class_problems([one, other]) == [f"{one}:1, {other}:2: 2 classes are called Pod: rename all but one"]
+    assert class_problems([one]) == []
 
 
 def test_a_long_subject_is_a_problem() -> None:

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from charts import CHART, Helm
 from moejob_operator.runtime.metrics import Metrics
-from moejob_operator.runtime.work_queue import Outcome
+from moejob_operator.runtime.work_queue import WorkOutcome
 
 DASHBOARD = CHART / "files" / "dashboard.json"
 # What Prometheus adds to all that it reads.
@@ -26,7 +26,7 @@ def exported() -> dict[str, set[str]]:
     metrics.count(lambda: [{"metadata": {"namespace": "team"}, "status": {"phase": "Running", "layout": {"gpus": 8}}}])
     metrics.queued(1)
     metrics.started(0.1)
-    metrics.ended(0.1, Outcome.RETRIED)
+    metrics.ended(0.1, WorkOutcome.RETRIED)
     metrics.requested("get", "pods", "200", 0.1)
     metrics.leads(True)
     metrics.reviewed("denied", 0.1)

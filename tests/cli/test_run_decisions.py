@@ -17,7 +17,7 @@ from moejob_api.recovery import Recovery, RecoveryState
 from moejob_api.restarts import Budget, GiveUp, ReplaceGang, ReplacePods, RestartRanks
 from moejob_cli.running.display import View, duration, ending, is_news, plain_line
 from moejob_cli.running.launchers import Ports, RunOf, engine_orders, launcher_order
-from moejob_cli.running.machine import CannotRun, Machine, must_fit, trainer_python, visible_gpus
+from moejob_cli.running.machine import CannotRun, LocalMachine, must_fit, trainer_python, visible_gpus
 from moejob_cli.running.recovery import PodReport, polled, recovery
 from moejob_cli.running.steps import StepLine, StepLog, seconds_left, sparkline, tokens_per_second
 
@@ -148,8 +148,8 @@ def test_a_newer_checkpoint_renews_the_budget(before: int | None, saved: int, sp
 # --- launchers --------------------------------------------------------------------------------------------------------
 
 
-def machine(**changes: object) -> Machine:
-    plain = Machine(Path("/python"), ("0", "1", "2", "3"), (0, 1, 2, 3), {})
+def machine(**changes: object) -> LocalMachine:
+    plain = LocalMachine(Path("/python"), ("0", "1", "2", "3"), (0, 1, 2, 3), {})
     return replace(plain, **changes)  # type: ignore[arg-type]
 
 

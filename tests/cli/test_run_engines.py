@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from moejob_cli.running.engines import EngineProcesses
+from moejob_cli.running.engines import RunEngines
 from moejob_cli.running.launchers import EngineOrder
 
 # It has a worker, as vLLM has.
@@ -23,11 +23,11 @@ wait
 
 
 @pytest.fixture
-def engines(tmp_path: Path) -> Iterator[EngineProcesses]:
+def engines(tmp_path: Path) -> Iterator[RunEngines]:
     program = tmp_path / "engine"
     program.write_text(_ENGINE)
     program.chmod(0o755)
-    made = EngineProcesses(program, [EngineOrder(index, {"INDEX": str(index)}) for index in (0, 1)], tmp_path)
+    made = RunEngines(program, [EngineOrder(index, {"INDEX": str(index)}) for index in (0, 1)], tmp_path)
     yield made
     made.end()
 
@@ -52,7 +52,7 @@ def lives(pid: str) -> bool:
         return False
 
 
-def test_engines_start_and_end_with_their_workers(engines: EngineProcesses, tmp_path: Path) -> None:
+def test_engines_start_and_end_with_their_workers(engines: RunEngines, tmp_path: Path) -> None:
     assert engines.keep_running() == []
     seen = started(tmp_path, 2)
     assert sorted(said for _, _, *said in seen) == [["0", "-m", "moejob_rollout"], ["1", "-m", "moejob_rollout"]]
@@ -60,7 +60,7 @@ def test_engines_start_and_end_with_their_workers(engines: EngineProcesses, tmp_
     eventually(lambda: not any(lives(pid) for first, second, *_ in seen for pid in (first, second)))
 
 
-def test_an_engine_that_died_is_named_and_started_again(engines: EngineProcesses, tmp_path: Path) -> None:
+def test_an_engine_that_died_is_named_and_started_again(engines: RunEngines, tmp_path: Path) -> None:
     engines.keep_running()
     first, worker, index, *_ = started(tmp_path, 2)[0]
     os.kill(int(first), signal.SIGKILL)
@@ -80,7 +80,7 @@ def test_an_engine_that_cannot_start_is_refused_with_its_last_line(tmp_path: Pat
     program = tmp_path / "engine"
     program.write_text("#!/bin/bash\necho 'no such model' >&2\nexit 78\n")
     program.chmod(0o755)
-    engines = EngineProcesses(program, [EngineOrder(0, {})], tmp_path)
+    engines = RunEngines(program, [EngineOrder(0, {})], tmp_path)
     assert (engines.keep_running(), engines.refusal()) == ([], None)
     eventually(lambda: engines.keep_running() != [])
     assert engines.refusal() == "engine 0 cannot start: no such model"

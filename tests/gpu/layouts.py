@@ -19,7 +19,7 @@ import torch.distributed as dist  # noqa: E402
 from gpu.training import STEPS, global_batches, job, loss  # noqa: E402
 from moejob_api.layout.sizes import layout as layout_of  # noqa: E402
 from moejob_api.models import catalog  # noqa: E402
-from moejob_trainer.megatron.engine import MegatronEngine, Placement  # noqa: E402
+from moejob_trainer.megatron.engine import EnginePlacement, MegatronEngine  # noqa: E402
 from moejob_trainer.megatron.stages import built  # noqa: E402
 from moejob_trainer.megatron.topology import start_groups  # noqa: E402
 from moejob_trainer.megatron.weights import initialise  # noqa: E402
@@ -38,7 +38,7 @@ def main(parallelism: dict[str, object], memory: dict[str, object]) -> None:
     groups = start_groups(layout)
     stages = built(model, spec, layout, groups, device)
     initialise(stages, parameters(model.shape), groups, seed=5)
-    engine = MegatronEngine(model, spec, stages, Placement(groups, device), lambda _: 2e-3)
+    engine = MegatronEngine(model, spec, stages, EnginePlacement(groups, device), lambda _: 2e-3)
     results = [engine.update(global_batches(step, spec)[groups.data.rank], loss) for step in range(STEPS)]
     if groups.world.rank == 0:
         print(json.dumps({"losses": [r.loss for r in results], "norms": [r.gradient_norm for r in results]}))  # noqa: T201

@@ -26,7 +26,7 @@ from moejob_api.layout.sizes import layout as layout_of  # noqa: E402
 from moejob_api.problems import InvalidSpec  # noqa: E402
 from moejob_trainer.conversion.families import table  # noqa: E402
 from moejob_trainer.conversion.loading import opened  # noqa: E402
-from moejob_trainer.megatron.engine import MegatronEngine, Placement  # noqa: E402
+from moejob_trainer.megatron.engine import EnginePlacement, MegatronEngine  # noqa: E402
 from moejob_trainer.megatron.stages import built  # noqa: E402
 from moejob_trainer.megatron.topology import start_groups, stop_groups  # noqa: E402
 from moejob_trainer.megatron.weights import load_pretrained  # noqa: E402
@@ -83,7 +83,7 @@ def said(folder: Path, model: Architecture, dtype: str) -> str:
     groups = start_groups(layout)
     stages = built(model, spec, layout, groups, device)
     load_pretrained(stages, opened(folder, table(model.shape)), groups)
-    engine = MegatronEngine(model, spec, stages, Placement(groups, device), lambda _: 1e-3)
+    engine = MegatronEngine(model, spec, stages, EnginePlacement(groups, device), lambda _: 1e-3)
     try:
         Checks(engine, layout, node=0).imported(folder)
     except InvalidSpec as refused:

@@ -24,7 +24,7 @@ from moejob_api.models import catalog  # noqa: E402
 from moejob_trainer.data.packing import batch_plan, global_batch  # noqa: E402
 from moejob_trainer.engine import Document, LossTerms, MicroBatch, TokenOutputs  # noqa: E402  # noqa: E402
 from moejob_trainer.megatron.cpu import use_cpu  # noqa: E402
-from moejob_trainer.megatron.engine import MegatronEngine, Placement  # noqa: E402
+from moejob_trainer.megatron.engine import EnginePlacement, MegatronEngine  # noqa: E402
 from moejob_trainer.megatron.stages import built  # noqa: E402
 from moejob_trainer.megatron.topology import start_groups  # noqa: E402
 from moejob_trainer.megatron.weights import initialise  # noqa: E402
@@ -47,7 +47,7 @@ def main(device: str, dtype: str, memory: dict[str, object]) -> None:
     groups = start_groups(layout)
     stages = built(model, spec, layout, groups, torch.device(device))
     initialise(stages, parameters(model.shape), groups, seed=5)
-    engine = MegatronEngine(model, spec, stages, Placement(groups, torch.device(device)), lambda _: 2e-3)
+    engine = MegatronEngine(model, spec, stages, EnginePlacement(groups, torch.device(device)), lambda _: 2e-3)
     results = [engine.update(global_batches(step, spec)[0], loss) for step in range(STEPS)]
     print(json.dumps({"losses": [r.loss for r in results], "norms": [r.gradient_norm for r in results]}))  # noqa: T201
     dist.destroy_process_group()

@@ -187,7 +187,7 @@ class _ProductOf(torch.autograd.Function):
 
 def adamw(place: Place, kernels: Any, elements: int, step: int, scale: float) -> Twins:
     """A step from moments that were learned: float32 weights, the moments and the rounded weights after it."""
-    numbers = kernels.Numbers(step, 1e-3, scale, 0.9, 0.95, 1e-8, 0.1)
+    numbers = kernels.AdamWStep(step, 1e-3, scale, 0.9, 0.95, 1e-8, 0.1)
     moments = place.normal(2, elements).abs() * 0.1
 
     def kernel(main: Tensor, gradient: Tensor) -> Tensor:

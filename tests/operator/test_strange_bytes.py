@@ -29,10 +29,10 @@ from moejob_api.contract import (
     printable,
 )
 from moejob_cli.running.steps import StepLog, tokens_per_second
-from moejob_operator.admission.listener import BoundedServer, Limits
+from moejob_operator.admission.listener import BoundedServer, ListenerLimits
 from moejob_operator.admission.review import HANDLER, PATH
 from moejob_operator.admission.server import AdmissionServer, NotAReview, read_review
-from moejob_operator.observed.ownership import Place
+from moejob_operator.observed.ownership import PodPlace
 from moejob_operator.observed.pods import pod
 from moejob_operator.runtime import health
 from moejob_operator.runtime.metrics import Metrics
@@ -85,7 +85,7 @@ def test_of_an_answer_of_a_pod_at_most_a_progress_is_read() -> None:
 
 
 def test_a_termination_message_is_read_or_shown_and_cannot_write_on_a_terminal() -> None:
-    place, read = Place(Role.TRAINER, 0, 0), 0
+    place, read = PodPlace(Role.TRAINER, 0, 0), 0
     for draw in drawn():
         message = damaged(draw, [as_json(WORD)]).decode(errors="replace")
         terminated = {"exitCode": draw.choice((0, 1, None, "1")), "message": message, "finishedAt": message[:30]}
@@ -159,7 +159,7 @@ async def allowed(request: Any, **asked: object) -> Any:
 async def webhook() -> web.Server:
     server = AdmissionServer(ssl.create_default_context(), asyncio.Event(), 0, _NoMetrics())
     # Behind TLS, which is OpenSSL's to test.
-    return BoundedServer(lambda request: server._handle(request, allowed), Limits())  # noqa: SLF001
+    return BoundedServer(lambda request: server._handle(request, allowed), ListenerLimits())  # noqa: SLF001
 
 
 async def served_health() -> web.Server:

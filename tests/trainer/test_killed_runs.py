@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from moejob_trainer.checkpoints import Check, latest
+from moejob_trainer.checkpoints import VerificationDepth, latest
 from moejob_trainer.checkpoints.names import MARKER, step_folder
 from trainer.runs import Runs, Started, Step, eventually, steps
 
@@ -42,7 +42,7 @@ def test_a_run_that_is_killed_while_it_saves_goes_on_from_a_complete_checkpoint(
         run.kill()
         assert _of_attempt(run, attempt)[0].step == newest + 1
         # What is on the disk is looked at with other eyes than those of the next attempt.
-        found = latest(run.folder / "checkpoints", Check.HASHES).found
+        found = latest(run.folder / "checkpoints", VerificationDepth.HASHES).found
         assert found is not None
         assert found.folder.step >= newest + 1
         newest = found.folder.step

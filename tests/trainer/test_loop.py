@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor
 
 from moejob_trainer.engine import Engine, Loss, LossTerms, MicroBatch, TokenOutputs, UpdateResult
-from moejob_trainer.loop import Outcome, Run, train
+from moejob_trainer.loop import LoopOutcome, Run, train
 
 
 @dataclass
@@ -74,33 +74,37 @@ class World:
         raise AssertionError("nobody asks")
 
 
-CASES: dict[str, tuple[World, Outcome, list[int]]] = {
-    "whenever it is due": (World(every=2), Outcome.COMPLETED, [2, 4, 6]),
-    "at the end, due or not": (World(every=4), Outcome.COMPLETED, [4, 6]),
-    "after what was restored": (World(begun=3), Outcome.COMPLETED, [4, 5, 6]),
-    "nothing when all was done before": (World(begun=6), Outcome.COMPLETED, []),
-    "not while updates are skipped": (World(skipped=frozenset({4, 5})), Outcome.COMPLETED, [1, 2, 3, 6]),
-    "later when the update was skipped": (World(every=3, skipped=frozenset({3})), Outcome.COMPLETED, [4, 6]),
-    "what its evaluation makes one of the best": (World(every=4, best=frozenset({3})), Outcome.COMPLETED, [3, 4, 6]),
+CASES: dict[str, tuple[World, LoopOutcome, list[int]]] = {
+    "whenever it is due": (World(every=2), LoopOutcome.COMPLETED, [2, 4, 6]),
+    "at the end, due or not": (World(every=4), LoopOutcome.COMPLETED, [4, 6]),
+    "after what was restored": (World(begun=3), LoopOutcome.COMPLETED, [4, 5, 6]),
+    "nothing when all was done before": (World(begun=6), LoopOutcome.COMPLETED, []),
+    "not while updates are skipped": (World(skipped=frozenset({4, 5})), LoopOutcome.COMPLETED, [1, 2, 3, 6]),
+    "later when the update was skipped": (World(every=3, skipped=frozenset({3})), LoopOutcome.COMPLETED, [4, 6]),
+    "what its evaluation makes one of the best": (
+        World(every=4, best=frozenset({3})),
+        LoopOutcome.COMPLETED,
+        [3, 4, 6],
+    ),
     "one of the best though its update was skipped": (
         World(every=9, best=frozenset({3}), skipped=frozenset({3})),
-        Outcome.COMPLETED,
+        LoopOutcome.COMPLETED,
         [3, 6],
     ),
-    "where it ends early, due or not": (World(every=9, over_at=4), Outcome.COMPLETED, [4]),
-    "nothing when it had ended early before": (World(begun=4, over_at=4), Outcome.COMPLETED, []),
+    "where it ends early, due or not": (World(every=9, over_at=4), LoopOutcome.COMPLETED, [4]),
+    "nothing when it had ended early before": (World(begun=4, over_at=4), LoopOutcome.COMPLETED, []),
     "and is done when asked to stop where it ends early": (
         World(every=9, over_at=4, stopped_at=4),
-        Outcome.COMPLETED,
+        LoopOutcome.COMPLETED,
         [4],
     ),
-    "before it stops": (World(every=9, stopped_at=4), Outcome.PREEMPTED, [4]),
+    "before it stops": (World(every=9, stopped_at=4), LoopOutcome.PREEMPTED, [4]),
     "before it stops after a skipped update": (
         World(every=9, stopped_at=4, skipped=frozenset({4})),
-        Outcome.PREEMPTED,
+        LoopOutcome.PREEMPTED,
         [4],
     ),
-    "and is done when stopped at the end": (World(every=9, stopped_at=6), Outcome.COMPLETED, [6]),
+    "and is done when stopped at the end": (World(every=9, stopped_at=6), LoopOutcome.COMPLETED, [6]),
 }
 
 

@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from moejob_api.job.parallelism import ExpertLayout, Parallelism
-from moejob_api.layout.ranks import Group, members, place
+from moejob_api.layout.ranks import ParallelGroup, members, place
 from moejob_api.layout.sizes import Layout, layout
 from moejob_api.layout.stages import stages
 
@@ -43,7 +43,7 @@ def test_every_rank_has_the_groups_megatron_gives_it(asked: Parallelism) -> None
     sizes = layout(asked, gpus_per_node=8)
     for rank in sampled(sizes):
         with megatron(sizes, rank):
-            assert megatron_groups() == {group: members(sizes, group, rank) for group in Group}
+            assert megatron_groups() == {group: members(sizes, group, rank) for group in ParallelGroup}
             assert megatron_coordinates() == coordinates(sizes, rank)
 
 
@@ -147,15 +147,15 @@ def megatron(sizes: Layout, rank: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def megatron_groups() -> dict[Group, tuple[int, ...]]:
+def megatron_groups() -> dict[ParallelGroup, tuple[int, ...]]:
     groups = {
-        Group.TENSOR: parallel_state.get_tensor_model_parallel_group(),
-        Group.CONTEXT: parallel_state.get_context_parallel_group(),
-        Group.DATA: parallel_state.get_data_parallel_group(),
-        Group.PIPELINE: parallel_state.get_pipeline_model_parallel_group(),
-        Group.EXPERT_TENSOR: parallel_state.get_expert_tensor_parallel_group(),
-        Group.EXPERT: parallel_state.get_expert_model_parallel_group(),
-        Group.EXPERT_DATA: parallel_state.get_expert_data_parallel_group(),
+        ParallelGroup.TENSOR: parallel_state.get_tensor_model_parallel_group(),
+        ParallelGroup.CONTEXT: parallel_state.get_context_parallel_group(),
+        ParallelGroup.DATA: parallel_state.get_data_parallel_group(),
+        ParallelGroup.PIPELINE: parallel_state.get_pipeline_model_parallel_group(),
+        ParallelGroup.EXPERT_TENSOR: parallel_state.get_expert_tensor_parallel_group(),
+        ParallelGroup.EXPERT: parallel_state.get_expert_model_parallel_group(),
+        ParallelGroup.EXPERT_DATA: parallel_state.get_expert_data_parallel_group(),
     }
     return {name: tuple(dist.get_process_group_ranks(group)) for name, group in groups.items()}
 

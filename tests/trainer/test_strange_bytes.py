@@ -22,7 +22,7 @@ from moejob_trainer.checkpoints.names import MANIFEST, MARKER
 from moejob_trainer.checkpoints.run import own_run_folder
 from moejob_trainer.distributed.encoding import BadMessage, decoded, encoded, packed, unpacked
 from moejob_trainer.errors import BadConfiguration
-from moejob_trainer.launcher.store import Entries, Operation, Request, StoreServer
+from moejob_trainer.launcher.store import Entries, Operation, StoreRequest, StoreServer
 from trainer.checkpoints.worlds import facts
 
 WHOLE = manifest([FileEntry(name="__0_0.distcp", size_bytes=5, hash="0" * 32)], facts(20)).content()
@@ -100,8 +100,8 @@ class _Writer:
 
 def test_the_store_answers_strangers_nothing_and_its_own_within_bounds() -> None:
     requests = [
-        Request(operation=Operation.PUT_FIRST, name="round/1/ranks", text="x" * 100).model_dump_json().encode(),
-        Request(operation=Operation.COUNT, name="round/1", number=1).model_dump_json().encode(),
+        StoreRequest(operation=Operation.PUT_FIRST, name="round/1/ranks", text="x" * 100).model_dump_json().encode(),
+        StoreRequest(operation=Operation.COUNT, name="round/1", number=1).model_dump_json().encode(),
     ]
     frames = [len(request).to_bytes(4, "big") + request for request in requests]
     entries = Entries(limit_bytes=10_000)

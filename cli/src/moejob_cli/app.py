@@ -27,7 +27,7 @@ app = typer.Typer(
 )
 
 
-class Output(StrEnum):
+class OutputFormat(StrEnum):
     """The format of an answer."""
 
     TABLE = "table"
@@ -55,7 +55,7 @@ class WeightType(StrEnum):
     FLOAT32 = "float32"
 
 
-OutputOption = Annotated[Output, typer.Option("--output", "-o", help="How to print the answer.")]
+OutputOption = Annotated[OutputFormat, typer.Option("--output", "-o", help="How to print the answer.")]
 GpusOption = Annotated[
     int | None,
     typer.Option(
@@ -107,7 +107,7 @@ def plan(
     file: Annotated[
         str | None, typer.Argument(metavar="[FILE]", help="A job's YAML, or - for standard input.", show_default=False)
     ] = None,
-    output: OutputOption = Output.TABLE,
+    output: OutputOption = OutputFormat.TABLE,
     gpus: GpusOption = None,
     ranks: Annotated[bool, typer.Option("--ranks", help="List every rank, however many there are.")] = False,
     auto: Annotated[bool, typer.Option("--auto", help="Choose the layout: the five fastest that fit.")] = False,
@@ -151,11 +151,11 @@ def plan(
         _plan(file, output, gpus, ranks)
 
 
-def _plan(file: str, output: Output, gpus: int | None, ranks: bool) -> None:
+def _plan(file: str, output: OutputFormat, gpus: int | None, ranks: bool) -> None:
     from moejob_cli.inputs import planned
 
     answer = planned(file, gpus)
-    if output is Output.TABLE:
+    if output is OutputFormat.TABLE:
         from moejob_cli.report import plan_report
 
         show(plan_report(answer.job, answer.plan, answer.unseen, ranks))
@@ -166,12 +166,12 @@ def _plan(file: str, output: Output, gpus: int | None, ranks: bool) -> None:
     raise typer.Exit(Exit.ACCEPTED if answer.plan.accepted else Exit.REFUSED)
 
 
-def _choose(wishes: Wishes, output: Output, write: Path | None) -> None:
+def _choose(wishes: Wishes, output: OutputFormat, write: Path | None) -> None:
     from moejob_cli.choices_report import choices_report
     from moejob_cli.choosing import choices_document, chosen, write_job
 
     found = chosen(wishes)
-    if output is Output.TABLE:
+    if output is OutputFormat.TABLE:
         show(choices_report(found))
     else:
         print_document(choices_document(found), output)
@@ -221,12 +221,14 @@ def preview_data(
     records: Annotated[
         int, typer.Option("--records", min=1, help="Records to read and count of each data set.")
     ] = 1000,
-    output: Annotated[Output, typer.Option("--output", "-o", help="How to print the answer.")] = Output.TABLE,
+    output: Annotated[
+        OutputFormat, typer.Option("--output", "-o", help="How to print the answer.")
+    ] = OutputFormat.TABLE,
 ) -> None:
     """Show what the model will see of a job's data: trained tokens marked, counts, lengths, what is dropped and why."""
     from moejob_api.contract import ExitCode
     from moejob_api.data_preview import Extent
-    from moejob_cli.data_preview import Failure, previewed
+    from moejob_cli.data_preview import PreviewFailure, previewed
     from moejob_cli.running.machine import CannotRun
 
     try:
@@ -234,10 +236,10 @@ def preview_data(
     except CannotRun as refused:
         typer.echo(f"error: {refused}", err=True)
         raise typer.Exit(ExitCode.BAD_CONFIGURATION) from None
-    if isinstance(found, Failure):
+    if isinstance(found, PreviewFailure):
         typer.echo(f"error: {found.message}", err=True)
         raise typer.Exit(found.exit_code)
-    if output is Output.TABLE:
+    if output is OutputFormat.TABLE:
         from moejob_cli.data_report import data_report
 
         show(data_report(found))
@@ -336,9 +338,9 @@ def show(answer: RenderableType) -> None:
     typer.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
 
-def print_document(value: object, output: Output) -> None:
+def print_document(value: object, output: OutputFormat) -> None:
     """Print plain values as JSON or YAML."""
-    if output is Output.JSON:
+    if output is OutputFormat.JSON:
         typer.echo(json.dumps(value, indent=2, ensure_ascii=False))
         return
     import yaml

@@ -16,14 +16,14 @@ from moejob_cli.running.machine import installed_trainer
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class PreviewFailure:
     """The exit code of the trainer's Python, and what it says."""
 
     exit_code: int
     message: str
 
 
-def previewed(file: str, extent: Extent, environ: Mapping[str, str] = os.environ) -> DataPreview | Failure:
+def previewed(file: str, extent: Extent, environ: Mapping[str, str] = os.environ) -> DataPreview | PreviewFailure:
     """The data of the job in a file; CannotRun where there is no trainer to read it."""
     job = read_file(file)
     python = installed_trainer(environ)
@@ -36,5 +36,5 @@ def previewed(file: str, extent: Extent, environ: Mapping[str, str] = os.environ
         command, input=spec_text(job.spec), capture_output=True, text=True, check=False, env=dict(environ)
     )
     if done.returncode:
-        return Failure(done.returncode, done.stderr.strip())
+        return PreviewFailure(done.returncode, done.stderr.strip())
     return DataPreview.model_validate_json(done.stdout)

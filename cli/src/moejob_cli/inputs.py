@@ -12,7 +12,7 @@ from moejob_api.planner.plan import Plan, plan
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class PlannedJob:
     """A job and its plan; `unseen` says why the model could not be checked."""
 
     job: MoETrainingJob
@@ -20,13 +20,13 @@ class Answer:
     unseen: str | None
 
 
-def planned(file: str, available_gpus: int | None) -> Answer:
+def planned(file: str, available_gpus: int | None) -> PlannedJob:
     """The plan of the job in a file."""
     job = read_file(file)
     found = seen_model(job)
     if isinstance(found, Unseen):
-        return Answer(job, plan(job.spec, None, available_gpus), found.reason)
-    return Answer(job, plan(job.spec, found, available_gpus), None)
+        return PlannedJob(job, plan(job.spec, None, available_gpus), found.reason)
+    return PlannedJob(job, plan(job.spec, found, available_gpus), None)
 
 
 def seen_model(job: MoETrainingJob) -> ModelShape | Unseen:

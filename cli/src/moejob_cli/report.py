@@ -12,10 +12,10 @@ from rich.text import Text
 from moejob_api.job import MoETrainingJob
 from moejob_api.job.parallelism import ExpertLayout, Parallelism
 from moejob_api.job.resources import Accelerator
-from moejob_api.layout.ranks import Group as RankGroup
+from moejob_api.layout.ranks import ParallelGroup as RankGroup
 from moejob_api.layout.ranks import members, places
 from moejob_api.layout.sizes import Layout
-from moejob_api.layout.stages import Stage, stages
+from moejob_api.layout.stages import StageLayers, stages
 from moejob_api.models.parameters import active_parameters, parameters
 from moejob_api.models.shape import ModelShape
 from moejob_api.planner.memory import MemoryEstimate, VolumeNeed
@@ -109,7 +109,7 @@ def _rank_tables(plan: Plan, layout: Layout, all_ranks: bool) -> Iterator[Render
         yield Padding(_rank_table(layout), (0, 0, 0, 2))
 
 
-def _stage_table(layout: Layout, cut: tuple[Stage, ...] | None) -> Table:
+def _stage_table(layout: Layout, cut: tuple[StageLayers, ...] | None) -> Table:
     table = Table("stage", "ranks", "nodes", "layers", box=None, header_style="dim", pad_edge=False)
     in_stage = layout.gpus // layout.pipeline
     rows = []

@@ -22,7 +22,7 @@ NO_MODULES: frozenset[RecomputeModule] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class UpdateBatch:
     """The batch of one optimizer update, seen from one data-parallel rank."""
 
     sequences: int
@@ -42,7 +42,7 @@ class RolloutLayout:
     nodes: int
 
 
-def batch(spec: Spec, layout: Layout) -> Batch:
+def batch(spec: Spec, layout: Layout) -> UpdateBatch:
     """Return the division of the global batch over ranks; sizes that do not divide are rounded up."""
     training = spec.training
     sequences = global_batch_size(spec)
@@ -56,7 +56,7 @@ def batch(spec: Spec, layout: Layout) -> Batch:
         count = round_up(
             -(-of_rank * spec.data.max_length // tokens), layout.pipeline if layout.virtual_pipeline > 1 else 1
         )
-    return Batch(
+    return UpdateBatch(
         sequences=sequences,
         micro_sequences=micro,
         micro_tokens=tokens or micro * spec.data.max_length,

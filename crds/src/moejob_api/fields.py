@@ -21,7 +21,7 @@ Raw = dict[str, Any]
 NO_FIELDS: Mapping[str, Field] = MappingProxyType({})
 
 
-class Kind(StrEnum):
+class FieldKind(StrEnum):
     """The kind of a field's value."""
 
     OBJECT = auto()
@@ -38,7 +38,7 @@ class Kind(StrEnum):
 class Field:
     """One field with everything that bounds it; `shortest` and `longest` count characters, items or entries."""
 
-    kind: Kind
+    kind: FieldKind
     description: str = ""
     # None is "absent": no field of a job has null as a value of its own.
     default: JsonValue = None
@@ -92,21 +92,21 @@ _COMMON = frozenset({"title", "description", "default", "type"})
 _LENGTHS = frozenset({"minItems", "maxItems", "minProperties", "maxProperties", "minLength", "maxLength"})
 _BOUNDS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"})
 _KEYS = {
-    Kind.OBJECT: frozenset({"properties", "required", "additionalProperties"}),
-    Kind.MAP: frozenset({"additionalProperties", "propertyNames", "minProperties", "maxProperties"}),
-    Kind.LIST: frozenset({"items", "minItems", "maxItems"}),
-    Kind.TEXT: frozenset({"enum", "const", "pattern", "format", "minLength", "maxLength"}),
-    Kind.WHOLE: _BOUNDS,
-    Kind.NUMBER: _BOUNDS,
-    Kind.SWITCH: frozenset(),
-    Kind.WHOLE_OR_TEXT: frozenset({"x-kubernetes-int-or-string", "pattern", "minLength", "maxLength"}) | _BOUNDS,
+    FieldKind.OBJECT: frozenset({"properties", "required", "additionalProperties"}),
+    FieldKind.MAP: frozenset({"additionalProperties", "propertyNames", "minProperties", "maxProperties"}),
+    FieldKind.LIST: frozenset({"items", "minItems", "maxItems"}),
+    FieldKind.TEXT: frozenset({"enum", "const", "pattern", "format", "minLength", "maxLength"}),
+    FieldKind.WHOLE: _BOUNDS,
+    FieldKind.NUMBER: _BOUNDS,
+    FieldKind.SWITCH: frozenset(),
+    FieldKind.WHOLE_OR_TEXT: frozenset({"x-kubernetes-int-or-string", "pattern", "minLength", "maxLength"}) | _BOUNDS,
 }
 _KIND_OF_TYPE = {
-    "array": Kind.LIST,
-    "string": Kind.TEXT,
-    "integer": Kind.WHOLE,
-    "number": Kind.NUMBER,
-    "boolean": Kind.SWITCH,
+    "array": FieldKind.LIST,
+    "string": FieldKind.TEXT,
+    "integer": FieldKind.WHOLE,
+    "number": FieldKind.NUMBER,
+    "boolean": FieldKind.SWITCH,
 }
 
 
@@ -153,10 +153,10 @@ class _Reader:
             raw = _alternative(raw, path)
         return raw, inside
 
-    def _element(self, raw: Raw, kind: Kind, path: str, inside: tuple[str, ...]) -> Field | None:
-        if kind is Kind.LIST and "items" in raw:
+    def _element(self, raw: Raw, kind: FieldKind, path: str, inside: tuple[str, ...]) -> Field | None:
+        if kind is FieldKind.LIST and "items" in raw:
             return self.field(raw["items"], f"{path}[]", inside)
-        if kind is Kind.MAP:
+        if kind is FieldKind.MAP:
             return self.field(raw["additionalProperties"], f"{path}[]", inside)
         return None
 
@@ -172,13 +172,13 @@ def _alternative(raw: Raw, path: str) -> Raw:
     raise UnsupportedFieldError(f"{path}: a choice between types is not supported; only whole number or text is")
 
 
-def _kind(raw: Raw, path: str) -> Kind:
+def _kind(raw: Raw, path: str) -> FieldKind:
     if raw.get("x-kubernetes-int-or-string"):
-        return Kind.WHOLE_OR_TEXT
+        return FieldKind.WHOLE_OR_TEXT
     if raw.get("type") == "object":
         if raw.get("additionalProperties") is True:
             raise UnsupportedFieldError(f"{path}: a mapping of anything is not supported; name its fields")
-        return Kind.MAP if isinstance(raw.get("additionalProperties"), dict) else Kind.OBJECT
+        return FieldKind.MAP if isinstance(raw.get("additionalProperties"), dict) else FieldKind.OBJECT
     if raw.get("type") not in _KIND_OF_TYPE:
         raise UnsupportedFieldError(f"{path}: type {raw.get('type', 'any')} is not supported")
     return _KIND_OF_TYPE[raw["type"]]
@@ -208,13 +208,13 @@ def _lengths(raw: Raw) -> Raw:
 
 
 def _check(found: Field, path: str) -> None:
-    if found.kind is Kind.LIST and found.element is None:
+    if found.kind is FieldKind.LIST and found.element is None:
         raise UnsupportedFieldError(f"{path}: a list must say what its items are")
     undescribed = [name for name, inner in found.fields.items() if not inner.description]
     if undescribed:
         raise UnsupportedFieldError(f"{path}: no description of {', '.join(undescribed)}")
     # A default of an object reaches the API server as {}, which then fills in the defaults inside.
-    if found.kind is Kind.OBJECT and found.default is not None and found.default != inner_defaults(found):
+    if found.kind is FieldKind.OBJECT and found.default is not None and found.default != inner_defaults(found):
         raise UnsupportedFieldError(f"{path}: its default differs from the defaults of its fields")
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from moejob_api.contract import ExitCode, RunFile
 from moejob_rollout.arguments import arguments, variables
-from moejob_rollout.engine import BadEnvironment, Engine, engine_of
+from moejob_rollout.engine import BadEngineEnvironment, EngineEnvironment, engine_of
 
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 _LOOK_SECONDS = 0.2
@@ -27,7 +27,7 @@ def main() -> int:
     ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGTERM, 0, 0, 0)
     try:
         engine = engine_of(os.environ)
-    except BadEnvironment as error:
+    except BadEngineEnvironment as error:
         sys.stderr.write(f"moejob-rollout: {error}\n")
         return ExitCode.BAD_CONFIGURATION
     os.environ |= variables(engine, sorted(os.sched_getaffinity(0)))
@@ -48,7 +48,7 @@ def _laid_out(folder: Path) -> Path:
     return folder
 
 
-def _serve(entry: Any, engine: Engine, model: Path) -> None:
+def _serve(entry: Any, engine: EngineEnvironment, model: Path) -> None:
     import uvloop  # noqa: PLC0415  # comes with vLLM
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args  # noqa: PLC0415
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup  # noqa: PLC0415

@@ -14,14 +14,14 @@ from typing import Any
 from moejob_api.engines import transport
 from moejob_api.job.grpo import Placement
 from moejob_api.job.resources import Accelerator
-from moejob_rollout.engine import Engine
+from moejob_rollout.engine import EngineEnvironment
 
 MIDDLEWARE = "moejob_rollout.guard.Guard"
 # Enough for thousands of tokens of a model that is small enough for a CPU; vLLM itself would take the node's memory.
 _CPU_CACHE_BYTES = 512 * 1024**2
 
 
-def arguments(engine: Engine, model: Path, config: Mapping[str, Any]) -> list[str]:
+def arguments(engine: EngineEnvironment, model: Path, config: Mapping[str, Any]) -> list[str]:
     """Return the command line of vLLM's server for a model folder with this config.json."""
     spec, rollout = engine.spec, engine.grpo.rollout
     common = [
@@ -52,13 +52,13 @@ def arguments(engine: Engine, model: Path, config: Mapping[str, Any]) -> list[st
     return [*common, *replay, *remote, *_memory(engine)]
 
 
-def longest(engine: Engine, config: Mapping[str, Any]) -> int:
+def longest(engine: EngineEnvironment, config: Mapping[str, Any]) -> int:
     """Return the tokens of the longest prompt and answer, as far as the model has positions for them."""
     wanted = engine.spec.data.max_length + engine.grpo.max_new_tokens
     return min(wanted, int(config.get("max_position_embeddings", wanted)))
 
 
-def variables(engine: Engine, cores: Sequence[int]) -> dict[str, str]:
+def variables(engine: EngineEnvironment, cores: Sequence[int]) -> dict[str, str]:
     """Return the environment variables that vLLM reads when it is imported."""
     quiet = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", "VLLM_PLUGINS": "moejob"}
     # Pausing, sleeping and weight transfer are there in no other mode; the guard asks for the secret on all of them.
@@ -80,7 +80,7 @@ def threads(cores: Sequence[int], tensor: int) -> str:
     return "|".join(",".join(map(str, share or cores[-1:])) for share in shares)
 
 
-def _memory(engine: Engine) -> list[str]:
+def _memory(engine: EngineEnvironment) -> list[str]:
     rollout = engine.grpo.rollout
     if engine.spec.resources.accelerator is Accelerator.CPU:
         # A prompt that is read in parts takes a random number back; no generator of a CPU can, and the engine dies.

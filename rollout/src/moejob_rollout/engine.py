@@ -16,11 +16,11 @@ from moejob_api.job.grpo import Grpo
 from moejob_api.pod_environment import read_spec
 
 
-class BadEnvironment(ValueError):
+class BadEngineEnvironment(ValueError):
     """The environment is not that of an engine; another start would find the same."""
 
 
-class Engine(BaseModel):
+class EngineEnvironment(BaseModel):
     """One engine. Each field is the variable of its name in the contract."""
 
     model_config = ConfigDict(frozen=True)
@@ -69,7 +69,7 @@ class Engine(BaseModel):
     def grpo(self) -> Grpo:
         """Settings of GRPO, which the validation has found to be there."""
         if self.spec.grpo is None:
-            raise BadEnvironment(f"{Environment.SPEC} has no grpo")
+            raise BadEngineEnvironment(f"{Environment.SPEC} has no grpo")
         return self.spec.grpo
 
     @property
@@ -77,7 +77,7 @@ class Engine(BaseModel):
         """The port to listen on."""
         port = urlsplit(self.rollout_urls[self.index]).port
         if port is None:
-            raise BadEnvironment(f"{self.rollout_urls[self.index]} names no port")
+            raise BadEngineEnvironment(f"{self.rollout_urls[self.index]} names no port")
         return port
 
     @property
@@ -86,13 +86,15 @@ class Engine(BaseModel):
         return self.host if is_loopback(self.host) else "0.0.0.0"  # noqa: S104  # pods are reached by their own address
 
 
-def engine_of(environ: Mapping[str, str]) -> Engine:
-    """Return the engine that the environment describes; BadEnvironment names every variable that is wrong."""
+def engine_of(environ: Mapping[str, str]) -> EngineEnvironment:
+    """Return the engine that the environment describes; BadEngineEnvironment names every variable that is wrong."""
     given = {name.name.lower(): environ[name] for name in Environment if environ.get(name) is not None}
     try:
-        return Engine.model_validate(given)
+        return EngineEnvironment.model_validate(given)
     except ValidationError as error:
-        raise BadEnvironment("; ".join(_problem(found["loc"], found["msg"]) for found in error.errors())) from None
+        raise BadEngineEnvironment(
+            "; ".join(_problem(found["loc"], found["msg"]) for found in error.errors())
+        ) from None
 
 
 def is_loopback(host: str) -> bool:

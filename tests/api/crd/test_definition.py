@@ -15,7 +15,7 @@ from api_server import CRD, ROOT
 from builders import GRPO, SFT
 from moejob_api.crd.__main__ import FILES, crd_text, main
 from moejob_api.crd.definition import definition
-from moejob_api.fields import Kind, job_fields
+from moejob_api.fields import FieldKind, job_fields
 from moejob_api.job import Spec
 
 Schema = dict[str, Any]
@@ -79,9 +79,9 @@ def test_everything_a_user_writes_is_bounded() -> None:
     unbounded = [
         path
         for path, field in job_fields().fields["spec"].walk("spec")
-        if (field.kind in (Kind.WHOLE, Kind.NUMBER) and None in (field.minimum, field.maximum))
-        or (field.kind in (Kind.LIST, Kind.MAP) and field.longest is None)
-        or (field.kind in (Kind.TEXT, Kind.WHOLE_OR_TEXT) and field.longest is None and not field.choices)
+        if (field.kind in (FieldKind.WHOLE, FieldKind.NUMBER) and None in (field.minimum, field.maximum))
+        or (field.kind in (FieldKind.LIST, FieldKind.MAP) and field.longest is None)
+        or (field.kind in (FieldKind.TEXT, FieldKind.WHOLE_OR_TEXT) and field.longest is None and not field.choices)
     ]
     assert unbounded == []
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moejob_api.job.parallelism import ExpertLayout, Parallelism
-from moejob_api.layout.ranks import Group, members, place, places
+from moejob_api.layout.ranks import ParallelGroup, members, place, places
 from moejob_api.layout.sizes import Layout, layout
 
 LAYOUTS = [
@@ -22,8 +22,10 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("asked", LAYOUTS)
-@pytest.mark.parametrize("group", list(Group), ids=str)
-def test_a_group_partitions_the_ranks_and_differs_in_its_own_coordinate_only(asked: Parallelism, group: Group) -> None:
+@pytest.mark.parametrize("group", list(ParallelGroup), ids=str)
+def test_a_group_partitions_the_ranks_and_differs_in_its_own_coordinate_only(
+    asked: Parallelism, group: ParallelGroup
+) -> None:
     sizes = layout(asked, gpus_per_node=8)
     groups = {members(sizes, group, rank) for rank in range(sizes.gpus)}
     assert sorted(rank for ranks in groups for rank in ranks) == list(range(sizes.gpus))
@@ -38,26 +40,26 @@ def test_nodes_take_ranks_in_order() -> None:
 
 
 FIELD = {
-    Group.TENSOR: "tensor",
-    Group.CONTEXT: "context",
-    Group.DATA: "data",
-    Group.PIPELINE: "pipeline",
-    Group.EXPERT_TENSOR: "expert_tensor",
-    Group.EXPERT: "expert",
-    Group.EXPERT_DATA: "expert_data",
+    ParallelGroup.TENSOR: "tensor",
+    ParallelGroup.CONTEXT: "context",
+    ParallelGroup.DATA: "data",
+    ParallelGroup.PIPELINE: "pipeline",
+    ParallelGroup.EXPERT_TENSOR: "expert_tensor",
+    ParallelGroup.EXPERT: "expert",
+    ParallelGroup.EXPERT_DATA: "expert_data",
 }
 GRIDS = (
-    (Group.TENSOR, Group.CONTEXT, Group.DATA, Group.PIPELINE),
-    (Group.EXPERT_TENSOR, Group.EXPERT, Group.EXPERT_DATA, Group.PIPELINE),
+    (ParallelGroup.TENSOR, ParallelGroup.CONTEXT, ParallelGroup.DATA, ParallelGroup.PIPELINE),
+    (ParallelGroup.EXPERT_TENSOR, ParallelGroup.EXPERT, ParallelGroup.EXPERT_DATA, ParallelGroup.PIPELINE),
 )
 
 
-def coordinate(sizes: Layout, rank: int, group: Group) -> int:
+def coordinate(sizes: Layout, rank: int, group: ParallelGroup) -> int:
     value: int = getattr(place(sizes, rank), FIELD[group])
     return value
 
 
-def others(sizes: Layout, rank: int, group: Group) -> tuple[int, ...]:
+def others(sizes: Layout, rank: int, group: ParallelGroup) -> tuple[int, ...]:
     """The coordinates of the same grid that the group does not vary."""
     grid = next(grid for grid in GRIDS if group in grid)
     return tuple(coordinate(sizes, rank, other) for other in grid if other is not group)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from model_configs import any_config, config
 from moejob_api.models.families import shape_of
 from moejob_api.models.parameters import (
-    Weights,
+    ParameterCounts,
     active_parameters,
     embedding_weights,
     final_norm,
@@ -48,11 +48,11 @@ CONVOLUTION = 5 * (18 + 18 + 36)
 LINEAR_OUTPUT = 36 * 24
 
 
-def around(*layers: tuple[int, Weights]) -> Weights:
+def around(*layers: tuple[int, ParameterCounts]) -> ParameterCounts:
     """A model with a number of layers of each kind, each with its two norms, between embedding and output."""
-    total = Weights(tensor=2 * VOCABULARY, replicated=24)
+    total = ParameterCounts(tensor=2 * VOCABULARY, replicated=24)
     for count, weights in layers:
-        total += (weights + Weights(replicated=NORMS)) * count
+        total += (weights + ParameterCounts(replicated=NORMS)) * count
     return total
 
 
@@ -62,7 +62,7 @@ def around(*layers: tuple[int, Weights]) -> Weights:
         pytest.param(
             Family.LLAMA,
             {},
-            around((5, Weights(tensor=QUERIES + OUTPUT + DENSE, key_value=KEYS_AND_VALUES))),
+            around((5, ParameterCounts(tensor=QUERIES + OUTPUT + DENSE, key_value=KEYS_AND_VALUES))),
             id="llama",
         ),
         pytest.param(
@@ -71,7 +71,7 @@ def around(*layers: tuple[int, Weights]) -> Weights:
             around(
                 (
                     5,
-                    Weights(
+                    ParameterCounts(
                         tensor=QUERIES + 60 + OUTPUT + DENSE + 2 * 14,
                         key_value=KEYS_AND_VALUES + 2 * 20,
                         replicated=24 + 24,
@@ -83,19 +83,21 @@ def around(*layers: tuple[int, Weights]) -> Weights:
         pytest.param(
             Family.QWEN2,
             {},
-            around((5, Weights(tensor=QUERIES + 60 + OUTPUT + DENSE, key_value=KEYS_AND_VALUES + 2 * 20))),
+            around((5, ParameterCounts(tensor=QUERIES + 60 + OUTPUT + DENSE, key_value=KEYS_AND_VALUES + 2 * 20))),
             id="qwen2",
         ),
         pytest.param(
             Family.QWEN3,
             {},
-            around((5, Weights(tensor=QUERIES + OUTPUT + DENSE, key_value=KEYS_AND_VALUES, replicated=HEAD_NORMS))),
+            around(
+                (5, ParameterCounts(tensor=QUERIES + OUTPUT + DENSE, key_value=KEYS_AND_VALUES, replicated=HEAD_NORMS))
+            ),
             id="qwen3",
         ),
         pytest.param(
             Family.MIXTRAL,
             {},
-            around((5, Weights(QUERIES + OUTPUT, KEYS_AND_VALUES, ROUTER, routed=8 * DENSE))),
+            around((5, ParameterCounts(QUERIES + OUTPUT, KEYS_AND_VALUES, ROUTER, routed=8 * DENSE))),
             id="mixtral",
         ),
         pytest.param(
@@ -104,7 +106,7 @@ def around(*layers: tuple[int, Weights]) -> Weights:
             around(
                 (
                     5,
-                    Weights(
+                    ParameterCounts(
                         tensor=QUERIES + 60 + OUTPUT + 3 * 24 * 20,
                         key_value=KEYS_AND_VALUES + 2 * 20,
                         replicated=ROUTER + 24,
@@ -118,8 +120,8 @@ def around(*layers: tuple[int, Weights]) -> Weights:
             Family.QWEN3_MOE,
             {"mlp_only_layers": [0]},
             around(
-                (1, Weights(QUERIES + OUTPUT + DENSE, KEYS_AND_VALUES, HEAD_NORMS)),
-                (4, Weights(QUERIES + OUTPUT, KEYS_AND_VALUES, HEAD_NORMS + ROUTER, routed=8 * 3 * 24 * 18)),
+                (1, ParameterCounts(QUERIES + OUTPUT + DENSE, KEYS_AND_VALUES, HEAD_NORMS)),
+                (4, ParameterCounts(QUERIES + OUTPUT, KEYS_AND_VALUES, HEAD_NORMS + ROUTER, routed=8 * 3 * 24 * 18)),
             ),
             id="qwen3_moe with a plain layer",
         ),
@@ -127,10 +129,10 @@ def around(*layers: tuple[int, Weights]) -> Weights:
             Family.QWEN3_NEXT,
             {},
             around(
-                (4, Weights(tensor=LINEAR_INPUTS + CONVOLUTION + 2 * 9 + LINEAR_OUTPUT, replicated=4)),
-                (1, Weights(2 * QUERIES + OUTPUT, KEYS_AND_VALUES, HEAD_NORMS)),
+                (4, ParameterCounts(tensor=LINEAR_INPUTS + CONVOLUTION + 2 * 9 + LINEAR_OUTPUT, replicated=4)),
+                (1, ParameterCounts(2 * QUERIES + OUTPUT, KEYS_AND_VALUES, HEAD_NORMS)),
             )
-            + Weights(tensor=3 * 24 * 20, replicated=ROUTER + 24, routed=8 * 3 * 24 * 18) * 5,
+            + ParameterCounts(tensor=3 * 24 * 20, replicated=ROUTER + 24, routed=8 * 3 * 24 * 18) * 5,
             id="qwen3_next",
         ),
         pytest.param(
@@ -139,14 +141,14 @@ def around(*layers: tuple[int, Weights]) -> Weights:
             around(
                 (
                     2,
-                    Weights(
+                    ParameterCounts(
                         tensor=24 * 6 * (8 + 4) + KEY_VALUE_UP + LATENT_OUTPUT + DENSE,
                         replicated=KEY_VALUE_DOWN,
                     ),
                 ),
                 (
                     3,
-                    Weights(
+                    ParameterCounts(
                         tensor=24 * 6 * (8 + 4) + KEY_VALUE_UP + LATENT_OUTPUT + 3 * 24 * (2 * 18),
                         replicated=KEY_VALUE_DOWN + ROUTER,
                         routed=8 * 3 * 24 * 18,
@@ -159,20 +161,21 @@ def around(*layers: tuple[int, Weights]) -> Weights:
             Family.DEEPSEEK_V3,
             {},
             around(
-                (2, Weights(tensor=DENSE)),
-                (3, Weights(tensor=3 * 24 * (2 * 18), replicated=ROUTER, routed=8 * 3 * 24 * 18)),
+                (2, ParameterCounts(tensor=DENSE)),
+                (3, ParameterCounts(tensor=3 * 24 * (2 * 18), replicated=ROUTER, routed=8 * 3 * 24 * 18)),
             )
-            + Weights(tensor=QUERY_UP + KEY_VALUE_UP + LATENT_OUTPUT, replicated=QUERY_DOWN + KEY_VALUE_DOWN) * 5,
+            + ParameterCounts(tensor=QUERY_UP + KEY_VALUE_UP + LATENT_OUTPUT, replicated=QUERY_DOWN + KEY_VALUE_DOWN)
+            * 5,
             id="deepseek_v3",
         ),
         pytest.param(
             Family.GLM4_MOE,
             {"attention_bias": True, "use_qk_norm": True},
             around(
-                (2, Weights(tensor=DENSE)),
-                (3, Weights(tensor=3 * 24 * (2 * 18), replicated=ROUTER, routed=8 * 3 * 24 * 18)),
+                (2, ParameterCounts(tensor=DENSE)),
+                (3, ParameterCounts(tensor=3 * 24 * (2 * 18), replicated=ROUTER, routed=8 * 3 * 24 * 18)),
             )
-            + Weights(QUERIES + 60 + OUTPUT, KEYS_AND_VALUES + 2 * 20, HEAD_NORMS) * 5,
+            + ParameterCounts(QUERIES + 60 + OUTPUT, KEYS_AND_VALUES + 2 * 20, HEAD_NORMS) * 5,
             id="glm4_moe",
         ),
         pytest.param(
@@ -181,7 +184,7 @@ def around(*layers: tuple[int, Weights]) -> Weights:
             around(
                 (
                     5,
-                    Weights(
+                    ParameterCounts(
                         tensor=QUERIES + 60 + OUTPUT + 6,
                         key_value=KEYS_AND_VALUES + 2 * 20,
                         replicated=24 + ROUTER + 8,
@@ -194,14 +197,14 @@ def around(*layers: tuple[int, Weights]) -> Weights:
     ],
 )
 def test_a_small_model_has_the_parameters_counted_by_hand(
-    family: Family, changes: dict[str, Any], expected: Weights
+    family: Family, changes: dict[str, Any], expected: ParameterCounts
 ) -> None:
     assert model_weights(shape_of(config(family, **changes))) == expected
 
 
 def test_mtp_adds_a_layer_a_projection_and_three_norms_but_no_embedding() -> None:
     shape = shape_of(config(Family.DEEPSEEK_V3, num_nextn_predict_layers=2))
-    one = layer_weights(shape, shape.layers[-1]) + Weights(replicated=2 * 24 * 24 + 3 * 24)
+    one = layer_weights(shape, shape.layers[-1]) + ParameterCounts(replicated=2 * 24 * 24 + 3 * 24)
     assert mtp_weights(shape) == one * 2
     assert mtp_parameters(shape) == 2 * one.total
     assert parameters(shape) == parameters(shape_of(config(Family.DEEPSEEK_V3, num_nextn_predict_layers=0)))
@@ -210,9 +213,9 @@ def test_mtp_adds_a_layer_a_projection_and_three_norms_but_no_embedding() -> Non
 def test_tied_weights_count_once() -> None:
     untied, tied = (shape_of(config(Family.LLAMA, tie_word_embeddings=tie)) for tie in (False, True))
     assert parameters(untied) - parameters(tied) == VOCABULARY
-    assert (output_weights(untied), output_weights(tied)) == (Weights(tensor=VOCABULARY), Weights())
-    assert embedding_weights(tied) == Weights(tensor=VOCABULARY)
-    assert final_norm(tied) == Weights(replicated=24)
+    assert (output_weights(untied), output_weights(tied)) == (ParameterCounts(tensor=VOCABULARY), ParameterCounts())
+    assert embedding_weights(tied) == ParameterCounts(tensor=VOCABULARY)
+    assert final_norm(tied) == ParameterCounts(replicated=24)
 
 
 def test_a_token_meets_only_the_experts_it_is_sent_to() -> None:
@@ -241,5 +244,5 @@ def test_the_model_is_the_sum_of_its_parts(family: Family, data: st.DataObject) 
     shape = shape_of(data.draw(any_config(family)))
     parts = [layer_weights(shape, layer) for layer in shape.layers]
     ends = [embedding_weights(shape), output_weights(shape), final_norm(shape)]
-    assert sum([*parts, *ends], Weights()) == model_weights(shape)
+    assert sum([*parts, *ends], ParameterCounts()) == model_weights(shape)
     assert parameters(shape) == sum(part.total for part in [*parts, *ends])

@@ -22,7 +22,7 @@ from moejob_api.job import GROUP, PLURAL, VERSION
 from moejob_api.limits import DEFAULT_LIMITS, JobLimits
 from moejob_operator.admission import review
 from moejob_operator.admission.certificates import KeyPair, hosts_of, load, made, utc_now
-from moejob_operator.admission.listener import Limits
+from moejob_operator.admission.listener import ListenerLimits
 from moejob_operator.admission.server import BODY_BYTES, AdmissionServer, NotAReview, read_review
 from moejob_operator.handlers import validate
 from moejob_operator.runtime.kopf_settings import configure
@@ -111,7 +111,7 @@ class Served:
 
 @asynccontextmanager
 async def served(
-    limits: Limits | None = None,
+    limits: ListenerLimits | None = None,
     body_seconds: float = 5.0,
     handler: Any = validate,
     job_limits: JobLimits = DEFAULT_LIMITS,
@@ -120,7 +120,7 @@ async def served(
     load(context, FIRST)
     certified.set()
     server = AdmissionServer(
-        context, certified, 0, metrics, host="127.0.0.1", limits=limits or Limits(), body_seconds=body_seconds
+        context, certified, 0, metrics, host="127.0.0.1", limits=limits or ListenerLimits(), body_seconds=body_seconds
     )
     registry, settings = kopf.OperatorRegistry(), kopf.OperatorSettings()
     configure(settings, settings.execution.executor, server)
@@ -333,7 +333,7 @@ def test_a_connection_without_a_whole_request_is_closed(sent: bytes) -> None:
             assert await asyncio.wait_for(reader.read(), 60) == b""
         writer.close()
 
-    played(story, limits=Limits(idle_seconds=0.2))
+    played(story, limits=ListenerLimits(idle_seconds=0.2))
 
 
 def test_one_that_speaks_no_tls_takes_its_place_for_a_moment_only() -> None:
@@ -343,7 +343,7 @@ def test_one_that_speaks_no_tls_takes_its_place_for_a_moment_only() -> None:
         for _, writer in silent:
             writer.close()
 
-    played(story, limits=Limits(connections=2, handshake_seconds=0.2))
+    played(story, limits=ListenerLimits(connections=2, handshake_seconds=0.2))
 
 
 def test_of_more_connections_than_there_is_room_for_the_rest_waits_and_is_served() -> None:
@@ -356,7 +356,7 @@ def test_of_more_connections_than_there_is_room_for_the_rest_waits_and_is_served
         assert (await asyncio.wait_for(reviewed, 60))["allowed"] is True
         idle[1][1].close()
 
-    played(story, limits=Limits(connections=2))
+    played(story, limits=ListenerLimits(connections=2))
 
 
 def test_all_bodies_together_have_a_bound_and_their_room_comes_back() -> None:

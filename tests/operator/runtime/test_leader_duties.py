@@ -13,7 +13,7 @@ from moejob_operator.cluster import Forbidden, JobKey, Retryable
 from moejob_operator.runtime.api_client import Absent
 from moejob_operator.runtime.cache import Cache
 from moejob_operator.runtime.leader_duties import Leader
-from moejob_operator.runtime.work_queue import Outcome, RateLimiter, WorkQueue
+from moejob_operator.runtime.work_queue import RateLimiter, WorkOutcome, WorkQueue
 from stand_in_api import stored
 from virtual_time import run_virtually
 
@@ -27,7 +27,7 @@ class NoMetrics:
 
     def started(self, waited_seconds: float) -> None: ...
 
-    def ended(self, seconds: float, outcome: Outcome) -> None: ...
+    def ended(self, seconds: float, outcome: WorkOutcome) -> None: ...
 
 
 @dataclass

@@ -10,7 +10,7 @@ import pytest
 
 from moejob_operator.runtime.health import application, served
 from moejob_operator.runtime.metrics import Metrics
-from moejob_operator.runtime.work_queue import Outcome
+from moejob_operator.runtime.work_queue import WorkOutcome
 from stand_in_api import stored
 
 
@@ -87,8 +87,8 @@ def test_the_queue_the_requests_and_the_reviews_are_measured() -> None:
     metrics = Metrics()
     metrics.queued(3)
     metrics.started(0.2)
-    metrics.ended(0.01, Outcome.DONE)
-    metrics.ended(0.01, Outcome.RETRIED)
+    metrics.ended(0.01, WorkOutcome.DONE)
+    metrics.ended(0.01, WorkOutcome.RETRIED)
     metrics.requested("list", "pods", "200", 0.1)
     metrics.reviewed("denied", 0.1)
     metrics.leads(True)

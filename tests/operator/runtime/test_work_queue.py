@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moejob_operator.runtime.work_queue import Backoff, Outcome, RateLimiter, Schedule, WorkQueue
+from moejob_operator.runtime.work_queue import Backoff, RateLimiter, Schedule, WorkOutcome, WorkQueue
 from virtual_time import run_virtually
 
 KEYS = ["a", "b", "c"]
@@ -23,7 +23,7 @@ class Metrics:
 
     depths: list[int] = field(default_factory=list)
     waits: list[float] = field(default_factory=list)
-    endings: list[tuple[float, Outcome]] = field(default_factory=list)
+    endings: list[tuple[float, WorkOutcome]] = field(default_factory=list)
 
     def queued(self, depth: int) -> None:
         self.depths.append(depth)
@@ -31,7 +31,7 @@ class Metrics:
     def started(self, waited_seconds: float) -> None:
         self.waits.append(waited_seconds)
 
-    def ended(self, seconds: float, outcome: Outcome) -> None:
+    def ended(self, seconds: float, outcome: WorkOutcome) -> None:
         self.endings.append((seconds, outcome))
 
 
@@ -218,7 +218,7 @@ def test_a_failed_key_is_tried_again_ever_later_until_it_works_and_then_starts_a
     metrics = worked(work, story, RateLimiter(backoff=Backoff(1, 60), chance=lambda: 1.0))
     assert work.times == [0, 1, 3, 7, 107, 108]
     assert [outcome for _, outcome in metrics.endings] == [
-        Outcome.RETRIED, Outcome.RETRIED, Outcome.RETRIED, Outcome.DONE, Outcome.RETRIED, Outcome.DONE,
+        *[WorkOutcome.RETRIED] * 3, WorkOutcome.DONE, WorkOutcome.RETRIED, WorkOutcome.DONE,
     ]  # fmt: skip
 
 
@@ -238,7 +238,7 @@ def test_a_bug_in_the_work_on_one_key_is_logged_and_no_other_key_notices(caplog:
     metrics = worked(work, story, RateLimiter(workers=1, backoff=Backoff(4, 4), chance=lambda: 1.0))
     assert work.keys.count("b") == 11
     assert [at for at, key in work.begun if key == "a"] == [0, 4, 8]
-    assert sum(outcome is Outcome.BROKEN for _, outcome in metrics.endings) == 3
+    assert sum(outcome is WorkOutcome.BROKEN for _, outcome in metrics.endings) == 3
     assert "ZeroDivisionError" in caplog.text
 
 
@@ -324,7 +324,7 @@ def test_metrics_say_how_many_wait_for_how_long_and_how_it_went() -> None:
 
     metrics = worked(work, story, RateLimiter(workers=1))
     assert metrics.waits == [0, 2, 4]
-    assert metrics.endings == [(2, Outcome.DONE)] * 3
+    assert metrics.endings == [(2, WorkOutcome.DONE)] * 3
     assert max(metrics.depths) == 3
     assert metrics.depths[-1] == 0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from moejob_trainer.checkpoints import Checkpoints, SingleRank
+from moejob_trainer.checkpoints import CheckpointStore, SingleRank
 from moejob_trainer.checkpoints.disk import Disk
 from moejob_trainer.checkpoints.names import step_folder
 from trainer.checkpoints.worlds import Writer, Writing, moment, place, policy
@@ -32,7 +32,7 @@ def heavy_state(folder: str) -> dict[str, bytes]:
 def main(folder: Path, attempt: int) -> None:
     """Save every step of a run that never ends."""
     where = place(folder, attempt, is_ours=lambda: (folder.parent / "owner").read_text() == str(attempt))
-    run = Checkpoints(where, policy(keep=3, asynchronous=True), SingleRank(), Heavy(Disk()))
+    run = CheckpointStore(where, policy(keep=3, asynchronous=True), SingleRank(), Heavy(Disk()))
     found = run.start()
     step = 0 if found is None else found.folder.step
     print(f"resumed {None if found is None else found.folder.name}", flush=True)  # noqa: T201 read by the test

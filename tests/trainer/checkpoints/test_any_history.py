@@ -13,7 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from moejob_trainer.checkpoints import Checkpoints, FenceToken, StepFolder, latest
+from moejob_trainer.checkpoints import CheckpointStore, FenceToken, StepFolder, latest
 from moejob_trainer.checkpoints.names import step_folder
 from moejob_trainer.errors import BadConfiguration, Superseded
 from trainer.checkpoints.worlds import (
@@ -45,9 +45,9 @@ class History(RuleBasedStateMachine):
         self.checkpoints = self.folder / "checkpoints"
         self.owner = FenceToken(0, 0)
         self.step = 0
-        self.living: Checkpoints | None = None
+        self.living: CheckpointStore | None = None
         self.disk = FragileDisk()
-        self.sleeping: list[Checkpoints] = []
+        self.sleeping: list[CheckpointStore] = []
         self.promised: set[StepFolder] = set()
         self.committed: set[StepFolder] = set()
         self.damaged: set[StepFolder] = set()
@@ -87,7 +87,7 @@ class History(RuleBasedStateMachine):
             self.living = None
         self.disk.crash_at = None
 
-    def begin(self, run: Checkpoints) -> None:
+    def begin(self, run: CheckpointStore) -> None:
         good, once = self.good(), self.marked() | self.marked("rejected.json")
         # Damage that is newer than the newest good one is found at the start, and no longer counts.
         counting = sorted((one for one in self.marked() if one <= max(good, default=one)), reverse=True)[:KEEP]
@@ -130,7 +130,7 @@ class History(RuleBasedStateMachine):
         self.living.poll()
         self.note(self.living)
 
-    def note(self, run: Checkpoints) -> None:
+    def note(self, run: CheckpointStore) -> None:
         if run.last is not None and run is self.living:
             self.promised.add(run.last.folder)
         # After a crash a marker may have got its name though no rank knows.

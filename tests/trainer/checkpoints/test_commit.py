@@ -10,8 +10,8 @@ import pytest
 
 from moejob_trainer.checkpoints.commit import commit, delete, reject
 from moejob_trainer.checkpoints.manifest import FileEntry, Manifest, entries, manifest, written_names
-from moejob_trainer.checkpoints.verification import Check, Search, latest
-from moejob_trainer.errors import Retryable, Superseded
+from moejob_trainer.checkpoints.verification import Search, VerificationDepth, latest
+from moejob_trainer.errors import Superseded, TransientFailure
 from trainer.checkpoints.worlds import Crash, FragileDisk, Writer, facts, files_below, saved
 
 # More than any commit or deletion here takes: a crash that never came shows in the last case.
@@ -60,7 +60,7 @@ def test_a_deletion_cut_short_anywhere_never_leaves_half_a_checkpoint(tmp_path: 
         try:
             delete(newest, disk)
         except Crash:
-            search = latest(run / "checkpoints", Check.SIZES)
+            search = latest(run / "checkpoints", VerificationDepth.SIZES)
             assert search.found is not None
             # A marker without its files would be taken for a damaged checkpoint and alarm the reader of the log.
             assert search.refused == ()
@@ -106,7 +106,7 @@ def test_a_file_that_rank_0_sees_otherwise_than_its_writer_is_not_vouched_for(tm
     folder = tmp_path / "checkpoints/step-20.0.0"
     files = written(folder, FragileDisk()).files
     doubted = [FileEntry(name=one.name, size_bytes=one.size_bytes + 1, hash=one.hash) for one in files]
-    with pytest.raises(Retryable, match="use storage that is consistent across nodes"):
+    with pytest.raises(TransientFailure, match="use storage that is consistent across nodes"):
         commit(folder, manifest(doubted, facts(20)), lambda: True)
     assert latest(tmp_path / "checkpoints") == Search(None)
 

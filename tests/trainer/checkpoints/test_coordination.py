@@ -6,7 +6,7 @@ import pytest
 
 from moejob_trainer.checkpoints.coordination import SingleRank, all_agree, on_all_ranks, on_first_rank
 from moejob_trainer.distributed.encoding import INTEGER, NOTHING
-from moejob_trainer.errors import BadConfiguration, BadData, Retryable, Superseded
+from moejob_trainer.errors import BadConfiguration, BadData, Superseded, TransientFailure
 from trainer.checkpoints.worlds import ThreadCoordinator, ThreadCoordinators
 
 
@@ -37,13 +37,20 @@ def test_results_of_everyone_are_gathered_at_rank_0() -> None:
 @pytest.mark.parametrize(
     ("failures", "kind", "message"),
     [
-        pytest.param({2: Retryable("lost")}, Retryable, "rank 2: lost", id="one rank"),
-        pytest.param({1: Retryable("a"), 2: BadConfiguration("b")}, BadConfiguration, "rank 2: b", id="the worst"),
+        pytest.param({2: TransientFailure("lost")}, TransientFailure, "rank 2: lost", id="one rank"),
+        pytest.param(
+            {1: TransientFailure("a"), 2: BadConfiguration("b")}, BadConfiguration, "rank 2: b", id="the worst"
+        ),
         pytest.param(
             {1: BadConfiguration("a"), 2: Superseded("b")}, Superseded, "rank 2: b", id="superseded above all"
         ),
         pytest.param({1: BadData("a")}, BadConfiguration, "rank 1: a", id="a special case of a kind"),
-        pytest.param({2: Retryable("b"), 1: Retryable("a")}, Retryable, "rank 1: a", id="the first of equals"),
+        pytest.param(
+            {2: TransientFailure("b"), 1: TransientFailure("a")},
+            TransientFailure,
+            "rank 1: a",
+            id="the first of equals",
+        ),
     ],
 )
 def test_a_failure_of_one_is_a_failure_of_all(

@@ -11,11 +11,11 @@ import pytest
 
 from moejob_api.job.storage import Checkpoint
 from moejob_api.quantities import GIB
-from moejob_trainer.checkpoints import Checkpoints, FenceToken, Saved, SingleRank, StepFolder
+from moejob_trainer.checkpoints import CheckpointStore, FenceToken, Saved, SingleRank, StepFolder
 from moejob_trainer.checkpoints.cleaning import Retention, clean
 from moejob_trainer.checkpoints.disk import Disk
 from moejob_trainer.checkpoints.manifest import EvaluationFacts, marker
-from moejob_trainer.errors import BadConfiguration, Retryable, Superseded
+from moejob_trainer.errors import BadConfiguration, Superseded, TransientFailure
 from moejob_trainer.runtime.fencing import Fence
 from trainer.checkpoints.worlds import (
     FragileDisk,
@@ -73,7 +73,7 @@ def test_only_as_many_are_kept_as_were_asked_for(tmp_path: Path) -> None:
 
 def test_the_best_are_kept_beside_the_newest_until_there_are_better_ones(tmp_path: Path) -> None:
     how = Checkpoint(keep=1, keep_best=2, asynchronous=False)
-    run = Checkpoints(
+    run = CheckpointStore(
         place(tmp_path), how, SingleRank(), Writer(FragileDisk()), background=Inline(), measure="evalLoss"
     )
     run.start()
@@ -91,7 +91,7 @@ def test_the_best_are_kept_beside_the_newest_until_there_are_better_ones(tmp_pat
 
 def test_a_damaged_best_checkpoint_gives_way_to_the_next(tmp_path: Path) -> None:
     how = Checkpoint(keep=1, keep_best=2, asynchronous=False)
-    run = Checkpoints(
+    run = CheckpointStore(
         place(tmp_path), how, SingleRank(), Writer(FragileDisk()), background=Inline(), measure="evalLoss"
     )
     run.start()
@@ -221,7 +221,7 @@ class Slow(Writer):
 def test_a_save_says_how_long_it_took_and_how_long_training_stood_still(tmp_path: Path) -> None:
     clock, disk = Clock(), FragileDisk()
     writer = Slow(disk, questions=1, clock=clock)
-    run = Checkpoints(place(tmp_path), IN_BACKGROUND, SingleRank(), writer, disk, clock, Inline())
+    run = CheckpointStore(place(tmp_path), IN_BACKGROUND, SingleRank(), writer, disk, clock, Inline())
     run.start()
     run.save(moment(10))
     clock.now += 5
@@ -236,7 +236,7 @@ def test_a_save_is_due_by_the_clock_of_rank_0_on_every_rank(tmp_path: Path) -> N
     def act(rank: ThreadCoordinator) -> list[bool]:
         clock, disk = Clock(), FragileDisk()
         how = Checkpoint(every_minutes=1)
-        run = Checkpoints(place(tmp_path), how, rank, Writer(disk), disk, clock, Inline())
+        run = CheckpointStore(place(tmp_path), how, rank, Writer(disk), disk, clock, Inline())
         run.start()
         clock.now += 59 if rank.rank == 0 else 61
         early = run.is_due(10)
@@ -264,7 +264,7 @@ def test_saves_every_so_many_steps_go_on_after_a_save(tmp_path: Path) -> None:
 def test_many_ranks_write_hash_and_resume_as_one(tmp_path: Path) -> None:
     def act(rank: ThreadCoordinator) -> tuple[object, ...]:
         disk = FragileDisk()
-        run = Checkpoints(place(tmp_path), policy(), rank, Writer(disk, rank.rank), disk)
+        run = CheckpointStore(place(tmp_path), policy(), rank, Writer(disk, rank.rank), disk)
         began = run.start()
         outcome = run.save(moment(10))
         # Each rank on its own volume object: what one of them did not sync is not synced.
@@ -304,7 +304,7 @@ def test_a_rank_that_cannot_write_fails_the_save_on_every_rank_and_nothing_is_co
     def act(rank: ThreadCoordinator) -> None:
         disk = FragileDisk()
         writer = Failing(disk, rank.rank, error=full)
-        run = Checkpoints(place(tmp_path, attempt=1), policy(), rank, writer, disk, background=Inline())
+        run = CheckpointStore(place(tmp_path, attempt=1), policy(), rank, writer, disk, background=Inline())
         run.start()
         run.save(moment(20))
 
@@ -342,8 +342,8 @@ class Refusing(FragileDisk):
         pytest.param(errno.EDQUOT, BadConfiguration, "make it larger", id="over quota"),
         pytest.param(errno.EROFS, BadConfiguration, "mount it for writing", id="read-only"),
         pytest.param(errno.EACCES, BadConfiguration, "writable for the user", id="forbidden"),
-        pytest.param(errno.EIO, Retryable, "resumes from the last complete checkpoint", id="input/output error"),
-        pytest.param(errno.ESTALE, Retryable, "resumes from the last complete checkpoint", id="server away"),
+        pytest.param(errno.EIO, TransientFailure, "resumes from the last complete checkpoint", id="input/output error"),
+        pytest.param(errno.ESTALE, TransientFailure, "resumes from the last complete checkpoint", id="server away"),
     ],
 )
 @pytest.mark.parametrize("part", ["the state", "the manifest"])
@@ -525,5 +525,5 @@ def test_the_volume_that_vanished_is_something_to_try_again(tmp_path: Path) -> N
     run = store(place(tmp_path / "sft"))
     run.start()
     shutil.rmtree(tmp_path / "sft")
-    with pytest.raises(Retryable, match="making room for a checkpoint failed"):
+    with pytest.raises(TransientFailure, match="making room for a checkpoint failed"):
         run.save(moment(10))

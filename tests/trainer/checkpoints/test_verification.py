@@ -9,8 +9,8 @@ import pytest
 
 from moejob_trainer.checkpoints.manifest import marker
 from moejob_trainer.checkpoints.names import StepFolder
-from moejob_trainer.checkpoints.verification import Check, Found, Refusal, Search, latest
-from moejob_trainer.errors import BadConfiguration, Retryable
+from moejob_trainer.checkpoints.verification import Found, Refusal, Search, VerificationDepth, latest
+from moejob_trainer.errors import BadConfiguration, TransientFailure
 from moejob_trainer.runtime.fencing import FenceToken
 from trainer.checkpoints.worlds import ThreadCoordinators, files_below, flip, saved, state
 
@@ -63,14 +63,14 @@ def test_a_flipped_bit_in_any_file_is_found(tmp_path: Path, name: str, place: st
 def test_a_file_that_is_missing_is_found(tmp_path: Path, name: str) -> None:
     _, newest = saved(tmp_path, 10, 20)
     (newest / name).unlink()
-    assert found_step(latest(tmp_path / "checkpoints", Check.SIZES)) == 10
+    assert found_step(latest(tmp_path / "checkpoints", VerificationDepth.SIZES)) == 10
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_that_was_cut_is_found_by_its_size(tmp_path: Path, name: str) -> None:
     _, newest = saved(tmp_path, 10, 20)
     (newest / name).write_bytes((newest / name).read_bytes()[:-2])
-    search = latest(tmp_path / "checkpoints", Check.SIZES)
+    search = latest(tmp_path / "checkpoints", VerificationDepth.SIZES)
     assert found_step(search) == 10
     assert name in str(search.refused[0]) or "manifest" in name
 
@@ -78,7 +78,7 @@ def test_a_file_that_was_cut_is_found_by_its_size(tmp_path: Path, name: str) -> 
 def test_the_quick_check_does_not_read_the_state(tmp_path: Path) -> None:
     _, newest = saved(tmp_path, 10, 20)
     flip(newest / "__0_0.distcp")
-    assert found_step(latest(tmp_path / "checkpoints", Check.SIZES)) == 20
+    assert found_step(latest(tmp_path / "checkpoints", VerificationDepth.SIZES)) == 20
 
 
 def test_a_refusal_says_which_file_and_what_it_should_be(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_a_volume_that_does_not_answer_says_nothing_about_its_files(tmp_path: Pa
     _, newest = saved(tmp_path, 10, 20)
     (newest / "__0_0.distcp").unlink()
     (newest / "__0_0.distcp").symlink_to("__0_0.distcp")
-    with pytest.raises(Retryable, match=r"checking a checkpoint failed at .*__0_0.distcp"):
+    with pytest.raises(TransientFailure, match=r"checking a checkpoint failed at .*__0_0.distcp"):
         latest(tmp_path / "checkpoints")
 
 
@@ -124,7 +124,9 @@ def test_looking_changes_nothing(tmp_path: Path) -> None:
 def test_many_ranks_read_a_share_each_and_get_the_same_answer(tmp_path: Path, name: str) -> None:
     _, newest = saved(tmp_path, 10, 20)
     flip(newest / name)
-    answers = ThreadCoordinators(3).together(lambda rank: latest(tmp_path / "checkpoints", Check.HASHES, rank))
+    answers = ThreadCoordinators(3).together(
+        lambda rank: latest(tmp_path / "checkpoints", VerificationDepth.HASHES, rank)
+    )
     alone = latest(tmp_path / "checkpoints")
     assert isinstance(alone.found, Found)
     assert isinstance(alone.refused[0], Refusal)

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 
 from moejob_api.job.storage import Checkpoint
 from moejob_trainer.checkpoints import (
-    Checkpoints,
+    CheckpointStore,
     FenceToken,
     Moment,
     RunFolder,
@@ -270,9 +270,9 @@ def place(
 
 def store(
     where: RunFolder, how: Checkpoint | None = None, disk: Disk | None = None, writer: Writer | None = None
-) -> Checkpoints:
+) -> CheckpointStore:
     volume = disk or FragileDisk()
-    return Checkpoints(where, how or policy(), SingleRank(), writer or Writer(volume), volume, background=Inline())
+    return CheckpointStore(where, how or policy(), SingleRank(), writer or Writer(volume), volume, background=Inline())
 
 
 def saved(folder: Path, *steps: int, attempt: int = 0, keep: int = 100) -> list[Path]:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moejob_api.job.parallelism import Parallelism
-from moejob_api.layout.ranks import Group, members, place
+from moejob_api.layout.ranks import ParallelGroup, members, place
 from moejob_api.layout.sizes import Layout, layout
 from moejob_api.models.families import shape_of
 from moejob_trainer.conversion.export import ExportReport, Target, export
@@ -61,12 +61,14 @@ def outcome(cell: Cell) -> Outcome:
 def _groups(sizes: Layout, rank: int) -> ModelGroups:
     """The groups of a layout; every rank takes part in making each."""
     mine = {}
-    for group in (Group.TENSOR, Group.EXPERT, Group.EXPERT_TENSOR):
+    for group in (ParallelGroup.TENSOR, ParallelGroup.EXPERT, ParallelGroup.EXPERT_TENSOR):
         for ranks in sorted({members(sizes, group, other) for other in range(sizes.gpus)}):
             made = dist.new_group(list(ranks))
             if rank in ranks:
                 mine[group] = made
-    return ModelGroups(dist.group.WORLD, mine[Group.TENSOR], mine[Group.EXPERT], mine[Group.EXPERT_TENSOR])
+    return ModelGroups(
+        dist.group.WORLD, mine[ParallelGroup.TENSOR], mine[ParallelGroup.EXPERT], mine[ParallelGroup.EXPERT_TENSOR]
+    )
 
 
 def _stage(found: Table, sizes: Layout, rank: int, coordinates: Coordinates) -> dict[str, Tensor]:

@@ -22,7 +22,7 @@ from moejob_api.models import catalog
 from moejob_api.models.families import shape_of
 from moejob_api.models.shape import Family
 from moejob_api.problems import InvalidSpec
-from moejob_trainer.conversion.checkpoint import Checkpoint
+from moejob_trainer.conversion.checkpoint import SafetensorsFolder
 from moejob_trainer.conversion.families import table
 from moejob_trainer.conversion.gathering import hugging_face_tensors
 from moejob_trainer.conversion.groups import ModelGroups
@@ -199,13 +199,13 @@ def test_a_rank_reads_its_slice_of_the_whole(family: Family, sizes: tuple[int, i
 
 
 @dataclass(frozen=True)
-class Counted(Checkpoint):
+class Counted(SafetensorsFolder):
     """A checkpoint that counts what is read."""
 
     counts: list[int] = field(default_factory=list)
 
     def read(self, name: str, part: Slices) -> Tensor:
-        read = Checkpoint.read(self, name, part)
+        read = SafetensorsFolder.read(self, name, part)
         self.counts.append(read.numel())
         return read
 

@@ -21,7 +21,7 @@ from moejob_api.job.grpo import (
     LossAggregation,
     Mismatch,
     MismatchMode,
-    Overlong,
+    OverlongAnswers,
     PolicyLoss,
 )
 from moejob_trainer.objectives.grpo.advantages import EPSILON, advantages
@@ -195,7 +195,7 @@ def a_constant_divides_whatever_the_lengths(made: Implementation) -> None:
 
 
 def long_answers_cost_more_the_longer_they_are(made: Implementation) -> None:
-    settings = Overlong(penalty=2.0, penalty_tokens=20)
+    settings = OverlongAnswers(penalty=2.0, penalty_tokens=20)
     assert made.overlong_penalty(np.array([5, 80, 90, 100]), 100, settings).tolist() == pytest.approx([0, 0, -1, -2])
 
 

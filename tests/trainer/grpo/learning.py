@@ -35,14 +35,14 @@ from moejob_trainer.data.prompt_loader import PromptLoader
 from moejob_trainer.data.prompts import prompts
 from moejob_trainer.engine.learning_rate import learning_rate
 from moejob_trainer.megatron.cpu import use_cpu
-from moejob_trainer.megatron.engine import MegatronEngine, Placement
+from moejob_trainer.megatron.engine import EnginePlacement, MegatronEngine
 from moejob_trainer.megatron.stages import built
 from moejob_trainer.megatron.topology import start_groups, stop_groups
 from moejob_trainer.megatron.weights import load_pretrained
 from moejob_trainer.model.architecture import architecture, as_trained
 from moejob_trainer.model.pretrained import read_pretrained
 from moejob_trainer.objectives.grpo.collecting import Collector, PromptSets
-from moejob_trainer.objectives.grpo.objective import GroupRelativePolicyOptimization, Parts, Settings
+from moejob_trainer.objectives.grpo.objective import GroupRelativePolicyOptimization, GrpoSettings, StepServices
 from moejob_trainer.objectives.grpo.rank_exchange import Peers
 from moejob_trainer.objectives.grpo.sampling import Asker
 from moejob_trainer.rewards.scorer import Scorer
@@ -171,12 +171,12 @@ def learned(start: Path, seed: int, sign: float, folder: Path) -> list[float]:
     asked = job(start, seed, sign)
     groups = start_groups(layout_of(asked.parallelism, 8))
     try:
-        return _learned(asked, folder, Placement(groups, torch.device("cpu")))
+        return _learned(asked, folder, EnginePlacement(groups, torch.device("cpu")))
     finally:
         stop_groups()
 
 
-def _learned(asked: Spec, folder: Path, placement: Placement) -> list[float]:
+def _learned(asked: Spec, folder: Path, placement: EnginePlacement) -> list[float]:
     engine = _engine(asked, placement)
     engines = TransformersEngine(folder)
     shutil.copy(Path(asked.model.source) / "config.json", folder)
@@ -193,7 +193,10 @@ def _learned(asked: Spec, folder: Path, placement: Placement) -> list[float]:
     plan = batch_plan(asked, layout_of(asked.parallelism, 8), pad_token=0)
     right = []
     with Collector(asked.grpo, asker, sets, [end_of_text(tokenizer)], folder) as collector:
-        settings, parts = Settings(asked.grpo, plan, 1, asked.training.seed), Parts(Peers(), engines, collector)
+        settings, parts = (
+            GrpoSettings(asked.grpo, plan, 1, asked.training.seed),
+            StepServices(Peers(), engines, collector),
+        )
         objective = GroupRelativePolicyOptimization(settings, parts)
         for step in range(asked.training.max_steps or 0):
             for batches in objective.updates(step, engine):
@@ -202,7 +205,7 @@ def _learned(asked: Spec, folder: Path, placement: Placement) -> list[float]:
     return right
 
 
-def _engine(asked: Spec, placement: Placement) -> MegatronEngine:
+def _engine(asked: Spec, placement: EnginePlacement) -> MegatronEngine:
     found = read_pretrained(Path(asked.model.source), asked.model)
     model = as_trained(architecture(found.config), asked)
     stages = built(model, asked, layout_of(asked.parallelism, 8), placement.groups, placement.device)

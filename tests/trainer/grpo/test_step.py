@@ -23,7 +23,7 @@ from moejob_trainer.engine import LossTerms, MicroBatch, TokenOutputs, UpdateRes
 from moejob_trainer.errors import BadConfiguration
 from moejob_trainer.objectives.grpo.collecting import Collector, PromptSets
 from moejob_trainer.objectives.grpo.loss import OLD, REFERENCE
-from moejob_trainer.objectives.grpo.objective import GroupRelativePolicyOptimization, Parts, Settings
+from moejob_trainer.objectives.grpo.objective import GroupRelativePolicyOptimization, GrpoSettings, StepServices
 from moejob_trainer.objectives.grpo.rank_exchange import Peers
 from moejob_trainer.objectives.grpo.sampling import Asker
 from moejob_trainer.rewards.scorer import Scorer
@@ -170,8 +170,8 @@ def started(tmp_path: Path) -> Iterator[Callable[..., Run]]:
         prompts = PromptSets(PromptLoader(_prompts(), _data()), evaluation)
         collector = Collector(grpo, asker, prompts, [END], tmp_path).__enter__()
         open_collectors.append(collector)
-        parts = Parts(Peers(), engines, collector)
-        return Run(GroupRelativePolicyOptimization(Settings(grpo, PLAN, updates, 5), parts), collector, engines)
+        parts = StepServices(Peers(), engines, collector)
+        return Run(GroupRelativePolicyOptimization(GrpoSettings(grpo, PLAN, updates, 5), parts), collector, engines)
 
     yield start
     for collector in open_collectors:

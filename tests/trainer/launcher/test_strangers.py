@@ -23,8 +23,8 @@ from moejob_trainer.launcher.store import (
     Entries,
     LostPeers,
     Operation,
-    Request,
     Store,
+    StoreRequest,
     ranks_store,
 )
 from trainer.launcher.launchers import Gang, eventually, free_port
@@ -156,10 +156,10 @@ def test_a_frame_that_says_it_is_huge_is_not_read(store: Store) -> None:
 
 def test_the_store_does_not_grow_without_limit() -> None:
     entries = Entries(limit_bytes=10)
-    assert entries.answer(Request(operation=Operation.PUT_FIRST, name="1234", text="567")).text == "567"
-    assert entries.answer(Request(operation=Operation.PUT_FIRST, name="1234", text="8" * 100)).text == "567"
-    assert entries.answer(Request(operation=Operation.PUT_FIRST, name="abcd", text="e")).refused
-    assert entries.answer(Request(operation=Operation.COUNT, name="abcd", number=1)).refused
+    assert entries.answer(StoreRequest(operation=Operation.PUT_FIRST, name="1234", text="567")).text == "567"
+    assert entries.answer(StoreRequest(operation=Operation.PUT_FIRST, name="1234", text="8" * 100)).text == "567"
+    assert entries.answer(StoreRequest(operation=Operation.PUT_FIRST, name="abcd", text="e")).refused
+    assert entries.answer(StoreRequest(operation=Operation.COUNT, name="abcd", number=1)).refused
 
 
 def test_nobody_listens_where_no_store_is() -> None:

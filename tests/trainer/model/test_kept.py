@@ -30,7 +30,7 @@ from moejob_trainer.distributed.groups import Group, Groups
 from moejob_trainer.layers.documents import Documents
 from moejob_trainer.layers.routing import router_logits
 from moejob_trainer.model.architecture import architecture
-from moejob_trainer.model.layer import Layer
+from moejob_trainer.model.layer import TransformerLayer
 from moejob_trainer.model.multi_token_prediction import MTPModule
 from moejob_trainer.model.offload import Offloading
 from moejob_trainer.model.packed_batch import LocalTokens, PackedBatch, make_packed_batch
@@ -116,12 +116,12 @@ def _job(modules: str, **parallelism: int) -> Spec:
     )
 
 
-def _layer(name: str, job: Spec, groups: Groups = ALONE) -> tuple[Layer, PackedBatch, int]:
+def _layer(name: str, job: Spec, groups: Groups = ALONE) -> tuple[TransformerLayer, PackedBatch, int]:
     family, number = FAMILIES[name]
     model = architecture(config(family, **SIZES))
     shape = model.shape.layers[number]
     torch.manual_seed(3)
-    layer = Layer(shape, model, job, groups)
+    layer = TransformerLayer(shape, model, job, groups)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     documents = Documents.of([TOKENS])
@@ -184,7 +184,7 @@ def test_tensor_ranks_keep_their_share_of_the_row_alone(two_ranks: Groups, name:
     assert 2 * shared_planned == alone_planned
 
 
-def _offloaded_bytes(layer: Layer, packed: PackedBatch, x: Tensor) -> int:
+def _offloaded_bytes(layer: TransformerLayer, packed: PackedBatch, x: Tensor) -> int:
     """Copies in host memory, and whatever is left where it was computed."""
 
     def offloaded() -> Tensor:

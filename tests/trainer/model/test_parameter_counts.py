@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from model_configs import ODD, any_config, config
 from moejob_api.models import catalog
 from moejob_api.models.families import shape_of
-from moejob_api.models.parameters import Weights, model_weights, parameters
+from moejob_api.models.parameters import ParameterCounts, model_weights, parameters
 from moejob_api.models.shape import Family, GroupedAttention, ModelShape
 
 REPLICATED = re.compile(
@@ -31,12 +31,12 @@ def built(values: dict[str, Any]) -> PreTrainedModel:
     return model
 
 
-def divided(model: PreTrainedModel) -> Weights:
+def divided(model: PreTrainedModel) -> ParameterCounts:
     """Parameters by how Megatron divides them, known by their names."""
     found = Counter[str]()
     for name, parameter in model.named_parameters():
         found[_group(name)] += parameter.numel()
-    return Weights(**found)
+    return ParameterCounts(**found)
 
 
 def _group(name: str) -> str:

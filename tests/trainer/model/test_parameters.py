@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model_configs import ODD, any_config, config
-from moejob_api.layout.ranks import Group
+from moejob_api.layout.ranks import ParallelGroup
 from moejob_api.models import catalog
 from moejob_api.models.families import shape_of
-from moejob_api.models.parameters import Weights, model_weights, mtp_weights
+from moejob_api.models.parameters import ParameterCounts, model_weights, mtp_weights
 from moejob_api.models.shape import Family, ModelShape
 from moejob_api.planner.memory.constants import VOCABULARY_MULTIPLE
 from moejob_api.problems import InvalidSpec
@@ -25,18 +25,18 @@ from moejob_trainer.model.parameters import Coordinates, Parameter, local_shape,
 TRAINED = [family for family in Family if family is not Family.QWEN3_NEXT]
 
 
-def declared(shape: ModelShape) -> Weights:
+def declared(shape: ModelShape) -> ParameterCounts:
     """Our parameters counted by how they are divided."""
     found = Counter[str]()
     for parameter in parameters(shape):
         if not parameter.is_buffer:
             found[kind(parameter)] += prod(parameter.shape)
-    return Weights(**found)
+    return ParameterCounts(**found)
 
 
 def kind(parameter: Parameter) -> str:
     groups = {group for _, group in parameter.divided}
-    if groups & {Group.EXPERT, Group.EXPERT_TENSOR}:
+    if groups & {ParallelGroup.EXPERT, ParallelGroup.EXPERT_TENSOR}:
         return "routed"
     if parameter.may_be_whole:
         return "key_value"
@@ -79,31 +79,41 @@ def test_the_vocabulary_is_padded_alike_in_every_layout() -> None:
 
 
 @st.composite
-def divided_parameters(draw: st.DrawFn) -> tuple[Parameter, dict[Group, int]]:
+def divided_parameters(draw: st.DrawFn) -> tuple[Parameter, dict[ParallelGroup, int]]:
     """A parameter, and group sizes that divide it."""
-    sizes = {group: draw(st.integers(1, 4)) for group in (Group.TENSOR, Group.EXPERT, Group.EXPERT_TENSOR)}
+    sizes = {
+        group: draw(st.integers(1, 4))
+        for group in (ParallelGroup.TENSOR, ParallelGroup.EXPERT, ParallelGroup.EXPERT_TENSOR)
+    }
     groups = draw(st.lists(st.sampled_from([*sizes, None]), min_size=1, max_size=4).filter(_each_once))
     shape = tuple(draw(st.integers(1, 3)) * (sizes[group] if group else 1) for group in groups)
     divided = tuple((axis, group) for axis, group in enumerate(groups) if group)
     return Parameter("x", shape, divided), sizes
 
 
-def _each_once(groups: list[Group | None]) -> bool:
+def _each_once(groups: list[ParallelGroup | None]) -> bool:
     named = [group for group in groups if group]
     return len(named) == len(set(named))
 
 
-def coordinates(sizes: dict[Group, int]) -> list[Coordinates]:
+def coordinates(sizes: dict[ParallelGroup, int]) -> list[Coordinates]:
     return [
-        Coordinates(tensor, sizes[Group.TENSOR], expert, sizes[Group.EXPERT], width, sizes[Group.EXPERT_TENSOR])
-        for tensor in range(sizes[Group.TENSOR])
-        for expert in range(sizes[Group.EXPERT])
-        for width in range(sizes[Group.EXPERT_TENSOR])
+        Coordinates(
+            tensor,
+            sizes[ParallelGroup.TENSOR],
+            expert,
+            sizes[ParallelGroup.EXPERT],
+            width,
+            sizes[ParallelGroup.EXPERT_TENSOR],
+        )
+        for tensor in range(sizes[ParallelGroup.TENSOR])
+        for expert in range(sizes[ParallelGroup.EXPERT])
+        for width in range(sizes[ParallelGroup.EXPERT_TENSOR])
     ]
 
 
 @given(drawn=divided_parameters())
-def test_the_slices_of_all_ranks_tile_a_parameter(drawn: tuple[Parameter, dict[Group, int]]) -> None:
+def test_the_slices_of_all_ranks_tile_a_parameter(drawn: tuple[Parameter, dict[ParallelGroup, int]]) -> None:
     parameter, sizes = drawn
     places = coordinates(sizes)
     holders = torch.zeros(parameter.shape, dtype=torch.int)
@@ -126,11 +136,11 @@ def test_the_slices_of_all_ranks_tile_a_parameter(drawn: tuple[Parameter, dict[G
 def test_keys_and_values_are_whole_on_ranks_that_do_not_divide_them(
     heads: int, size: int, expected: list[tuple[int, int]]
 ) -> None:
-    parameter = Parameter("key_value", (heads, 2), ((0, Group.TENSOR),), may_be_whole=True)
+    parameter = Parameter("key_value", (heads, 2), ((0, ParallelGroup.TENSOR),), may_be_whole=True)
     found = [local_slices(parameter, Coordinates(rank, size))[0] for rank in range(size)]
     assert [(part.start, part.stop) for part in found] == expected
 
 
 def test_other_parameters_are_never_left_whole_in_silence() -> None:
     with pytest.raises(ValueError, match="4 ranks do not divide axis 0"):
-        local_slices(Parameter("query", (6, 2), ((0, Group.TENSOR),)), Coordinates(0, 4))
+        local_slices(Parameter("query", (6, 2), ((0, ParallelGroup.TENSOR),)), Coordinates(0, 4))

@@ -34,7 +34,7 @@ from moejob_trainer.data.packing import batch_plan, global_batch, loss_weight
 from moejob_trainer.distributed.groups import Groups
 from moejob_trainer.engine import Document, LossTerms, MicroBatch, TokenOutputs, UpdateResult
 from moejob_trainer.megatron.cpu import use_cpu
-from moejob_trainer.megatron.engine import MegatronEngine, Placement
+from moejob_trainer.megatron.engine import EnginePlacement, MegatronEngine
 from moejob_trainer.megatron.optimizer import OptimizerShard
 from moejob_trainer.megatron.stages import built
 from moejob_trainer.megatron.topology import start_groups, stop_groups
@@ -332,7 +332,7 @@ def _stages(cell: Cell, model: Architecture, groups: Groups) -> list[Stage]:
 
 
 def _engine(cell: Cell, model: Architecture, stages: list[Stage], groups: Groups) -> MegatronEngine:
-    placement = Placement(groups, torch.device("cpu"), groups.world.handle)
+    placement = EnginePlacement(groups, torch.device("cpu"), groups.world.handle)
     return MegatronEngine(model, cell.spec(), stages, placement, lambda _: LEARNING_RATE)
 
 

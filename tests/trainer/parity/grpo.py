@@ -18,9 +18,9 @@ from moejob_trainer.engine import UpdateResult
 from moejob_trainer.megatron.cpu import use_cpu
 from moejob_trainer.megatron.topology import stop_groups
 from moejob_trainer.objectives.grpo.experience import Experience, experience
-from moejob_trainer.objectives.grpo.objective import GroupRelativePolicyOptimization, Parts, Settings
+from moejob_trainer.objectives.grpo.objective import GroupRelativePolicyOptimization, GrpoSettings, StepServices
 from moejob_trainer.objectives.grpo.rank_exchange import Peers
-from moejob_trainer.objectives.grpo.rollout import Author, Rollout, Span
+from moejob_trainer.objectives.grpo.rollout import Author, TokenSpan, Trajectory
 from moejob_trainer.rollouts.interface import SyncReport
 from trainer.parity.cells import Cell, started
 
@@ -104,8 +104,8 @@ def learned(cell: Cell, folder: Path, answers: Experience) -> Learned:
         assert spec.grpo is not None
         peers = Peers(groups.world.rank, groups.world.handle if groups.world.size > 1 else None, groups.data)
         plan = batch_plan(spec, layout_of(spec.parallelism, 8), pad_token=0)
-        parts = Parts(peers, Published(), Recorded(answers) if peers.is_first else None)
-        objective = GroupRelativePolicyOptimization(Settings(spec.grpo, plan, 1, 3), parts)
+        parts = StepServices(peers, Published(), Recorded(answers) if peers.is_first else None)
+        objective = GroupRelativePolicyOptimization(GrpoSettings(spec.grpo, plan, 1, 3), parts)
         updates = [engine.update(batches, objective.loss) for batches in objective.updates(0, engine)]
         return Learned(updates, objective.metrics())
     finally:
@@ -121,7 +121,7 @@ def recorded(folder: Path) -> Experience:
         with torch.no_grad():
             own = _log_probabilities(model, tokens)[0][asked - 1 :].numpy() + random.normal(0, 0.1, said)
         spans = (_span(Author.PROMPT, tokens[:asked]), _span(Author.MODEL, tokens[asked:], own.astype(np.float32)))
-        rollouts.append(Rollout(spans, is_truncated=False))
+        rollouts.append(Trajectory(spans, is_truncated=False))
     return experience(rollouts, REWARDS)
 
 
@@ -162,6 +162,6 @@ def _log_probabilities(model: Any, tokens: Any) -> tuple[Tensor, Tensor]:
     return every.gather(-1, row[1:, None])[:, 0], -(every.exp() * every).sum(-1)
 
 
-def _span(author: Author, tokens: Any, said: Any = None) -> Span:
+def _span(author: Author, tokens: Any, said: Any = None) -> TokenSpan:
     plain = np.zeros(len(tokens), np.float32)
-    return Span(author, tokens, plain if said is None else said, np.zeros(len(tokens), np.int32))
+    return TokenSpan(author, tokens, plain if said is None else said, np.zeros(len(tokens), np.int32))

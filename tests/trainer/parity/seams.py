@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from moejob_api.layout.sizes import layout as layout_of
 from moejob_trainer.data.packing import batch_plan, global_batch
 from moejob_trainer.engine import Document, Engine, LossTerms, Mean, MicroBatch, TokenOutputs, UpdateResult
-from moejob_trainer.loop import Outcome, Run, train
+from moejob_trainer.loop import LoopOutcome, Run, train
 from moejob_trainer.megatron.cpu import use_cpu
 from moejob_trainer.megatron.topology import stop_groups
 from trainer.parity.cells import Cell, documents, started
@@ -33,7 +33,7 @@ StageOutput = Mapping[int, Any]
 class Learned:
     """Results of one rank of a run."""
 
-    outcome: Outcome
+    outcome: LoopOutcome
     updates: Sequence[Sequence[UpdateResult]]
     # Of this data rank's documents, before anything was learned.
     said: StageOutput

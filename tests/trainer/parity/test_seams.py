@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from moejob_api.models.shape import Family
-from moejob_trainer.loop import Outcome
+from moejob_trainer.loop import LoopOutcome
 from trainer.parity.cells import FOLDED, LAYOUTS, Cell, Steps
 from trainer.parity.seams import STEPS, Learned, learned, said_by_transformers
 from trainer.worlds import Worlds
@@ -75,7 +75,7 @@ def test_several_updates_a_step_learn_the_same_in_every_layout(
     single = learned_in(family, SINGLE)[0]
     ranks = learned_in(family, layout)
     for rank in ranks:
-        assert rank.outcome is Outcome.COMPLETED
+        assert rank.outcome is LoopOutcome.COMPLETED
         assert [len(updates) for updates in rank.updates] == [2] * STEPS
         np.testing.assert_allclose(_numbers(rank), _numbers(single), rtol=WITHIN)
     later = _merged([rank.weights[1] for rank in ranks])

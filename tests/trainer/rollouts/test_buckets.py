@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import BroadcastOptions, ProcessGroupGloo
 
 from moejob_trainer.rollouts.connection import Connection
-from moejob_trainer.rollouts.fleet import Fleet, Limits
+from moejob_trainer.rollouts.fleet import Fleet, FleetLimits
 from moejob_trainer.rollouts.publisher import Publisher, Trial
 from moejob_trainer.rollouts.transports.broadcast import BroadcastTransport, Meeting, gloo
 from moejob_trainer.rollouts.transports.buckets import Bucket, Ranks, all_gathered, gathered, parts
@@ -27,7 +27,7 @@ from trainer.worlds import Worlds
 
 CPU = torch.device("cpu")
 ALONE = Ranks(None, None, CPU)
-LIMITS = Limits(start_seconds=120, silence_seconds=60, answer_seconds=120, look_seconds=0.02)
+LIMITS = FleetLimits(start_seconds=120, silence_seconds=60, answer_seconds=120, look_seconds=0.02)
 WHOLE = {
     "a": torch.arange(6, dtype=torch.float32).reshape(2, 3),
     "b": torch.arange(5, dtype=torch.bfloat16),

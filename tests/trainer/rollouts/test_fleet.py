@@ -13,22 +13,22 @@ import pytest
 from aiohttp import web
 
 from moejob_trainer.rollouts.connection import Connection, RequestRefused
-from moejob_trainer.rollouts.fleet import Fleet, Limits, NoEngine
+from moejob_trainer.rollouts.fleet import Fleet, FleetLimits, NoEngine
 from moejob_trainer.rollouts.generator import AnswerFailed, FleetGenerator
 from moejob_trainer.rollouts.interface import Answer, Request, Sampling
-from moejob_trainer.rollouts.sync import Sync
-from moejob_trainer.rollouts.wire import Label
+from moejob_trainer.rollouts.sync import WeightSync
+from moejob_trainer.rollouts.wire import WeightsLabel
 from trainer.rollouts.stand_in import StandIn, until
 
-LABEL = Label(3, "here")
-LIMITS = Limits(start_seconds=120, silence_seconds=60, answer_seconds=120, look_seconds=0.02, in_flight=64)
+LABEL = WeightsLabel(3, "here")
+LIMITS = FleetLimits(start_seconds=120, silence_seconds=60, answer_seconds=120, look_seconds=0.02, in_flight=64)
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, max_new_tokens=8, stop_tokens=(1,))
 
 
 class Served:
     """A fleet over stand-ins that hold the published weights."""
 
-    def __init__(self, engines: list[StandIn], limits: Limits) -> None:
+    def __init__(self, engines: list[StandIn], limits: FleetLimits) -> None:
         self.engines = engines
         self.connection = Connection("secret")
         self.fleet = Fleet([engine.url for engine in engines], self.connection, limits)
@@ -36,7 +36,7 @@ class Served:
         self.fleet.label = LABEL
 
     def serve(self) -> Served:
-        sync = Sync(self.fleet)
+        sync = WeightSync(self.fleet)
         engines = self.connection.run(sync.begin(60))
         self.connection.run(sync.serve(self.connection.run(sync.finish(engines, LABEL)), None))
         return self
@@ -55,7 +55,7 @@ Serve = Callable[..., Served]
 def serve() -> Iterator[Serve]:
     made: list[Served] = []
 
-    def served(count: int = 2, limits: Limits = LIMITS) -> Served:
+    def served(count: int = 2, limits: FleetLimits = LIMITS) -> Served:
         made.append(Served([StandIn() for _ in range(count)], limits))
         return made[-1]
 
@@ -158,7 +158,7 @@ def test_an_engine_that_was_lost_before_it_proved_the_weights_gets_no_work(serve
 def test_an_engine_that_returns_is_brought_to_the_weights_and_serves(serve: Serve) -> None:
     served = serve().serve()
     lost, _ = served.engines
-    sync = Sync(served.fleet)
+    sync = WeightSync(served.fleet)
 
     async def load(engine: Any) -> None:
         await sync.update(engine, {"paths": ["somewhere"]})

@@ -15,14 +15,14 @@ from safetensors import safe_open
 from torch import Tensor
 
 from moejob_trainer.rollouts.connection import Connection
-from moejob_trainer.rollouts.fleet import Fleet, Limits, NoEngine
+from moejob_trainer.rollouts.fleet import Fleet, FleetLimits, NoEngine
 from moejob_trainer.rollouts.interface import SyncReport
 from moejob_trainer.rollouts.publisher import Publisher, Trial, WrongWeights, wrong
 from moejob_trainer.rollouts.transports.disk import DiskTransport, NoRoom
 from trainer.rollouts.stand_in import StandIn, until
 from trainer.worlds import Worlds
 
-LIMITS = Limits(start_seconds=120, silence_seconds=60, answer_seconds=120, look_seconds=0.02)
+LIMITS = FleetLimits(start_seconds=120, silence_seconds=60, answer_seconds=120, look_seconds=0.02)
 # What stand-ins say of every token.
 SAID = -1.0
 

@@ -25,7 +25,7 @@ from moejob_api.contract import Environment
 from moejob_api.models import catalog
 from moejob_trainer.data import tiny
 from moejob_trainer.rollouts.connection import Connection
-from moejob_trainer.rollouts.fleet import Fleet, Limits
+from moejob_trainer.rollouts.fleet import Fleet, FleetLimits
 from moejob_trainer.rollouts.generator import FleetGenerator
 from moejob_trainer.rollouts.interface import Answer, Floats, Request, Sampling, Tokens
 from moejob_trainer.rollouts.publisher import Publisher, Trial
@@ -35,7 +35,7 @@ from trainer.rollouts.stand_in import StandIn
 from trainer.runs import LONGEST_SECONDS, Runs, Started, eventually, steps
 
 # An engine that is silent for so long hangs: its server answers at once, whatever its workers do.
-LIMITS = Limits(start_seconds=900, silence_seconds=10, answer_seconds=900, look_seconds=0.2)
+LIMITS = FleetLimits(start_seconds=900, silence_seconds=10, answer_seconds=900, look_seconds=0.2)
 SAMPLING = Sampling(temperature=0.8, top_p=1.0, max_new_tokens=48, stop_tokens=())
 
 

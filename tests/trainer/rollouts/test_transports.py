@@ -18,7 +18,7 @@ from moejob_trainer.data.packing import batch_plan
 from moejob_trainer.megatron.cpu import use_cpu
 from moejob_trainer.megatron.topology import stop_groups
 from moejob_trainer.rollouts.connection import Connection
-from moejob_trainer.rollouts.fleet import Fleet, Limits
+from moejob_trainer.rollouts.fleet import Fleet, FleetLimits
 from moejob_trainer.rollouts.interface import Floats, SyncReport
 from moejob_trainer.rollouts.publisher import Publisher, Trial
 from moejob_trainer.rollouts.transports.broadcast import BroadcastTransport, Meeting, gloo
@@ -28,7 +28,7 @@ from rollout.references import lay_out, model
 from trainer.parity.cells import Cell, loss_of, micro_batches, started
 from trainer.worlds import Worlds
 
-LIMITS = Limits(start_seconds=900, silence_seconds=300, look_seconds=0.2)
+LIMITS = FleetLimits(start_seconds=900, silence_seconds=300, look_seconds=0.2)
 # A layer is several buckets.
 ELEMENTS = 50_000
 CLOSE = 1e-4

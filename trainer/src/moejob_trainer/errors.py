@@ -11,7 +11,7 @@ class BadData(BadConfiguration):
     """Data, a tokenizer or a chat template that cannot be trained with; the message says where, what and the fix."""
 
 
-class Retryable(Exception):
+class TransientFailure(Exception):
     """Something outside failed that may work the next time."""
 
 

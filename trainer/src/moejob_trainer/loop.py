@@ -12,7 +12,7 @@ from moejob_trainer.engine import Engine, UpdateResult
 from moejob_trainer.objectives import Objective
 
 
-class Outcome(StrEnum):
+class LoopOutcome(StrEnum):
     """The end of the loop."""
 
     COMPLETED = "Completed"
@@ -59,7 +59,7 @@ class Run:
     traced: Callable[[int], AbstractContextManager[None]] = lambda _: nullcontext()
 
 
-def train(run: Run) -> Outcome:
+def train(run: Run) -> LoopOutcome:
     """Step until the run is done or asked to stop; what was learned by then is saved."""
     step, is_owed = run.checkpoints.restore(), False
     run.begin()
@@ -79,5 +79,5 @@ def train(run: Run) -> Outcome:
             run.checkpoints.save(step)
             is_owed = False
         if is_stopping and not is_last:
-            return Outcome.PREEMPTED
-    return Outcome.COMPLETED
+            return LoopOutcome.PREEMPTED
+    return LoopOutcome.COMPLETED

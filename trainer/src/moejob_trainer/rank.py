@@ -18,7 +18,7 @@ from moejob_api.problems import InvalidSpec
 from moejob_trainer.checkpoints.saving import RunCheckpoints, background
 from moejob_trainer.engine import UpdateResult
 from moejob_trainer.errors import BadConfiguration
-from moejob_trainer.loop import Outcome, Run, train
+from moejob_trainer.loop import LoopOutcome, Run, train
 from moejob_trainer.megatron.engine import MegatronEngine
 from moejob_trainer.megatron.state import StateFiles, saved_parameters
 from moejob_trainer.model_check.checks import Checks
@@ -66,10 +66,10 @@ def _run(environment: RankEnvironment) -> int:
     with BackgroundHeartbeat(heartbeat) as background, joined(environment) as context:
         timer.joined()
         outcome = _train(context, load_model(context), StartSignals(heartbeat, background, timer))
-    return ExitCode.SAVED_AND_STOPPED if outcome is Outcome.PREEMPTED else ExitCode.DONE
+    return ExitCode.SAVED_AND_STOPPED if outcome is LoopOutcome.PREEMPTED else ExitCode.DONE
 
 
-def _train(context: RankContext, model: RunModel, signals: StartSignals) -> Outcome:
+def _train(context: RankContext, model: RunModel, signals: StartSignals) -> LoopOutcome:
     environment, spec, heartbeat = context.environment, context.spec, signals.heartbeat
     tracked = TrackedRun(environment.job, environment.uid, spec, environment.folder, environment.token)
     with ExitStack() as stack:
@@ -124,7 +124,7 @@ def _train(context: RankContext, model: RunModel, signals: StartSignals) -> Outc
         with BackgroundHeartbeat(heartbeat, evaluations.stopped_at or total_steps):
             checkpoints.finish()
             reporter.finish(evaluations.stopped_at)
-            if outcome is Outcome.COMPLETED and spec.checkpoint.export_hugging_face:
+            if outcome is LoopOutcome.COMPLETED and spec.checkpoint.export_hugging_face:
                 _export(context, model, engine, checkpoints, checks)
         return outcome
 

@@ -17,7 +17,7 @@ from moejob_api.evaluations import is_better
 from moejob_api.job.base import ApiModel
 
 
-class Score(ApiModel):
+class EvaluationScore(ApiModel):
     """The score of the evaluation after a step."""
 
     step: Annotated[int, Field(ge=0)]
@@ -29,15 +29,15 @@ class Ranking(ApiModel):
 
     measure: str
     # The best first.
-    best: tuple[Score, ...] = ()
-    newest: Score | None = None
+    best: tuple[EvaluationScore, ...] = ()
+    newest: EvaluationScore | None = None
     # Of the newest evaluation, whether or not it has a score.
     step: Annotated[int, Field(ge=0)] = 0
     # The score that an improvement is measured from, and the evaluations since.
     reference: float | None = None
     without_improvement: Annotated[int, Field(ge=0)] = 0
 
-    def kept(self, step: int) -> Score | None:
+    def kept(self, step: int) -> EvaluationScore | None:
         """Return the score of the evaluation after a step, should it be among the best."""
         return next((one for one in self.best if one.step == step), None)
 
@@ -72,7 +72,7 @@ def ranked(before: Ranking, step: int, value: float | None, terms: Terms) -> Ran
         return before.model_copy(
             update={"newest": None, "step": step, "without_improvement": before.without_improvement + 1}
         )
-    score = Score(step=step, value=value)
+    score = EvaluationScore(step=step, value=value)
     # A run that evaluates a step again, because it was resumed before it, has the step once.
     others = [one for one in before.best if one.step != step]
     place = sum(not is_better(before.measure, value, one.value) for one in others)

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from moejob_api.contract import ExitCode, RunFile
 from moejob_api.layout.sizes import Layout
-from moejob_cli.inputs import Answer
-from moejob_cli.running.display import Display
-from moejob_cli.running.folder import RunFolder, held
+from moejob_cli.inputs import PlannedJob
+from moejob_cli.running.display import RunDisplay
+from moejob_cli.running.folder import HeldRunFolder, held
 from moejob_cli.running.launchers import RunOf
-from moejob_cli.running.machine import CannotRun, Machine, must_fit, this_machine
+from moejob_cli.running.machine import CannotRun, LocalMachine, must_fit, this_machine
 from moejob_cli.running.processes import Launching
 from moejob_cli.running.steps import StepLine, StepLog
 from moejob_cli.running.supervision import Result, Supervision
@@ -18,7 +18,9 @@ from moejob_cli.running.supervision import Result, Supervision
 RUNS = Path("runs")
 
 
-def run(answer: Answer, layout: Layout, folder: Path | None, display: Display) -> tuple[Result, list[StepLine], Path]:
+def run(
+    answer: PlannedJob, layout: Layout, folder: Path | None, display: RunDisplay
+) -> tuple[Result, list[StepLine], Path]:
     """Run an accepted job here; how it ended, its steps, and the run folder."""
     name = answer.job.metadata.name
     place = (folder or RUNS / name).absolute()
@@ -32,7 +34,9 @@ def run(answer: Answer, layout: Layout, folder: Path | None, display: Display) -
         return Result(ExitCode.BAD_CONFIGURATION, str(refused)), [], place
 
 
-def _supervised(of: RunOf, machine: Machine, mine: RunFolder, display: Display) -> tuple[Result, list[StepLine], Path]:
+def _supervised(
+    of: RunOf, machine: LocalMachine, mine: HeldRunFolder, display: RunDisplay
+) -> tuple[Result, list[StepLine], Path]:
     log = StepLog(of.folder / RunFile.STEPS)
     result = Supervision(of, machine, Launching(machine.python, mine), display, log).run()
     log.read()

@@ -40,7 +40,7 @@ class View:
         return self.lines[-1].step if self.lines else 0
 
 
-class Display(Protocol):
+class RunDisplay(Protocol):
     """A display of a run."""
 
     def __enter__(self) -> Self: ...
@@ -56,7 +56,7 @@ class Display(Protocol):
         """Something that happened, which stays on the screen."""
 
 
-def display() -> Display:
+def display() -> RunDisplay:
     """Return the display that fits the output: a terminal or not."""
     return Terminal(Console(highlight=False)) if sys.stdout.isatty() else PlainLines()
 

@@ -18,7 +18,7 @@ _AGAIN_SECONDS = 10.0
 _END_SECONDS = 20.0
 
 
-class EngineProcesses:
+class RunEngines:
     """The engines of one run, from its first launcher to its last."""
 
     def __init__(self, python: Path, orders: Sequence[EngineOrder], logs: Path) -> None:

@@ -24,7 +24,7 @@ _SECRET = re.compile(rf"[0-9a-f]{{{2 * _SECRET_BYTES}}}\n")
 _MOST_ATTEMPTS = 10**9
 
 
-class RunFolder:
+class HeldRunFolder:
     """A run folder that this process holds; made by `held`."""
 
     def __init__(self, path: Path, owner: RunOwner, secret: str, lock: int) -> None:
@@ -43,7 +43,7 @@ class RunFolder:
 
 
 @contextmanager
-def held(path: Path, job: str) -> Iterator[RunFolder]:
+def held(path: Path, job: str) -> Iterator[HeldRunFolder]:
     """The run folder of a job, made or used again. CannotRun when it is another's, or another run is at work in it."""
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -55,7 +55,7 @@ def held(path: Path, job: str) -> Iterator[RunFolder]:
         ) from None
     try:
         (path / RunFile.LOGS).mkdir(mode=0o700, exist_ok=True)
-        yield RunFolder(path, _owner(path, job), _secret(path), lock)
+        yield HeldRunFolder(path, _owner(path, job), _secret(path), lock)
     finally:
         os.close(lock)
 

@@ -12,7 +12,7 @@ from moejob_api.job import Spec
 from moejob_api.job.resources import Accelerator
 from moejob_api.layout.sizes import Layout
 from moejob_api.pod_environment import Address, PodOrders, contract_environment
-from moejob_cli.running.machine import Machine, job_variables
+from moejob_cli.running.machine import LocalMachine, job_variables
 
 # Nothing on this machine is another user's: a namespace only has to be one.
 NAMESPACE = "local"
@@ -62,7 +62,7 @@ class LauncherOrder:
     cores: frozenset[int] = frozenset()
 
 
-def launcher_order(run: RunOf, machine: Machine, ports: Ports, attempt: int, index: int) -> LauncherOrder:
+def launcher_order(run: RunOf, machine: LocalMachine, ports: Ports, attempt: int, index: int) -> LauncherOrder:
     """The launcher of one simulated node."""
     address = Address(host(index), host(0), ports.rendezvous, ports.progress)
     orders = replace(_orders(run, Role.TRAINER, address, attempt, index), secret=run.secret)
@@ -72,7 +72,7 @@ def launcher_order(run: RunOf, machine: Machine, ports: Ports, attempt: int, ind
     )
 
 
-def engine_orders(run: RunOf, machine: Machine, ports: Ports) -> tuple[EngineOrder, ...]:
+def engine_orders(run: RunOf, machine: LocalMachine, ports: Ports) -> tuple[EngineOrder, ...]:
     """Separate engines, all on the first address; none where they share the trainer's."""
     count = 0 if run.spec.grpo is None else separate_engines(run.spec)
     address = Address(host(0), host(0), ports.rendezvous, ports.progress)
@@ -108,14 +108,14 @@ def _orders(run: RunOf, role: Role, address: Address, attempt: int, index: int) 
     )
 
 
-def _environment(run: RunOf, machine: Machine, orders: PodOrders, rollout_port: int) -> dict[str, str]:
+def _environment(run: RunOf, machine: LocalMachine, orders: PodOrders, rollout_port: int) -> dict[str, str]:
     # A contract inherited from elsewhere (a pod that moejob run is typed in) must not mix with this one.
     inherited = {name: value for name, value in machine.environment.items() if name not in set(Environment)}
     contract = contract_environment(orders) | _engines(run, machine, rollout_port)
     return inherited | job_variables(run.spec) | {name.value: value for name, value in contract.items()}
 
 
-def _engines(run: RunOf, machine: Machine, first_port: int) -> dict[Environment, str]:
+def _engines(run: RunOf, machine: LocalMachine, first_port: int) -> dict[Environment, str]:
     """Addresses of all engines, and the program that colocated ones are started with."""
     if run.spec.grpo is None:
         return {}
@@ -125,7 +125,7 @@ def _engines(run: RunOf, machine: Machine, first_port: int) -> dict[Environment,
     return {Environment.ROLLOUT_URLS: ",".join(urls), Environment.ROLLOUT_PYTHON: str(machine.rollout_python)}
 
 
-def _engine_gpus(run: RunOf, machine: Machine, index: int) -> dict[str, str]:
+def _engine_gpus(run: RunOf, machine: LocalMachine, index: int) -> dict[str, str]:
     """The GPUs of one separate engine, behind those of the trainer."""
     if run.spec.grpo is None or run.spec.resources.accelerator is not Accelerator.GPU:
         return {}
@@ -139,7 +139,7 @@ def host(index: int) -> str:
     return f"127.0.0.{index + 1}"
 
 
-def _gpus(run: RunOf, machine: Machine, index: int) -> dict[str, str]:
+def _gpus(run: RunOf, machine: LocalMachine, index: int) -> dict[str, str]:
     """The GPUs of one node: ranks count from 0 in each."""
     if run.spec.resources.accelerator is not Accelerator.GPU:
         return {}

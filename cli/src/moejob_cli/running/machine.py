@@ -29,7 +29,7 @@ class CannotRun(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class LocalMachine:
     """The resources that launchers are started with. `gpus` are names as CUDA_VISIBLE_DEVICES wants them."""
 
     python: Path
@@ -40,13 +40,13 @@ class Machine:
     rollout_python: Path = Path("/opt/rollout/bin/python")
 
 
-def this_machine(environ: Mapping[str, str] = os.environ, checkout: Path = _CHECKOUT) -> Machine:
+def this_machine(environ: Mapping[str, str] = os.environ, checkout: Path = _CHECKOUT) -> LocalMachine:
     """This machine, once there is a trainer that can be started."""
     python = installed_trainer(environ, checkout)
     named = tuple(path.name for path in Path("/dev").iterdir() if _DEVICE.fullmatch(path.name))
     rollout = Path(environ.get(Environment.ROLLOUT_PYTHON) or checkout / ".venv/rollout/bin/python").absolute()
     cores = tuple(sorted(os.sched_getaffinity(0)))
-    return Machine(python, visible_gpus(named, environ), cores, dict(environ), rollout)
+    return LocalMachine(python, visible_gpus(named, environ), cores, dict(environ), rollout)
 
 
 def installed_trainer(environ: Mapping[str, str] = os.environ, checkout: Path = _CHECKOUT) -> Path:
@@ -82,7 +82,7 @@ def visible_gpus(devices: Sequence[str], environ: Mapping[str, str]) -> tuple[st
     return tuple(name.strip() for name in limited.partition("-1")[0].split(",") if name.strip())
 
 
-def must_fit(spec: Spec, layout: Layout, machine: Machine) -> None:
+def must_fit(spec: Spec, layout: Layout, machine: LocalMachine) -> None:
     """Raise CannotRun when the job needs what this machine, or `moejob run`, does not have."""
     engines = rollout_layout(spec, layout)
     if engines is not None and not os.access(machine.rollout_python, os.X_OK):

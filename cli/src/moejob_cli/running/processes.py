@@ -16,7 +16,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from moejob_api.contract import HttpPath, LastWord, PodProgress
-from moejob_cli.running.folder import RunFolder
+from moejob_cli.running.folder import HeldRunFolder
 from moejob_cli.running.launchers import LauncherOrder
 from moejob_cli.running.recovery import PodReport
 
@@ -35,7 +35,7 @@ class Launching:
     """The parts with which every launcher of a run is started."""
 
     python: Path
-    folder: RunFolder
+    folder: HeldRunFolder
 
     def start(self, order: LauncherOrder) -> Launcher:
         """Start a launcher."""

@@ -18,8 +18,8 @@ from typing import assert_never
 from moejob_api.contract import ExitCode
 from moejob_api.recovery import RecoveryState
 from moejob_api.restarts import Budget, GiveUp, RecoveryAction, ReplaceGang, ReplacePods, RestartRanks
-from moejob_cli.running.display import Display, View
-from moejob_cli.running.engines import EngineProcesses
+from moejob_cli.running.display import RunDisplay, View
+from moejob_cli.running.engines import RunEngines
 from moejob_cli.running.launchers import (
     GRACE_SECONDS,
     Ports,
@@ -29,7 +29,7 @@ from moejob_cli.running.launchers import (
     launcher_order,
     most_engines_per_host,
 )
-from moejob_cli.running.machine import Machine
+from moejob_cli.running.machine import LocalMachine
 from moejob_cli.running.ports import AttemptPorts, ReservedPorts
 from moejob_cli.running.processes import Launcher, Launching, end
 from moejob_cli.running.recovery import PodReport, exit_code_of, polled, recovery
@@ -104,9 +104,9 @@ class Supervision:
     """One run under supervision; `run` may be called once."""
 
     of: RunOf
-    machine: Machine
+    machine: LocalMachine
     launching: Launching
-    display: Display
+    display: RunDisplay
     log: StepLog
     requests: Requests = field(default_factory=Requests)
     _launchers: dict[int, Launcher] = field(init=False, default_factory=dict)
@@ -116,7 +116,7 @@ class Supervision:
     _ports: AttemptPorts | None = field(init=False, default=None)
     # Engines of their own outlive attempts, and so does where they are.
     _engine_ports: ReservedPorts = field(init=False)
-    _engines: EngineProcesses = field(init=False)
+    _engines: RunEngines = field(init=False)
     _state: RecoveryState = field(init=False)
     _restarts: int = field(init=False, default=0)
     _stopping: _Stopping | None = field(init=False, default=None)
@@ -129,7 +129,7 @@ class Supervision:
         hosts = [host(index) for index in range(self.of.layout.nodes)]
         self._engine_ports = ReservedPorts(hosts, most_engines_per_host(self.of))
         orders = engine_orders(self.of, self.machine, Ports(0, 0, self._engine_ports.first))
-        self._engines = EngineProcesses(self.machine.rollout_python, orders, self.launching.folder.logs)
+        self._engines = RunEngines(self.machine.rollout_python, orders, self.launching.folder.logs)
         with self.requests.listening(), self.display:
             try:
                 self._new_gang(after_seconds=0.0)

@@ -7,7 +7,7 @@ from typing import assert_never
 
 from pydantic import JsonValue
 
-from moejob_api.fields import Field, Kind
+from moejob_api.fields import Field, FieldKind
 
 Schema = dict[str, JsonValue]
 
@@ -33,19 +33,19 @@ def schema_of(field: Field, path: str) -> Schema:
 
 def _type(field: Field) -> Schema:
     match field.kind:
-        case Kind.OBJECT | Kind.MAP:
+        case FieldKind.OBJECT | FieldKind.MAP:
             return {"type": "object"}
-        case Kind.LIST:
+        case FieldKind.LIST:
             return {"type": "array"}
-        case Kind.TEXT:
+        case FieldKind.TEXT:
             return {"type": "string", **({"format": field.format} if field.format else {})}
-        case Kind.WHOLE:
+        case FieldKind.WHOLE:
             return {"type": "integer", "format": "int64"}
-        case Kind.NUMBER:
+        case FieldKind.NUMBER:
             return {"type": "number", "format": "double"}
-        case Kind.SWITCH:
+        case FieldKind.SWITCH:
             return {"type": "boolean"}
-        case Kind.WHOLE_OR_TEXT:
+        case FieldKind.WHOLE_OR_TEXT:
             # The one alternative that a structural schema allows.
             return {"anyOf": [{"type": "integer"}, {"type": "string"}], "x-kubernetes-int-or-string": True}
         case _:
@@ -56,11 +56,11 @@ def _default(field: Field) -> Schema:
     if field.default is None:
         return {}
     # Defaults inside an object apply once the object is there.
-    return {"default": {} if field.kind is Kind.OBJECT else field.default}
+    return {"default": {} if field.kind is FieldKind.OBJECT else field.default}
 
 
 def _bounds(field: Field) -> Schema:
-    lengths = {Kind.LIST: "Items", Kind.MAP: "Properties"}.get(field.kind, "Length")
+    lengths = {FieldKind.LIST: "Items", FieldKind.MAP: "Properties"}.get(field.kind, "Length")
     bounds: Schema = {
         "enum": list(field.choices) or None,
         "pattern": field.pattern,
@@ -76,14 +76,14 @@ def _bounds(field: Field) -> Schema:
 
 def _shape(field: Field, path: str) -> Schema:
     match field.kind:
-        case Kind.OBJECT:
+        case FieldKind.OBJECT:
             required: Schema = {"required": [*sorted(field.required)]} if field.required else {}
             return required | {
                 "properties": {name: schema_of(inner, f"{path}.{name}") for name, inner in field.fields.items()}
             }
-        case Kind.MAP if field.element is not None:
+        case FieldKind.MAP if field.element is not None:
             return {"additionalProperties": _unnamed(field.element, path)} | _key_lengths(field)
-        case Kind.LIST if field.element is not None:
+        case FieldKind.LIST if field.element is not None:
             return _list_type(path) | {"items": _unnamed(field.element, path)}
         case _:
             return {}

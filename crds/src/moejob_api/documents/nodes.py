@@ -38,7 +38,7 @@ class Word:
 
 
 @dataclass(slots=True)
-class Group:
+class Collection:
     """A list, or a mapping whose items are its keys and values in turn; nodes with an alias are shared."""
 
     is_mapping: bool
@@ -51,7 +51,7 @@ class Group:
     height: int = 1
 
 
-Node = Word | Group
+Node = Word | Collection
 
 
 def nodes(text: str) -> Iterator[Node]:
@@ -70,7 +70,7 @@ def _events(text: str) -> Iterator[Event]:
 
 @dataclass(slots=True)
 class _Composer:
-    open: list[Group] = field(default_factory=list)
+    open: list[Collection] = field(default_factory=list)
     anchors: dict[str, Node] = field(default_factory=dict)
     root: Node | None = None
 
@@ -103,7 +103,7 @@ class _Composer:
         if len(self.open) >= MAX_DEPTH:
             raise _too_deep(_line(event))
         is_mapping = isinstance(event, MappingStartEvent)
-        self.open.append(Group(is_mapping, bool(event.flow_style), event.tag, _line(event), event.anchor))
+        self.open.append(Collection(is_mapping, bool(event.flow_style), event.tag, _line(event), event.anchor))
 
     def _add(self, node: Node, anchor: str | None) -> None:
         if anchor is not None:

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from pydantic import JsonValue
 
-from moejob_api.documents.nodes import Group, Node, Word, nodes
+from moejob_api.documents.nodes import Collection, Node, Word, nodes
 from moejob_api.documents.scalars import NotFiniteError, Scalar, resolved
 from moejob_api.documents.syntax import UnreadableError
 
@@ -69,7 +69,7 @@ def _value(node: Node, path: str) -> JsonValue:
     return [_value(item, f"{path}[{index}]") for index, item in enumerate(node.items)]
 
 
-def _mapping(node: Group, path: str) -> dict[str, JsonValue]:
+def _mapping(node: Collection, path: str) -> dict[str, JsonValue]:
     values: dict[str, JsonValue] = {}
     lines: dict[str, int] = {}
     for key_node, value_node in zip(node.items[::2], node.items[1::2], strict=True):
@@ -92,9 +92,9 @@ def _is_merge(node: Node) -> bool:
 
 
 def _merged(node: Node, path: str) -> dict[str, JsonValue]:
-    if isinstance(node, Group) and node.is_mapping:
+    if isinstance(node, Collection) and node.is_mapping:
         return _mapping(node, path)
-    if isinstance(node, Group) and all(isinstance(item, Group) and item.is_mapping for item in node.items):
+    if isinstance(node, Collection) and all(isinstance(item, Collection) and item.is_mapping for item in node.items):
         merged: dict[str, JsonValue] = {}
         # The first of several wins.
         for item in reversed(node.items):
@@ -115,7 +115,7 @@ def _refuse_replaced(merged: dict[str, JsonValue], before: dict[str, JsonValue],
 
 
 def _key(node: Node, path: str) -> str:
-    if isinstance(node, Group):
+    if isinstance(node, Collection):
         raise UnreadableError(
             "a list or mapping in place of a field's name; put text that begins with [ or { in quotes", node.line, path
         )

@@ -10,7 +10,7 @@ from pydantic import JsonValue
 
 from moejob_api.documents.nodes import MAX_DEPTH
 from moejob_api.documents.scalars import narrowed
-from moejob_api.fields import Field, Kind
+from moejob_api.fields import Field, FieldKind
 from moejob_api.problems import InvalidSpec, Problem, Rule
 
 
@@ -91,7 +91,7 @@ def holds_null(value: JsonValue) -> bool:
 
 
 def _knows(field: Field, name: str) -> bool:
-    return name in field.fields or field.kind is Kind.MAP
+    return name in field.fields or field.kind is FieldKind.MAP
 
 
 def _refused(path: str, message: str) -> InvalidSpec:

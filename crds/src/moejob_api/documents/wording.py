@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import JsonValue, ValidationError
 
 from moejob_api.documents.scalars import NotFiniteError, resolved
-from moejob_api.fields import Field, Kind, job_fields
+from moejob_api.fields import Field, FieldKind, job_fields
 from moejob_api.job import GROUP, KIND, VERSION
 from moejob_api.problems import Problem, Rule
 
@@ -147,24 +147,24 @@ def _message(kind: str, loc: Place, place: Place, tree: JsonValue) -> str:
 def expected(field: Field) -> str:
     """Return what a field takes, to be put behind "must be"."""
     match field.kind:
-        case Kind.OBJECT:
+        case FieldKind.OBJECT:
             needed = sorted(field.required)
             return (
                 f"a mapping with {', '.join(needed)}"
                 if needed
                 else f"a mapping with fields such as {next(iter(field.fields))}"
             )
-        case Kind.MAP:
+        case FieldKind.MAP:
             return f"a mapping{_count(field, 'of', ('entry', 'entries'))} of names to text"
-        case Kind.LIST:
+        case FieldKind.LIST:
             return f"a list{_count(field, 'of', ('item', 'items'))}"
-        case Kind.SWITCH:
+        case FieldKind.SWITCH:
             return "true or false"
-        case Kind.WHOLE:
+        case FieldKind.WHOLE:
             return f"a whole number{_range(field)}"
-        case Kind.NUMBER:
+        case FieldKind.NUMBER:
             return f"a number{_range(field)}"
-        case Kind.TEXT | Kind.WHOLE_OR_TEXT:
+        case FieldKind.TEXT | FieldKind.WHOLE_OR_TEXT:
             return _expected_text(field)
 
 
@@ -175,7 +175,7 @@ def _expected_text(field: Field) -> str:
         return PATTERNS.get(field.pattern, f"text like {field.pattern}") + _count(
             field, ",", ("character", "characters")
         )
-    kind = "text" if field.kind is Kind.TEXT else "a whole number or text"
+    kind = "text" if field.kind is FieldKind.TEXT else "a whole number or text"
     return kind + _count(field, "of", ("character", "characters"))
 
 
@@ -205,7 +205,7 @@ def _count(field: Field, before: str, nouns: tuple[str, str]) -> str:
 
 
 def _found(field: Field, value: JsonValue) -> str:
-    if isinstance(value, str) and field.kind in (Kind.TEXT, Kind.WHOLE_OR_TEXT):
+    if isinstance(value, str) and field.kind in (FieldKind.TEXT, FieldKind.WHOLE_OR_TEXT):
         is_too_long = field.longest is not None and len(value) > field.longest
         return f"{len(value)} characters" if is_too_long else json.dumps(_cut(value), ensure_ascii=False)
     return _shown(value)
@@ -231,18 +231,18 @@ def _cut(text: str) -> str:
 
 def _fix(field: Field, value: JsonValue) -> str:
     match value:
-        case str() if field.kind in (Kind.WHOLE, Kind.NUMBER, Kind.SWITCH):
+        case str() if field.kind in (FieldKind.WHOLE, FieldKind.NUMBER, FieldKind.SWITCH):
             return _unquote(field, value)
         case str() if field.choices:
             near = _nearest(value, field.choices)
             return f"; did you mean {near}?" if near else ""
-        case bool() if field.kind in (Kind.TEXT, Kind.WHOLE_OR_TEXT) and not field.choices:
+        case bool() if field.kind in (FieldKind.TEXT, FieldKind.WHOLE_OR_TEXT) and not field.choices:
             return "; put it in quotes: YAML reads yes, no, on, off, y and n as true or false"
-        case float() | int() if field.kind is Kind.TEXT and not field.choices:
+        case float() | int() if field.kind is FieldKind.TEXT and not field.choices:
             return "; put it in quotes"
-        case float() if field.kind is Kind.WHOLE_OR_TEXT:
+        case float() if field.kind is FieldKind.WHOLE_OR_TEXT:
             return "; put it in quotes"
-        case _ if field.kind is Kind.LIST and not isinstance(value, list):
+        case _ if field.kind is FieldKind.LIST and not isinstance(value, list):
             return '; begin every item with "- "'
         case _:
             return ""
@@ -254,9 +254,9 @@ def _unquote(field: Field, value: str) -> str:
     except NotFiniteError:
         return ""
     match field.kind:
-        case Kind.SWITCH:
+        case FieldKind.SWITCH:
             fits = isinstance(meant, bool)
-        case Kind.WHOLE:
+        case FieldKind.WHOLE:
             fits = isinstance(meant, int) and not isinstance(meant, bool)
         case _:
             fits = isinstance(meant, int | float) and not isinstance(meant, bool)

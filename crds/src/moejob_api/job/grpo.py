@@ -106,7 +106,7 @@ class Mismatch(ApiModel):
     minimum: Annotated[NonNegative, Field(description="Mask only: smallest ratio that is used.")] = 0.0
 
 
-class Overlong(ApiModel):
+class OverlongAnswers(ApiModel):
     """Answers that reach maxNewTokens, or come near."""
 
     filter: Annotated[bool, Field(description="Leave answers without an end out of the loss.")] = False
@@ -311,7 +311,7 @@ class Grpo(ApiModel):
         DynamicSampling | None,
         Field(description="Replace groups whose answers all got the same reward. Absent: they are kept."),
     ] = None
-    overlong: Annotated[Overlong, Field(description="Answers that reach maxNewTokens.")] = Overlong()
+    overlong: Annotated[OverlongAnswers, Field(description="Answers that reach maxNewTokens.")] = OverlongAnswers()
     rewards: Annotated[
         tuple[Reward, ...], Field(min_length=1, max_length=32, description="Rewards; their weighted sum counts.")
     ]

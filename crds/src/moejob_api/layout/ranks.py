@@ -14,7 +14,7 @@ from enum import StrEnum
 from moejob_api.layout.sizes import Layout
 
 
-class Group(StrEnum):
+class ParallelGroup(StrEnum):
     """The parallel groups a rank belongs to."""
 
     TENSOR = "tensor"
@@ -27,7 +27,7 @@ class Group(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankPlace:
     """The place of one rank, and the part of model and batch that it holds."""
 
     rank: int
@@ -42,12 +42,12 @@ class Place:
     expert_data: int
 
 
-def place(layout: Layout, rank: int) -> Place:
+def place(layout: Layout, rank: int) -> RankPlace:
     """The place of one rank."""
     in_stage = layout.gpus // layout.pipeline
     pipeline, inside = divmod(rank, in_stage)
     node, local_rank = divmod(rank, layout.gpus_per_pod)
-    return Place(
+    return RankPlace(
         rank=rank,
         node=node,
         local_rank=local_rank,
@@ -61,32 +61,32 @@ def place(layout: Layout, rank: int) -> Place:
     )
 
 
-def places(layout: Layout) -> Iterator[Place]:
+def places(layout: Layout) -> Iterator[RankPlace]:
     """Every rank in order."""
     return (place(layout, rank) for rank in range(layout.gpus))
 
 
-def members(layout: Layout, group: Group, rank: int) -> tuple[int, ...]:
+def members(layout: Layout, group: ParallelGroup, rank: int) -> tuple[int, ...]:
     """The ranks that form `group` with this rank, in the order of their coordinates."""
     stride, size = _stride_and_size(layout, group)
     first = rank - rank // stride % size * stride
     return tuple(range(first, first + stride * size, stride))
 
 
-def _stride_and_size(layout: Layout, group: Group) -> tuple[int, int]:
+def _stride_and_size(layout: Layout, group: ParallelGroup) -> tuple[int, int]:
     """Distance between neighbours of a group, and how many there are."""
     match group:
-        case Group.TENSOR:
+        case ParallelGroup.TENSOR:
             return 1, layout.tensor
-        case Group.CONTEXT:
+        case ParallelGroup.CONTEXT:
             return layout.tensor, layout.context
-        case Group.DATA:
+        case ParallelGroup.DATA:
             return layout.tensor * layout.context, layout.data
-        case Group.PIPELINE:
+        case ParallelGroup.PIPELINE:
             return layout.gpus // layout.pipeline, layout.pipeline
-        case Group.EXPERT_TENSOR:
+        case ParallelGroup.EXPERT_TENSOR:
             return 1, layout.expert_tensor
-        case Group.EXPERT:
+        case ParallelGroup.EXPERT:
             return layout.expert_tensor, layout.expert
-        case Group.EXPERT_DATA:
+        case ParallelGroup.EXPERT_DATA:
             return layout.expert_tensor * layout.expert, layout.expert_data

@@ -9,7 +9,7 @@ from moejob_api.job.parallelism import Parallelism
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class StageLayers:
     """The layers of one pipeline stage, chunk by chunk (one chunk unless the schedule is interleaved)."""
 
     chunks: tuple[range, ...]
@@ -31,7 +31,7 @@ def layers_per_stage(parallelism: Parallelism, layers: int) -> tuple[int, ...] |
     return tuple(counts)
 
 
-def stages(parallelism: Parallelism, layers: int) -> tuple[Stage, ...] | None:
+def stages(parallelism: Parallelism, layers: int) -> tuple[StageLayers, ...] | None:
     """Every stage with the indices of its layers, or None when the layers do not divide.
 
     Interleaved chunks are laid out chunk by chunk over all stages: chunk 0 of every stage comes before chunk 1 of any.
@@ -51,7 +51,7 @@ def stages(parallelism: Parallelism, layers: int) -> tuple[Stage, ...] | None:
         for stage, size in enumerate(row):
             held[stage].append(range(start, start + size))
             start += size
-    return tuple(Stage(tuple(ranges)) for ranges in held)
+    return tuple(StageLayers(tuple(ranges)) for ranges in held)
 
 
 def _slots_per_stage(parallelism: Parallelism, layers: int) -> list[int] | None:

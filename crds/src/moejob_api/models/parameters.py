@@ -24,7 +24,7 @@ from moejob_api.models.shape import (
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
+class ParameterCounts:
     """Numbers of parameters by how Megatron divides them.
 
     tensor:     over the tensor group.
@@ -38,16 +38,18 @@ class Weights:
     replicated: int = 0
     routed: int = 0
 
-    def __add__(self, other: Weights) -> Weights:
-        return Weights(
+    def __add__(self, other: ParameterCounts) -> ParameterCounts:
+        return ParameterCounts(
             self.tensor + other.tensor,
             self.key_value + other.key_value,
             self.replicated + other.replicated,
             self.routed + other.routed,
         )
 
-    def __mul__(self, count: int) -> Weights:
-        return Weights(self.tensor * count, self.key_value * count, self.replicated * count, self.routed * count)
+    def __mul__(self, count: int) -> ParameterCounts:
+        return ParameterCounts(
+            self.tensor * count, self.key_value * count, self.replicated * count, self.routed * count
+        )
 
     @property
     def total(self) -> int:
@@ -65,37 +67,37 @@ def layer_kinds(shape: ModelShape) -> tuple[tuple[Layer, int], ...]:
     return tuple(kinds.items())
 
 
-def layer_weights(shape: ModelShape, layer: Layer) -> Weights:
+def layer_weights(shape: ModelShape, layer: Layer) -> ParameterCounts:
     """One layer with its two norms."""
     return _layer_weights(shape.hidden, layer)
 
 
-def embedding_weights(shape: ModelShape) -> Weights:
+def embedding_weights(shape: ModelShape) -> ParameterCounts:
     """The token embedding, not padded to the tensor group."""
-    return Weights(tensor=shape.vocabulary * shape.hidden)
+    return ParameterCounts(tensor=shape.vocabulary * shape.hidden)
 
 
-def output_weights(shape: ModelShape) -> Weights:
+def output_weights(shape: ModelShape) -> ParameterCounts:
     """The output projection; nothing where it is the embedding."""
-    return Weights() if shape.tied_embeddings else embedding_weights(shape)
+    return ParameterCounts() if shape.tied_embeddings else embedding_weights(shape)
 
 
-def final_norm(shape: ModelShape) -> Weights:
+def final_norm(shape: ModelShape) -> ParameterCounts:
     """The norm before the output projection."""
-    return Weights(replicated=shape.hidden)
+    return ParameterCounts(replicated=shape.hidden)
 
 
-def mtp_weights(shape: ModelShape) -> Weights:
+def mtp_weights(shape: ModelShape) -> ParameterCounts:
     """The modules that predict further tokens; they use the model's own embedding and output projection."""
     hidden = shape.hidden
     # Norms of the embedding, of the hidden state, and the final one; a projection of the first two side by side.
-    beside_the_layer = Weights(replicated=2 * hidden * hidden + 3 * hidden)
-    return sum((layer_weights(shape, layer) + beside_the_layer for layer in shape.mtp_layers), Weights())
+    beside_the_layer = ParameterCounts(replicated=2 * hidden * hidden + 3 * hidden)
+    return sum((layer_weights(shape, layer) + beside_the_layer for layer in shape.mtp_layers), ParameterCounts())
 
 
-def model_weights(shape: ModelShape) -> Weights:
+def model_weights(shape: ModelShape) -> ParameterCounts:
     """The whole model without MTP, as Transformers has it: tied weights count once."""
-    layers = sum((layer_weights(shape, layer) * count for layer, count in layer_kinds(shape)), Weights())
+    layers = sum((layer_weights(shape, layer) * count for layer, count in layer_kinds(shape)), ParameterCounts())
     return layers + embedding_weights(shape) + output_weights(shape) + final_norm(shape)
 
 
@@ -128,12 +130,12 @@ def _idle(shape: ModelShape, layer: Layer) -> int:
 
 
 @lru_cache(maxsize=1024)
-def _layer_weights(hidden: int, layer: Layer) -> Weights:
-    norms = Weights(replicated=2 * hidden)
+def _layer_weights(hidden: int, layer: Layer) -> ParameterCounts:
+    norms = ParameterCounts(replicated=2 * hidden)
     return norms + _attention_weights(hidden, layer.attention) + _mlp_weights(hidden, layer.mlp)
 
 
-def _attention_weights(hidden: int, attention: Attention) -> Weights:
+def _attention_weights(hidden: int, attention: Attention) -> ParameterCounts:
     match attention:
         case GroupedAttention():
             return _grouped(hidden, attention)
@@ -145,10 +147,10 @@ def _attention_weights(hidden: int, attention: Attention) -> Weights:
             assert_never(attention)
 
 
-def _mlp_weights(hidden: int, mlp: FeedForward) -> Weights:
+def _mlp_weights(hidden: int, mlp: FeedForward) -> ParameterCounts:
     match mlp:
         case DenseMLP(intermediate, bias):
-            return Weights(
+            return ParameterCounts(
                 tensor=_gated(hidden, intermediate) + bias * 2 * intermediate,
                 replicated=bias * hidden,
             )
@@ -163,13 +165,13 @@ def _gated(hidden: int, intermediate: int) -> int:
     return 3 * hidden * intermediate
 
 
-def _grouped(hidden: int, attention: GroupedAttention) -> Weights:
+def _grouped(hidden: int, attention: GroupedAttention) -> ParameterCounts:
     width = attention.heads * attention.head_dim
     key_value_width = attention.key_value_heads * attention.head_dim
     # The gate on the output is projected together with the queries, and as wide.
     query_width = width * (1 + attention.output_gate)
     inputs = hidden + attention.qkv_bias
-    return Weights(
+    return ParameterCounts(
         tensor=inputs * query_width + width * hidden + attention.sinks * attention.heads,
         key_value=inputs * 2 * key_value_width,
         # Queries and keys have a norm of one head's size each. The output's bias is added after the sum over ranks.
@@ -177,35 +179,35 @@ def _grouped(hidden: int, attention: GroupedAttention) -> Weights:
     )
 
 
-def _latent(hidden: int, attention: LatentAttention) -> Weights:
+def _latent(hidden: int, attention: LatentAttention) -> ParameterCounts:
     query_width = attention.heads * (attention.nope_dim + attention.rope_dim)
     down_width = attention.key_value_rank + attention.rope_dim
     up = attention.key_value_rank * attention.heads * (attention.nope_dim + attention.value_dim)
     output = attention.heads * attention.value_dim * hidden
     inputs = hidden + attention.bias
-    shared = Weights(
+    shared = ParameterCounts(
         tensor=up + output,
         replicated=inputs * down_width + attention.key_value_rank + attention.bias * hidden,
     )
     rank = attention.query_rank
     if rank is None:
-        return shared + Weights(tensor=hidden * query_width)
-    return shared + Weights(tensor=rank * query_width, replicated=inputs * rank + rank)
+        return shared + ParameterCounts(tensor=hidden * query_width)
+    return shared + ParameterCounts(tensor=rank * query_width, replicated=inputs * rank + rank)
 
 
-def _linear(hidden: int, attention: LinearAttention) -> Weights:
+def _linear(hidden: int, attention: LinearAttention) -> ParameterCounts:
     keys = attention.key_heads * attention.key_dim
     values = attention.value_heads * attention.value_dim
     # Queries are as wide as keys, the gate as values; decay and update strength are one number a value head each.
     inputs = hidden * (2 * keys + 2 * values + 2 * attention.value_heads)
     convolution = attention.convolution_width * (2 * keys + values)
     decay = 2 * attention.value_heads
-    return Weights(tensor=inputs + convolution + decay + values * hidden, replicated=attention.value_dim)
+    return ParameterCounts(tensor=inputs + convolution + decay + values * hidden, replicated=attention.value_dim)
 
 
-def _experts(hidden: int, experts: Experts) -> Weights:
+def _experts(hidden: int, experts: Experts) -> ParameterCounts:
     biases = experts.bias * (2 * experts.intermediate + hidden)
-    return Weights(
+    return ParameterCounts(
         tensor=_gated(hidden, experts.shared_intermediate),
         replicated=experts.count * (hidden + experts.router_bias) + experts.shared_gate * hidden,
         routed=experts.count * (_gated(hidden, experts.intermediate) + biases),

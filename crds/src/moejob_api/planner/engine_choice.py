@@ -14,7 +14,7 @@ from moejob_api.engines import colocated_per_pod
 from moejob_api.job import Spec
 from moejob_api.job.grpo import Grpo, Placement, Rollout
 from moejob_api.models.shape import ModelShape
-from moejob_api.planner.memory.engine import Engine, engine_among
+from moejob_api.planner.memory.engine import EngineMemory, engine_among
 from moejob_api.rules.rollout_rules import divides_model
 
 # Eighths of the GPUs that separate engines may get.
@@ -64,7 +64,7 @@ def with_engines_that_run(spec: Spec, shape: ModelShape, gpus: int) -> tuple[Spe
     return (running[0], *(changed for changed in useful[:1] if changed is not running[0]))
 
 
-def _larger(spec: Spec, grpo: Grpo, shape: ModelShape, gpus: int) -> Iterator[tuple[Spec, Engine]]:
+def _larger(spec: Spec, grpo: Grpo, shape: ModelShape, gpus: int) -> Iterator[tuple[Spec, EngineMemory]]:
     """The job with each larger engine that fills pods and divides the model, the smallest first."""
     for tensor in divisors(_in_pod(spec, gpus)):
         if tensor > grpo.rollout.tensor and divides_model(shape, tensor):
@@ -90,7 +90,7 @@ def _replicas(spec: Spec, rollout: Rollout, gpus: int) -> list[int]:
     return sorted(counts - {0})
 
 
-def _engine(spec: Spec, grpo: Grpo, shape: ModelShape, gpus: int) -> Engine:
+def _engine(spec: Spec, grpo: Grpo, shape: ModelShape, gpus: int) -> EngineMemory:
     in_pod = _in_pod(spec, gpus)
     if grpo.rollout.placement is Placement.COLOCATED:
         engines = max(1, gpus // in_pod * colocated_per_pod(spec, in_pod))

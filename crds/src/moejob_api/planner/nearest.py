@@ -55,7 +55,7 @@ def nearest_layouts(
     # Among equals the deepest first, then the smallest sizes: an answer is reached before its siblings are opened.
     queue: list[_Entry] = []
     for count in counts:
-        search.push(queue, _Choice((), count, count, GPU_DOUBLING_COST * _doublings(count, wanted_gpus)))
+        search.push(queue, _PartialLayout((), count, count, GPU_DOUBLING_COST * _doublings(count, wanted_gpus)))
     considered = 0
     while queue:
         choice = heappop(queue)[-1]
@@ -68,7 +68,7 @@ def nearest_layouts(
 
 
 @dataclass(frozen=True, slots=True)
-class _Choice:
+class _PartialLayout:
     """Sizes chosen so far and what they cost. left: GPUs that the open sizes share."""
 
     sizes: tuple[int, ...]
@@ -80,7 +80,7 @@ class _Choice:
 
 
 # No two choices have the same key.
-_Entry = tuple[tuple[float, int, tuple[int, ...], int, int], _Choice]
+_Entry = tuple[tuple[float, int, tuple[int, ...], int, int], _PartialLayout]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,13 +96,13 @@ class _Search:
     def _is_folded(self) -> bool:
         return self._asked.expert_layout is ExpertLayout.FOLDED
 
-    def push(self, queue: list[_Entry], choice: _Choice) -> None:
+    def push(self, queue: list[_Entry], choice: _PartialLayout) -> None:
         """Queue a choice under the least that any layout with these sizes costs."""
         bound = choice.cost + self._least_left(choice)
         key = (round(bound, 6), -len(choice.sizes), choice.sizes, choice.count, choice.virtual_pipeline or 0)
         heappush(queue, (key, choice))
 
-    def options(self, choice: _Choice) -> Sequence[int]:
+    def options(self, choice: _PartialLayout) -> Sequence[int]:
         """Return the values that the next size may have by the GPUs alone."""
         tensor = choice.sizes[0] if choice.sizes else 1
         match len(choice.sizes):
@@ -116,7 +116,7 @@ class _Search:
             case _:
                 return divisors(choice.left)
 
-    def opened(self, choice: _Choice) -> Iterator[_Choice]:
+    def opened(self, choice: _PartialLayout) -> Iterator[_PartialLayout]:
         """Yield the choice with its next size, for every value that divides what it must divide."""
         for size in self.options(choice):
             match len(choice.sizes):
@@ -133,7 +133,7 @@ class _Search:
                 case _:
                     pass
 
-    def parallelism(self, choice: _Choice) -> Parallelism:
+    def parallelism(self, choice: _PartialLayout) -> Parallelism:
         """Return the complete choice as a job would have it."""
         tensor, pipeline, expert, context = choice.sizes
         return self._asked.model_copy(
@@ -152,12 +152,12 @@ class _Search:
             }
         )
 
-    def _with(self, choice: _Choice, size: int, left: int) -> _Choice:
+    def _with(self, choice: _PartialLayout, size: int, left: int) -> _PartialLayout:
         asked = (self._asked.tensor, self._asked.pipeline, self._asked.expert, self._asked.context)
         moved = _doublings(size, asked[len(choice.sizes)])
         return replace(choice, sizes=(*choice.sizes, size), left=left, cost=choice.cost + moved)
 
-    def _cuts(self, choice: _Choice) -> Iterator[_Choice]:
+    def _cuts(self, choice: _PartialLayout) -> Iterator[_PartialLayout]:
         """Yield the ways to cut the layers, first with the chunks that were asked for, then without."""
         asked, pipeline = self._asked, choice.sizes[-1]
         for chunks in dict.fromkeys((asked.virtual_pipeline if pipeline > 1 else None, None)):
@@ -170,20 +170,20 @@ class _Search:
             return (_split_of(self._asked),)
         return stage_splits(len(self.shape.layers), pipeline, chunks)[:1]
 
-    def _completed(self, choice: _Choice) -> _Choice:
+    def _completed(self, choice: _PartialLayout) -> _PartialLayout:
         moved = _doublings(choice.left, self._asked.data)
         if self._asked.expert_tensor is not None and self._is_folded:
             moved += _doublings(self._expert_tensor(choice) or 1, self._asked.expert_tensor)
         return replace(choice, cost=choice.cost + moved)
 
-    def _expert_tensor(self, choice: _Choice) -> int | None:
+    def _expert_tensor(self, choice: _PartialLayout) -> int | None:
         _, pipeline, expert, _ = choice.sizes
         share = self._asked.expert_tensor or 1
         if not self._is_folded or share == 1 or choice.count // pipeline % (share * expert):
             return None
         return share
 
-    def _least_left(self, choice: _Choice) -> float:
+    def _least_left(self, choice: _PartialLayout) -> float:
         """Return the least that the sizes still open are off together; the experts of Folded share no GPUs."""
         if len(choice.sizes) == _COMPLETE:
             return 0.0

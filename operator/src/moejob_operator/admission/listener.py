@@ -18,7 +18,7 @@ _CLOSING_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ListenerLimits:
     """Bounds of a listener: a connection without a whole request is closed after `idle_seconds`."""
 
     connections: int = 64
@@ -29,7 +29,7 @@ class Limits:
 class BoundedServer(web.Server):
     """Hands requests on, and closes connections on which nothing is asked."""
 
-    def __init__(self, handler: Handler, limits: Limits) -> None:
+    def __init__(self, handler: Handler, limits: ListenerLimits) -> None:
         super().__init__(self._handled, access_log=None)
         self.limits = limits
         # Taken by a connection before it is accepted: what waits costs nothing here.

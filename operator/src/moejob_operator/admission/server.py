@@ -18,7 +18,7 @@ import kopf
 from aiohttp import web
 
 from moejob_api.job import GROUP, PLURAL, VERSION
-from moejob_operator.admission.listener import BoundedServer, Limits, listening
+from moejob_operator.admission.listener import BoundedServer, ListenerLimits, listening
 from moejob_operator.admission.review import HANDLER, PATH, Denial, denial
 
 # Two objects of the most that etcd holds, as JSON in JSON.
@@ -49,7 +49,7 @@ class AdmissionServer:
     metrics: AdmissionMetrics
     # All addresses of this machine.
     host: str | None = None
-    limits: Limits = field(default_factory=Limits)
+    limits: ListenerLimits = field(default_factory=ListenerLimits)
     body_seconds: float = 5.0
     served_port: int | None = field(default=None, init=False)
     # Of all bodies at hand.

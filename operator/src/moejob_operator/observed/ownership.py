@@ -26,7 +26,7 @@ class Controller:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class PodPlace:
     """The place of a pod in its job, of which its name is made."""
 
     role: Role
@@ -41,7 +41,7 @@ def controller(raw: Raw) -> Controller | None:
     return found if found is not None and _labelled(raw) == found else None
 
 
-def place(raw: Raw, job: Controller) -> Place | None:
+def place(raw: Raw, job: Controller) -> PodPlace | None:
     """The place of a pod in this job; None when it is not the job's, or its name is another than its labels make."""
     found = _labelled_place(raw)
     if found is None or controller(raw) != job:
@@ -75,9 +75,9 @@ def _labelled(raw: Raw) -> Controller:
     return Controller(reading.text(reading.label(raw, Label.JOB)), reading.text(reading.label(raw, Label.JOB_UID)))
 
 
-def _labelled_place(raw: Raw) -> Place | None:
+def _labelled_place(raw: Raw) -> PodPlace | None:
     role = reading.label(raw, Label.ROLE)
     attempt, index = (reading.count(reading.label(raw, key)) for key in (Label.ATTEMPT, Label.INDEX))
     if role not in list(Role) or attempt is None or index is None:
         return None
-    return Place(Role(role), attempt, index)
+    return PodPlace(Role(role), attempt, index)

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from moejob_api.contract import TERMINATION_BYTES, LastWord, Role
 from moejob_operator.cluster import Raw
 from moejob_operator.observed import reading
-from moejob_operator.observed.ownership import Place
+from moejob_operator.observed.ownership import PodPlace
 
 _MESSAGE_CHARACTERS = 2048
 # The reason for which the node controller takes pods away.
@@ -96,7 +96,7 @@ class Pod:
         return self.ends_by is not None
 
 
-def pod(raw: Raw, place: Place) -> Pod:
+def pod(raw: Raw, place: PodPlace) -> Pod:
     """The facts of the pod in one place."""
     about, status = reading.metadata(raw), reading.mapping(raw.get("status"))
     ready = reading.condition(status, "Ready")

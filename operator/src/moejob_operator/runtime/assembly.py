@@ -35,7 +35,7 @@ _REVIEWERS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class ReplicaParts:
     """Everything of a replica that is not kopf's. Without a webhook there is no keeper of a certificate."""
 
     settings: Settings
@@ -51,7 +51,7 @@ class Parts:
     reviewers: ThreadPoolExecutor
 
 
-async def assemble(stack: AsyncExitStack, settings: Settings) -> Parts:
+async def assemble(stack: AsyncExitStack, settings: Settings) -> ReplicaParts:
     """Build everything; what has to be closed is closed by the stack."""
     metrics, cache = Metrics(), Cache(settings.request_seconds)
     api = await _client(stack, settings, metrics, settings.request_concurrency)
@@ -74,7 +74,7 @@ async def assemble(stack: AsyncExitStack, settings: Settings) -> Parts:
     informers = tuple(watch for places in lists for watch in watches(watched, places, queue.add))
     job_watches = tuple(JobWatch(places, queue.add) for places in lists)
     keeper = _keeper(settings, metrics, api, leadership) if settings.webhook else None
-    return Parts(
+    return ReplicaParts(
         settings=settings,
         metrics=metrics,
         cache=cache,

@@ -11,7 +11,7 @@ import kopf
 
 from moejob_api.limits import JobLimits
 from moejob_operator.runtime import health
-from moejob_operator.runtime.assembly import Parts, assemble
+from moejob_operator.runtime.assembly import ReplicaParts, assemble
 from moejob_operator.runtime.job_watch import receive
 from moejob_operator.runtime.kopf_session import KopfSession
 from moejob_operator.runtime.kopf_settings import configure
@@ -26,7 +26,7 @@ CLOSING_SECONDS = 5.0
 class Operator:
     """The parts of a replica, running. One that ends sets `stopping`, for the process, and fails the probe."""
 
-    def __init__(self, parts: Parts, stack: AsyncExitStack, stopping: asyncio.Event) -> None:
+    def __init__(self, parts: ReplicaParts, stack: AsyncExitStack, stopping: asyncio.Event) -> None:
         self.has_failed = False
         self.job_watches = parts.job_watches
         self._parts = parts

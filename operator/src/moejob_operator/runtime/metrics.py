@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 from moejob_api.job.resources import Accelerator
 from moejob_api.job.status import Phase
 from moejob_operator.cluster import Raw
-from moejob_operator.runtime.work_queue import Outcome
+from moejob_operator.runtime.work_queue import WorkOutcome
 
 _FAST = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _UNKNOWN = "Unknown"
@@ -84,10 +84,10 @@ class Metrics:
         """A reconcile begins."""
         self._wait.observe(waited_seconds)
 
-    def ended(self, seconds: float, outcome: Outcome) -> None:
+    def ended(self, seconds: float, outcome: WorkOutcome) -> None:
         """A reconcile ended."""
         self._reconcile.labels(outcome).observe(seconds)
-        if outcome in (Outcome.RETRIED, Outcome.BROKEN):
+        if outcome in (WorkOutcome.RETRIED, WorkOutcome.BROKEN):
             self._retries.inc()
 
     # --- the rest -------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ Work = Callable[[Key], Awaitable[float | None]]
 _FEW = 64
 
 
-class Outcome(StrEnum):
+class WorkOutcome(StrEnum):
     """The end of one piece of work, for the metrics."""
 
     DONE = "done"
@@ -46,7 +46,7 @@ class QueueMetrics(Protocol):
     def started(self, waited_seconds: float) -> None:
         """A key is worked on, so long after it was due."""
 
-    def ended(self, seconds: float, outcome: Outcome) -> None:
+    def ended(self, seconds: float, outcome: WorkOutcome) -> None:
         """The work on a key ended."""
 
 
@@ -233,11 +233,11 @@ class WorkQueue(Generic[Key]):
         self._metrics.queued(len(self._agenda))
         self._news.set()
 
-    def _settle(self, task: asyncio.Task[float | None], key: Key) -> Outcome:
+    def _settle(self, task: asyncio.Task[float | None], key: Key) -> WorkOutcome:
         if task.cancelled():
             # Work half done is not done: the next leader begins with it.
             self._agenda.add(key, _now())
-            return Outcome.CANCELLED
+            return WorkOutcome.CANCELLED
         error = task.exception()
         if error is not None:
             return self._retry(key, error)
@@ -245,17 +245,17 @@ class WorkQueue(Generic[Key]):
         again_after = task.result()
         if again_after is not None:
             self._agenda.add(key, _now() + again_after)
-        return Outcome.DONE
+        return WorkOutcome.DONE
 
-    def _retry(self, key: Key, error: BaseException) -> Outcome:
+    def _retry(self, key: Key, error: BaseException) -> WorkOutcome:
         failures = self._failures[key] = self._failures.get(key, 0) + 1
         delay = self._pace.backoff.seconds(failures, self._pace.chance())
         self._agenda.add(key, _now() + delay)
         if isinstance(error, self._expected):
             log.info("will be tried again", key=key, after_seconds=round(delay, 3), failures=failures, error=str(error))
-            return Outcome.RETRIED
+            return WorkOutcome.RETRIED
         log.error("bug in a reconcile", raised=error, key=key, after_seconds=round(delay, 3), failures=failures)
-        return Outcome.BROKEN
+        return WorkOutcome.BROKEN
 
 
 def _now() -> float:

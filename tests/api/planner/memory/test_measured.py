@@ -20,7 +20,7 @@ from moejob_api.models.shape import DenseMLP, Experts, Family, GroupedAttention,
 from moejob_api.planner.memory import MemoryEstimate, estimate
 from moejob_api.planner.memory.case import prepared
 from moejob_api.planner.memory.kept_activations import kept
-from moejob_api.planner.memory.phases import OUTSIDE_TENSORS, Phase
+from moejob_api.planner.memory.phases import OUTSIDE_TENSORS, MemoryPhase
 
 RUNS = [json.loads(line) for line in Path(__file__).with_name("h200.jsonl").read_text().splitlines()]
 MODULES = {
@@ -46,12 +46,12 @@ every_run = pytest.mark.parametrize("run", RUNS, ids=lambda run: run["case"])
 
 @every_run
 def test_the_peak_of_forward_and_backward_is_within_seven_percent(run: dict[str, Any]) -> None:
-    assert tensors(run, Phase.TRAIN) == pytest.approx(run["stepPeakBytes"], rel=0.07)
+    assert tensors(run, MemoryPhase.TRAIN) == pytest.approx(run["stepPeakBytes"], rel=0.07)
 
 
 @every_run
 def test_the_peak_of_the_optimizer_step_is_within_seven_percent(run: dict[str, Any]) -> None:
-    assert tensors(run, Phase.STEP) == pytest.approx(run["optimizerPeakBytes"], rel=0.07)
+    assert tensors(run, MemoryPhase.STEP) == pytest.approx(run["optimizerPeakBytes"], rel=0.07)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_the_whole_device_is_within_fifteen_percent(run: dict[str, Any]) -> None
     assert answer(run).bytes == pytest.approx(run["deviceBytes"], rel=0.15)
 
 
-def tensors(run: dict[str, Any], phase: Phase) -> int:
+def tensors(run: dict[str, Any], phase: MemoryPhase) -> int:
     peak = next(peak for peak in answer(run).phases if peak.phase is phase)
     return sum(part.bytes for part in peak.parts if part.name not in OUTSIDE_TENSORS)
 

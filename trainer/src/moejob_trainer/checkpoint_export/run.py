@@ -22,7 +22,15 @@ from moejob_trainer.checkpoints.adapter_compatibility import AdapterFacts
 from moejob_trainer.checkpoints.best import best_good
 from moejob_trainer.checkpoints.names import CHECKPOINTS
 from moejob_trainer.checkpoints.saving import adapter_facts_in
-from moejob_trainer.checkpoints.verification import Check, FolderState, Found, Refusal, checked, latest, seen
+from moejob_trainer.checkpoints.verification import (
+    FolderState,
+    Found,
+    Refusal,
+    VerificationDepth,
+    checked,
+    latest,
+    seen,
+)
 from moejob_trainer.conversion.templates import CONFIG_FILE
 from moejob_trainer.errors import BadConfiguration
 from moejob_trainer.megatron.stored_shards import STATE_FORMAT
@@ -84,7 +92,7 @@ def _best(checkpoints: Path, job: Spec) -> Found:
 def _checkpoint(checkpoints: Path, step: int | None) -> Found:
     there = [one for one in seen(checkpoints) if one.state is FolderState.COMPLETE]
     if step is None:
-        search = latest(checkpoints, Check.HASHES)
+        search = latest(checkpoints, VerificationDepth.HASHES)
         if search.found is None:
             raise BadConfiguration(_nothing_good(checkpoints, search.refused))
         return search.found
@@ -92,7 +100,7 @@ def _checkpoint(checkpoints: Path, step: int | None) -> Found:
     if not named:
         steps = ", ".join(str(one.folder.step) for one in reversed(there)) or "none"
         raise BadConfiguration(f"{checkpoints} holds no complete checkpoint of step {step}; there are: {steps}")
-    outcome = checked(checkpoints / named[0].folder.name, Check.HASHES)
+    outcome = checked(checkpoints / named[0].folder.name, VerificationDepth.HASHES)
     if isinstance(outcome, Refusal):
         raise BadConfiguration(f"{checkpoints}: {outcome}; name another step")
     return outcome

@@ -15,7 +15,7 @@ from moejob_trainer.conversion.adapters import names_of_pair
 from moejob_trainer.conversion.families import Table
 from moejob_trainer.conversion.loading import Source
 from moejob_trainer.conversion.tensor_table import Piece, sizes
-from moejob_trainer.megatron.stored_shards import Kind, ShardFiles, StoredShard, require_shape, shards_in
+from moejob_trainer.megatron.stored_shards import ShardFiles, StoredShard, TensorRole, require_shape, shards_in
 
 
 class PublishedTensors(Protocol):
@@ -39,7 +39,7 @@ class CheckpointTensors:
         stored: dict[str, list[StoredShard]] = {}
         for path in sorted(folder.glob("state-*.safetensors")):
             for one in shards_in(folder, path.name):
-                if one.kind is Kind.WEIGHT and one.name in table.by_name:
+                if one.kind is TensorRole.WEIGHT and one.name in table.by_name:
                     stored.setdefault(one.name, []).append(one)
         for name, shards in stored.items():
             require_shape(table.by_name[name], shards, folder)

@@ -10,14 +10,13 @@ from __future__ import annotations
 from moejob_trainer.checkpoints.coordination import Coordinator, SingleRank
 from moejob_trainer.checkpoints.names import StepFolder
 from moejob_trainer.checkpoints.run import RunFolder, RunOwner, own_run_folder
-from moejob_trainer.checkpoints.store import Checkpoints, Moment, Saved
-from moejob_trainer.checkpoints.verification import Check, Found, Refusal, Search, latest
+from moejob_trainer.checkpoints.store import CheckpointStore, Moment, Saved
+from moejob_trainer.checkpoints.verification import Found, Refusal, Search, VerificationDepth, latest
 from moejob_trainer.checkpoints.writer import Pending, StateWriter
 from moejob_trainer.runtime.fencing import FenceToken
 
 __all__ = [
-    "Check",
-    "Checkpoints",
+    "CheckpointStore",
     "Coordinator",
     "FenceToken",
     "Found",
@@ -31,6 +30,7 @@ __all__ = [
     "SingleRank",
     "StateWriter",
     "StepFolder",
+    "VerificationDepth",
     "latest",
     "own_run_folder",
 ]

@@ -10,7 +10,15 @@ from moejob_trainer.checkpoints.coordination import Coordinator, SingleRank, on_
 from moejob_trainer.checkpoints.manifest import Facts
 from moejob_trainer.checkpoints.names import StepFolder
 from moejob_trainer.checkpoints.policy import best
-from moejob_trainer.checkpoints.verification import Check, FolderState, Found, Refusal, Search, checked, seen
+from moejob_trainer.checkpoints.verification import (
+    FolderState,
+    Found,
+    Refusal,
+    Search,
+    VerificationDepth,
+    checked,
+    seen,
+)
 from moejob_trainer.errors import BadConfiguration
 
 _FOLDERS = TypeAdapter(list[StepFolder])
@@ -20,7 +28,7 @@ def best_good(checkpoints: Path, measure: str, ranks: Coordinator | None = None)
     """The good checkpoint with the best evaluation, and better ones that were refused. Every rank calls this."""
     coordinator, refused = ranks or SingleRank(), list[Refusal]()
     for folder in on_first_rank(coordinator, lambda: _judged(checkpoints, measure), _FOLDERS):
-        outcome = checked(checkpoints / folder.name, Check.HASHES, coordinator)
+        outcome = checked(checkpoints / folder.name, VerificationDepth.HASHES, coordinator)
         if isinstance(outcome, Found):
             return Search(outcome, tuple(refused))
         refused.append(outcome)
@@ -30,7 +38,7 @@ def best_good(checkpoints: Path, measure: str, ranks: Coordinator | None = None)
 def facts_in(path: Path) -> Facts | Refusal | None:
     """The facts of a checkpoint whose files have their sizes; None of one that another version of moejob reads."""
     try:
-        outcome = checked(path, Check.SIZES)
+        outcome = checked(path, VerificationDepth.SIZES)
     except BadConfiguration:
         return None
     return outcome.manifest.facts if isinstance(outcome, Found) else outcome

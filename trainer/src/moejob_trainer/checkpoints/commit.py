@@ -8,7 +8,7 @@ from pathlib import Path
 from moejob_trainer.checkpoints.disk import Disk, remove_tree, replace
 from moejob_trainer.checkpoints.manifest import Manifest, marker
 from moejob_trainer.checkpoints.names import MANIFEST, MARKER, REJECTED
-from moejob_trainer.errors import Retryable, Superseded
+from moejob_trainer.errors import Superseded, TransientFailure
 from moejob_trainer.runtime.fencing import FenceToken
 
 
@@ -53,7 +53,7 @@ def _require_files(folder: Path, manifest: Manifest) -> None:
     for entry in manifest.files:
         size = (folder / entry.name).stat().st_size
         if size != entry.size_bytes:
-            raise Retryable(
+            raise TransientFailure(
                 f"{folder / entry.name} has {size} bytes here and {entry.size_bytes} where it was written; "
                 "the volume is not shared, or shows hosts different things; use storage that is consistent across nodes"
             )

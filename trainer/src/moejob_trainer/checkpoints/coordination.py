@@ -13,17 +13,17 @@ from typing import Literal, Protocol, TypeVar
 from pydantic import TypeAdapter
 
 from moejob_trainer.distributed.encoding import BOOLEAN, decoded, encoded
-from moejob_trainer.errors import BadConfiguration, Retryable, Superseded
+from moejob_trainer.errors import BadConfiguration, Superseded, TransientFailure
 
 T = TypeVar("T")
 
-ErrorName = Literal["Superseded", "BadConfiguration", "Retryable"]
+ErrorName = Literal["Superseded", "BadConfiguration", "TransientFailure"]
 
 # In the order in which they matter when ranks failed differently.
 _FORESEEN: Mapping[ErrorName, type[Exception]] = {
     "Superseded": Superseded,
     "BadConfiguration": BadConfiguration,
-    "Retryable": Retryable,
+    "TransientFailure": TransientFailure,
 }
 
 
@@ -84,7 +84,7 @@ def attempted(act: Callable[[], T], kind: TypeAdapter[T]) -> Done | Failed:
     """Return the result of an action, foreseen failures as values."""
     try:
         return Done(encoded(act(), kind).decode())
-    except (Superseded, BadConfiguration, Retryable) as error:
+    except (Superseded, BadConfiguration, TransientFailure) as error:
         return Failed(_name(error), str(error))
 
 

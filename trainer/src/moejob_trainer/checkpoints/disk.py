@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from moejob_trainer.checkpoints.names import TEMPORARY
-from moejob_trainer.errors import BadConfiguration, Retryable
+from moejob_trainer.errors import BadConfiguration, TransientFailure
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _FORBIDDEN = frozenset({errno.EACCES, errno.EPERM})
@@ -109,9 +109,11 @@ def explained(doing: str, path: Path) -> Iterator[None]:
         raise _in_words(error, doing, path) from error
 
 
-def _in_words(error: OSError, doing: str, path: Path) -> BadConfiguration | Retryable:
+def _in_words(error: OSError, doing: str, path: Path) -> BadConfiguration | TransientFailure:
     problem = f"{doing} failed at {error.filename or path}: {error.strerror or error}"
     fix = _FIXES.get(error.errno or 0)
     if fix is None:
-        return Retryable(f"{problem}; the volume may answer again, the run resumes from the last complete checkpoint")
+        return TransientFailure(
+            f"{problem}; the volume may answer again, the run resumes from the last complete checkpoint"
+        )
     return BadConfiguration(f"{problem}; {fix}")

@@ -15,7 +15,7 @@ from moejob_trainer.checkpoints.commit import require_ours
 from moejob_trainer.checkpoints.coordination import Coordinator
 from moejob_trainer.checkpoints.disk import Disk
 from moejob_trainer.checkpoints.names import CHECKPOINTS, TEMPORARY, step_folder
-from moejob_trainer.checkpoints.verification import Check, Found, Refusal, checked, latest
+from moejob_trainer.checkpoints.verification import Found, Refusal, VerificationDepth, checked, latest
 from moejob_trainer.errors import BadConfiguration
 from moejob_trainer.runtime.fencing import FenceToken
 
@@ -115,11 +115,11 @@ def folder_of_run(named: Path) -> Path:
 def resumed(resume_from: str, named: Path, ranks: Coordinator) -> Found:
     """The good checkpoint in a run folder, its checkpoints folder, or a step folder. Every rank calls this."""
     if step_folder(named.name) is not None:
-        outcome = checked(named, Check.HASHES, ranks)
+        outcome = checked(named, VerificationDepth.HASHES, ranks)
         refused: tuple[Refusal, ...] = (outcome,) if isinstance(outcome, Refusal) else ()
         found = outcome if isinstance(outcome, Found) else None
     else:
-        search = latest(named if named.name == CHECKPOINTS else named / CHECKPOINTS, Check.HASHES, ranks)
+        search = latest(named if named.name == CHECKPOINTS else named / CHECKPOINTS, VerificationDepth.HASHES, ranks)
         found, refused = search.found, search.refused
     if found is None:
         raise BadConfiguration(_nothing_good(resume_from, named, refused))

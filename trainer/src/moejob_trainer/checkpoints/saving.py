@@ -20,13 +20,13 @@ from pydantic import TypeAdapter
 
 from moejob_api.job.storage import Resume
 from moejob_api.layout.sizes import Layout
-from moejob_trainer.checkpoints import Checkpoints, Found, Moment, Pending
+from moejob_trainer.checkpoints import CheckpointStore, Found, Moment, Pending
 from moejob_trainer.checkpoints.adapter_compatibility import AdapterFacts, refuse_other_adapters
 from moejob_trainer.checkpoints.manifest import EvaluationFacts
 from moejob_trainer.distributed import messages
 from moejob_trainer.errors import BadConfiguration
 from moejob_trainer.objectives import Objective
-from moejob_trainer.ranking import Score
+from moejob_trainer.ranking import EvaluationScore
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ class Evaluations(Protocol):
     def measure(self) -> str:
         """The number by which evaluations are compared."""
 
-    def kept(self, step: int) -> Score | None:
+    def kept(self, step: int) -> EvaluationScore | None:
         """Return the score of the evaluation after a step where its checkpoint is to be kept."""
 
     def state_dict(self) -> Mapping[str, Any]:
@@ -155,7 +155,7 @@ class RunCheckpoints:
     """Checkpoints of one run. `begun` is called when there is nothing to resume from."""
 
     def __init__(
-        self, store: Checkpoints, writer: RunWriter, state: StateFacts, begun: Callable[[], None] | None = None
+        self, store: CheckpointStore, writer: RunWriter, state: StateFacts, begun: Callable[[], None] | None = None
     ) -> None:
         self.store, self.writer, self.state, self.begun = store, writer, state, begun
 

@@ -25,10 +25,10 @@ from moejob_trainer.checkpoints.manifest import EvaluationFacts, Facts, FileEntr
 from moejob_trainer.checkpoints.names import StepFolder
 from moejob_trainer.checkpoints.policy import LastSave, is_due, room_complaint
 from moejob_trainer.checkpoints.run import RunFolder, other_run, own_run_folder, resumed
-from moejob_trainer.checkpoints.verification import Check, Found, Search, latest
+from moejob_trainer.checkpoints.verification import Found, Search, VerificationDepth, latest
 from moejob_trainer.checkpoints.writer import Pending, StateWriter
 from moejob_trainer.distributed.encoding import BOOLEAN, INTEGER, NOTHING
-from moejob_trainer.errors import BadConfiguration, Retryable
+from moejob_trainer.errors import BadConfiguration, TransientFailure
 
 _POLL_SECONDS = 0.02
 _ENTRIES = TypeAdapter(list[FileEntry])
@@ -75,7 +75,7 @@ def _worker() -> Executor:
 
 
 @dataclass(slots=True)
-class Checkpoints:
+class CheckpointStore:
     """Every rank's hand on the run's checkpoints. At most one save is under way at any time."""
 
     place: RunFolder
@@ -104,7 +104,7 @@ class Checkpoints:
     def start(self) -> Found | None:
         """Take the folder, clean it, and find what to resume from; nothing when the run begins from its model."""
         on_first_rank(self.ranks, self._open, NOTHING)
-        search = latest(self.place.checkpoints, Check.HASHES, self.ranks)
+        search = latest(self.place.checkpoints, VerificationDepth.HASHES, self.ranks)
         on_first_rank(self.ranks, lambda: set_aside(self.place, search, self.disk), NOTHING)
         self._begin_from(search.found)
         if search.found is not None or self.policy.resume_from is None:
@@ -199,7 +199,7 @@ class Checkpoints:
         try:
             with explained(doing, path):
                 yield
-        except (BadConfiguration, Retryable):
+        except (BadConfiguration, TransientFailure):
             # A newer attempt removes what this one writes, which is the reason, whatever the volume reports.
             self.place.require_ours("saves")
             raise

@@ -22,7 +22,7 @@ _DAMAGE = frozenset({errno.ENOENT, errno.EIO, errno.EISDIR, errno.ENOTDIR, errno
 _SHOWN = 5
 
 
-class Check(StrEnum):
+class VerificationDepth(StrEnum):
     """Depth of the verification of a checkpoint."""
 
     SIZES = "sizes"
@@ -90,7 +90,9 @@ def seen(checkpoints: Path) -> list[SeenFolder]:
     return sorted(found, key=lambda one: one.folder, reverse=True)
 
 
-def latest(checkpoints: Path, check: Check = Check.HASHES, ranks: Coordinator | None = None) -> Search:
+def latest(
+    checkpoints: Path, check: VerificationDepth = VerificationDepth.HASHES, ranks: Coordinator | None = None
+) -> Search:
     """The newest good checkpoint. Every rank calls this and gets the same answer."""
     refused: list[Refusal] = []
     coordinator = ranks or SingleRank()
@@ -103,11 +105,13 @@ def latest(checkpoints: Path, check: Check = Check.HASHES, ranks: Coordinator | 
     return Search(None, tuple(refused))
 
 
-def checked(path: Path, check: Check = Check.HASHES, ranks: Coordinator | None = None) -> Found | Refusal:
+def checked(
+    path: Path, check: VerificationDepth = VerificationDepth.HASHES, ranks: Coordinator | None = None
+) -> Found | Refusal:
     """The checkpoint in this folder, or why it is not good. Every rank calls this and gets the same answer."""
     coordinator = ranks or SingleRank()
     outcome = on_first_rank(coordinator, lambda: _opened(path), _OUTCOME)
-    if isinstance(outcome, Refusal) or check is Check.SIZES:
+    if isinstance(outcome, Refusal) or check is VerificationDepth.SIZES:
         return outcome
     share = divided(outcome.manifest.files, coordinator.size)[coordinator.rank]
     complaints = on_all_ranks(coordinator, lambda: _hash_complaints(path, share), _COMPLAINTS)

@@ -32,14 +32,14 @@ class StoredTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
+class SafetensorsFolder:
     """The tensors of a folder."""
 
     folder: Path
     tensors: Mapping[str, StoredTensor]
 
     @classmethod
-    def open(cls, folder: Path) -> Checkpoint:
+    def open(cls, folder: Path) -> SafetensorsFolder:
         """Read every file's header; InvalidSpec where a file is missing or broken."""
         single = folder / SINGLE_FILE
         if single.is_file():

@@ -13,7 +13,7 @@ import torch
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from moejob_api.layout.ranks import Group
+from moejob_api.layout.ranks import ParallelGroup
 from moejob_trainer.conversion.families import Table
 from moejob_trainer.conversion.groups import ModelGroups, gather_block, members
 from moejob_trainer.conversion.tensor_table import Piece, within
@@ -21,14 +21,14 @@ from moejob_trainer.distributed import messages
 from moejob_trainer.model.parameters import Coordinates, Parameter, Slices, division, local_shape, local_slices
 
 # Where a piece is held: the rank in each group that divides its parameter and not the piece itself.
-Home = tuple[tuple[Group, int], ...]
+Home = tuple[tuple[ParallelGroup, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
     """Recipe for putting one piece together in a layout; `gathered` are the axes on which it lies on several ranks."""
 
-    gathered: tuple[tuple[int, Group], ...]
+    gathered: tuple[tuple[int, ParallelGroup], ...]
     home: Home
 
     def is_held(self, place: Coordinates) -> bool:
@@ -41,7 +41,7 @@ class Holding:
     """Pieces that a rank could put together, and the first rank of each of its groups."""
 
     leads: frozenset[tuple[str, Home]]
-    first: Mapping[Group, int]
+    first: Mapping[ParallelGroup, int]
 
 
 _HOLDING = TypeAdapter(Holding)
@@ -165,8 +165,8 @@ def names(piece: Piece, table: Table) -> tuple[str, ...]:
 
 def assembly(piece: Piece, parameter: Parameter, place: Coordinates) -> Assembly:
     """Return how a piece is put together; equal on all ranks, because it looks at sizes only."""
-    several: list[tuple[int, Group]] = []
-    home: list[tuple[Group, int]] = []
+    several: list[tuple[int, ParallelGroup]] = []
+    home: list[tuple[ParallelGroup, int]] = []
     for axis, group in division(parameter, place):
         part = parameter.shape[axis] // place.within(group)[1]
         first, last = piece.region[axis].start // part, (piece.region[axis].stop - 1) // part
@@ -186,7 +186,7 @@ def _holding(state: Mapping[str, Tensor], table: Table, groups: ModelGroups) -> 
         if (how := assembly(piece, table.by_name[name], place)).is_held(place)
         and all(place.within(group)[0] == 0 for _, group in how.gathered)
     }
-    divisions = (Group.TENSOR, Group.EXPERT, Group.EXPERT_TENSOR)
+    divisions = (ParallelGroup.TENSOR, ParallelGroup.EXPERT, ParallelGroup.EXPERT_TENSOR)
     return Holding(frozenset(leads), {group: members(groups.over(group), groups.rank)[0] for group in divisions})
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moejob_api.layout.ranks import Group
+from moejob_api.layout.ranks import ParallelGroup
 from moejob_trainer.model.parameters import Coordinates
 
 
@@ -39,12 +39,12 @@ class ModelGroups:
         """This rank among all."""
         return _place(self.world)[0]
 
-    def over(self, group: Group) -> ProcessGroup | None:
+    def over(self, group: ParallelGroup) -> ProcessGroup | None:
         """The group that divides parameters in this way."""
         return {
-            Group.TENSOR: self.tensor,
-            Group.EXPERT: self.expert,
-            Group.EXPERT_TENSOR: self.expert_tensor,
+            ParallelGroup.TENSOR: self.tensor,
+            ParallelGroup.EXPERT: self.expert,
+            ParallelGroup.EXPERT_TENSOR: self.expert_tensor,
         }[group]
 
 

@@ -17,7 +17,7 @@ from moejob_api.models.reader import WHERE
 from moejob_api.problems import InvalidSpec, Problem, Rule
 from moejob_trainer.conversion.checkpoint import listed, unusable
 from moejob_trainer.conversion.families import Copy, Table
-from moejob_trainer.conversion.quantized import Weights, readable
+from moejob_trainer.conversion.quantized import TensorSource, readable
 from moejob_trainer.conversion.tensor_table import Piece, sizes, within
 from moejob_trainer.model.parameters import Coordinates, Parameter, Slices, local_shape, local_slices
 
@@ -30,7 +30,7 @@ _ITS_CONFIG = "use the config.json that was published with it"
 class Source:
     """A checkpoint that fits a model. `left_out` are MTP modules that it has and the model does without."""
 
-    checkpoint: Weights
+    checkpoint: TensorSource
     table: Table
     left_out: tuple[str, ...]
 
@@ -101,7 +101,7 @@ def import_weights(state: Mapping[str, Tensor], source: Source, place: Coordinat
         source.fill(target, parameter, local_slices(parameter, place))
 
 
-def _misfits(checkpoint: Weights, table: Table) -> Iterator[str]:
+def _misfits(checkpoint: TensorSource, table: Table) -> Iterator[str]:
     held, expected = checkpoint.tensors, _shapes(table)
     quantized = [name for name, stored in held.items() if stored.dtype not in _READABLE]
     if quantized:
@@ -134,7 +134,7 @@ def _advice(missing: set[str], table: Table) -> str:
     return f"download it again, or {_ITS_CONFIG}"
 
 
-def _left_out(checkpoint: Weights, table: Table) -> set[str]:
+def _left_out(checkpoint: TensorSource, table: Table) -> set[str]:
     """Tensors of MTP modules that the model does without; other layers beyond the last one are a mistake."""
     if table.shape.mtp_layers:
         return set()
@@ -146,7 +146,7 @@ def _left_out(checkpoint: Weights, table: Table) -> set[str]:
     return {name for name in checkpoint.tensors if _layer(name) in modules}
 
 
-def _meaningless(checkpoint: Weights) -> set[str]:
+def _meaningless(checkpoint: TensorSource) -> set[str]:
     """Tensors without elements, and what old files repeat although the rotary layer computes it."""
     return {
         name

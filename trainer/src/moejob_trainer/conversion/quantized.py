@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from moejob_trainer.conversion.checkpoint import Checkpoint, StoredTensor, unusable
+from moejob_trainer.conversion.checkpoint import SafetensorsFolder, StoredTensor, unusable
 from moejob_trainer.model.parameters import Slices
 
 _SCALE = "_scale_inv"
@@ -25,7 +25,7 @@ _PACKED = 32
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
-class Weights(Protocol):
+class TensorSource(Protocol):
     """Tensors by name, and parts of them."""
 
     @property
@@ -40,9 +40,9 @@ class Weights(Protocol):
         """One part of a tensor."""
 
 
-def readable(folder: Path) -> Weights:
+def readable(folder: Path) -> TensorSource:
     """The weights of a folder, dequantized where they have to be."""
-    checkpoint = Checkpoint.open(folder)
+    checkpoint = SafetensorsFolder.open(folder)
     names = checkpoint.tensors.keys()
     if any(name.endswith(_SCALE) for name in names):
         return BlockScaled(checkpoint, _block_size(folder))
@@ -55,7 +55,7 @@ def readable(folder: Path) -> Weights:
 class BlockScaled:
     """FP8 matrices with one scale for each block of them, in `NAME_scale_inv`."""
 
-    checkpoint: Checkpoint
+    checkpoint: SafetensorsFolder
     block: tuple[int, int]
 
     @property
@@ -97,7 +97,7 @@ class BlockScaled:
 class PackedFours:
     """Four-bit experts in `NAME_blocks` and `NAME_scales`, [expert, output, inputs by 32]; seen with inputs first."""
 
-    checkpoint: Checkpoint
+    checkpoint: SafetensorsFolder
 
     @property
     def folder(self) -> Path:

@@ -20,14 +20,14 @@ from moejob_trainer.conversion.export import ExportReport, Target, export
 from moejob_trainer.conversion.families import Table, table
 from moejob_trainer.conversion.groups import ModelGroups
 from moejob_trainer.conversion.loading import Source, opened
-from moejob_trainer.conversion.quantized import Weights
+from moejob_trainer.conversion.quantized import TensorSource
 from moejob_trainer.conversion.safetensors_writer import CorruptExport
 from moejob_trainer.conversion.templates import CONFIG_FILE
 from moejob_trainer.interchange.megatron_bridge import BridgedModel, bridged_model
 from moejob_trainer.interchange.naming import MegatronTensor, megatron_tensors
 from moejob_trainer.interchange.run_config import write_run_config
 from moejob_trainer.interchange.torch_dist import (
-    Entry,
+    IndexedKey,
     Stacks,
     TorchDistReader,
     WrittenTensor,
@@ -48,14 +48,14 @@ class MegatronWeights:
 
     reader: TorchDistReader
     table: Table
-    entries: Mapping[str, tuple[Entry, MegatronTensor]]
+    entries: Mapping[str, tuple[IndexedKey, MegatronTensor]]
 
     @classmethod
     def open(cls, folder: Path, table: Table, tensors: list[MegatronTensor]) -> MegatronWeights:
         """Find every tensor of a model; InvalidSpec where one is missing, or one is there that the model lacks."""
         reader = TorchDistReader(folder)
         stacks = [replace(_stacks(table), are_layers_stacked=stacked) for stacked in (True, False)]
-        entries: dict[str, tuple[Entry, MegatronTensor]] = {}
+        entries: dict[str, tuple[IndexedKey, MegatronTensor]] = {}
         for tensor in tensors:
             places = [entry(name, how) for name in tensor.names for how in stacks]
             found = next((place for place in places if place.key in reader.sizes), None)
@@ -80,7 +80,7 @@ class MegatronWeights:
         if wrong:
             raise unusable(f"{folder} has another number of layers or experts in {listed(wrong)}; {config}")
 
-    def _is_stacked_as(self, found: Entry, layers: int, experts: int) -> bool:
+    def _is_stacked_as(self, found: IndexedKey, layers: int, experts: int) -> bool:
         held = self.reader.sizes[found.key][: len(found.index)]
         return held in ((), (layers,), (experts,), (layers, experts))
 
@@ -182,7 +182,7 @@ def _stacks(declared: Table) -> Stacks:
     return Stacks(len(layers), max(experts), are_layers_stacked=len(experts) == 1)
 
 
-def _written(tensor: MegatronTensor, published: Weights, declared: Table, stacks: Stacks) -> WrittenTensor:
+def _written(tensor: MegatronTensor, published: TensorSource, declared: Table, stacks: Stacks) -> WrittenTensor:
     shapes = [declared.by_tensor[name].shape for name in tensor.published]
     shape = (sum(one[0] for one in shapes), *shapes[0][1:])
     stored = {published.tensors[name].dtype for name in tensor.published}
@@ -190,15 +190,15 @@ def _written(tensor: MegatronTensor, published: Weights, declared: Table, stacks
     return WrittenTensor(entry(tensor.names[0], stacks), shape, dtype, partial(_joined, tensor, published))
 
 
-def _joined(tensor: MegatronTensor, published: Weights) -> Tensor:
+def _joined(tensor: MegatronTensor, published: TensorSource) -> Tensor:
     return tensor.join([_whole(published, name) for name in tensor.published])
 
 
-def _whole(weights: Weights, name: str) -> Tensor:
+def _whole(weights: TensorSource, name: str) -> Tensor:
     return weights.read(name, tuple(slice(0, size) for size in weights.tensors[name].shape))
 
 
-def _compare(written: MegatronWeights, published: Weights) -> None:
+def _compare(written: MegatronWeights, published: TensorSource) -> None:
     for name in written.table.by_tensor:
         if not torch.equal(_whole(written, name), _whole(published, name)):
             raise CorruptExport(f"{written.folder}: {name} was read back with other values than were written")

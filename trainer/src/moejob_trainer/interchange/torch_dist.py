@@ -69,7 +69,7 @@ _INDEX_CLASSES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class IndexedKey:
     """The place of a tensor: a key, and its index along the axes by which layers and experts are stacked."""
 
     key: str
@@ -90,19 +90,19 @@ class Stacks:
         return both[: len(index)]
 
 
-def entry(name: str, stacks: Stacks) -> Entry:
+def entry(name: str, stacks: Stacks) -> IndexedKey:
     """Return where a tensor of Megatron's is: `decoder.layers.3.mlp.linear_fc2.weight` is [3] of a stack of layers."""
     layer = _LAYER.fullmatch(name)
     if layer is None:
-        return Entry(name)
+        return IndexedKey(name)
     number, rest = int(layer[1]), layer[2]
     expert = _EXPERT.fullmatch(rest)
     index: tuple[int, ...] = ()
     if expert is not None:
         rest, index = f"mlp.experts.experts.{expert[1]}.{expert[2]}", (int(expert[3]),)
     if stacks.are_layers_stacked:
-        return Entry(f"decoder.layers.{rest}", (number, *index))
-    return Entry(f"decoder.layers.{number}.{rest}", index)
+        return IndexedKey(f"decoder.layers.{rest}", (number, *index))
+    return IndexedKey(f"decoder.layers.{number}.{rest}", index)
 
 
 def iteration_folder(path: Path) -> Path:
@@ -139,7 +139,7 @@ class TorchDistReader:
         """Return the type of a tensor's elements."""
         return self._described[key].properties.dtype
 
-    def read(self, found: Entry) -> Tensor:
+    def read(self, found: IndexedKey) -> Tensor:
         """Return one tensor, without the axes by which it is stacked."""
         inside = self.sizes[found.key][len(found.index) :]
         offsets = (*found.index, *(0 for _ in inside))
@@ -191,7 +191,7 @@ class _Into(LoadPlanner):
 class WrittenTensor:
     """A tensor to write, made when its turn comes."""
 
-    place: Entry
+    place: IndexedKey
     shape: tuple[int, ...]
     dtype: torch.dtype
     make: Callable[[], Tensor]
@@ -206,7 +206,7 @@ def write(folder: Path, tensors: Sequence[WrittenTensor], stacks: Stacks) -> Non
     torch.save({"checkpoint_version": 3.0, "iteration": 0, "content_metadata": {}}, folder / "common.pt")
 
 
-def extra_states(places: Iterable[Entry], stacks: Stacks) -> list[str]:
+def extra_states(places: Iterable[IndexedKey], stacks: Stacks) -> list[str]:
     """Return the keys of what modules save beside weights: Megatron loads no checkpoint that lacks one it asks for."""
     modules = {(place.key.rpartition(".")[0], place.index) for place in places}
     attention = {(key.replace(".linear_proj", ".core_attention"), index) for key, index in modules}

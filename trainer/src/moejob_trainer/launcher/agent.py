@@ -42,10 +42,10 @@ from moejob_trainer.launcher.ending import (
     rank_fault,
 )
 from moejob_trainer.launcher.entry import RankCommand
-from moejob_trainer.launcher.log import Log
+from moejob_trainer.launcher.log import LauncherLog
 from moejob_trainer.launcher.memory import kills_for_memory
 from moejob_trainer.launcher.options import Options
-from moejob_trainer.launcher.pod import Pod
+from moejob_trainer.launcher.pod import TrainerPod
 from moejob_trainer.launcher.rank_processes import RankProcesses
 from moejob_trainer.launcher.rendezvous import Rendezvous, Round
 from moejob_trainer.launcher.stop import Stopped, StopRequest
@@ -54,7 +54,7 @@ from moejob_trainer.runtime.fencing import RESTART
 from moejob_trainer.runtime.heartbeats import BOARD, HeartbeatBoard
 from moejob_trainer.runtime.start_timing import START, LauncherTiming
 
-log = Log()
+log = LauncherLog()
 
 _POLL_SECONDS = 0.2
 # Left of the grace period for the termination message once the ranks have saved.
@@ -88,7 +88,7 @@ class LostFolder(Exception):
 class Agent:
     """One launcher. `run` may be called once."""
 
-    def __init__(self, pod: Pod, options: Options, stop: StopRequest, ranks: RankProcesses) -> None:
+    def __init__(self, pod: TrainerPod, options: Options, stop: StopRequest, ranks: RankProcesses) -> None:
         self._pod, self._target, self._stop, self._ranks = pod, options.target, stop, ranks
         self._rendezvous = Rendezvous(pod, stop, options.lost_seconds)
         self._board: HeartbeatBoard | None = None

@@ -19,10 +19,10 @@ from moejob_api.contract import Environment, Role
 from moejob_api.engine_starts import LOG_BYTES, EngineStarts
 from moejob_api.engines import colocated_per_pod
 from moejob_api.job.resources import Accelerator
-from moejob_trainer.launcher.log import Log
-from moejob_trainer.launcher.pod import Pod
+from moejob_trainer.launcher.log import LauncherLog
+from moejob_trainer.launcher.pod import TrainerPod
 
-log = Log()
+log = LauncherLog()
 
 _FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS = 1.0, 60.0
 _END_SECONDS = 20.0
@@ -37,7 +37,7 @@ class EngineCommand:
     environment: Mapping[str, str]
 
 
-def engine_commands(pod: Pod, environ: Mapping[str, str]) -> tuple[EngineCommand, ...]:
+def engine_commands(pod: TrainerPod, environ: Mapping[str, str]) -> tuple[EngineCommand, ...]:
     """Return the engines of a pod; none where they have pods of their own. Pure."""
     count = colocated_per_pod(pod.spec, pod.ranks_per_node)
     first = pod.index * count
@@ -55,7 +55,7 @@ def engine_commands(pod: Pod, environ: Mapping[str, str]) -> tuple[EngineCommand
     )
 
 
-def _gpus(pod: Pod, number: int, environ: Mapping[str, str]) -> dict[str, str]:
+def _gpus(pod: TrainerPod, number: int, environ: Mapping[str, str]) -> dict[str, str]:
     """The GPUs of one engine: as many as it spans, beside the ranks that use them too."""
     if pod.spec.grpo is None or pod.spec.resources.accelerator is not Accelerator.GPU:
         return {}
@@ -73,7 +73,7 @@ class EngineRefusal:
     message: str
 
 
-class EngineProcesses:
+class PodEngines:
     """The engines of one pod. The launcher's main thread alone starts, looks at and ends them."""
 
     def __init__(self, commands: Sequence[EngineCommand], logs: Path | None) -> None:

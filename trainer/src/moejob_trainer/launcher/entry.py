@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 from moejob_trainer.launcher.fork_server import SERVER, WARM, die_with_parent
-from moejob_trainer.launcher.log import Log
+from moejob_trainer.launcher.log import LauncherLog
 
-log = Log()
+log = LauncherLog()
 
 
 @dataclass(frozen=True, slots=True)

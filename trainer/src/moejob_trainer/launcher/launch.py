@@ -8,11 +8,11 @@ from pathlib import Path
 
 from moejob_api.contract import ExitCode, LastWord, Outcome
 from moejob_trainer.launcher.ending import ExitReport
-from moejob_trainer.launcher.engine_processes import EngineProcesses, engine_commands
+from moejob_trainer.launcher.engine_processes import PodEngines, engine_commands
 from moejob_trainer.launcher.http_server import ProgressServer
 from moejob_trainer.launcher.log import start_logging
 from moejob_trainer.launcher.options import Options
-from moejob_trainer.launcher.pod import BadEnvironment, Pod, pod_of
+from moejob_trainer.launcher.pod import BadEnvironment, TrainerPod, pod_of
 from moejob_trainer.launcher.rank_processes import RankProcesses
 from moejob_trainer.launcher.stop import StopRequest
 from moejob_trainer.launcher.termination_message import write
@@ -23,7 +23,7 @@ def launch(environ: Mapping[str, str], options: Options, stop: StopRequest) -> i
     start_logging()
     try:
         pod = pod_of(environ)
-        engines = EngineProcesses(engine_commands(pod, environ), options.logs)
+        engines = PodEngines(engine_commands(pod, environ), options.logs)
         try:
             report = _run(pod, options, stop, engines)
         finally:
@@ -38,7 +38,7 @@ def launch(environ: Mapping[str, str], options: Options, stop: StopRequest) -> i
     return report.exit_code
 
 
-def _run(pod: Pod, options: Options, stop: StopRequest, engines: EngineProcesses) -> ExitReport:
+def _run(pod: TrainerPod, options: Options, stop: StopRequest, engines: PodEngines) -> ExitReport:
     with tempfile.TemporaryDirectory(prefix="moejob-") as folder:
         ranks = RankProcesses(Path(folder), options.preload, options.logs, engines)
         # They start while ranks are imported, and read no weights before ranks send them.

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 _FIELDS = "fields"
 
 
-class Log:
+class LauncherLog:
     """A logger whose calls are an event and its fields."""
 
     def __init__(self) -> None:

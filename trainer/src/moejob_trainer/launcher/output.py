@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from moejob_trainer.launcher.log import Log
+from moejob_trainer.launcher.log import LauncherLog
 
-log = Log()
+log = LauncherLog()
 
 _CHUNK = 64 * 1024
 # A line without an end is passed on in pieces of this size.
@@ -62,7 +62,7 @@ class _LogFile:
             self.descriptor = None
 
 
-class Output:
+class RankOutput:
     """The output of the ranks of one round: `readers` are standard output and standard error of each rank."""
 
     def __init__(self, readers: Mapping[int, tuple[Connection, Connection]], logs: Path | None) -> None:

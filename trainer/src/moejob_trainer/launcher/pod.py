@@ -26,7 +26,7 @@ class BadEnvironment(ValueError):
     """The environment contradicts the contract; a retry would find the same."""
 
 
-class Pod(BaseModel):
+class TrainerPod(BaseModel):
     """One trainer pod. Each field is the variable of its name in the contract."""
 
     model_config = ConfigDict(frozen=True)
@@ -111,11 +111,11 @@ class Pod(BaseModel):
         return self.host if _is_loopback(self.host) else ""
 
 
-def pod_of(environ: Mapping[str, str]) -> Pod:
+def pod_of(environ: Mapping[str, str]) -> TrainerPod:
     """The pod that the environment describes; BadEnvironment names every variable that is wrong."""
     given = {name.name.lower(): environ[name] for name in Environment if environ.get(name) is not None}
     try:
-        return Pod.model_validate(given)
+        return TrainerPod.model_validate(given)
     except ValidationError as error:
         raise BadEnvironment("; ".join(_message(found["loc"], found["msg"]) for found in error.errors())) from None
 

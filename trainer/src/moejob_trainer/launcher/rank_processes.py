@@ -16,15 +16,15 @@ from multiprocessing import forkserver
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
-from moejob_trainer.launcher.engine_processes import EngineProcesses, EngineRefusal
+from moejob_trainer.launcher.engine_processes import EngineRefusal, PodEngines
 from moejob_trainer.launcher.entry import RankCommand, enter
 from moejob_trainer.launcher.fork_server import LAUNCHER, PRELOAD, WARM
-from moejob_trainer.launcher.log import Log
+from moejob_trainer.launcher.log import LauncherLog
 from moejob_trainer.launcher.orphans import Orphans
-from moejob_trainer.launcher.output import Output
+from moejob_trainer.launcher.output import RankOutput
 from moejob_trainer.launcher.stop import StopRequest
 
-log = Log()
+log = LauncherLog()
 
 # A process that the kernel cannot end (stuck on a GPU or a dead volume) is not waited for longer than this.
 _REAP_SECONDS = 20.0
@@ -38,7 +38,7 @@ _DYING_SECONDS = 0.5
 class RankProcesses:
     """The ranks of one pod, round after round."""
 
-    def __init__(self, folder: Path, preload: Sequence[str], logs: Path | None, engines: EngineProcesses) -> None:
+    def __init__(self, folder: Path, preload: Sequence[str], logs: Path | None, engines: PodEngines) -> None:
         self._engines = engines
         self.folder, self._logs, self._warm = folder, logs, folder / "warm"
         self._context = multiprocessing.get_context("forkserver")
@@ -48,7 +48,7 @@ class RankProcesses:
         forkserver.ensure_running()
         self._orphans = Orphans(lambda: self._engines.pids)
         self._processes: dict[int, ForkServerProcess] = {}
-        self._output: Output | None = None
+        self._output: RankOutput | None = None
         self._pids: Mapping[int, int] = {}
         self._exits: Mapping[int, int] = {}
 
@@ -77,7 +77,7 @@ class RankProcesses:
             writers += [output_end, errors_end]
         for writer in writers:
             writer.close()
-        self._output = Output(readers, self._logs)
+        self._output = RankOutput(readers, self._logs)
         self._poll()
         log.info("ranks started", ranks=[rank.number for rank in ranks], pids=list(self._pids.values()))
 

@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from torch._C._distributed_c10d import TCPStore
 
 from moejob_trainer.launcher.ending import Ending, FailureOrigin, ending_without
-from moejob_trainer.launcher.log import Log
-from moejob_trainer.launcher.pod import Pod
+from moejob_trainer.launcher.log import LauncherLog
+from moejob_trainer.launcher.pod import TrainerPod
 from moejob_trainer.launcher.stop import StopRequest
 from moejob_trainer.launcher.store import LostPeers, Store, is_listening, ranks_store
 
-log = Log()
+log = LauncherLog()
 
 _POLL_SECONDS = 0.2
 _HEARTBEAT_SECONDS = 1.0
@@ -43,7 +43,7 @@ class Round:
 class Rendezvous:
     """One launcher's part in the rounds of its attempt."""
 
-    def __init__(self, pod: Pod, stop: StopRequest, lost_seconds: float) -> None:
+    def __init__(self, pod: TrainerPod, stop: StopRequest, lost_seconds: float) -> None:
         self._pod, self._stop = pod, stop
         self.token = f"{pod.host}/{os.getpid()}/{os.urandom(4).hex()}"
         self._heartbeats = _PodHeartbeats(pod, lost_seconds)
@@ -229,7 +229,7 @@ class Rendezvous:
 class _PodHeartbeats:
     """Heartbeats of launchers. Each counts in the store; pod 0 checks that the counts move, by its own clock."""
 
-    def __init__(self, pod: Pod, lost_seconds: float) -> None:
+    def __init__(self, pod: TrainerPod, lost_seconds: float) -> None:
         self._pod, self.lost_seconds = pod, lost_seconds
         self._sent_at = 0.0
         self._checked_at = 0.0

@@ -58,7 +58,7 @@ class Operation(StrEnum):
     CONNECT = "connect"
 
 
-class Request(BaseModel):
+class StoreRequest(BaseModel):
     """One frame to the store."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
@@ -69,7 +69,7 @@ class Request(BaseModel):
     number: Annotated[int, Field(ge=-(2**40), le=2**40)] = 0
 
 
-class Answer(BaseModel):
+class StoreReply(BaseModel):
     """One frame from the store."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
@@ -88,25 +88,25 @@ class Entries:
         self._counts: dict[str, int] = {}
         self._left = limit_bytes
 
-    def answer(self, request: Request) -> Answer:
+    def answer(self, request: StoreRequest) -> StoreReply:
         """Do what is asked. May be called from any thread."""
         with self._lock:
             match request.operation:
                 case Operation.PUT_FIRST if request.name not in self._texts and not self._takes(request):
-                    return Answer(refused="the store is full")
+                    return StoreReply(refused="the store is full")
                 case Operation.PUT_FIRST:
-                    return Answer(text=self._texts.setdefault(request.name, request.text))
+                    return StoreReply(text=self._texts.setdefault(request.name, request.text))
                 case Operation.GET:
-                    return Answer(text=self._texts.get(request.name))
+                    return StoreReply(text=self._texts.get(request.name))
                 case Operation.COUNT if request.name not in self._counts and not self._takes(request):
-                    return Answer(refused="the store is full")
+                    return StoreReply(refused="the store is full")
                 case Operation.COUNT:
                     number = self._counts[request.name] = self._counts.get(request.name, 0) + request.number
-                    return Answer(number=number)
+                    return StoreReply(number=number)
                 case Operation.CONNECT:
-                    return Answer(refused="there is no such store of ranks")
+                    return StoreReply(refused="there is no such store of ranks")
 
-    def _takes(self, request: Request) -> bool:
+    def _takes(self, request: StoreRequest) -> bool:
         self._left -= len(request.name) + len(request.text)
         return self._left >= 0
 
@@ -140,10 +140,10 @@ class StoreServer:
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while True:
-            request = Request.model_validate_json(await read_frame(reader))
+            request = StoreRequest.model_validate_json(await read_frame(reader))
             if request.operation is Operation.CONNECT and request.number in self.ranks_ports:
                 ranks = await asyncio.open_connection(LOOPBACK, request.number)
-                await write_frame(writer, Answer().model_dump_json().encode())
+                await write_frame(writer, StoreReply().model_dump_json().encode())
                 await splice((reader, writer), ranks)
                 return
             await write_frame(writer, self._entries.answer(request).model_dump_json().encode())
@@ -158,10 +158,10 @@ class StoreClient:
         self._streams: Streams = loop.run(self._connected(), _ANSWER_SECONDS)
         self._forwarder: asyncio.Server | None = None
 
-    def answer(self, request: Request) -> Answer:
+    def answer(self, request: StoreRequest) -> StoreReply:
         """Ask the store."""
         with self._lock:
-            answer: Answer = self._loop.run(_asked(self._streams, request), _ANSWER_SECONDS)
+            answer: StoreReply = self._loop.run(_asked(self._streams, request), _ANSWER_SECONDS)
         return answer
 
     def forward(self, ranks_port: int) -> int:
@@ -175,7 +175,7 @@ class StoreClient:
         async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             with closing(writer), suppress(OSError, ValueError, TimeoutError, asyncio.IncompleteReadError, Stranger):
                 streams = await asyncio.wait_for(self._connected(), _ANSWER_SECONDS)
-                request = Request(operation=Operation.CONNECT, number=ranks_port)
+                request = StoreRequest(operation=Operation.CONNECT, number=ranks_port)
                 if not (await _asked(streams, request)).refused:
                     await splice((reader, writer), streams)
 
@@ -196,7 +196,11 @@ class Store:
     """The store as a launcher uses it. It ends with this object."""
 
     def __init__(
-        self, loop: LoopThread, answer: Callable[[Request], Answer], ranks_port: Callable[[int], int], port: int
+        self,
+        loop: LoopThread,
+        answer: Callable[[StoreRequest], StoreReply],
+        ranks_port: Callable[[int], int],
+        port: int,
     ) -> None:
         self._answer, self._ranks_port, self.port = answer, ranks_port, port
         weakref.finalize(self, loop.stop)
@@ -226,22 +230,22 @@ class Store:
 
     def put_first(self, name: str, text: str) -> str:
         """Write it unless it is there already; what is there now."""
-        return self._asked(Request(operation=Operation.PUT_FIRST, name=name, text=text)).text or ""
+        return self._asked(StoreRequest(operation=Operation.PUT_FIRST, name=name, text=text)).text or ""
 
     def get(self, name: str) -> str | None:
         """Return what is there."""
-        return self._asked(Request(operation=Operation.GET, name=name)).text
+        return self._asked(StoreRequest(operation=Operation.GET, name=name)).text
 
     def count(self, name: str, more: int = 1) -> int:
         """Add to a counter, which starts at 0; its new value."""
-        return self._asked(Request(operation=Operation.COUNT, name=name, number=more)).number
+        return self._asked(StoreRequest(operation=Operation.COUNT, name=name, number=more)).number
 
     def reach_ranks(self, ranks_port: int) -> int:
         """Return the port of this pod's loopback under which its ranks reach the store that pod 0 hosts for them."""
         with _reaching("the store of the ranks"):
             return self._ranks_port(ranks_port)
 
-    def _asked(self, request: Request) -> Answer:
+    def _asked(self, request: StoreRequest) -> StoreReply:
         with _reaching(request.name):
             answer = self._answer(request)
         if answer.refused:
@@ -267,10 +271,10 @@ def is_listening(host: str, port: int) -> bool:
     return True
 
 
-async def _asked(streams: Streams, request: Request) -> Answer:
+async def _asked(streams: Streams, request: StoreRequest) -> StoreReply:
     reader, writer = streams
     await write_frame(writer, request.model_dump_json().encode())
-    return Answer.model_validate_json(await read_frame(reader))
+    return StoreReply.model_validate_json(await read_frame(reader))
 
 
 @contextmanager

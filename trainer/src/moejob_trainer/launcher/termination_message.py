@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from moejob_api.contract import TERMINATION_BYTES, LastWord
-from moejob_trainer.launcher.log import Log
+from moejob_trainer.launcher.log import LauncherLog
 
-log = Log()
+log = LauncherLog()
 
 
 def write(word: LastWord, path: Path) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from moejob_trainer.layers.context_parallel import gathered_row
-from moejob_trainer.layers.documents import Documents, Span
+from moejob_trainer.layers.documents import AttentionSpan, Documents
 from moejob_trainer.layers.kernels import kernels
 from moejob_trainer.layers.precision import widened
 
@@ -79,7 +79,7 @@ def _whole_row(k: Tensor, v: Tensor, documents: Documents, group: dist.ProcessGr
 
 
 def _span_attended(
-    q: Tensor, k: Tensor, v: Tensor, span: Span, *, scale: float, window: int | None, sinks: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, span: AttentionSpan, *, scale: float, window: int | None, sinks: Tensor | None
 ) -> Tensor:
     last_key = span.first_key + span.keys
     # split, and not one slice a document: the gradient of a slice is as long as the whole row.

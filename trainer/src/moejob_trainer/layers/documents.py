@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Span:
+class AttentionSpan:
     """Neighbouring queries of one rank and the keys that they may look at, both in pieces of one document each.
 
     The last query of a piece is the last key of that piece: a causal mask is aligned at the bottom right.
@@ -113,14 +113,14 @@ class Documents:
         positions = torch.arange(self.row_tokens, device=self.cu_lengths.device)
         return in_row_order(positions, self.context_size)
 
-    def spans(self) -> tuple[Span, ...]:
+    def spans(self) -> tuple[AttentionSpan, ...]:
         """This rank's queries and their keys, one span for each run of neighbouring tokens."""
         return tuple(self._span(start, end) for start, end in self.held())
 
-    def _span(self, start: int, end: int) -> Span:
+    def _span(self, start: int, end: int) -> AttentionSpan:
         boundaries = pairwise(accumulate(self.lengths, initial=0))
         inside = [(first, min(last, end)) for first, last in boundaries if max(first, start) < min(last, end)]
-        return Span(
+        return AttentionSpan(
             first_key=inside[0][0],
             query_counts=tuple(last - max(first, start) for first, last in inside),
             key_counts=tuple(last - first for first, last in inside),

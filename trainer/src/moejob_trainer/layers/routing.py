@@ -206,7 +206,7 @@ def routing_entropy(logits: Tensor, routing: Routing, counted: Tensor | None = N
 
 
 @dataclass(frozen=True, eq=False)
-class Load:
+class ExpertLoad:
     """The spread of tokens over the experts of each layer; tensors, so that reading it can wait."""
 
     imbalance: Tensor
@@ -217,11 +217,11 @@ class Load:
     """Of the shares, over its largest value: one when balanced, zero when one expert gets all."""
 
 
-def load(counts: Tensor) -> Load:
+def load(counts: Tensor) -> ExpertLoad:
     """The load behind the counts [..., E]."""
     experts = counts.shape[-1]
     shares = counts.float() / counts.sum(-1, keepdim=True).clamp(min=1)
-    return Load(
+    return ExpertLoad(
         imbalance=shares.amax(-1) * experts,
         idle_experts=(counts == 0).sum(-1),
         entropy=torch.special.entr(shares).sum(-1) / math.log(max(experts, 2)),

@@ -51,7 +51,7 @@ _NAMES = TypeAdapter(list[str])
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class EnginePlacement:
     """The groups, device and control group that the engine runs on."""
 
     groups: Groups
@@ -73,7 +73,7 @@ class MegatronEngine:
         model: Architecture,
         spec: Spec,
         stages: Sequence[Stage],
-        placement: Placement,
+        placement: EnginePlacement,
         learning_rate: Callable[[int], float],
     ) -> None:
         self.model, self.spec, self.stages = model, spec, [*stages]

@@ -110,7 +110,7 @@ class ShardedAdamW:
     def _update_at_once(self, piece: OptimizerShard, learning_rate: float, gradient_scale: float) -> None:
         """Update a piece in one pass over its memory, its weight included."""
         fused, given = _kernels(piece), self.numbers
-        numbers = fused.Numbers(
+        numbers = fused.AdamWStep(
             step=self.steps,
             learning_rate=learning_rate,
             gradient_scale=gradient_scale,

@@ -24,9 +24,9 @@ from moejob_api.job.base import Dtype
 from moejob_trainer.checkpoints.shards import ShardSpec, shards_of_range
 from moejob_trainer.distributed.collectives import all_gather_alike
 from moejob_trainer.distributed.groups import Group, Groups
-from moejob_trainer.model.layer import Layer
+from moejob_trainer.model.layer import TransformerLayer
 from moejob_trainer.model.linear import is_expert
-from moejob_trainer.model.moe_layer import Experts
+from moejob_trainer.model.moe_layer import LocalExperts
 from moejob_trainer.model.stage import Stage
 
 
@@ -59,19 +59,19 @@ class Sharded:
 
 
 @dataclass(frozen=True, slots=True)
-class Precision:
+class WeightTypes:
     """The type that weights compute in, and the one that their gradients are summed in."""
 
     weights: torch.dtype
     gradients: torch.dtype
 
 
-def precision(weights: Dtype, gradients: Dtype) -> Precision:
+def precision(weights: Dtype, gradients: Dtype) -> WeightTypes:
     """Return the types that a job asks for."""
-    return Precision(getattr(torch, weights.value), getattr(torch, gradients.value))
+    return WeightTypes(getattr(torch, weights.value), getattr(torch, gradients.value))
 
 
-def fully_sharded(stage: Stage, types: Precision, groups: Groups, device: torch.device) -> Stage:
+def fully_sharded(stage: Stage, types: WeightTypes, groups: Groups, device: torch.device) -> Stage:
     """A stage made on the meta device, as this rank's shares on a real one; their values are not set."""
     marks = {name: dict(vars(parameter)) for name, parameter in stage.named_parameters()}
     shapes = {name: tuple(parameter.shape) for name, parameter in stage.named_parameters()}
@@ -146,14 +146,14 @@ def _flatten(stage: Stage) -> None:
                 setattr(module, name, flat)
 
 
-def _divide(stage: Stage, types: Precision, device: torch.device) -> None:
+def _divide(stage: Stage, types: WeightTypes, device: torch.device) -> None:
     """Each layer travels alone, its experts apart from it: their replicas are other ranks."""
     replicas = _mesh(parallel_state.get_data_parallel_group(with_context_parallel=True), device)
     expert_replicas = _mesh(parallel_state.get_expert_data_parallel_group(), device)
     # Rows of documents are integers, rotations stay float32.
     policy = MixedPrecisionPolicy(types.weights, types.gradients, cast_forward_inputs=False)
-    for layer in [module for module in stage.modules() if isinstance(module, Layer)]:
-        for experts in [module for module in layer.modules() if isinstance(module, Experts)]:
+    for layer in [module for module in stage.modules() if isinstance(module, TransformerLayer)]:
+        for experts in [module for module in layer.modules() if isinstance(module, LocalExperts)]:
             fully_shard(experts, mesh=expert_replicas, mp_policy=policy)
         fully_shard(layer, mesh=replicas, mp_policy=policy)
     # The vocabulary's matrices stay whole between the passes: they are the last that one needs and the first of the

@@ -22,14 +22,14 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from moejob_api.job import Spec
-from moejob_api.layout.ranks import Group as LayoutGroup
+from moejob_api.layout.ranks import ParallelGroup as LayoutGroup
 from moejob_trainer.checkpoints.shards import ShardSpec, shards_of_range
 from moejob_trainer.distributed import messages
 from moejob_trainer.distributed.groups import Group
 from moejob_trainer.megatron.engine import MegatronEngine
 from moejob_trainer.megatron.optimizer import OptimizerShard, counts_here
 from moejob_trainer.megatron.sharding import local_shards, sharded_as
-from moejob_trainer.megatron.stored_shards import SHARDS, Kind, ShardFiles, StoredShard, require_shape, shards_in
+from moejob_trainer.megatron.stored_shards import SHARDS, ShardFiles, StoredShard, TensorRole, require_shape, shards_in
 from moejob_trainer.megatron.weights import coordinates, named_weights
 from moejob_trainer.model.adapters import adapters, is_adapter
 from moejob_trainer.model.linear import is_tied_copy
@@ -42,7 +42,7 @@ _SYSTEM_ERROR = re.compile(r"os error (\d+)")
 class Held:
     """A shard of one tensor of the whole model, and where this rank keeps it."""
 
-    kind: Kind
+    kind: TensorRole
     name: str
     shard: ShardSpec
     # A view: reading into it sets the state.
@@ -84,7 +84,7 @@ class StateFiles:
 
     def read(self, folder: Path, *, weights_only: bool) -> None:
         """Set this rank's state, or only its weights, from what the ranks of any layout wrote."""
-        kinds = frozenset({Kind.WEIGHT}) if weights_only else frozenset(Kind)
+        kinds = frozenset({TensorRole.WEIGHT}) if weights_only else frozenset(TensorRole)
         stored = _index(folder, self.engine.groups.world)
         files = ShardFiles(folder)
         absent = _may_be_absent(self.parameters, stored) if weights_only else frozenset[str]()
@@ -137,9 +137,9 @@ class StateFiles:
         name = _name(piece.name, piece.parameter)
         origin = [part.start for part in local_slices(self.parameters[name], coordinates(self.engine.groups))]
         states = {
-            Kind.WEIGHT: piece.main,
-            Kind.FIRST_MOMENT: piece.first_moment,
-            Kind.SECOND_MOMENT: piece.second_moment,
+            TensorRole.WEIGHT: piece.main,
+            TensorRole.FIRST_MOMENT: piece.first_moment,
+            TensorRole.SECOND_MOMENT: piece.second_moment,
         }
         # Replicas of a piece lie on other tensor ranks, or at the other end of a tied model.
         is_own = counts_here(piece.parameter, self.engine.groups)
@@ -164,7 +164,7 @@ class StateFiles:
         if sharded_as(tensor) is None:
             is_own = is_own and replicas.rank == 0
         for shard, part in local_shards(tensor):
-            yield Held(Kind.WEIGHT, name, shard.moved(origin), part, is_own)
+            yield Held(TensorRole.WEIGHT, name, shard.moved(origin), part, is_own)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,18 +202,18 @@ def _name(name: str, parameter: nn.Parameter) -> str:
     return "embedding.weight" if is_tied_copy(parameter) else name
 
 
-def _index(folder: Path, world: Group) -> Mapping[tuple[Kind, str], list[StoredShard]]:
+def _index(folder: Path, world: Group) -> Mapping[tuple[TensorRole, str], list[StoredShard]]:
     """Return every shard of a checkpoint; each rank reads the headers of its share of the files."""
     files = sorted(path.name for path in folder.glob("state-*.safetensors"))
     share = [stored for file in files[world.rank :: world.size] for stored in shards_in(folder, file)]
     everyones = messages.all_gather(share, _SHARE, world.handle if world.size > 1 else None)
-    index: dict[tuple[Kind, str], list[StoredShard]] = {}
+    index: dict[tuple[TensorRole, str], list[StoredShard]] = {}
     for stored in (stored for of_one in everyones for stored in of_one):
         index.setdefault((stored.kind, stored.name), []).append(stored)
     return index
 
 
-def _may_be_absent(ours: Iterable[str], stored: Iterable[tuple[Kind, str]]) -> frozenset[str]:
+def _may_be_absent(ours: Iterable[str], stored: Iterable[tuple[TensorRole, str]]) -> frozenset[str]:
     """Return what another job's checkpoint need not hold for one with adapters.
 
     Beside adapters, the weights that it trained none of: they are the published ones. Where there are none, adapters

@@ -24,7 +24,7 @@ STATE_FORMAT = "boxes-2"
 SHARDS = "boxes"
 
 
-class Kind(StrEnum):
+class TensorRole(StrEnum):
     """The role of a stored tensor: weight, copy or moment."""
 
     WEIGHT = "weight"
@@ -42,7 +42,7 @@ class StoredShard:
 
     file: str
     key: str
-    kind: Kind
+    kind: TensorRole
     name: str
     # Of the whole tensor.
     shape: tuple[int, ...]
@@ -54,7 +54,7 @@ def shards_in(folder: Path, file: str) -> Iterator[StoredShard]:
     with safe_open(folder / file, framework="pt") as opened:
         for number, entry in enumerate(json.loads(opened.metadata()[SHARDS])):
             shard = ShardSpec(tuple(entry["start"]), tuple(entry["size"]))
-            yield StoredShard(file, str(number), Kind(entry["kind"]), entry["name"], tuple(entry["shape"]), shard)
+            yield StoredShard(file, str(number), TensorRole(entry["kind"]), entry["name"], tuple(entry["shape"]), shard)
 
 
 def require_shape(parameter: Parameter, stored: Sequence[StoredShard], folder: Path) -> None:

@@ -7,7 +7,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from moejob_api.layout.ranks import Place, place
+from moejob_api.layout.ranks import RankPlace, place
 from moejob_api.layout.sizes import Layout
 from moejob_trainer.distributed.groups import Group, Groups
 
@@ -64,7 +64,7 @@ def _group(handle: dist.ProcessGroup) -> Group:
     return Group(handle.rank(), size, handle) if size > 1 else Group()
 
 
-def _expect(groups: Groups, planned: Place) -> None:
+def _expect(groups: Groups, planned: RankPlace) -> None:
     """A rank map that differs would train a wrong model without an error."""
     made = {
         "tensor": groups.tensor.rank,

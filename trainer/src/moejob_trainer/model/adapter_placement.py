@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from moejob_api.job.training import Lora
-from moejob_api.layout.ranks import Group
+from moejob_api.layout.ranks import ParallelGroup
 from moejob_trainer.model.adapters import Adapter, DropoutMask, Matrix, adapter_names, matrix_of
 from moejob_trainer.model.linear import is_expert, is_partial, is_tensor_replica, mark_expert, mark_partial
 from moejob_trainer.model.parameters import Parameter
@@ -35,7 +35,7 @@ def _parameters(weight: nn.Parameter, declared: Parameter, matrix: Matrix, rank:
         mark_partial(b, is_partial=is_partial(weight))
     else:
         # The one that is whole everywhere meets only this rank's share of the other.
-        cut = next(axis for axis, group in declared.divided if group is not Group.EXPERT)
+        cut = next(axis for axis, group in declared.divided if group is not ParallelGroup.EXPERT)
         mark_partial(a if cut < first_input else b)
     if is_expert(weight):
         mark_expert(a)

@@ -26,7 +26,7 @@ from moejob_trainer.model.packed_batch import PackedBatch
 from moejob_trainer.model.recompute import discarded, recomputed
 
 
-class Layer(nn.Module):
+class TransformerLayer(nn.Module):
     """Attention, then a feed-forward network or experts, each behind a norm and beside a residual."""
 
     def __init__(self, shape: LayerShape, model: Architecture, spec: Spec, groups: Groups) -> None:

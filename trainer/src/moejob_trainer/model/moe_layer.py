@@ -55,7 +55,7 @@ class Router(nn.Module):
         return router_logits(x, self.weight, self.bias, self.dtype)
 
 
-class Experts(nn.Module):
+class LocalExperts(nn.Module):
     """The experts of this rank: rows sorted by expert go through all of them at once."""
 
     def __init__(self, shape: ExpertShape, hidden: int, groups: Groups, settings: MoESettings) -> None:
@@ -116,7 +116,7 @@ class MoELayer(nn.Module):
         super().__init__()
         self.shape, self.groups, self.settings = shape, groups, settings
         self.router = Router(shape, hidden, share, settings)
-        self.experts = Experts(shape, hidden, groups, settings)
+        self.experts = LocalExperts(shape, hidden, groups, settings)
         self.balance = Balance(settings.routing, settings.moe, settings.balancing, groups)
         self.shared: GatedMLP | None = None
         self.shared_gate: Linear | None = None

@@ -13,7 +13,7 @@ from moejob_api.job.training import RecomputeGranularity
 from moejob_api.models.shape import Layer as LayerShape
 from moejob_trainer.distributed.groups import Groups
 from moejob_trainer.model.architecture import Architecture
-from moejob_trainer.model.layer import Layer, norm
+from moejob_trainer.model.layer import TransformerLayer, norm
 from moejob_trainer.model.linear import Linear, TensorShare, mark_partial
 from moejob_trainer.model.packed_batch import PackedBatch
 from moejob_trainer.model.recompute import recomputed
@@ -29,7 +29,7 @@ class MTPModule(nn.Module):
         # Whole on every tensor rank: each projects its own rows.
         self.projection = Linear((hidden,), (2 * hidden,))
         mark_partial(self.projection.weight, is_partial=share.sequence_parallel)
-        self.layer = Layer(shape, model, spec, groups)
+        self.layer = TransformerLayer(shape, model, spec, groups)
         self.final_norm = norm(hidden, model, share)
         self.is_recomputed = spec.training.recompute.granularity is RecomputeGranularity.FULL
 

@@ -12,7 +12,7 @@ from itertools import chain
 from typing import assert_never
 
 from moejob_api.arithmetic import round_up
-from moejob_api.layout.ranks import Group
+from moejob_api.layout.ranks import ParallelGroup
 from moejob_api.models.reader import refused
 from moejob_api.models.shape import (
     Attention,
@@ -41,7 +41,7 @@ class Parameter:
 
     name: str
     shape: tuple[int, ...]
-    divided: tuple[tuple[int, Group], ...] = ()
+    divided: tuple[tuple[int, ParallelGroup], ...] = ()
     may_be_whole: bool = False
     is_buffer: bool = False
 
@@ -57,14 +57,14 @@ class Coordinates:
     expert_tensor_rank: int = 0
     expert_tensor_size: int = 1
 
-    def within(self, group: Group) -> tuple[int, int]:
+    def within(self, group: ParallelGroup) -> tuple[int, int]:
         """Rank and size of a group."""
         match group:
-            case Group.TENSOR:
+            case ParallelGroup.TENSOR:
                 return self.tensor_rank, self.tensor_size
-            case Group.EXPERT:
+            case ParallelGroup.EXPERT:
                 return self.expert_rank, self.expert_size
-            case Group.EXPERT_TENSOR:
+            case ParallelGroup.EXPERT_TENSOR:
                 return self.expert_tensor_rank, self.expert_tensor_size
             case _:
                 raise ValueError(f"the {group} group divides no parameter")
@@ -100,7 +100,7 @@ def layer_parameters(shape: ModelShape, layer: Layer, prefix: str) -> tuple[Para
     return tuple(replace(parameter, name=f"{prefix}.{parameter.name}") for parameter in inside)
 
 
-def division(parameter: Parameter, place: Coordinates) -> tuple[tuple[int, Group], ...]:
+def division(parameter: Parameter, place: Coordinates) -> tuple[tuple[int, ParallelGroup], ...]:
     """The axes that are cut in a layout: all that are declared, but for what stays whole there."""
     return tuple((axis, group) for axis, group in parameter.divided if _is_cut(parameter, axis, place.within(group)[1]))
 
@@ -167,10 +167,10 @@ def _feed_forward(hidden: int, mlp: FeedForward) -> Iterator[Parameter]:
             assert_never(mlp)
 
 
-_TENSOR_0 = ((0, Group.TENSOR),)
-_TENSOR_1 = ((1, Group.TENSOR),)
-_EXPERT = (0, Group.EXPERT)
-_WIDTH = (2, Group.EXPERT_TENSOR)
+_TENSOR_0 = ((0, ParallelGroup.TENSOR),)
+_TENSOR_1 = ((1, ParallelGroup.TENSOR),)
+_EXPERT = (0, ParallelGroup.EXPERT)
+_WIDTH = (2, ParallelGroup.EXPERT_TENSOR)
 
 
 def _grouped(hidden: int, attention: GroupedAttention) -> Iterator[Parameter]:

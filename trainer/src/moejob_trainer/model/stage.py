@@ -22,7 +22,7 @@ from moejob_trainer.layers.vocabulary import likeliest_tokens, token_log_probabi
 from moejob_trainer.model.adapter_placement import adapt
 from moejob_trainer.model.adapters import dropout_key
 from moejob_trainer.model.architecture import Architecture
-from moejob_trainer.model.layer import Layer, norm
+from moejob_trainer.model.layer import TransformerLayer, norm
 from moejob_trainer.model.linear import TensorShare, mark_tied
 from moejob_trainer.model.multi_token_prediction import MTPModule
 from moejob_trainer.model.offload import Offloading
@@ -149,7 +149,7 @@ class Stage(nn.Module):
         self.share = TensorShare(groups.tensor, spec.parallelism.sequence_parallel)
         shape = model.shape
         self.layers = nn.ModuleDict(
-            {str(index): Layer(shape.layers[index], model, spec, groups) for index in place.layers}
+            {str(index): TransformerLayer(shape.layers[index], model, spec, groups) for index in place.layers}
         )
         if place.is_first or (place.is_last and self.shares_embedding):
             self.embedding = Embedding(shape, self.share)

@@ -25,14 +25,14 @@ from transformers.utils.logging import disable_progress_bar
 
 from moejob_trainer.conversion.adapters import WEIGHTS_FILE, names_of_pair
 from moejob_trainer.conversion.checkpoint import StoredTensor, unusable
-from moejob_trainer.conversion.quantized import Weights
+from moejob_trainer.conversion.quantized import TensorSource
 from moejob_trainer.model.parameters import Slices
 
 
 class Reference:
     """Transformers' model of some weights. `config_folder` holds their config.json."""
 
-    def __init__(self, weights: Weights, config_folder: Path, dtype: torch.dtype) -> None:
+    def __init__(self, weights: TensorSource, config_folder: Path, dtype: torch.dtype) -> None:
         disable_progress_bar()
         config = AutoConfig.from_pretrained(config_folder)
         # Weights are seen dequantized here.
@@ -124,12 +124,12 @@ class Reference:
 class AdaptedWeights:
     """Weights to which adapters in PEFT's format are added."""
 
-    base: Weights
+    base: TensorSource
     adapters: Mapping[str, Tensor]
     scale: float
 
     @classmethod
-    def read_from(cls, base: Weights, folder: Path, scale: float) -> AdaptedWeights:
+    def read_from(cls, base: TensorSource, folder: Path, scale: float) -> AdaptedWeights:
         """With the adapters of a folder; `scale` is alpha over rank."""
         return cls(base, load_file(folder / WEIGHTS_FILE), scale)
 

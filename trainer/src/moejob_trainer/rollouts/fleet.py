@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from moejob_api.contract import HttpPath
 from moejob_trainer.rollouts.connection import Connection, EngineLost, RequestRefused
-from moejob_trainer.rollouts.wire import Label, WeightInfo
+from moejob_trainer.rollouts.wire import WeightInfo, WeightsLabel
 
 T = TypeVar("T")
 
@@ -26,7 +26,7 @@ class NoEngine(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class FleetLimits:
     """Times and numbers of a fleet; the defaults suit models that take minutes to start and to answer."""
 
     # Engines are awaited for this long, at the start and when none is left.
@@ -43,7 +43,7 @@ class Limits:
 
 
 @dataclass(eq=False)
-class Engine:
+class RolloutEngine:
     """One engine as this rank knows it."""
 
     url: str
@@ -54,45 +54,47 @@ class Engine:
     # It answers, and has other weights than the published ones, which nothing can bring it before the next publication.
     is_outdated: bool = False
     # The weights that it has been proven to compute with. It says their name before it is resumed and probed.
-    proven: Label | None = None
+    proven: WeightsLabel | None = None
     # Done when it is lost, with everything that is in flight there.
     lost: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 # Brings an engine that was away to the published weights.
-CatchUp = Callable[[Engine], Awaitable[None]]
+CatchUp = Callable[[RolloutEngine], Awaitable[None]]
 
 
 class Fleet:
     """The engines, and who is asked next."""
 
-    def __init__(self, urls: Sequence[str], connection: Connection, limits: Limits) -> None:
-        self.engines = tuple(Engine(url) for url in urls)
+    def __init__(self, urls: Sequence[str], connection: Connection, limits: FleetLimits) -> None:
+        self.engines = tuple(RolloutEngine(url) for url in urls)
         self.connection, self.limits = connection, limits
-        self.label: Label | None = None
+        self.label: WeightsLabel | None = None
         self.catch_up: CatchUp | None = None
-        self._homes: dict[int, Engine] = {}
+        self._homes: dict[int, RolloutEngine] = {}
         self._members: Counter[int] = Counter()
         self._changed = asyncio.Condition()
         self._watch: asyncio.Task[None] | None = None
         self._none_since = time.monotonic()
 
     @property
-    def serving(self) -> tuple[Engine, ...]:
+    def serving(self) -> tuple[RolloutEngine, ...]:
         """Engines that can be asked."""
         return tuple(engine for engine in self.engines if engine.serves)
 
     # --- asking -------------------------------------------------------------------------------------------------------
 
-    async def get(self, engine: Engine, path: str, seconds: float) -> bytes:
+    async def get(self, engine: RolloutEngine, path: str, seconds: float) -> bytes:
         """Read a page of an engine."""
         return await self.connection.get(engine.url + path, seconds)
 
-    async def post(self, engine: Engine, path: str, body: dict[str, Any] | None = None, seconds: float = 0.0) -> bytes:
+    async def post(
+        self, engine: RolloutEngine, path: str, body: dict[str, Any] | None = None, seconds: float = 0.0
+    ) -> bytes:
         """Ask an engine."""
         return await self.connection.post(engine.url + path, body, seconds or self.limits.silence_seconds)
 
-    async def take(self, group: int) -> Engine:
+    async def take(self, group: int) -> RolloutEngine:
         """Return the engine for a member of a group, once one has room; NoEngine when none has come for long."""
         async with self._changed:
             while (engine := self._next(group)) is None:
@@ -102,7 +104,7 @@ class Fleet:
             self._homes[group] = engine
             return engine
 
-    async def give(self, engine: Engine, group: int) -> None:
+    async def give(self, engine: RolloutEngine, group: int) -> None:
         """Say that an engine has one request less."""
         async with self._changed:
             engine.in_flight -= 1
@@ -117,7 +119,7 @@ class Fleet:
             while self.serving or not any(engine.is_outdated for engine in self.engines):
                 await self._changed.wait()
 
-    async def until_lost(self, engine: Engine, asked: Awaitable[T]) -> T:
+    async def until_lost(self, engine: RolloutEngine, asked: Awaitable[T]) -> T:
         """Await something of an engine; EngineLost as soon as it is lost."""
         asking, losing = asyncio.ensure_future(asked), asyncio.ensure_future(engine.lost.wait())
         try:
@@ -129,7 +131,7 @@ class Fleet:
             asking.cancel()
             losing.cancel()
 
-    def _next(self, group: int) -> Engine | None:
+    def _next(self, group: int) -> RolloutEngine | None:
         free = [engine for engine in self.serving if engine.in_flight < self.limits.in_flight]
         home = self._homes.get(group)
         if home in free:
@@ -150,7 +152,7 @@ class Fleet:
 
     # --- who serves ---------------------------------------------------------------------------------------------------
 
-    async def enlist(self, engine: Engine) -> None:
+    async def enlist(self, engine: RolloutEngine) -> None:
         """Let an engine serve that has been proven to have the published weights."""
         async with self._changed:
             engine.serves, engine.reason, engine.is_outdated = True, "", False
@@ -158,7 +160,7 @@ class Fleet:
             engine.lost.clear()
             self._changed.notify_all()
 
-    async def lose(self, engine: Engine, reason: str, *, is_outdated: bool = False) -> None:
+    async def lose(self, engine: RolloutEngine, reason: str, *, is_outdated: bool = False) -> None:
         """Ask an engine nothing more, and give up what is in flight there."""
         async with self._changed:
             if engine.serves and len(self.serving) == 1:
@@ -184,7 +186,7 @@ class Fleet:
             await asyncio.gather(*(self._look_at(engine) for engine in self.engines))
             await asyncio.sleep(self.limits.look_seconds)
 
-    async def _look_at(self, engine: Engine) -> None:
+    async def _look_at(self, engine: RolloutEngine) -> None:
         try:
             label = await self.label_of(engine)
             if label == str(self.label) and engine.proven == self.label:
@@ -204,14 +206,14 @@ class Fleet:
             return f"has been given the weights {label} and was lost before it proved them"
         return f"has weights {label!r} and not {self.label}"
 
-    async def label_of(self, engine: Engine) -> str:
+    async def label_of(self, engine: RolloutEngine) -> str:
         """Return the name of the weights that an engine says it has."""
         body = await self.get(engine, "/weight_info", self.limits.silence_seconds)
         return WeightInfo.model_validate_json(body).weight_version
 
     # --- starting -----------------------------------------------------------------------------------------------------
 
-    async def reached(self, seconds: float) -> tuple[Engine, ...]:
+    async def reached(self, seconds: float) -> tuple[RolloutEngine, ...]:
         """Return the engines that are ready: at the start all of them, if they are within this time; later any.
 
         In the middle of a run those that are away may be away for good, and those that return get the weights then, or
@@ -228,7 +230,7 @@ class Fleet:
                 raise NoEngine(f"no engine is ready after {seconds:g} s: {self.reasons()}")
             await asyncio.sleep(self.limits.look_seconds)
 
-    async def _is_ready(self, engine: Engine) -> bool:
+    async def _is_ready(self, engine: RolloutEngine) -> bool:
         try:
             await self.get(engine, HttpPath.READY, self.limits.silence_seconds)
         except (EngineLost, RequestRefused) as error:

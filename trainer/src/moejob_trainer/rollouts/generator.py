@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moejob_trainer.rollouts.connection import EngineLost
-from moejob_trainer.rollouts.fleet import Engine, Fleet
+from moejob_trainer.rollouts.fleet import Fleet, RolloutEngine
 from moejob_trainer.rollouts.interface import Answer, Request, Sampling
 from moejob_trainer.rollouts.wire import GENERATE, BadAnswer, generate_body, read_answer
 
@@ -43,7 +43,7 @@ class FleetGenerator:
                 await self._fleet.give(engine, request.group)
         raise AnswerFailed(f"member {request.member} of group {request.group} failed {_TRIES} times: {reasons}")
 
-    async def _asked(self, engine: Engine, request: Request, sampling: Sampling) -> Answer:
+    async def _asked(self, engine: RolloutEngine, request: Request, sampling: Sampling) -> Answer:
         label = self._fleet.label
         if label is None:
             raise EngineLost("no weights have been published")

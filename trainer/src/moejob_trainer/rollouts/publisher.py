@@ -21,10 +21,10 @@ from torch.distributed import ProcessGroup
 from moejob_trainer.distributed import messages
 from moejob_trainer.distributed.encoding import TEXT
 from moejob_trainer.rollouts.connection import EngineLost
-from moejob_trainer.rollouts.fleet import Engine, Fleet
+from moejob_trainer.rollouts.fleet import Fleet, RolloutEngine
 from moejob_trainer.rollouts.interface import EnginesLost, Floats, SyncReport, Tokens
-from moejob_trainer.rollouts.sync import Load, Sync
-from moejob_trainer.rollouts.wire import Label
+from moejob_trainer.rollouts.sync import Load, WeightSync
+from moejob_trainer.rollouts.wire import WeightsLabel
 
 # A longer text shows no more: each layer and most experts take part in it.
 PROBE_TOKENS = 48
@@ -54,7 +54,7 @@ class WrongWeights(RuntimeError):
 class Sent:
     """The work of a transport: the engines that have loaded everything, and the size of it over all ranks."""
 
-    engines: tuple[Engine, ...]
+    engines: tuple[RolloutEngine, ...]
     size_bytes: int
     # Loads the same once more, for an engine that was away.
     catch_up: Load | None = None
@@ -67,8 +67,8 @@ class Transport(Protocol):
     def stacked_elements(self) -> int:
         """Return the most elements of a stack of experts that it carries; 0: each expert by itself."""
 
-    def send(self, label: Label, weights: Iterable[tuple[str, Tensor]], sync: Sync | None) -> Sent:
-        """Let engines load all weights, from `Sync.begin` to before `Sync.finish`. Collective."""
+    def send(self, label: WeightsLabel, weights: Iterable[tuple[str, Tensor]], sync: WeightSync | None) -> Sent:
+        """Let engines load all weights, from `WeightSync.begin` to before `WeightSync.finish`. Collective."""
 
     def close(self) -> None:
         """Remove what was left for engines. Collective."""
@@ -118,7 +118,7 @@ class Publisher:
         self._fleet, self._world, self._transport, self.trial = fleet, world, transport, trial
         # None where no memory is shared: such engines never sleep.
         self._room = room
-        self._sync = None if fleet is None else Sync(fleet, sleeps=room is not None)
+        self._sync = None if fleet is None else WeightSync(fleet, sleeps=room is not None)
         # Versions of an earlier start of the trainer are other weights of the same number.
         self._run = messages.broadcast(uuid4().hex[:8], TEXT, world)
 
@@ -129,7 +129,7 @@ class Publisher:
 
     def publish(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> SyncReport:
         """Give all engines these weights; afterwards they answer with this version. EnginesLost when none is left."""
-        began, label = time.monotonic(), Label(version, self._run)
+        began, label = time.monotonic(), WeightsLabel(version, self._run)
         if self._room is not None:
             self._room.tidy()
             messages.barrier(self._world)
@@ -162,14 +162,14 @@ class Publisher:
             self._fleet.connection.run(self._fleet.unwatch())
             self._fleet.connection.close()
 
-    def _proven(self, sent: Sent, label: Label, trainers: Floats) -> _Proof:
+    def _proven(self, sent: Sent, label: WeightsLabel, trainers: Floats) -> _Proof:
         """Compare engines with the trainer, or say what is wrong: for an exception the other ranks would wait."""
         if self._fleet is None or self._sync is None:
             raise ValueError("rank 0 alone proves a publication")
         sync, tokens = self._sync, self.trial.tokens
-        found: list[tuple[Engine, Floats]] = []
+        found: list[tuple[RolloutEngine, Floats]] = []
 
-        async def probed(engine: Engine) -> None:
+        async def probed(engine: RolloutEngine) -> None:
             found.append((engine, await sync.probed(engine, tokens)))
 
         async def compared() -> str | None:
@@ -188,13 +188,13 @@ class Publisher:
         apart = np.concatenate([np.abs(trainers - theirs) for _, theirs in found])
         return _Proof(float(apart.mean()), float(apart.max()))
 
-    def _again(self, sent: Sent, label: Label, trainers: Floats) -> Load | None:
+    def _again(self, sent: Sent, label: WeightsLabel, trainers: Floats) -> Load | None:
         """Load and prove the same weights in an engine that was away."""
         load, sync = sent.catch_up, self._sync
         if load is None or sync is None:
             return None
 
-        async def again(engine: Engine) -> None:
+        async def again(engine: RolloutEngine) -> None:
             await sync.whole(engine, label, load)
             problem = self._problem(trainers, [(engine, await sync.probed(engine, self.trial.tokens))])
             if problem is not None:
@@ -202,7 +202,7 @@ class Publisher:
 
         return again
 
-    def _problem(self, trainers: Floats, found: Sequence[tuple[Engine, Floats]]) -> str | None:
+    def _problem(self, trainers: Floats, found: Sequence[tuple[RolloutEngine, Floats]]) -> str | None:
         said = [(engine.url, theirs) for engine, theirs in found]
         return wrong(trainers, said, self.trial.tolerance)
 

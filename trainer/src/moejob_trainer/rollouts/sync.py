@@ -7,17 +7,17 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from moejob_trainer.rollouts.connection import EngineLost, RequestRefused
-from moejob_trainer.rollouts.fleet import Engine, Fleet
+from moejob_trainer.rollouts.fleet import Fleet, RolloutEngine
 from moejob_trainer.rollouts.interface import Floats, Tokens
-from moejob_trainer.rollouts.wire import GENERATE, BadAnswer, Label, probe_body, read_probe
+from moejob_trainer.rollouts.wire import GENERATE, BadAnswer, WeightsLabel, probe_body, read_probe
 
 T = TypeVar("T")
 _UNFINISHED = "unfinished"
 # Sends one engine its weights, between start and finish.
-Load = Callable[[Engine], Awaitable[None]]
+Load = Callable[[RolloutEngine], Awaitable[None]]
 
 
-class Sync:
+class WeightSync:
     """Steps of a synchronization over all engines; one that fails at a step is lost and takes no part in the next."""
 
     def __init__(self, fleet: Fleet, *, sleeps: bool = False) -> None:
@@ -27,7 +27,7 @@ class Sync:
         """Do something with engines, and wait until it is done."""
         return self._fleet.connection.run(asked)
 
-    async def begin(self, seconds: float) -> tuple[Engine, ...]:
+    async def begin(self, seconds: float) -> tuple[RolloutEngine, ...]:
         """Stop generating everywhere; what is in flight waits. Returns the engines that take part."""
         await self._fleet.unwatch()
         # Until there are others that it could read, an engine that comes back has to wait.
@@ -38,26 +38,26 @@ class Sync:
             await self._fleet.lose(engine, engine.reason)
         return await self.each(engines, self._started)
 
-    async def finish(self, engines: Sequence[Engine], label: Label) -> tuple[Engine, ...]:
+    async def finish(self, engines: Sequence[RolloutEngine], label: WeightsLabel) -> tuple[RolloutEngine, ...]:
         """Name the weights that engines have got, and let them generate."""
         self._fleet.label = label
 
-        async def finished(engine: Engine) -> None:
+        async def finished(engine: RolloutEngine) -> None:
             await self._loaded(engine, label)
 
         return await self.each(engines, finished)
 
-    async def serve(self, engines: Sequence[Engine], catch_up: Load | None) -> None:
+    async def serve(self, engines: Sequence[RolloutEngine], catch_up: Load | None) -> None:
         """Give engines work again, and look after them; `catch_up` brings one that was away to these weights."""
         self._fleet.catch_up = catch_up
         for engine in engines:
             await self._fleet.enlist(engine)
         await self._fleet.watch()
 
-    async def each(self, engines: Sequence[Engine], step: Load) -> tuple[Engine, ...]:
+    async def each(self, engines: Sequence[RolloutEngine], step: Load) -> tuple[RolloutEngine, ...]:
         """Do a step on all engines at once; those on which it has worked. An engine refuses nothing that is right."""
 
-        async def tried(engine: Engine) -> bool:
+        async def tried(engine: RolloutEngine) -> bool:
             try:
                 await step(engine)
             except (EngineLost, RequestRefused, BadAnswer) as error:
@@ -71,38 +71,38 @@ class Sync:
     async def sleep(self) -> None:
         """Let engines give back their memory; weights and keys and values come with the next synchronization."""
 
-        async def asleep(engine: Engine) -> None:
+        async def asleep(engine: RolloutEngine) -> None:
             # Level 1 would move weights to the host's memory; the trainer has them.
             await self._fleet.post(engine, "/sleep?level=2")
 
         await self.each(self._fleet.serving, asleep)
 
-    async def label_of(self, engine: Engine) -> str:
+    async def label_of(self, engine: RolloutEngine) -> str:
         """Return the name of the weights that an engine says it has."""
         return await self._fleet.label_of(engine)
 
-    async def join(self, engine: Engine, where: Mapping[str, Any]) -> None:
+    async def join(self, engine: RolloutEngine, where: Mapping[str, Any]) -> None:
         """Let one engine join the group that its weights will come by."""
         seconds = self._fleet.limits.update_seconds
         await self._fleet.post(engine, "/init_weight_transfer_engine", {"init_info": dict(where)}, seconds)
 
-    async def update(self, engine: Engine, update: Mapping[str, Any]) -> None:
+    async def update(self, engine: RolloutEngine, update: Mapping[str, Any]) -> None:
         """Let one engine read weights."""
         await self._fleet.post(
             engine, "/update_weights", {"update_info": dict(update)}, self._fleet.limits.update_seconds
         )
 
-    async def whole(self, engine: Engine, label: Label, load: Load) -> None:
+    async def whole(self, engine: RolloutEngine, label: WeightsLabel, load: Load) -> None:
         """Bring one engine to weights from start to finish."""
         await self._started(engine)
         await load(engine)
         await self._loaded(engine, label)
 
-    async def probed(self, engine: Engine, tokens: Tokens) -> Floats:
+    async def probed(self, engine: RolloutEngine, tokens: Tokens) -> Floats:
         """Return the log-probability of each token but the first."""
         return read_probe(tokens, await self._fleet.post(engine, GENERATE, probe_body(tokens)))
 
-    async def _started(self, engine: Engine) -> None:
+    async def _started(self, engine: RolloutEngine) -> None:
         if self._sleeps:
             # Before it is paused: one that is awake anyway would begin to generate.
             await self._fleet.post(engine, "/wake_up?tags=weights")
@@ -115,7 +115,7 @@ class Sync:
             await self._fleet.post(engine, "/finish_weight_update", {"weight_version": _UNFINISHED}, seconds)
             await self._fleet.post(engine, "/start_weight_update")
 
-    async def _loaded(self, engine: Engine, label: Label) -> None:
+    async def _loaded(self, engine: RolloutEngine, label: WeightsLabel) -> None:
         seconds = self._fleet.limits.update_seconds
         await self._fleet.post(engine, "/finish_weight_update", {"weight_version": str(label)}, seconds)
         # Keys and values of a prompt are those of the weights that computed them.

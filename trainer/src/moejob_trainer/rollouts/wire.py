@@ -26,7 +26,7 @@ class BadAnswer(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Label:
+class WeightsLabel:
     """The name of the weights that a trainer has published."""
 
     version: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from moejob_api.planner.memory.storage import checkpoint_bytes
-from moejob_trainer.checkpoints import Checkpoints, RunFolder, RunOwner
+from moejob_trainer.checkpoints import CheckpointStore, RunFolder, RunOwner
 from moejob_trainer.checkpoints.adapter_compatibility import adapter_facts
 from moejob_trainer.checkpoints.saving import RunCheckpoints, RunWriter, StateFacts
 from moejob_trainer.megatron.state import StateFiles
@@ -29,14 +29,16 @@ def build_checkpoints(
         token=environment.token,
         is_ours=partial(environment.fence.is_ours, environment.token),
     )
-    store = Checkpoints(place, environment.spec.checkpoint, context.ranks, writer, measure=learned.evaluations.measure)
+    store = CheckpointStore(
+        place, environment.spec.checkpoint, context.ranks, writer, measure=learned.evaluations.measure
+    )
     facts = StateFacts(context.layout, STATE_FORMAT, checkpoint_bytes(model.architecture.shape, environment.spec))
     # What a checkpoint holds has been trained since: there is nothing to compare it with.
     begun = partial(checks.imported, pretrained.folder) if pretrained.has_weights else None
     return RunCheckpoints(store, writer, facts, begun)
 
 
-def last_save(store: Checkpoints) -> tuple[int | None, float | None, float]:
+def last_save(store: CheckpointStore) -> tuple[int | None, float | None, float]:
     """Return the last committed step, the seconds its save took, and those that training waited for it."""
     last = store.last
     return store.last_step, None if last is None else last.seconds, 0.0 if last is None else last.stalled_seconds

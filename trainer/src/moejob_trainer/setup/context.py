@@ -17,7 +17,7 @@ from moejob_trainer.checkpoints.disk import explained
 from moejob_trainer.checkpoints.saving import GlooCoordinator
 from moejob_trainer.distributed.groups import Groups
 from moejob_trainer.megatron.cpu import use_cpu
-from moejob_trainer.megatron.engine import Placement
+from moejob_trainer.megatron.engine import EnginePlacement
 from moejob_trainer.megatron.topology import start_groups
 from moejob_trainer.runtime.devices import control_group, start_device
 from moejob_trainer.runtime.environment import RankEnvironment
@@ -31,7 +31,7 @@ class RankContext:
 
     environment: RankEnvironment
     layout: Layout
-    placement: Placement
+    placement: EnginePlacement
 
     @property
     def spec(self) -> Spec:
@@ -78,5 +78,5 @@ def joined(environment: RankEnvironment) -> Iterator[RankContext]:
         use_cpu()
     sizes = layout(environment.spec.parallelism, environment.spec.resources.gpus_per_node)
     groups = start_groups(sizes)
-    yield RankContext(environment, sizes, Placement(groups, device, control_group()))
+    yield RankContext(environment, sizes, EnginePlacement(groups, device, control_group()))
     dist.destroy_process_group()

@@ -21,7 +21,7 @@ from moejob_trainer.data.stream import batch_size, evaluation
 from moejob_trainer.engine import Engine
 from moejob_trainer.objectives import Objective
 from moejob_trainer.objectives.answering import NextTokens
-from moejob_trainer.ranking import Ranking, Score, Terms, ranked
+from moejob_trainer.ranking import EvaluationScore, Ranking, Terms, ranked
 from moejob_trainer.setup.data import RunData
 
 _RANKING = TypeAdapter(Ranking)
@@ -105,7 +105,7 @@ class RankedEvaluations:
             sys.stdout.write(f"{self.verdict()}\n")
         return {**found, **self.as_fields()}
 
-    def kept(self, step: int) -> Score | None:
+    def kept(self, step: int) -> EvaluationScore | None:
         """Return the score of the evaluation after a step where keepBest keeps its checkpoint."""
         return None if self._spec.checkpoint.keep_best is None else self._ranking.kept(step)
 

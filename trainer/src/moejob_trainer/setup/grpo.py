@@ -13,7 +13,7 @@ from moejob_api.job import Spec
 from moejob_trainer.data.packing import batch_plan
 from moejob_trainer.engine import Engine
 from moejob_trainer.objectives.grpo.collecting import Collector
-from moejob_trainer.objectives.grpo.objective import GroupRelativePolicyOptimization, Parts, Settings
+from moejob_trainer.objectives.grpo.objective import GroupRelativePolicyOptimization, GrpoSettings, StepServices
 from moejob_trainer.objectives.grpo.rank_exchange import Peers
 from moejob_trainer.objectives.grpo.sampling import Asker
 from moejob_trainer.rewards.scorer import Scorer
@@ -52,7 +52,7 @@ def build_grpo(context: RankContext, prompts: RunPrompts, engines: RolloutEngine
     collector = _collector(context, prompts, engines)
     if collector is not None:
         stack.enter_context(collector)
-    settings = Settings(
+    settings = GrpoSettings(
         spec.grpo,
         batch_plan(spec, context.layout, pad_token=0),
         updates_per_step(spec) // spec.grpo.epochs_per_step,
@@ -60,7 +60,7 @@ def build_grpo(context: RankContext, prompts: RunPrompts, engines: RolloutEngine
     )
     waiting = partial(BackgroundHeartbeat, Heartbeat.for_rank())
     return GrpoRun(
-        GroupRelativePolicyOptimization(settings, Parts(peers, engines.publisher, collector, waiting)), collector
+        GroupRelativePolicyOptimization(settings, StepServices(peers, engines.publisher, collector, waiting)), collector
     )
 
 

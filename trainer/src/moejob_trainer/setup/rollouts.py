@@ -21,7 +21,7 @@ from moejob_trainer.errors import BadConfiguration
 from moejob_trainer.megatron.engine import MegatronEngine
 from moejob_trainer.megatron.generation_offload import generation_offload
 from moejob_trainer.rollouts.connection import Connection
-from moejob_trainer.rollouts.fleet import Fleet, Limits
+from moejob_trainer.rollouts.fleet import Fleet, FleetLimits
 from moejob_trainer.rollouts.generator import FleetGenerator
 from moejob_trainer.rollouts.interface import Floats, Tokens
 from moejob_trainer.rollouts.publisher import PROBE_TOKENS, Publisher, Room, Transport, Trial
@@ -39,7 +39,7 @@ _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
 
 def connect_engines(context: RankContext, engine: MegatronEngine, stack: ExitStack) -> RolloutEngines:
     """Connect rank 0 to the engines; every rank takes part in giving them weights."""
-    limits, is_first = Limits(), context.environment.rank == 0
+    limits, is_first = FleetLimits(), context.environment.rank == 0
     fleet = Fleet(_urls(os.environ), Connection(os.environ.get(Environment.SECRET)), limits) if is_first else None
     plan = batch_plan(context.spec, context.layout, pad_token=0)
     length = min(PROBE_TOKENS, context.spec.data.max_length)

@@ -9,7 +9,7 @@ from moejob_api.models.parameters import active_parameters
 from moejob_api.planner.cost.rates import ENGINE_GEMM_SHARE, ENGINE_LAYER_SECONDS, Machine, gather_seconds
 from moejob_api.planner.cost.step import Seconds, Spent, Update
 from moejob_api.planner.memory.case import Case
-from moejob_api.planner.memory.engine import Engine, engine
+from moejob_api.planner.memory.engine import EngineMemory, engine
 
 
 def rollout_seconds(case: Case, update: Update, machine: Machine) -> Seconds:
@@ -27,7 +27,7 @@ def rollout_seconds(case: Case, update: Update, machine: Machine) -> Seconds:
     }
 
 
-def _generation(case: Case, grpo: Grpo, one: Engine, machine: Machine) -> float:
+def _generation(case: Case, grpo: Grpo, one: EngineMemory, machine: Machine) -> float:
     """Tokens come one after the other; each round reads the weights and the caches of all running sequences."""
     sizes = rollout_layout(case.spec, case.layout)
     engines = sizes.engines if sizes is not None else 1

@@ -22,7 +22,7 @@ from moejob_api.planner.cost.rates import (
 )
 from moejob_api.planner.memory.case import Case, Parameters, Portion, model_parameters, stage_parameters
 from moejob_api.planner.memory.kept_activations import FLOAT32_BYTES
-from moejob_api.planner.memory.kinds import Stage
+from moejob_api.planner.memory.kinds import StageContents
 from moejob_api.planner.memory.states import divided, optimizer_bytes
 
 
@@ -121,7 +121,7 @@ def _products(case: Case) -> float:
 # --- a microbatch on a stage ----------------------------------------------------------------------------------------
 
 
-def _passes(case: Case, stage: Stage, part: Portion, work: Work) -> _Passes:
+def _passes(case: Case, stage: StageContents, part: Portion, work: Work) -> _Passes:
     """Both passes of one microbatch through one stage."""
     layers = [forward(layer, work) for layer in case.kinds.layers]
     counts = [sum(of) for of in zip(*(case.kinds.counts(c.start, c.stop) for c in stage.chunks), strict=True)]
@@ -169,7 +169,7 @@ def _output(case: Case, work: Work) -> float:
     return (1 + len(case.shape.mtp_layers)) * logits + further
 
 
-def _recomputed(case: Case, stage: Stage, layers: list[Forward], counts: list[int]) -> float:
+def _recomputed(case: Case, stage: StageContents, layers: list[Forward], counts: list[int]) -> float:
     """Return what the backward pass does again."""
     recompute = case.spec.training.recompute
     if recompute.granularity is RecomputeGranularity.FULL:

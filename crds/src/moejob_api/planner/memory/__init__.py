@@ -3,19 +3,19 @@
 docs/memory.md explains every formula and compares it with measurements.
 """
 
-from moejob_api.planner.memory.engine import Engine
+from moejob_api.planner.memory.engine import EngineMemory
 from moejob_api.planner.memory.estimate import MemoryEstimate, Part, PhasePeak, estimate
-from moejob_api.planner.memory.phases import Name, Phase
+from moejob_api.planner.memory.phases import MemoryPhase, Name
 from moejob_api.planner.memory.remedies import Change, Remedy, remedies
 from moejob_api.planner.memory.storage import VolumeNeed, checkpoint_bytes, download_bytes, export_bytes, volume_need
 
 __all__ = [
     "Change",
-    "Engine",
+    "EngineMemory",
     "MemoryEstimate",
+    "MemoryPhase",
     "Name",
     "Part",
-    "Phase",
     "PhasePeak",
     "Remedy",
     "VolumeNeed",

@@ -11,7 +11,7 @@ from moejob_api.planner.memory.case import Case, output_parameters
 from moejob_api.planner.memory.constants import LOSS_CHUNK_TOKENS
 from moejob_api.planner.memory.in_flight import in_flight
 from moejob_api.planner.memory.kept_activations import FLOAT32_BYTES, Kept, kept, layer_input
-from moejob_api.planner.memory.kinds import Stage
+from moejob_api.planner.memory.kinds import StageContents
 from moejob_api.planner.memory.microbatch_share import Share
 from moejob_api.planner.memory.temporaries import working
 
@@ -55,7 +55,7 @@ def layer_bytes(case: Case) -> LayerBytes:
     )
 
 
-def activations(case: Case, stage: Stage, layers: LayerBytes) -> Activations:
+def activations(case: Case, stage: StageContents, layers: LayerBytes) -> Activations:
     """Return what a stage keeps and needs while it trains."""
     flights = in_flight(case.layout, stage.index, case.batch.microbatches)
     total = Kept(stream=sum(flights) * case.share.tokens * BATCH_BYTES_PER_TOKEN)

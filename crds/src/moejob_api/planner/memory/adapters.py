@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import assert_never
 
 from moejob_api.job.training import Lora, LoraTarget
-from moejob_api.models.parameters import Weights
+from moejob_api.models.parameters import ParameterCounts
 from moejob_api.models.shape import (
     Attention,
     DenseMLP,
@@ -18,39 +18,39 @@ from moejob_api.models.shape import (
 )
 
 
-def adapter_weights(hidden: int, layer: Layer, lora: Lora) -> Weights:
+def adapter_weights(hidden: int, layer: Layer, lora: Lora) -> ParameterCounts:
     """All adapters of one layer. Every published matrix has its own: queries, keys, values, gate, up, each expert."""
     beside = (
         _widths(hidden, layer.attention, target) + _mlp_widths(hidden, layer.mlp, target) for target in lora.targets
     )
     routed = sum(_expert_widths(hidden, layer.mlp, target) for target in lora.targets)
-    return (sum(beside, Weights()) + Weights(routed=routed)) * lora.rank
+    return (sum(beside, ParameterCounts()) + ParameterCounts(routed=routed)) * lora.rank
 
 
-def _widths(hidden: int, attention: Attention, target: LoraTarget) -> Weights:
+def _widths(hidden: int, attention: Attention, target: LoraTarget) -> ParameterCounts:
     """Inputs and outputs of the attention's matrices that a target names; those that are divided are `tensor`."""
     if target is LoraTarget.QUERY_KEY_VALUE:
         return _query_key_value(hidden, attention)
     if target is LoraTarget.ATTENTION_OUTPUT:
-        return Weights(tensor=_output(attention), replicated=hidden)
-    return Weights()
+        return ParameterCounts(tensor=_output(attention), replicated=hidden)
+    return ParameterCounts()
 
 
-def _query_key_value(hidden: int, attention: Attention) -> Weights:
+def _query_key_value(hidden: int, attention: Attention) -> ParameterCounts:
     match attention:
         case GroupedAttention():
             queries = attention.heads * (1 + attention.output_gate)
             outputs = (queries + 2 * attention.key_value_heads) * attention.head_dim
-            return Weights(tensor=outputs, replicated=3 * hidden)
+            return ParameterCounts(tensor=outputs, replicated=3 * hidden)
         case LatentAttention():
             # What compresses is whole on every tensor rank, on both sides.
             down = hidden + attention.key_value_rank + attention.rope_dim + attention.key_value_rank
             queries = hidden if attention.query_rank is None else hidden + 2 * attention.query_rank
             of_head = 2 * attention.nope_dim + attention.rope_dim + attention.value_dim
-            return Weights(tensor=attention.heads * of_head, replicated=down + queries)
+            return ParameterCounts(tensor=attention.heads * of_head, replicated=down + queries)
         case LinearAttention():
             keys, values = attention.key_heads * attention.key_dim, attention.value_heads * attention.value_dim
-            return Weights(tensor=2 * keys + 2 * values + 2 * attention.value_heads, replicated=hidden)
+            return ParameterCounts(tensor=2 * keys + 2 * values + 2 * attention.value_heads, replicated=hidden)
         case _:
             assert_never(attention)
 
@@ -67,7 +67,7 @@ def _output(attention: Attention) -> int:
             assert_never(attention)
 
 
-def _mlp_widths(hidden: int, mlp: FeedForward, target: LoraTarget) -> Weights:
+def _mlp_widths(hidden: int, mlp: FeedForward, target: LoraTarget) -> ParameterCounts:
     match mlp:
         case DenseMLP():
             intermediate = mlp.intermediate
@@ -76,15 +76,15 @@ def _mlp_widths(hidden: int, mlp: FeedForward, target: LoraTarget) -> Weights:
         case _:
             assert_never(mlp)
     if intermediate == 0:
-        return Weights()
-    one = Weights(tensor=intermediate, replicated=hidden)
+        return ParameterCounts()
+    one = ParameterCounts(tensor=intermediate, replicated=hidden)
     match target:
         case LoraTarget.GATE_UP:
             return one * 2
         case LoraTarget.DOWN:
             return one
         case _:
-            return Weights()
+            return ParameterCounts()
 
 
 def _expert_widths(hidden: int, mlp: FeedForward, target: LoraTarget) -> int:

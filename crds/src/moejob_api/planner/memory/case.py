@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moejob_api.arithmetic import ceil_div, round_up
-from moejob_api.derived import Batch, batch, router_is_frozen, trained_shape
+from moejob_api.derived import UpdateBatch, batch, router_is_frozen, trained_shape
 from moejob_api.job import Spec
 from moejob_api.job.moe import Sharding
 from moejob_api.job.training import Lora
 from moejob_api.layout.sizes import Layout
-from moejob_api.models.parameters import Weights, layer_weights, mtp_weights
+from moejob_api.models.parameters import ParameterCounts, layer_weights, mtp_weights
 from moejob_api.models.shape import Layer, ModelShape
 from moejob_api.planner.memory.adapters import adapter_weights
 from moejob_api.planner.memory.constants import VOCABULARY_MULTIPLE
 from moejob_api.planner.memory.kept_activations import FLOAT32_BYTES
-from moejob_api.planner.memory.kinds import Kinds, Stage, distinct_stages, layers_by_kind, router_parameters
+from moejob_api.planner.memory.kinds import Kinds, StageContents, distinct_stages, layers_by_kind, router_parameters
 from moejob_api.planner.memory.microbatch_share import Keeping, Share, keeping, share
 
 
@@ -65,8 +65,8 @@ class Case:
     kinds: Kinds
     share: Share
     keeping: Keeping
-    batch: Batch
-    stages: tuple[Stage, ...]
+    batch: UpdateBatch
+    stages: tuple[StageContents, ...]
     layers: tuple[Portion, ...]
     vocabulary: int
 
@@ -124,7 +124,7 @@ def prepared(spec: Spec, shape: ModelShape, layout: Layout, kinds: Kinds | None 
     )
 
 
-def stage_parameters(case: Case, stage: Stage) -> Portion:
+def stage_parameters(case: Case, stage: StageContents) -> Portion:
     """Parameters on one GPU of a stage."""
     total = Portion()
     for chunk in stage.chunks:
@@ -149,7 +149,7 @@ def output_parameters(case: Case) -> int:
     return 0 if case.spec.training.lora else case.vocabulary
 
 
-def _end_parameters(case: Case, stage: Stage) -> int:
+def _end_parameters(case: Case, stage: StageContents) -> int:
     """The embedding, the output projection and the norm before it, as far as the stage has them."""
     alone = case.layout.pipeline == 1
     output = case.vocabulary + case.shape.hidden if stage.output else 0
@@ -172,7 +172,7 @@ def _mtp(case: Case) -> Portion:
     return layers + Portion(rest, rest)
 
 
-def _layer(spec: Spec, layout: Layout, hidden: int, layer: Layer, weights: Weights) -> Portion:
+def _layer(spec: Spec, layout: Layout, hidden: int, layer: Layer, weights: ParameterCounts) -> Portion:
     held = local_parameters(weights, layout)
     lora = spec.training.lora
     if lora is not None:
@@ -186,7 +186,7 @@ def _adapters(hidden: int, layer: Layer, layout: Layout, lora: Lora) -> Paramete
     return local_parameters(adapter_weights(hidden, layer, lora), layout)
 
 
-def local_parameters(weights: Weights, layout: Layout) -> Parameters:
+def local_parameters(weights: ParameterCounts, layout: Layout) -> Parameters:
     """Parameters of `weights` on one GPU.
 
     Megatron divides the projections of keys and values by columns, also below one head a rank; what more ranks than

@@ -11,14 +11,14 @@ from moejob_api.hardware import memory_limit_bytes
 from moejob_api.job import Spec
 from moejob_api.job.grpo import Grpo
 from moejob_api.layout.sizes import Layout
-from moejob_api.models.parameters import Weights, final_norm, layer_kinds, layer_weights
+from moejob_api.models.parameters import ParameterCounts, final_norm, layer_kinds, layer_weights
 from moejob_api.models.shape import Attention, GroupedAttention, LatentAttention, LinearAttention, ModelShape
 from moejob_api.planner.memory.constants import ENGINE_VOCABULARY_MULTIPLE, ENGINE_WORKSPACE_BYTES, USEFUL_SEQUENCES
 from moejob_api.planner.memory.kept_activations import FLOAT32_BYTES
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class EngineMemory:
     """Bytes on each GPU of one engine. cache_bytes is None when the memory of a GPU is not known.
 
     sequence_bytes: KV cache of one sequence of data.maxLength. useful_sequences: as many as are worth running at once.
@@ -58,16 +58,16 @@ class Engine:
         return self.sequences is None or self.sequences > 0
 
 
-def engine(spec: Spec, shape: ModelShape, layout: Layout) -> Engine | None:
+def engine(spec: Spec, shape: ModelShape, layout: Layout) -> EngineMemory | None:
     """The engine of a GRPO job."""
     sizes = rollout_layout(spec, layout)
     return None if spec.grpo is None or sizes is None else engine_among(spec, spec.grpo, shape, sizes.engines)
 
 
-def engine_among(spec: Spec, grpo: Grpo, shape: ModelShape, engines: int) -> Engine:
+def engine_among(spec: Spec, grpo: Grpo, shape: ModelShape, engines: int) -> EngineMemory:
     """One of several engines that share the answers of a step."""
     limit, tensor = memory_limit_bytes(spec.resources), grpo.rollout.tensor
-    return Engine(
+    return EngineMemory(
         gpus=tensor,
         weights=engine_weights(shape, tensor) * spec.model.dtype.size_bytes,
         workspace=ENGINE_WORKSPACE_BYTES,
@@ -87,7 +87,7 @@ def engine_weights(shape: ModelShape, tensor: int) -> int:
     return total + _divided(final_norm(shape), tensor, tensor)
 
 
-def _divided(weights: Weights, tensor: int, heads: int) -> int:
+def _divided(weights: ParameterCounts, tensor: int, heads: int) -> int:
     split = ceil_div(weights.tensor + weights.routed, tensor)
     return split + ceil_div(weights.key_value, min(tensor, heads)) + weights.replicated
 

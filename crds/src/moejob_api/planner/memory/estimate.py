@@ -13,9 +13,9 @@ from moejob_api.models.shape import ModelShape
 from moejob_api.planner.memory.activations import layer_bytes
 from moejob_api.planner.memory.case import Case, prepared
 from moejob_api.planner.memory.constants import HOST_PROCESS_BYTES
-from moejob_api.planner.memory.engine import Engine
+from moejob_api.planner.memory.engine import EngineMemory
 from moejob_api.planner.memory.explained import why
-from moejob_api.planner.memory.phases import Amounts, Load, Name, Phase, load, phases
+from moejob_api.planner.memory.phases import Amounts, MemoryPhase, Name, StageBytes, load, phases
 from moejob_api.planner.memory.storage import checkpoint_bytes
 
 
@@ -32,7 +32,7 @@ class Part:
 class PhasePeak:
     """The fullest stage of one phase."""
 
-    phase: Phase
+    phase: MemoryPhase
     stage: int
     parts: tuple[Part, ...]
 
@@ -52,7 +52,7 @@ class MemoryEstimate:
     peak: PhasePeak
     phases: tuple[PhasePeak, ...]
     host_bytes_per_pod: int
-    engine: Engine | None
+    engine: EngineMemory | None
 
     @property
     def bytes(self) -> int:
@@ -107,19 +107,19 @@ def peak_bytes(case: Case) -> int:
     return max(sum(amounts.values()) for of in loads for _, amounts in phases(of))
 
 
-def _fullest(loads: tuple[Load, ...]) -> Iterator[tuple[Phase, Load, Amounts]]:
+def _fullest(loads: tuple[StageBytes, ...]) -> Iterator[tuple[MemoryPhase, StageBytes, Amounts]]:
     """The fullest stage of each phase."""
     of_stages = [(of, dict(phases(of))) for of in loads]
     for phase in of_stages[0][1]:
         yield max(((phase, of, amounts[phase]) for of, amounts in of_stages), key=lambda entry: sum(entry[2].values()))
 
 
-def _explained(phase: Phase, of: Load, amounts: Amounts) -> PhasePeak:
+def _explained(phase: MemoryPhase, of: StageBytes, amounts: Amounts) -> PhasePeak:
     parts = tuple(Part(name, amount, why(of, name)) for name, amount in amounts.items() if amount)
     return PhasePeak(phase, of.stage.index, parts)
 
 
-def _host_bytes(case: Case, loads: tuple[Load, ...], peak: int) -> int:
+def _host_bytes(case: Case, loads: tuple[StageBytes, ...], peak: int) -> int:
     """Host memory of a pod: its ranks' own, what is offloaded, and the copy of a checkpoint that is being written."""
     ranks = case.layout.gpus_per_pod
     if case.spec.resources.accelerator is Accelerator.CPU:
@@ -131,7 +131,7 @@ def _host_bytes(case: Case, loads: tuple[Load, ...], peak: int) -> int:
     return ranks * (HOST_PROCESS_BYTES + fullest + copy)
 
 
-def _parked(of: Load) -> int:
+def _parked(of: StageBytes) -> int:
     """Weights that wait in host memory: the reference's, and the trainer's own during generation."""
     own = of.states.weights if of.case.spec.memory.offload_parameters else 0
     return own + (of.states.weights if of.has_reference else 0)

@@ -11,13 +11,13 @@ from moejob_api.planner.memory.activations import slope_bytes
 from moejob_api.planner.memory.communication import communicators, peers
 from moejob_api.planner.memory.constants import FRAGMENTATION, FSDP_UNITS, LOSS_CHUNK_TOKENS
 from moejob_api.planner.memory.in_flight import in_flight
-from moejob_api.planner.memory.phases import Load, Name
+from moejob_api.planner.memory.phases import Name, StageBytes
 from moejob_api.planner.memory.states import divided, optimizer_bytes
 
-Why = Callable[[Load], str]
+Why = Callable[[StageBytes], str]
 
 
-def why(of: Load, name: Name) -> str:
+def why(of: StageBytes, name: Name) -> str:
     """The formula behind one part."""
     return _SAYINGS.get(name) or _FORMULAS[name](of)
 
@@ -35,21 +35,21 @@ def count(number: int) -> str:
     return str(number)
 
 
-def _weights(of: Load) -> str:
+def _weights(of: StageBytes) -> str:
     held = of.parameters.held
     divided_by = f" / {of.case.layout.data * of.case.layout.context} ranks" if of.case.divides_weights else ""
     routed = f", {count(held.routed)} of them in experts" if held.routed else ""
     return f"{count(held.total)} parameters x {of.case.weight_bytes} B{divided_by}{routed}"
 
 
-def _gradients(of: Load) -> str:
+def _gradients(of: StageBytes) -> str:
     trained = of.parameters.trained
     if of.case.divides_weights:
         return f"{count(divided(of.case, trained))} trained parameters of this rank x {of.case.summed_bytes} B"
     return f"{count(trained.total)} trained parameters x {of.case.gradient_bytes} B"
 
 
-def _optimizer(of: Load) -> str:
+def _optimizer(of: StageBytes) -> str:
     case, trained = of.case, of.parameters.trained
     ranks = case.layout.data * case.layout.context
     dense = f"{count(trained.dense)} / {ranks} ranks"
@@ -59,18 +59,18 @@ def _optimizer(of: Load) -> str:
     return f"({dense}{routed}) x {optimizer_bytes(case)} B, moments in {moments}{moved}"
 
 
-def _gathered(of: Load) -> str:
+def _gathered(of: StageBytes) -> str:
     if of.case.keeps_gathered:
         held = of.parameters.held
         return f"{count(held.total)} parameters x {of.case.element_bytes} B until the update, gradients of one layer"
     return f"weights of {FSDP_UNITS} whole layers, gradients of one, and the vocabulary's matrices"
 
 
-def _reference(of: Load) -> str:
+def _reference(of: StageBytes) -> str:
     return f"kl.coefficient {of.case.spec.grpo.kl.coefficient:g} needs the model as it was" if of.case.spec.grpo else ""
 
 
-def _kept(of: Load) -> str:
+def _kept(of: StageBytes) -> str:
     case, share = of.case, of.case.share
     flights = in_flight(case.layout, of.stage.index, case.batch.microbatches)
     layers = sum(len(chunk) for chunk in of.stage.chunks)
@@ -84,7 +84,7 @@ def _kept(of: Load) -> str:
     return f"{held} x {share.tokens:,} tokens{again}{moved}"
 
 
-def _routed(of: Load) -> str:
+def _routed(of: StageBytes) -> str:
     experts, share = of.case.shape.experts, of.case.share
     if experts is None:
         return _kept(of)
@@ -94,30 +94,30 @@ def _routed(of: Load) -> str:
     return f"{rows:,} rows a layer ({experts.per_token} a token{margin}); {_kept(of)}"
 
 
-def _working(of: Load) -> str:
+def _working(of: StageBytes) -> str:
     again = of.case.spec.training.recompute.granularity
     repeated = "" if again is RecomputeGranularity.NONE else " and what is computed again"
     return f"gradients of the busiest layer's tensors{repeated} for {of.case.share.tokens:,} tokens"
 
 
-def _loss(of: Load) -> str:
+def _loss(of: StageBytes) -> str:
     rows = min(of.case.share.tokens, LOSS_CHUNK_TOKENS)
     width = of.case.vocabulary // of.case.shape.hidden
     slopes = f", {gib(found)} of their slopes" if (found := slope_bytes(of.case)) else ""
     return f"{rows:,} tokens x {width:,} logits at a time{slopes}, and the gradient of the output projection"
 
 
-def _step(of: Load) -> str:
+def _step(of: StageBytes) -> str:
     copies = "float32 copies of the gradients and " if of.case.summed_bytes < 4 else ""
     return f"{copies}the largest one clipped"
 
 
-def _engine_weights(of: Load) -> str:
+def _engine_weights(of: StageBytes) -> str:
     tensor = of.engine.gpus if of.engine else 1
     return f"the whole model in {of.case.spec.model.dtype} / {tensor} GPUs of an engine"
 
 
-def _engine_cache(of: Load) -> str:
+def _engine_cache(of: StageBytes) -> str:
     if of.engine is None or of.case.spec.grpo is None:
         return ""
     length = of.case.spec.data.max_length
@@ -127,7 +127,7 @@ def _engine_cache(of: Load) -> str:
     return f"what gpuMemoryUtilization {share:g} leaves: {of.engine.sequences} sequences of {length:,} tokens"
 
 
-def _communicators(of: Load) -> str:
+def _communicators(of: StageBytes) -> str:
     alone = peers(of.case.layout, of.case.spec.moe.dispatcher)
     sent = f", {alone} peers in the node that are sent to one by one" if alone else ""
     return f"{communicators(of.case.layout)} communicators{sent}"

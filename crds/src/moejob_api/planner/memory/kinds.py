@@ -11,7 +11,7 @@ from itertools import accumulate
 
 from moejob_api.job.parallelism import Parallelism
 from moejob_api.layout.stages import stages
-from moejob_api.models.parameters import Weights, layer_kinds, layer_weights
+from moejob_api.models.parameters import ParameterCounts, layer_kinds, layer_weights
 from moejob_api.models.shape import Experts, Layer, ModelShape
 
 
@@ -20,7 +20,7 @@ class Kinds:
     """Each kind of layer with its parameters. before[k][i]: layers of kind k among the first i."""
 
     layers: tuple[Layer, ...]
-    weights: tuple[Weights, ...]
+    weights: tuple[ParameterCounts, ...]
     before: tuple[tuple[int, ...], ...]
 
     def counts(self, start: int, stop: int) -> tuple[int, ...]:
@@ -46,7 +46,7 @@ def router_parameters(hidden: int, layer: Layer) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class StageContents:
     """The contents of a pipeline stage: ranges of layers, one a chunk, and perhaps the embedding or the output.
 
     alike: how many stages hold as much; this is the first of them, and the one with the most microbatches in flight.
@@ -59,7 +59,7 @@ class Stage:
     alike: int = 1
 
 
-def distinct_stages(parallelism: Parallelism, kinds: Kinds) -> tuple[Stage, ...]:
+def distinct_stages(parallelism: Parallelism, kinds: Kinds) -> tuple[StageContents, ...]:
     """One of each sort of stage: among these are the fullest and the slowest."""
     return _distinct_stages(
         kinds.before,
@@ -77,7 +77,7 @@ def _distinct_stages(
     virtual_pipeline: int | None,
     ends: tuple[int | None, int | None],
     counted: tuple[bool, bool],
-) -> tuple[Stage, ...]:
+) -> tuple[StageContents, ...]:
     parallelism = Parallelism(
         pipeline=pipeline,
         virtual_pipeline=virtual_pipeline,
@@ -90,11 +90,12 @@ def _distinct_stages(
     cut = stages(parallelism, depth)
     if cut is None:
         raise ValueError(f"{depth} layers do not divide over {pipeline} stages: moejob_api.rules refuses such a layout")
-    sorts: dict[object, list[Stage]] = {}
+    sorts: dict[object, list[StageContents]] = {}
     for index, stage in enumerate(cut):
         layers = tuple(tuple(of_kind[c.stop] - of_kind[c.start] for of_kind in before) for c in stage.chunks)
-        one = Stage(index, stage.chunks, embedding=index == 0, output=index == pipeline - 1)
+        one = StageContents(index, stage.chunks, embedding=index == 0, output=index == pipeline - 1)
         sorts.setdefault((layers, one.embedding, one.output), []).append(one)
     return tuple(
-        Stage(same[0].index, same[0].chunks, same[0].embedding, same[0].output, len(same)) for same in sorts.values()
+        StageContents(same[0].index, same[0].chunks, same[0].embedding, same[0].output, len(same))
+        for same in sorts.values()
     )

@@ -18,14 +18,14 @@ from moejob_api.planner.memory.constants import (
     FRAGMENTATION,
     SYNC_BUCKET_BYTES,
 )
-from moejob_api.planner.memory.engine import Engine, engine
+from moejob_api.planner.memory.engine import EngineMemory, engine
 from moejob_api.planner.memory.kept_activations import layer_input
-from moejob_api.planner.memory.kinds import Stage
+from moejob_api.planner.memory.kinds import StageContents
 from moejob_api.planner.memory.states import States, states
 from moejob_api.planner.memory.temporaries import largest_matrix
 
 
-class Phase(StrEnum):
+class MemoryPhase(StrEnum):
     """The phase of a GPU's work. Only the first two exist for SFT."""
 
     TRAIN = "forward and backward"
@@ -69,19 +69,19 @@ Amounts = dict[Name, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class StageBytes:
     """The bytes of one stage from which its phases are put together."""
 
     case: Case
-    stage: Stage
+    stage: StageContents
     parameters: Portion
     layers: LayerBytes
     states: States
     activations: Activations
-    engine: Engine | None
+    engine: EngineMemory | None
 
     @property
-    def colocated(self) -> Engine | None:
+    def colocated(self) -> EngineMemory | None:
         """The engine, when it shares this GPU."""
         grpo = self.case.spec.grpo
         if grpo is None or grpo.rollout.placement is Placement.SEPARATE:
@@ -95,10 +95,10 @@ class Load:
         return spec.grpo is not None and spec.grpo.kl.coefficient > 0 and spec.training.lora is None
 
 
-def load(case: Case, stage: Stage, layers: LayerBytes) -> Load:
+def load(case: Case, stage: StageContents, layers: LayerBytes) -> StageBytes:
     """Return what one stage holds and needs; `layers` are the same for every stage."""
     parameters = stage_parameters(case, stage)
-    return Load(
+    return StageBytes(
         case=case,
         stage=stage,
         parameters=parameters,
@@ -109,19 +109,19 @@ def load(case: Case, stage: Stage, layers: LayerBytes) -> Load:
     )
 
 
-def phases(of: Load) -> Iterator[tuple[Phase, Amounts]]:
+def phases(of: StageBytes) -> Iterator[tuple[MemoryPhase, Amounts]]:
     """Each phase of a step with its parts."""
-    yield Phase.TRAIN, _train(of)
-    yield Phase.STEP, _step(of)
+    yield MemoryPhase.TRAIN, _train(of)
+    yield MemoryPhase.STEP, _step(of)
     if of.case.spec.grpo is None:
         return
-    yield Phase.SCORE, _score(of)
+    yield MemoryPhase.SCORE, _score(of)
     if of.colocated is not None:
-        yield Phase.SYNC, _sync(of, of.colocated)
-        yield Phase.GENERATE, _generate(of, of.colocated)
+        yield MemoryPhase.SYNC, _sync(of, of.colocated)
+        yield MemoryPhase.GENERATE, _generate(of, of.colocated)
 
 
-def _resident(of: Load) -> Amounts:
+def _resident(of: StageBytes) -> Amounts:
     return {
         Name.WEIGHTS: of.states.weights,
         Name.GRADIENTS: of.states.gradients,
@@ -129,7 +129,7 @@ def _resident(of: Load) -> Amounts:
     }
 
 
-def _around(of: Load, moving: int) -> Amounts:
+def _around(of: StageBytes, moving: int) -> Amounts:
     """Return what libraries take, with the allocator's waste on the bytes that come and go."""
     if of.case.spec.resources.accelerator is Accelerator.CPU:
         return {Name.CONTEXT: CPU_RANK_BYTES}
@@ -140,12 +140,12 @@ def _around(of: Load, moving: int) -> Amounts:
     }
 
 
-def _asleep(of: Load) -> Amounts:
+def _asleep(of: StageBytes) -> Amounts:
     on_gpu = of.case.spec.resources.accelerator is Accelerator.GPU
     return {Name.ENGINE_ASLEEP: ENGINE_ASLEEP_BYTES} if of.colocated is not None and on_gpu else {}
 
 
-def _train(of: Load) -> Amounts:
+def _train(of: StageBytes) -> Amounts:
     held, moving = of.activations.kept, of.activations.peak
     is_loss = of.activations.loss > of.activations.working
     return {
@@ -164,11 +164,11 @@ def _train(of: Load) -> Amounts:
     }
 
 
-def _step(of: Load) -> Amounts:
+def _step(of: StageBytes) -> Amounts:
     return {**_resident(of), Name.STEP: of.states.step, **_asleep(of), **_around(of, of.states.step)}
 
 
-def _score(of: Load) -> Amounts:
+def _score(of: StageBytes) -> Amounts:
     """Forward passes only: one layer's tensors and a chunk of logits."""
     case = of.case
     layer = max(whole.total for whole in of.layers.whole)
@@ -184,7 +184,7 @@ def _score(of: Load) -> Amounts:
     }
 
 
-def _sync(of: Load, engine_here: Engine) -> Amounts:
+def _sync(of: StageBytes, engine_here: EngineMemory) -> Amounts:
     """Both copies of the weights, and the tensors that are being gathered for the engine."""
     gathered = _largest_tensor(of.case) * of.case.element_bytes + SYNC_BUCKET_BYTES
     return {
@@ -197,7 +197,7 @@ def _sync(of: Load, engine_here: Engine) -> Amounts:
     }
 
 
-def _generate(of: Load, engine_here: Engine) -> Amounts:
+def _generate(of: StageBytes, engine_here: EngineMemory) -> Amounts:
     return {
         **_between_phases(of),
         Name.ENGINE_WEIGHTS: engine_here.weights,
@@ -207,7 +207,7 @@ def _generate(of: Load, engine_here: Engine) -> Amounts:
     }
 
 
-def _between_phases(of: Load) -> Amounts:
+def _between_phases(of: StageBytes) -> Amounts:
     """Return what the trainer leaves on the GPU while answers are generated."""
     memory = of.case.spec.memory
     return {

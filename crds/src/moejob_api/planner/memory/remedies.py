@@ -19,7 +19,7 @@ from moejob_api.job.training import Recompute, RecomputeGranularity
 from moejob_api.layout.sizes import Layout
 from moejob_api.models.shape import ModelShape
 from moejob_api.planner.memory.estimate import estimate
-from moejob_api.planner.memory.phases import Phase
+from moejob_api.planner.memory.phases import MemoryPhase
 from moejob_api.rules import layout_problems
 
 # The least that grpo.rollout.gpuMemoryUtilization accepts.
@@ -189,7 +189,7 @@ def _with_smaller_engine(shape: ModelShape, layout: Layout, limit_bytes: int, sp
     needed, memory = estimate(spec, shape, layout), memory_limit_bytes(spec.resources)
     if spec.grpo is None or needed.engine is None or not memory:
         return spec
-    generation = next(peak.bytes for peak in needed.phases if peak.phase is Phase.GENERATE)
+    generation = next(peak.bytes for peak in needed.phases if peak.phase is MemoryPhase.GENERATE)
     percent = 100 * (limit_bytes - generation + needed.engine.bytes) // memory
     asked = spec.grpo.rollout.engine_share
     if not SMALLEST_ENGINE_PERCENT <= percent < asked * 100:

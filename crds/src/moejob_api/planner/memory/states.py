@@ -8,7 +8,7 @@ from moejob_api.arithmetic import ceil_div
 from moejob_api.planner.memory.case import Case, Parameters, Portion
 from moejob_api.planner.memory.constants import FSDP_UNITS
 from moejob_api.planner.memory.kept_activations import FLOAT32_BYTES
-from moejob_api.planner.memory.kinds import Stage
+from moejob_api.planner.memory.kinds import StageContents
 from moejob_api.planner.memory.temporaries import largest_matrix
 
 
@@ -28,7 +28,7 @@ class States:
     host: int
 
 
-def states(case: Case, stage: Stage, part: Portion) -> States:
+def states(case: Case, stage: StageContents, part: Portion) -> States:
     """Return what a stage with these parameters holds between and during steps."""
     mine = divided(case, part.trained)
     on_host = case.spec.memory.offload_optimizer
@@ -80,7 +80,7 @@ def _whole(case: Case, part: Portion) -> int:
     )
 
 
-def _units(case: Case, stage: Stage) -> int:
+def _units(case: Case, stage: StageContents) -> int:
     """Return the peak of what is whole for a while: in the backward pass of the largest layer, or after the first.
 
     A layer's weights and those of the next one on its way, its gradients, and a copy of either laid out to be summed.

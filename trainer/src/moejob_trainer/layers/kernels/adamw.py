@@ -13,7 +13,7 @@ BLOCK = 2048
 
 
 @dataclass(frozen=True, slots=True)
-class Numbers:
+class AdamWStep:
     """The numbers of one step; `step` counts from 1, decay is decoupled."""
 
     step: int
@@ -30,7 +30,7 @@ def takes(*tensors: Tensor) -> bool:
     return all(tensor.is_contiguous() and tensor.device == tensors[0].device for tensor in tensors)
 
 
-def update(weight: Tensor, gradient: Tensor, main: Tensor, first: Tensor, second: Tensor, numbers: Numbers) -> None:
+def update(weight: Tensor, gradient: Tensor, main: Tensor, first: Tensor, second: Tensor, numbers: AdamWStep) -> None:
     """Move `main` and the moments one step on, and round `main` into `weight`, which may be the same tensor.
 
     Twin of torch's fused adamw. The gradient stays as it is.

@@ -21,7 +21,7 @@ from moejob_api.job.grpo import LossAggregation
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Weights:
+class TokenWeights:
     """The weights of an update's tokens."""
 
     # float64 [answers], of each token of the answer.
@@ -32,19 +32,19 @@ class Weights:
 
 def weights(
     aggregation: LossAggregation, lengths: Sequence[int], groups: Sequence[int], max_new_tokens: int
-) -> Weights:
+) -> TokenWeights:
     """Return the weights of an update's answers, given their tokens (0: left out) and the groups they belong to."""
     tokens = np.asarray(lengths, np.float64)
     shared = np.maximum(tokens, 1)
     match aggregation:
         case LossAggregation.TOKEN:
-            return Weights(np.ones_like(tokens))
+            return TokenWeights(np.ones_like(tokens))
         case LossAggregation.SEQUENCE:
-            return Weights(1 / shared)
+            return TokenWeights(1 / shared)
         case LossAggregation.GROUP:
             _, number = np.unique(np.asarray(groups), return_inverse=True)
-            return Weights(1 / np.maximum(np.bincount(number, tokens), 1)[number])
+            return TokenWeights(1 / np.maximum(np.bincount(number, tokens), 1)[number])
         case LossAggregation.CONSTANT:
-            return Weights(np.ones_like(tokens), float(tokens.sum()) / (len(tokens) * max_new_tokens))
+            return TokenWeights(np.ones_like(tokens), float(tokens.sum()) / (len(tokens) * max_new_tokens))
         case _:
             assert_never(aggregation)

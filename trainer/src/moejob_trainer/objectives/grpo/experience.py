@@ -18,7 +18,7 @@ from moejob_trainer.objectives.grpo.advantages import advantages
 from moejob_trainer.objectives.grpo.aggregation import weights
 from moejob_trainer.objectives.grpo.kl import divergence
 from moejob_trainer.objectives.grpo.loss import ADVANTAGE, ENGINE, OLD, REFERENCE, SCALE
-from moejob_trainer.objectives.grpo.rollout import Rollout
+from moejob_trainer.objectives.grpo.rollout import Trajectory
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Experience:
         return [part[mask > 0] for part, mask in zip(self.cut(values), self.cut(self.mask), strict=True)]
 
 
-def experience(rollouts: Sequence[Rollout], rewards: Sequence[float]) -> Experience:
+def experience(rollouts: Sequence[Trajectory], rewards: Sequence[float]) -> Experience:
     """Return rollouts as arrays."""
     return Experience(
         tokens=np.concatenate([each.tokens for each in rollouts]).astype(np.int32),

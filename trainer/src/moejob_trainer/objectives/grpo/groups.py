@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from moejob_api.job.grpo import Overlong
+from moejob_api.job.grpo import OverlongAnswers
 
 Floats = npt.NDArray[np.floating[Any]]
 Booleans = npt.NDArray[np.bool_]
@@ -25,7 +25,7 @@ def is_complete(rewards: Floats) -> Booleans:
     return found
 
 
-def overlong_penalty(lengths: npt.NDArray[np.integer[Any]], max_new_tokens: int, settings: Overlong) -> Floats:
+def overlong_penalty(lengths: npt.NDArray[np.integer[Any]], max_new_tokens: int, settings: OverlongAnswers) -> Floats:
     """Return what is added to the reward of answers of these lengths: 0, then linear down to -penalty.
 
     With maxNewTokens 100, penaltyTokens 20 and penalty 1: 0 up to 80 tokens, -0.5 at 90, -1 at 100 (DAPO).

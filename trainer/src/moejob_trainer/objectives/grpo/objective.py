@@ -59,7 +59,7 @@ class Rollouts(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class GrpoSettings:
     """The settings that decide a step."""
 
     grpo: Grpo
@@ -70,7 +70,7 @@ class Settings:
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class StepServices:
     """The services that a step uses. `rollouts` is rank 0's alone; `waiting` beats while a rank waits."""
 
     peers: Peers
@@ -98,7 +98,7 @@ class Phases:
 class GroupRelativePolicyOptimization:
     """The objective."""
 
-    def __init__(self, settings: Settings, parts: Parts) -> None:
+    def __init__(self, settings: GrpoSettings, parts: StepServices) -> None:
         self.settings, self.parts, self._grpo = settings, parts, settings.grpo
         self._phases, self._sync = Phases(), SyncReport(0, 0.0, 0, 0.0, 0.0)
         # Of this rank, since the step began; on the device, for reading it would wait.

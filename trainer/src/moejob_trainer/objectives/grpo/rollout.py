@@ -21,7 +21,7 @@ class Author(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Span:
+class TokenSpan:
     """Tokens of one author, with the engine's log-probability of each and the version that chose it. [N]"""
 
     author: Author
@@ -31,10 +31,10 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Rollout:
+class Trajectory:
     """All that was said, and whether it has no end."""
 
-    spans: tuple[Span, ...]
+    spans: tuple[TokenSpan, ...]
     is_truncated: bool
 
     @property
@@ -53,9 +53,9 @@ class Rollout:
         return np.concatenate([span.log_probabilities for span in self.spans])
 
 
-def rollout(answer: Answer) -> Rollout:
+def rollout(answer: Answer) -> Trajectory:
     """Return the rollout of one prompt and its answer."""
     prompt = answer.request.prompt
-    asked = Span(Author.PROMPT, prompt, np.zeros(len(prompt), np.float32), np.full(len(prompt), -1, np.int32))
-    said = Span(Author.MODEL, answer.tokens, answer.log_probabilities, answer.versions)
-    return Rollout((asked, said), answer.finish_reason is FinishReason.LENGTH)
+    asked = TokenSpan(Author.PROMPT, prompt, np.zeros(len(prompt), np.float32), np.full(len(prompt), -1, np.int32))
+    said = TokenSpan(Author.MODEL, answer.tokens, answer.log_probabilities, answer.versions)
+    return Trajectory((asked, said), answer.finish_reason is FinishReason.LENGTH)

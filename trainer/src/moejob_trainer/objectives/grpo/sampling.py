@@ -36,7 +36,7 @@ class ScoredAnswer:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Group:
+class AnswerGroup:
     """All answers to one prompt."""
 
     prompt: NumberedPrompt
@@ -52,7 +52,7 @@ class Group:
 class Sampled:
     """The groups of a step, and what became of the others."""
 
-    groups: tuple[Group, ...]
+    groups: tuple[AnswerGroup, ...]
     # With an answer that has no reward.
     dropped: int = 0
     # Asked, and replaced for want of a signal.
@@ -72,10 +72,10 @@ class Asker:
     decode: Callable[[Sequence[int]], str]
     seed: int
 
-    async def group(self, prompt: NumberedPrompt, members: int, sampling: Sampling, grpo: Grpo) -> Group:
+    async def group(self, prompt: NumberedPrompt, members: int, sampling: Sampling, grpo: Grpo) -> AnswerGroup:
         """Return the answers of all members to a prompt; equal seeds and weights give equal answers."""
         asked = (self._answered(prompt, member, sampling, grpo) for member in range(members))
-        return Group(prompt, tuple(await asyncio.gather(*asked)))
+        return AnswerGroup(prompt, tuple(await asyncio.gather(*asked)))
 
     async def _answered(self, prompt: NumberedPrompt, member: int, sampling: Sampling, grpo: Grpo) -> ScoredAnswer:
         tokens = np.asarray(prompt.prompt.tokens, np.int32)
@@ -100,8 +100,8 @@ async def sample(asker: Asker, prompts: PromptLoader, grpo: Grpo, sampling: Samp
     most = grpo.prompts_per_step
     if grpo.dynamic_sampling is not None:
         most = math.ceil(grpo.dynamic_sampling.over_sampling * grpo.prompts_per_step)
-    kept: list[Group] = []
-    silent: list[Group] = []
+    kept: list[AnswerGroup] = []
+    silent: list[AnswerGroup] = []
     asked = dropped = tokens = 0
     reward_seconds = 0.0
     while len(kept) < grpo.prompts_per_step and asked < most:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from moejob_trainer.objectives.grpo.groups import has_signal
-from moejob_trainer.objectives.grpo.sampling import Group, Sampled
+from moejob_trainer.objectives.grpo.sampling import AnswerGroup, Sampled
 from moejob_trainer.rollouts.interface import FinishReason
 
 
@@ -36,13 +36,13 @@ def of_rewards(sampled: Sampled, names: Sequence[str]) -> dict[str, float]:
     }
 
 
-def of_versions(groups: Sequence[Group], version: int) -> dict[str, float]:
+def of_versions(groups: Sequence[AnswerGroup], version: int) -> dict[str, float]:
     """Return the version of the weights that was published, and how far behind it the oldest token is."""
     oldest = min(int(answer.answer.versions.min()) for group in groups for answer in group.answers)
     return {"version": float(version), "staleness": float(version - oldest)}
 
 
-def of_evaluation(groups: Sequence[Group], names: Mapping[str, float]) -> dict[str, float]:
+def of_evaluation(groups: Sequence[AnswerGroup], names: Mapping[str, float]) -> dict[str, float]:
     """Return mean@k and pass@k: of k answers the mean reward, and the share of prompts of which one is right.
 
     An answer is right when every reward that counts for it (a positive weight in `names`) is at least 1. A prompt with

@@ -23,11 +23,11 @@ from torch._C._distributed_c10d import Backend, PrefixStore, Store, TCPStore
 from torch.distributed import BroadcastOptions
 
 from moejob_trainer.rollouts.connection import EngineLost
-from moejob_trainer.rollouts.fleet import Engine
+from moejob_trainer.rollouts.fleet import RolloutEngine
 from moejob_trainer.rollouts.publisher import Sent
-from moejob_trainer.rollouts.sync import Sync
+from moejob_trainer.rollouts.sync import WeightSync
 from moejob_trainer.rollouts.transports.buckets import BUCKET_ELEMENTS, Bucket, Ranks, gathered, parts
-from moejob_trainer.rollouts.wire import Label
+from moejob_trainer.rollouts.wire import WeightsLabel
 
 T = TypeVar("T")
 # Makes a group of a store, a rank and a size.
@@ -69,8 +69,8 @@ class BroadcastTransport:
         """Return as many as a bucket has: engines take as long for a tensor as for a stack of them."""
         return self._most_elements
 
-    def send(self, label: Label, weights: Iterable[tuple[str, Tensor]], sync: Sync | None) -> Sent:
-        """Let engines load all weights, from `Sync.begin` to before `Sync.finish`. Collective."""
+    def send(self, label: WeightsLabel, weights: Iterable[tuple[str, Tensor]], sync: WeightSync | None) -> Sent:
+        """Let engines load all weights, from `WeightSync.begin` to before `WeightSync.finish`. Collective."""
         engines = () if sync is None else sync.run(self._begun(sync))
         size_bytes = 0
         for part in parts(weights, self._most_elements, self._ranks.device):
@@ -89,8 +89,8 @@ class BroadcastTransport:
         for url in [*self._joined]:
             self._leave(url)
 
-    async def _begun(self, sync: Sync) -> tuple[Engine, ...]:
-        async def join(engine: Engine) -> None:
+    async def _begun(self, sync: WeightSync) -> tuple[RolloutEngine, ...]:
+        async def join(engine: RolloutEngine) -> None:
             known = self._joined.get(engine.url)
             if known is None or known.label != await sync.label_of(engine):
                 self._leave(engine.url)
@@ -98,7 +98,7 @@ class BroadcastTransport:
 
         return await sync.each(await sync.begin(self._meeting.start_seconds), join)
 
-    async def _join(self, sync: Sync, engine: Engine) -> _Joined:
+    async def _join(self, sync: WeightSync, engine: RolloutEngine) -> _Joined:
         size, key = 1 + self._meeting.workers, f"weights-{uuid4()}"
         store, port = _store(self._meeting.host)
         where = {
@@ -112,8 +112,10 @@ class BroadcastTransport:
         group = await _both(sync.join(engine, where), made, engine)
         return _Joined(group, store, "")
 
-    async def _sent(self, sync: Sync, engines: tuple[Engine, ...], bucket: Bucket) -> tuple[Engine, ...]:
-        async def send(engine: Engine) -> None:
+    async def _sent(
+        self, sync: WeightSync, engines: tuple[RolloutEngine, ...], bucket: Bucket
+    ) -> tuple[RolloutEngine, ...]:
+        async def send(engine: RolloutEngine) -> None:
             group = self._joined[engine.url].group
             sending = _in_thread(lambda: _broadcast(group, bucket.data))
             try:
@@ -181,7 +183,7 @@ def _store(host: str) -> tuple[TCPStore, int]:
     return store, port
 
 
-async def _both(asking: Any, working: asyncio.Future[T], engine: Engine) -> T:
+async def _both(asking: Any, working: asyncio.Future[T], engine: RolloutEngine) -> T:
     """Wait for an engine and for this side of what it takes part in; EngineLost when either fails."""
     asked = asyncio.ensure_future(asking)
     await asyncio.wait({asked, working}, return_when=asyncio.FIRST_EXCEPTION)

@@ -25,7 +25,7 @@ BUCKET_ELEMENTS = 256 * 1024**2
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class BucketEntry:
     """One tensor of a bucket."""
 
     name: str
@@ -34,14 +34,14 @@ class Entry:
     size_bytes: Annotated[int, Field(ge=0)]
 
 
-_ENTRIES = TypeAdapter(tuple[Entry, ...])
+_ENTRIES = TypeAdapter(tuple[BucketEntry, ...])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bucket:
     """Tensors in the order in which they lie in `data`. [bytes]"""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[BucketEntry, ...]
     data: Tensor
 
     @property
@@ -122,7 +122,7 @@ def all_gathered(part: Bucket, ranks: Ranks) -> Bucket:
 
 def _packed(tensors: dict[str, Tensor], device: torch.device) -> Bucket:
     entries = tuple(
-        Entry(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.nbytes)
+        BucketEntry(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.nbytes)
         for name, tensor in tensors.items()
     )
     data = torch.empty(sum(entry.size_bytes for entry in entries), dtype=torch.uint8, device=device)
@@ -132,11 +132,11 @@ def _packed(tensors: dict[str, Tensor], device: torch.device) -> Bucket:
     return Bucket(entries, data)
 
 
-def _sizes(entries: Sequence[tuple[Entry, ...]]) -> list[int]:
+def _sizes(entries: Sequence[tuple[BucketEntry, ...]]) -> list[int]:
     return [sum(entry.size_bytes for entry in of_rank) for of_rank in entries]
 
 
-def _flat(entries: Sequence[tuple[Entry, ...]]) -> tuple[Entry, ...]:
+def _flat(entries: Sequence[tuple[BucketEntry, ...]]) -> tuple[BucketEntry, ...]:
     return tuple(entry for of_rank in entries for entry in of_rank)
 
 

@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moejob_trainer.distributed import messages
-from moejob_trainer.rollouts.fleet import Engine
+from moejob_trainer.rollouts.fleet import RolloutEngine
 from moejob_trainer.rollouts.publisher import Sent
-from moejob_trainer.rollouts.sync import Sync
-from moejob_trainer.rollouts.wire import Label
+from moejob_trainer.rollouts.sync import WeightSync
+from moejob_trainer.rollouts.wire import WeightsLabel
 
 _BUCKET_BYTES = 256 * 1024**2
 
@@ -54,7 +54,7 @@ class DiskTransport:
         """Return 0: files have the names of tensors, one by one."""
         return 0
 
-    def send(self, label: Label, weights: Iterable[tuple[str, Tensor]], sync: Sync | None) -> Sent:
+    def send(self, label: WeightsLabel, weights: Iterable[tuple[str, Tensor]], sync: WeightSync | None) -> Sent:
         """Write everything, then let engines read it."""
         place = self._folder / str(label)
         if self._rank == 0:
@@ -83,11 +83,11 @@ class DiskTransport:
             shutil.rmtree(old, ignore_errors=True)
 
 
-def _read(sync: Sync, paths: list[str], size_bytes: int, start_seconds: float) -> Sent:
-    async def load(engine: Engine) -> None:
+def _read(sync: WeightSync, paths: list[str], size_bytes: int, start_seconds: float) -> Sent:
+    async def load(engine: RolloutEngine) -> None:
         await sync.update(engine, {"paths": paths})
 
-    async def loaded() -> tuple[Engine, ...]:
+    async def loaded() -> tuple[RolloutEngine, ...]:
         return await sync.each(await sync.begin(start_seconds), load)
 
     return Sent(sync.run(loaded()), size_bytes, catch_up=load)

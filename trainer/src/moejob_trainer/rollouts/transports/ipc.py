@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
 from moejob_trainer.distributed import messages
-from moejob_trainer.rollouts.fleet import Engine
+from moejob_trainer.rollouts.fleet import RolloutEngine
 from moejob_trainer.rollouts.publisher import Sent
-from moejob_trainer.rollouts.sync import Sync
+from moejob_trainer.rollouts.sync import WeightSync
 from moejob_trainer.rollouts.transports.buckets import BUCKET_ELEMENTS, Bucket, Ranks, all_gathered, parts
-from moejob_trainer.rollouts.wire import Label
+from moejob_trainer.rollouts.wire import WeightsLabel
 
 # The name of a GPU, and what another process needs to open a tensor there.
 Handle = dict[str, str | int | bool]
@@ -42,8 +42,8 @@ class IpcTransport:
         """Return as many as a bucket has: engines take as long for a tensor as for a stack of them."""
         return self._most_elements
 
-    def send(self, label: Label, weights: Iterable[tuple[str, Tensor]], sync: Sync | None) -> Sent:  # noqa: ARG002
-        """Let engines load all weights, from `Sync.begin` to before `Sync.finish`. Collective."""
+    def send(self, label: WeightsLabel, weights: Iterable[tuple[str, Tensor]], sync: WeightSync | None) -> Sent:  # noqa: ARG002
+        """Let engines load all weights, from `WeightSync.begin` to before `WeightSync.finish`. Collective."""
         engines = () if sync is None else sync.run(sync.begin(self._start_seconds))
         size_bytes = 0
         for part in parts(weights, self._most_elements, self._ranks.device):
@@ -63,11 +63,11 @@ class IpcTransport:
 
 
 async def _lent(
-    sync: Sync, engines: tuple[Engine, ...], bucket: Bucket, handles: dict[str, Handle]
-) -> tuple[Engine, ...]:
+    sync: WeightSync, engines: tuple[RolloutEngine, ...], bucket: Bucket, handles: dict[str, Handle]
+) -> tuple[RolloutEngine, ...]:
     update: dict[str, Any] = {**bucket.description, "handles": handles}
 
-    async def load(engine: Engine) -> None:
+    async def load(engine: RolloutEngine) -> None:
         await sync.update(engine, update)
 
     return await sync.each(engines, load)
