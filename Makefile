@@ -115,7 +115,7 @@ test-trainer: $(trainer_built) $(operator_built) $(peft_built) $(trl_built) ## T
 
 # test-trainer does one seed.
 test-learning: $(trainer_built) ## Test that GRPO learns from rewards, on three seeds
-	@MOEJOB_LEARNING=full $(trainer)/pytest tests/trainer/grpo/test_learning.py $(ARGS)
+	@MOEJOB_LEARNING=full $(trainer)/pytest tests/trainer/objectives/grpo/test_learning.py $(ARGS)
 
 # One process: importing Megatron-Bridge takes as long as all that is computed with it.
 test-bridge: $(bridge_built) $(operator_built) ## Test the bridge to Megatron's checkpoints, and training beside Megatron's own model

@@ -48,7 +48,7 @@ from moejob_trainer.objectives.grpo.sampling import Asker
 from moejob_trainer.rewards.scorer import Scorer
 from moejob_trainer.rollouts.interface import Answer, FinishReason, Floats, Request, Sampling, SyncReport, Tokens
 
-EXAMPLE = Path(__file__).parents[3] / "examples" / "tiny-grpo.yaml"
+EXAMPLE = Path(__file__).parents[4] / "examples" / "tiny-grpo.yaml"
 # What the model of the example learns, a smaller one learns in a fraction of the time.
 SMALLER: dict[str, Any] = {
     "hidden_size": 64,

@@ -20,7 +20,7 @@ from moejob_trainer.objectives.grpo.advantages import advantages
 from moejob_trainer.objectives.grpo.aggregation import weights
 from moejob_trainer.objectives.grpo.loss import ADVANTAGE, ENGINE, OLD, REFERENCE, SCALE, grpo_loss
 
-PYTHON = Path(__file__).parents[3] / ".venv/trl/bin/python"
+PYTHON = Path(__file__).parents[4] / ".venv/trl/bin/python"
 GROUPS, MEMBERS, PROMPT, MOST = 3, 4, 2, 9
 LENGTHS = (1, 9, 4, 7, 2, 2, 5, 8, 3, 6, 9, 1)
 

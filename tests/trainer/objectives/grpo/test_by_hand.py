@@ -13,7 +13,7 @@ import torch
 from moejob_api.job.grpo import Advantage, LossAggregation
 from moejob_trainer.objectives.grpo.advantages import advantages
 from moejob_trainer.objectives.grpo.packed_answers import Answers
-from trainer.grpo.by_hand import CHECKS, Implementation, fractions_of_clipped_tokens
+from trainer.objectives.grpo.by_hand import CHECKS, Implementation, fractions_of_clipped_tokens
 
 REAL = Implementation()
 

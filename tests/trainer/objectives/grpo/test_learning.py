@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trainer.grpo.learning import learned, taught
+from trainer.objectives.grpo.learning import learned, taught
 from trainer.worlds import Worlds
 
 SEEDS = (1, 2, 3) if os.environ.get("MOEJOB_LEARNING") == "full" else (1,)
