@@ -1,4 +1,4 @@
-"""The chart is installed as docs/getting-started.md says: what people copy has to work."""
+"""The chart is installed as pages say: what people copy has to work."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import re
 import shlex
 from pathlib import Path
 
+import pytest
+
 from charts import Helm
+from documented import Typed, typed
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "getting-started.md").read_text()
@@ -16,6 +19,8 @@ COMMANDS = [
     for line in block.splitlines()
 ]
 JOBS = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+# They are about the release that is there, or the cluster.
+NOT_RENDERED = ("--create-namespace", "--reset-then-reuse-values")
 VERSION = (ROOT / "VERSION").read_text().strip()
 
 
@@ -30,3 +35,9 @@ def test_the_chart_is_installed_from_the_registry_that_images_were_pushed_to(hel
     # Those that only GRPO needs.
     of_grpo = {f"registry.example.com/ml/moejob-{name}:{VERSION}" for name in ("rollout", "trainer-colocated")}
     assert images - pushed == of_grpo
+
+
+@pytest.mark.parametrize("one", typed("helm install moejob", "helm upgrade moejob"), ids=str)
+def test_what_is_installed_can_be_rendered(helm: Helm, one: Typed) -> None:
+    options = [word for word in shlex.split(one.command)[4:] if word not in NOT_RENDERED]
+    assert "kind: Deployment" in helm.run("template", "moejob", ROOT / "charts" / "moejob", *options)

@@ -1,11 +1,14 @@
-"""Pages of docs/ show jobs that are accepted, settings that exist, and commands that can be typed."""
+"""Pages show jobs that are accepted, settings that exist, commands that can be typed and plans that can be made."""
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ import yaml
 from typer.main import get_command
 
 from builders import merged
+from documented import Typed, typed, typed_into_shell
 from image_builds.recipes import ROOT
 from moejob_api.documents.reading import read_job
 from moejob_cli.app import app
@@ -20,7 +24,7 @@ from moejob_operator.validation import validation_of
 
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 # A block with a title shows another project's file.
-BLOCK = re.compile(r"^```(yaml|console)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+BLOCK = re.compile(r"^( *)```yaml\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
 JOB = {
     "apiVersion": "moejob.dev/v1alpha1",
     "kind": "MoETrainingJob",
@@ -44,28 +48,16 @@ GRPO = {
 }
 
 
-def blocks(language: str) -> Iterator[tuple[str, str]]:
+def blocks() -> Iterator[tuple[str, str]]:
     for page in PAGES:
-        for found, text in BLOCK.findall(page.read_text()):
-            if found == language:
-                yield page.relative_to(ROOT).as_posix(), text
-
-
-def commands(*begin: str) -> list[Any]:
-    """The commands of all pages that begin so, each once."""
-    typed = {
-        (page, line.removeprefix("$ "))
-        for page, text in blocks("console")
-        for line in text.splitlines()
-        if line.startswith("$ ")
-    }
-    return [pytest.param(line, id=f"{page}: {line}") for page, line in sorted(typed) if line.startswith(begin)]
+        for _, text in BLOCK.findall(page.read_text()):
+            yield page.relative_to(ROOT).as_posix(), dedent(text)
 
 
 def settings() -> list[Any]:
     """Jobs, and parts of a spec, which are shown within a job that has the rest."""
     found: list[Any] = []
-    for page, text in blocks("yaml"):
+    for page, text in blocks():
         shown = yaml.safe_load(text)
         # Values of the chart, whose tests read them.
         if "limits" in shown:
@@ -83,26 +75,33 @@ def test_settings_that_are_shown_are_accepted(text: str) -> None:
     assert validation.is_accepted, validation.problems
 
 
-@pytest.mark.parametrize("command", commands("moejob "))
-def test_a_command_that_is_shown_can_be_typed(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, name, *words = shlex.split(command)
+@pytest.mark.parametrize("one", typed("moejob "), ids=str)
+def test_a_command_that_is_shown_can_be_typed(one: Typed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, name, *words = shlex.split(one.command)
     # Files of the reader's own.
     monkeypatch.chdir(tmp_path)
-    for word in words:
-        if word.endswith(".yaml") and not (ROOT / word).exists():
-            (tmp_path / word).write_text("")
-    words = [str(ROOT / word) if (ROOT / word).is_file() else word for word in words]
+    (tmp_path / "job.yaml").write_text("")
+    words = [str(next(ROOT.glob(word))) if word.startswith("examples/") else word for word in words]
     get_command(app).commands[name].make_context(name, words)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("command", commands("make "))
-def test_a_make_target_that_is_shown_is_there(command: str) -> None:
-    assert f"\n{shlex.split(command)[1]}:" in (ROOT / "Makefile").read_text()
+@pytest.mark.parametrize("one", typed("moejob plan", "moejob validate"), ids=str)
+def test_a_plan_that_is_shown_is_made(one: Typed, tmp_path: Path) -> None:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    (tmp_path / "job.yaml").symlink_to(ROOT / "examples" / "qwen3-30b-sft-8gpu.yaml")
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    ran = typed_into_shell(one.command, tmp_path, {"PATH": path, "HF_HUB_OFFLINE": "1"})
+    # Other GPUs than the job's are refused, with the layouts that work on them.
+    is_refused = "--gpus" in one.command and "--auto" not in one.command
+    assert ran.returncode == is_refused, ran.stdout + ran.stderr
+
+
+@pytest.mark.parametrize("one", typed("make "), ids=str)
+def test_a_make_target_that_is_shown_is_there(one: Typed) -> None:
+    assert f"\n{shlex.split(one.command)[1]}:" in (ROOT / "Makefile").read_text()
 
 
 def test_every_file_that_a_command_names_is_there() -> None:
-    words = [
-        word for shown in commands("") for word in shown.values[0].split() if word.startswith(("examples/", "charts/"))
-    ]
+    words = [word for one in typed() for word in one.command.split() if word.startswith(("examples/", "charts/"))]
     assert words
-    assert [word for word in words if not (ROOT / word).exists()] == []
+    assert [word for word in words if not any(ROOT.glob(word))] == []

@@ -1,0 +1,53 @@
+"""Commands that pages tell readers to type: the lines behind `$` of their console blocks.
+
+A block of another language shows a file, or what belongs to another project.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+_BLOCK = re.compile(r"^( *)```console\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
+_COMMAND = re.compile(r"^ *\$ ((?:.*\\\n)*.*)", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Typed:
+    """One command, and the page that shows it."""
+
+    page: str
+    command: str
+
+    def __str__(self) -> str:
+        return f"{self.page}: {self.command}"
+
+
+def pages() -> list[Path]:
+    """Every page of the project."""
+    return [ROOT / name for name in typed_into_shell("git ls-files '*.md'", ROOT).stdout.splitlines()]
+
+
+def typed_into_shell(
+    command: str, folder: Path, environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Return the end of a command and all that it prints."""
+    words = ["bash", "-c", command]
+    variables = os.environ | (environment or {})
+    return subprocess.run(words, cwd=folder, env=variables, capture_output=True, text=True, check=False)
+
+
+def typed(*begin: str) -> list[Typed]:
+    """The commands of all pages that begin so, in their order and each once a page."""
+    found = (
+        Typed(page.relative_to(ROOT).as_posix(), re.sub(r"\\\n\s*", "", command))
+        for page in pages()
+        for _, block in _BLOCK.findall(page.read_text(encoding="utf-8"))
+        for command in _COMMAND.findall(block)
+    )
+    return [one for one in dict.fromkeys(found) if not begin or one.command.startswith(begin)]
