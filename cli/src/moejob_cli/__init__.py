@@ -1,1 +1,1 @@
-"""Owns what a person types and reads in a terminal; never imports torch or the operator."""
+"""The command line: commands, and the text and tables they print; never imports torch or the operator."""

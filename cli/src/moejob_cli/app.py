@@ -98,7 +98,7 @@ def _validated(file: str) -> Exit:
 
 
 def _with_file(file: str, text: str) -> str:
-    """Return what concerns a field does not say which file the field is in; what concerns the file does."""
+    """Add the file to complaints about the file; those about a field keep their words."""
     return text if file in text else f"{file}: {text}"
 
 
@@ -303,7 +303,7 @@ def export_model(
 
 
 def _finish(done: Conversion) -> NoReturn:
-    """Print how a conversion ended, and end as it did."""
+    """Print the end of a conversion, and exit with its code."""
     typer.echo(f"error: {done.message}" if done.exit_code else done.message, err=bool(done.exit_code))
     raise typer.Exit(done.exit_code)
 

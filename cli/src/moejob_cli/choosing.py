@@ -84,7 +84,7 @@ def _engine_gpus(spec: Spec) -> int:
 
 
 def _why_none(spec: Spec, shape: ModelShape, count: int, machine: Hardware) -> Iterator[Problem]:
-    """Yield what keeps every layout from being accepted: the job itself, the number of GPUs, or their memory."""
+    """Yield the obstacles to every layout: the job itself, the number of GPUs, or their memory."""
     asked = with_engines_that_run(spec, shape, count)[0]
     yield from (problem for problem in plan(asked, shape).problems if "parallelism" not in problem.path)
     least = leanest(spec, shape, count)

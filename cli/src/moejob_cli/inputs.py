@@ -1,4 +1,4 @@
-"""Reads what a command needs from files: the job, and its model's shape when it can be seen from here."""
+"""The input of a command from files: the job, and its model's shape when it can be seen from here."""
 
 from __future__ import annotations
 

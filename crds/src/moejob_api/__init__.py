@@ -1,1 +1,1 @@
-"""Owns what a MoETrainingJob means; knows nothing of Kubernetes clients, torch or the terminal."""
+"""The meaning of a MoETrainingJob; knows nothing of Kubernetes clients, torch or the terminal."""

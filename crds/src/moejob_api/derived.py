@@ -80,7 +80,7 @@ def updates_per_step(spec: Spec) -> int:
 
 
 def sequence_divisor(layout: Layout) -> int:
-    """Return what a sequence length must be a multiple of.
+    """Return the number that every sequence length is a multiple of.
 
     Context ranks each take two chunks, one from the front and one from the back, so that causal attention costs them
     the same; sequence parallelism divides what a context rank holds once more.
@@ -90,7 +90,7 @@ def sequence_divisor(layout: Layout) -> int:
 
 
 def balancing(spec: Spec) -> Balancing:
-    """Return how the load of the experts is kept even."""
+    """Return the method that keeps the load of the experts even."""
     if spec.moe.balancing is not None:
         return spec.moe.balancing
     return Balancing.NONE if spec.method is Method.GRPO else Balancing.AUX_LOSS
@@ -126,7 +126,7 @@ def recomputed_modules(recompute: Recompute) -> frozenset[RecomputeModule]:
 
 
 def kept_slope_bytes(spec: Spec, tokens: int, words: int, element_bytes: int) -> int:
-    """Return what the loss keeps of a row's logits for the backward pass; 0 where it computes them again."""
+    """Return the bytes that the loss keeps of a row's logits for the backward pass; 0 where it computes them again."""
     # Slopes are of log-probabilities; the gradient of an entropy needs the probabilities themselves.
     learns_entropy = spec.grpo is not None and spec.grpo.entropy_coefficient > 0
     recomputes_all = spec.training.recompute.granularity is RecomputeGranularity.FULL

@@ -219,7 +219,7 @@ def _check(found: Field, path: str) -> None:
 
 
 def inner_defaults(found: Field) -> JsonValue:
-    """Return what an object holds of which nothing is given."""
+    """Return the defaults of an object, nothing of which is given."""
     return {name: inner.default for name, inner in found.fields.items() if inner.default is not None}
 
 

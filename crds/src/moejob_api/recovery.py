@@ -66,7 +66,7 @@ class Recovery:
 
 
 def recover(failures: Sequence[Failure], gang: GangReport, state: RecoveryState) -> Recovery | None:
-    """Return what to do about everything that failed since the last decision; None when nothing did."""
+    """Return the action on everything that failed since the last decision; None when nothing did."""
     action = recovery_action(tuple(failures), state.budget)
     if action is None:
         return None

@@ -121,7 +121,7 @@ RecoveryAction = RestartRanks | ReplacePods | ReplaceGang | GiveUp
 
 
 def recovery_action(failures: tuple[Failure, ...], budget: Budget) -> RecoveryAction | None:
-    """Return what to do about everything that failed since the last decision; None when nothing did.
+    """Return the action on everything that failed since the last decision; None when nothing did.
 
     Failures that are seen together are one failure: a rank that dies takes its peers with it, and charging each of them
     would spend a budget of six on a gang of eight at once.
@@ -168,7 +168,7 @@ def restarted_in_place(index: int, fault: RankFault | None) -> Failure:
 
 
 def delay_seconds(restarts: int) -> float:
-    """Return how long to wait before restart number `restarts` (from 1): the first is at once, then it doubles."""
+    """Return the delay before restart number `restarts` (from 1): the first is at once, then it doubles."""
     if restarts <= 1:
         return 0.0
     # The exponent is bounded because 2.0 ** 1024 overflows long before a job gives up with a large backoffLimit.

@@ -83,4 +83,4 @@ class Cluster(Protocol):
         """Post an event about the job; losing one is no error."""
 
     async def progress(self, pod: Raw) -> PodProgress | None:
-        """Return what a pod says of itself; None when it does not answer in time or says nothing that can be read."""
+        """Return the progress that a pod reports; None when it does not answer in time or nothing of it can be read."""

@@ -25,7 +25,7 @@ class ExpiringCache(Generic[Value]):
         return len(self._known)
 
     def of(self, key: JobKey, identity: Hashable) -> Value | None:
-        """Return what was kept of a job, if it was of this identity."""
+        """Return the kept value of a job, if it was of this identity."""
         known, value = self._known.get(key, (None, None))
         return value if known == identity else None
 

@@ -74,7 +74,7 @@ class Check:
 
 
 def checks(installation: Installation, api: ApiClient, http: aiohttp.ClientSession) -> tuple[Check, ...]:
-    """Return what has to be so of an installation, in the order in which it comes about."""
+    """Return the checks of an installation, in the order in which its parts come up."""
     lease = ApiLeaseStore(api, installation.own_namespace, installation.lease_name)
     path = f"{collection(Kind.JOB, installation.namespace)}?dryRun=All&fieldValidation=Strict"
     versions: set[str] = set()
@@ -113,7 +113,7 @@ def checks(installation: Installation, api: ApiClient, http: aiohttp.ClientSessi
 
 
 async def lasting_problem(check: Check, until: float) -> Problem:
-    """Return what is still wrong at the end; None as soon as nothing is."""
+    """Return the problem that is left at the end; None as soon as there is none."""
     while True:
         try:
             problem = await check.problem()
@@ -146,7 +146,7 @@ def _job(spec: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Say what is well and what is not; 1 when something is not."""
+    """Print each check with its result; 1 when one has failed."""
     installation = Installation(_cli_parse_args=list(arguments))
     is_well = asyncio.run(examined(installation, lambda line: sys.stdout.write(f"{line}\n")))
     return 0 if is_well else 1

@@ -1,4 +1,4 @@
-"""Decides which pods of a job are asked how they are, and when: asking costs a request each.
+"""The choice of pods to poll, and of the time: a poll costs a request for each.
 
 Pure: knows what was observed and when was last asked, and asks nothing itself.
 """
@@ -37,12 +37,12 @@ def pods_to_ask(seen: Observed, asked: datetime | None, now: datetime) -> tuple[
 
 
 def _is_due(since: float, youngest: float) -> bool:
-    """Say whether to ask again, this long after the last time: soon while pods are young, and new pods at once."""
+    """Return whether a poll is due this long after the last one: soon while pods are young, and new pods at once."""
     return since > youngest or since >= min(POLL_SECONDS, max(FIRST_POLL_SECONDS, youngest))
 
 
 def _may_be_mute(seen: Observed, running: tuple[Pod, ...], youngest: float) -> bool:
-    """Say whether this reconcile would take a silence for a hang."""
+    """Return whether this reconcile would take a silence for a hang."""
     spec = seen.job.spec
     if spec is None or all(pod.is_ready for pod in running):
         return False

@@ -42,7 +42,7 @@ class Ranking(ApiModel):
         return next((one for one in self.best if one.step == step), None)
 
     def as_fields(self) -> dict[str, float]:
-        """Return what a line of the step log says of it."""
+        """Return the fields of a line of the step log."""
         found: dict[str, float] = {} if self.newest is None else {StatusMeasure.EVAL_SCORE.value: self.newest.value}
         if self.best:
             found |= {

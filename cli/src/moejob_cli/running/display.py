@@ -145,7 +145,7 @@ def picture(view: View) -> RenderableType:
 
 
 def ending(lines: Sequence[StepLine], folder: Path) -> RenderableType:
-    """Return what is left when the run has ended: the curve of loss or reward, and where everything is."""
+    """Return the closing lines of a run: the curve of loss or reward, and the places of its files."""
     return Group(*_curve(lines), *_places(folder))
 
 

@@ -43,7 +43,7 @@ class RunEngines:
         return ended
 
     def refusal(self) -> str | None:
-        """Return why an engine cannot start, once that is known: the job would wait for it in vain."""
+        """Return the reason that an engine cannot start, once it is known: the job would wait for it in vain."""
         hopeless = ((index, starts) for index, starts in self._starts.items() if starts.is_hopeless)
         return next(
             (starts.refusal(index, self._log(index).read_bytes()[-LOG_BYTES:]) for index, starts in hopeless), None

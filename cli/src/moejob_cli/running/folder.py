@@ -33,7 +33,7 @@ class HeldRunFolder:
 
     @property
     def logs(self) -> Path:
-        """Return where launchers and ranks write what they print."""
+        """Return the folder of the logs of launchers and ranks."""
         return self.path / RunFile.LOGS
 
     def next_attempt(self) -> int:

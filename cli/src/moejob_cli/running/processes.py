@@ -67,7 +67,7 @@ class Launcher:
         return self._process.poll() is None
 
     def report(self) -> PodReport:
-        """Return how it is doing. Asks it, and waits a moment for the answer."""
+        """Return the report of a launcher. Asks it, and waits a moment for the answer."""
         code = self._process.poll()
         if code is None:
             self._ask()

@@ -46,12 +46,12 @@ def polled(pods: Sequence[PodReport], nodes: int, state: RecoveryState) -> Recov
 
 
 def recovery(pods: Sequence[PodReport], nodes: int, state: RecoveryState, deadline_seconds: int) -> Recovery | None:
-    """Return what to do about everything that failed since the last decision; None when nothing did."""
+    """Return the action on everything that failed since the last decision; None when nothing did."""
     return recover(_failures(pods, nodes, state, deadline_seconds), _gang(pods, nodes), state)
 
 
 def exit_code_of(pods: Sequence[PodReport]) -> int:
-    """Return how `moejob run` ends when it gives up."""
+    """Return the exit code of `moejob run` when it gives up."""
     is_permanent = any(pod.exit_code == ExitCode.BAD_CONFIGURATION for pod in pods)
     return ExitCode.BAD_CONFIGURATION if is_permanent else 1
 

@@ -72,7 +72,7 @@ def tokens_per_second(lines: Sequence[StepLine]) -> float | None:
 
 
 def seconds_left(lines: Sequence[StepLine], total_steps: int | None) -> float | None:
-    """Return how long the remaining steps will take, if they take what the last ones took."""
+    """Return the duration of the remaining steps at the pace of the last ones."""
     if not lines or total_steps is None:
         return None
     return median(line.seconds for line in lines[-_RECENT_STEPS:]) * max(0, total_steps - lines[-1].step)

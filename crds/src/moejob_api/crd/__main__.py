@@ -1,4 +1,4 @@
-"""Writes what the API server is given to where kubectl and Helm look for it; with --check, only says what is stale.
+"""Writes the API server's files to the folders of kubectl and Helm; with --check, only reports stale ones.
 
 That is the CustomResourceDefinition, and for the chart's ValidatingAdmissionPolicy what each limit is about.
 """

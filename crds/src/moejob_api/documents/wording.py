@@ -64,7 +64,7 @@ def _holds(path: str, problems: Mapping[str, Problem]) -> bool:
 
 
 def wrong_kind(raw: Mapping[str, JsonValue]) -> Problem | None:
-    """Return why an object is no MoETrainingJob of this version; None when it says that it is one."""
+    """Return the reason that an object is no MoETrainingJob of this version; None when it says that it is one."""
     version, kind, wanted = raw.get("apiVersion"), raw.get("kind"), f"{GROUP}/{VERSION}"
     if kind is None:
         return Problem(Rule.FIELD, "kind", f"is missing; write kind: {KIND}")
@@ -98,7 +98,7 @@ def dotted(place: Place) -> str:
 
 
 def _place(tree: JsonValue, loc: Place, *, is_missing: bool) -> Place:
-    """Return where in the tree an error lies: pydantic's own path continues into the alternatives it has tried."""
+    """Return the path of an error in the tree: pydantic's own path continues into the alternatives it has tried."""
     place: list[str | int] = []
     value: Any = tree
     for step in loc:
@@ -145,7 +145,7 @@ def _message(kind: str, loc: Place, place: Place, tree: JsonValue) -> str:
 
 
 def expected(field: Field) -> str:
-    """Return what a field takes, to be put behind "must be"."""
+    """Return the values that a field takes, to be put behind "must be"."""
     match field.kind:
         case FieldKind.OBJECT:
             needed = sorted(field.required)
@@ -267,7 +267,7 @@ def _unquote(field: Field, value: str) -> str:
 
 
 def _unknown(place: Place) -> tuple[str, str | None]:
-    """Return what to say about an unknown field, and the path of the field that was meant, when it is beside it."""
+    """Return the complaint about an unknown field, and the path of the field that was meant, when it is beside it."""
     parent, name = _at(place[:-1]), str(place[-1])
     said = f'unknown field "{_cut(name)}"'
     siblings = tuple(parent.fields) if parent is not None else ()

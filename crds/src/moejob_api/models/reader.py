@@ -74,7 +74,7 @@ class ConfigReader:
         return value
 
     def number(self, key: str) -> None:
-        """Refuse what is not a finite number above zero."""
+        """Refuse anything but a finite number above zero."""
         value = self.values.get(key)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
             self._refuse(key, "a number above 0")

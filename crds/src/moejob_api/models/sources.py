@@ -106,7 +106,7 @@ def _from_path(path: Path) -> ModelConfig | Unseen:
 
 
 def _mode(path: Path) -> int | None:
-    """Return what kind of thing lies at a path; None where nothing is seen: it is wrong, forbidden or not valid."""
+    """Return the mode of a path; None where nothing is seen: it is wrong, forbidden or not valid."""
     try:
         return path.stat().st_mode
     except (OSError, ValueError):
@@ -123,7 +123,7 @@ def _from_cache(name: str, revision: str | None, environment: Mapping[str, str])
 
 
 def _hub_cache(environment: Mapping[str, str]) -> Path:
-    """Return where huggingface_hub keeps models, by the variables it honours, in its order."""
+    """Return the folder of huggingface_hub's models, by the variables it honours, in its order."""
     stated = environment.get("HF_HUB_CACHE") or environment.get("HUGGINGFACE_HUB_CACHE")
     if stated:
         return Path(stated).expanduser()

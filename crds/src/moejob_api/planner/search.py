@@ -77,7 +77,7 @@ class Leanest:
 
 
 def leanest(spec: Spec, shape: ModelShape, gpus: int) -> Leanest | None:
-    """Return what is needed at the least, for those who get no layout at all; None when the GPUs cannot be divided."""
+    """Return the least need of any layout, for jobs that get none at all; None when the GPUs cannot be divided."""
     offload = 1.0 if _may_offload(spec) else spec.memory.offload_optimizer
     kinds = layers_by_kind(shape)
     needs: list[tuple[int, Parallelism]] = []
@@ -314,7 +314,7 @@ def _choice(question: _Question, entry: _Entry) -> Choice:
 
 
 def _reasons(memory: MemoryEstimate, cost: Cost, limit_bytes: int) -> tuple[str, ...]:
-    """Return what takes the time, what the pipeline wastes, and how much memory is left."""
+    """Return the parts that take the time, the share of the pipeline's bubble, and the memory that is left."""
     largest = ", ".join(f"{part.name} {part.seconds / cost.seconds:.0%}" for part in cost.parts[:3])
     bubble = (f"pipeline bubble {cost.bubble:.0%}",) if cost.bubble > 0 else ()
     left = (limit_bytes - memory.bytes) / GIB

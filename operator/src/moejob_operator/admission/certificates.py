@@ -98,7 +98,7 @@ def is_fit(pair: KeyPair | None, hosts: tuple[str, ...], now: datetime) -> bool:
 
 
 def pair_of(secret: Raw) -> KeyPair | None:
-    """Return what a Secret of type kubernetes.io/tls holds; None when that is no certificate with its key."""
+    """Return the pair in a Secret of type kubernetes.io/tls; None when it holds no certificate with its key."""
     data = secret.get("data") or {}
     try:
         pair = KeyPair(
@@ -158,7 +158,7 @@ class CertificateStore:
     configuration: str
 
     async def read(self) -> KeyPair | None:
-        """Return what the Secret holds now; None when there is none to serve."""
+        """Return the pair that the Secret holds now; None when there is none to serve."""
         raw = await self._secret()
         return None if raw is None else pair_of(raw)
 

@@ -52,7 +52,7 @@ def validate(operation: str, old: Any, new: Any, warnings: list[str], limits: Jo
 
 
 def reviewed(operation: object, old: object, new: object, limits: JobLimits = DEFAULT_LIMITS) -> Validation:
-    """Return what is to be said of a request."""
+    """Return the answer to a review request."""
     if operation not in ("CREATE", "UPDATE"):
         return Validation()
     if not isinstance(old, Mapping):
@@ -67,7 +67,7 @@ def reviewed(operation: object, old: object, new: object, limits: JobLimits = DE
 
 
 def verdict(raw: object, limits: JobLimits = DEFAULT_LIMITS) -> Validation:
-    """Return what is to be said about a job, as the reconciler will say it."""
+    """Return the verdict on a job, in the words of the reconciler."""
     if not isinstance(raw, Mapping):
         return Validation((Problem(Rule.FIELD, "", "is no object"),))
     try:
@@ -86,7 +86,7 @@ def status_of(found: Validation) -> dict[str, Any]:
 
 
 def warnings_of(found: Validation) -> list[str]:
-    """Return what the API server passes on as warnings."""
+    """Return the warnings that the API server passes on."""
     return [text[:_WARNING_CHARACTERS] for text in _warnings(found)][:_WARNINGS]
 
 

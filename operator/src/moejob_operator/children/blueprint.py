@@ -83,7 +83,7 @@ class Blueprint:
         return pod_name(self.name, role, self.attempt_of(role), index)
 
     def grace_seconds(self, role: Role) -> int:
-        """Return how long a pod gets between being asked to stop and being killed."""
+        """Return the time between a pod's SIGTERM and its SIGKILL."""
         return self.trainer_grace_seconds if role is Role.TRAINER else ENGINE_GRACE_SECONDS
 
     def attempt_of(self, role: Role) -> int:

@@ -75,7 +75,7 @@ def pod_group(blueprint: Blueprint) -> dict[str, Any] | None:
 
 
 def gang_marks(blueprint: Blueprint, role: Role) -> GangMarks:
-    """Return what a pod says to the gang scheduler."""
+    """Return the marks by which the gang scheduler knows a pod's gang."""
     if role is Role.ROLLOUT:
         return _marks_of_engine(blueprint)
     scheduler = _scheduler(blueprint)

@@ -24,7 +24,7 @@ def volumes(blueprint: Blueprint) -> list[dict[str, Any]]:
 
 
 def mounts(blueprint: Blueprint) -> list[dict[str, Any]]:
-    """Return where the container sees them. What a source names is read and never written."""
+    """Return the mount paths in the container. A volume that a source names is read and never written."""
     storage = blueprint.spec.storage.mount_path
     return [
         {"name": "shared-memory", "mountPath": Path.SHARED_MEMORY.value},

@@ -81,7 +81,7 @@ class Observed:
 
 
 class PodReadings:
-    """Remembers what was read in the body of each pod: most have not changed since the last reconcile.
+    """Readings of the body of each pod: most have not changed since the last reconcile.
 
     A body is never changed, a newer one is another object.
     """
@@ -90,7 +90,7 @@ class PodReadings:
         self._known: ExpiringCache[Mapping[int, PodReading]] = ExpiringCache()
 
     def of(self, bodies: tuple[Raw, ...], about: Job) -> tuple[PodReading, ...]:
-        """Return what the bodies say of pods, as seen by a job."""
+        """Return the readings of bodies as a job sees them."""
         owner = Controller(about.name, about.uid)
         known = self._known.of(about.key, about.uid) or {}
         found = tuple(known.get(id(body)) or _reading(body, owner) for body in bodies)

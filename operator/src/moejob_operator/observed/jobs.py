@@ -42,17 +42,17 @@ class Job:
 
     @property
     def key(self) -> JobKey:
-        """Return what the work queue calls it."""
+        """Return the key of a job in the work queue."""
         return JobKey(self.namespace, self.name)
 
     @property
     def identity(self) -> tuple[str, int]:
-        """Return what a validation of its spec may be remembered by."""
+        """Return the identity by which a validation of its spec may be remembered."""
         return self.uid, self.generation
 
 
 class Specs:
-    """Remembers what each job asks for, for as long as its generation lasts: it is looked at again and again."""
+    """Specs of jobs, each kept for as long as its generation lasts: every reconcile reads it."""
 
     def __init__(self, known: ExpiringCache[Asked] | None = None) -> None:
         self._known: ExpiringCache[Asked] = ExpiringCache() if known is None else known
@@ -60,7 +60,7 @@ class Specs:
         self._sections: WeakValueDictionary[tuple[str, bytes], ApiModel] = WeakValueDictionary()
 
     def asked(self, raw: Raw) -> Asked:
-        """Return what a job asks for, or why it cannot be read."""
+        """Return the spec of a job, or the reason that it cannot be read."""
         about = reading.metadata(raw)
         key = JobKey(reading.text(about.get("namespace")), reading.text(about.get("name")))
         identity = (reading.text(about.get("uid")), _generation(about))
@@ -126,7 +126,7 @@ def _asked(raw: Raw) -> Asked:
 
 
 def _drop(tree: object, place: tuple[int | str, ...]) -> None:
-    """Remove what is at a place; what is missing takes its holder with it."""
+    """Remove the value at a path; a missing one takes its holder with it."""
     *above, last = place
     holder, outer = tree, None
     for step in above:

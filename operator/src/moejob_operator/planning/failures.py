@@ -54,7 +54,7 @@ def losses(s: ObservedState) -> tuple[Loss, ...]:
 
 
 def pending_verdict(s: ObservedState, lost: tuple[Loss, ...]) -> Verdict | None:
-    """Return what to wait for before anything is charged: pods have lost their peers, and of one nothing is heard.
+    """Return the verdict to wait for before a charge: pods have lost their peers, and of one nothing is heard.
 
     To blame is that one, once its node is lost, or it is gone, or is seen to have failed. Nothing is kept of the wait:
     it ends by the time at which the first of these pods did, by the clock of its node, which may be a wrong one.
@@ -244,7 +244,7 @@ def _restarted_ranks(s: ObservedState) -> Iterator[Loss]:
 
 
 def loss_of_ranks(index: int, pod: Pod, fault: RankFault | None) -> Loss:
-    """Return what made a launcher restart its ranks, and whom it blames."""
+    """Return the fault for which a launcher restarted its ranks, and the pod it blames."""
     failure = restarted_in_place(index, fault)
     return Loss(failure, pod.name, pod) if fault is None else Loss(failure, pod.name, pod, fault.rank, fault.exit_code)
 

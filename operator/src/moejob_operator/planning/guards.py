@@ -276,7 +276,7 @@ def _still_suspended_seconds(s: ObservedState) -> float:
 
 
 def _settled(s: ObservedState, *, is_whole: bool) -> Restarts:
-    """Return what is kept of the gang: that it was whole, and when it came together that its restart is over."""
+    """Return the restarts with the gang noted as whole, and when it came together with its restart over."""
     spec, _ = spec_and_layout(s)
     gang = gang_report(s)
     restarts = with_state(s.restarts, settled(gang, recovery_state(s.restarts, spec.lifecycle.backoff_limit)))

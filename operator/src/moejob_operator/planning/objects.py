@@ -25,7 +25,7 @@ ENGINE_LIFE_SECONDS = 30.0
 
 
 def missing(s: ObservedState) -> tuple[Ensure, ...]:
-    """Return what to create next, in the order in which it is needed."""
+    """Return the objects to create next, in the order in which they are needed."""
     plan = blueprint(s)
     pods = chain(_missing_trainers(s, plan), _missing_engines(s, plan))
     wanted = chain(_missing_shared(s, plan), _with_access(s, plan, pods))
@@ -117,7 +117,7 @@ def _delete(pod: Pod, s: ObservedState, grace_seconds: int | None) -> Delete:
 
 
 def pods_among(actions: Iterable[Action], role: Role) -> int:
-    """Return how many pods of a role would be created."""
+    """Return the number of pods of a role to create."""
     return sum(isinstance(action, Ensure) and _is_pod(action.manifest, role) for action in actions)
 
 

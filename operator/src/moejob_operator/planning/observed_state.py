@@ -108,7 +108,7 @@ class ObservedState:
 def observed_state(
     seen: Observed, validation: Validation, setting: Setting, now: datetime, refusal: str | None = None
 ) -> ObservedState:
-    """Return what guards decide on."""
+    """Return the state that guards decide on."""
     attempt = _attempt(seen)
     gang = tuple(pod for pod in seen.pods if pod.role is Role.TRAINER)
     nodes = validation.layout.nodes if validation.layout is not None else 0
@@ -141,7 +141,7 @@ def _attempt(seen: Observed) -> int:
 
 
 def _restarts(seen: Observed) -> Restarts:
-    """Return what is remembered of restarts; before the first status, or after one that was lost, a new gang's."""
+    """Return the recorded restarts; before the first status, or after one that was lost, a new gang's."""
     status = seen.job.status
     return fresh_gang(status.restarts) if status.phase is None else status.restarts
 
@@ -155,7 +155,7 @@ def _renewed(s: ObservedState) -> Restarts:
 
 
 def spec_and_layout(s: ObservedState) -> tuple[Spec, Layout]:
-    """Return what an accepted job has; guards behind `invalid` may rely on it."""
+    """Return the spec and the layout of an accepted job; guards behind `invalid` may rely on them."""
     spec, layout = s.seen.job.spec, s.validation.layout
     if spec is None or layout is None:
         raise AssertionError(f"{s.seen.job.namespace}/{s.seen.job.name} was planned without being accepted")
@@ -169,7 +169,7 @@ def gang_of(s: ObservedState) -> Gang:
 
 
 def blueprint(s: ObservedState) -> Blueprint:
-    """Return what the manifests of the present attempt follow from."""
+    """Return the facts from which the manifests of the present attempt follow."""
     spec, layout = spec_and_layout(s)
     job = s.seen.job
     return Blueprint(

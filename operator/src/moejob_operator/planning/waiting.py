@@ -25,7 +25,7 @@ class Hold:
 
 
 def hold(s: ObservedState) -> Hold:
-    """Return what the gang waits for."""
+    """Return the hold of a gang: the thing it waits for."""
     pods = tuple(s.trainers[index] for index in sorted(s.trainers))
     return (
         _refused(s)
@@ -41,7 +41,7 @@ def hold(s: ObservedState) -> Hold:
 
 
 def hold_beside_gang(s: ObservedState) -> Hold | None:
-    """Return what is missing beside a gang that runs: what the API server refused, or what engines wait for."""
+    """Return the hold beside a gang that runs: an object the API server refused, or one that engines wait for."""
     return _refused(s) or _image(s.rollouts) or _node(s.rollouts)
 
 
@@ -88,7 +88,7 @@ def _image(pods: tuple[Pod, ...]) -> Hold | None:
 
 
 def _end(end: Ended) -> str:
-    """Return why a container is started again; the kubelet says no more than that it is."""
+    """Return the reason that a container is started again; the kubelet says no more than that it is."""
     return f"ended with exit code {end.exit_code}: {end.message}" if end.message else f"exit code {end.exit_code}"
 
 

@@ -102,7 +102,7 @@ def listing_of(page: Raw) -> Listing:
 
 
 async def configuration(kubeconfig: Path | None) -> client.Configuration:
-    """Return how to reach the API server: the given file, else as a pod, else as kubectl would."""
+    """Return the way to the API server: the given file, else as a pod, else as kubectl would."""
     found = client.Configuration()
     if kubeconfig is None and "KUBERNETES_SERVICE_HOST" in os.environ:
         config.load_incluster_config(client_configuration=found)  # type: ignore[no-untyped-call]
@@ -137,7 +137,7 @@ class ApiClient:
 
     @property
     def host(self) -> str:
-        """Return where the API server is."""
+        """Return the address of the API server."""
         return str(self._settings.host)
 
     def session(self, middleware: aiohttp.ClientMiddlewareType) -> aiohttp.ClientSession:
@@ -177,7 +177,7 @@ class ApiClient:
         return await self._call(_Request(Verb.PATCH, path, body, content_type))
 
     async def delete(self, path: str, options: Raw, within: float | None = None) -> Raw:
-        """Delete what is at a path; Conflict when its UID is another. Answers with the metadata, or a Status."""
+        """Delete the object at a path; Conflict when its UID is another. Answers with the metadata, or a Status."""
         return await self._call(_Request(Verb.DELETE, path, options, accept=METADATA), within)
 
     async def pages(self, path: str, query: Mapping[str, str]) -> AsyncIterator[Listing]:

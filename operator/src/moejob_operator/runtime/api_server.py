@@ -123,7 +123,7 @@ class ApiServer:
         raise InTheWay(manifest)
 
     async def delete(self, ref: Ref, *, grace_seconds: int | None) -> None:
-        """Delete what has this name and UID; a grace of 0 does not wait for a kubelet."""
+        """Delete the object of this name and UID; a grace of 0 does not wait for a kubelet."""
         options = {
             "preconditions": {"uid": ref.uid},
             "propagationPolicy": "Background",

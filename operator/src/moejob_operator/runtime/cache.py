@@ -128,7 +128,7 @@ class Cache:
 
 
 def owner(kind: Kind, raw: Raw) -> JobKey | None:
-    """Return which job an object is or belongs to; None when it says nothing about that."""
+    """Return the job that an object is or belongs to; None when it says nothing about that."""
     metadata = raw["metadata"]
     name = metadata["name"] if kind is Kind.JOB else (metadata.get("labels") or {}).get(Label.JOB)
     return None if name is None else JobKey(metadata["namespace"], name)

@@ -58,7 +58,7 @@ class Watch:
 
     @property
     def name(self) -> str:
-        """Return what people call it."""
+        """Return the name of the kind for people."""
         return self.lists.watch_name(self.kind)
 
     async def run(self) -> NoReturn:

@@ -180,7 +180,7 @@ def _object(response: aiohttp.ClientResponse, content: bytes) -> Raw:
 
 
 def _lack(path: str, answer: Raw) -> str | None:
-    """Return what an answer lacks without which kopf would never begin to watch jobs."""
+    """Return the part that an answer lacks and without which kopf would never begin to watch jobs."""
     if path == "/apis" and not any(group["name"] == GROUP for group in answer["groups"]):
         return f"the API server knows no group {GROUP}: install the CustomResourceDefinition"
     if path == f"/apis/{JOBS}" and not any(resource["name"] == PLURAL for resource in answer["resources"]):

@@ -104,7 +104,7 @@ def observed_lease(before: LeaseObservation | None, lease: Lease | None, now: fl
 
 
 def move(seen: LeaseObservation, identity: str, terms: LeaseDurations, now: float) -> Move:
-    """Return what a candidate does about the Lease as it saw it."""
+    """Return the next move of a candidate, by the Lease as it saw it."""
     lease = seen.lease
     if lease is None or not lease.holder:
         return Acquire(lease)
@@ -144,7 +144,7 @@ class Leadership(Protocol):
     """Return whether this process leads."""
 
     def remaining_seconds(self) -> float:
-        """For how long we certainly lead; not above zero: we may not act."""
+        """The seconds for which we certainly lead; not above zero: we may not act."""
 
     def stop(self) -> None:
         """Lead no more once the work in hand has ended, and campaign no more."""
@@ -189,7 +189,7 @@ class Election:
         self._is_stopping = asyncio.Event()
 
     def remaining_seconds(self) -> float:
-        """For how long we certainly lead; not above zero: we may not act."""
+        """The seconds for which we certainly lead; not above zero: we may not act."""
         return self._until - self._clock()
 
     def stop(self) -> None:

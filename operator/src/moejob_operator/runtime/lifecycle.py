@@ -80,12 +80,12 @@ class Operator:
         receive(event, self._parts.cache, self._parts.leader.queue.add)
 
     def troubles(self) -> Mapping[str, str]:
-        """Return what will not mend by itself: parts that have ended, watches that kopf has given up."""
+        """Return the troubles that no waiting mends: parts that have ended, watches that kopf has given up."""
         ended = {name: "has ended" for name, task in self._tasks.items() if task.done() and not self._is_stopping}
         return ended | {watch.name: "kopf asks nothing any more" for watch in self.job_watches if watch.is_dead}
 
     def missing(self) -> Mapping[str, str]:
-        """Return what this replica still lacks to do all of its work."""
+        """Return the parts that this replica still lacks to do all of its work."""
         if self._is_stopping:
             return {"operator": "is stopping"}
         watches = self._parts.leader.watches

@@ -126,11 +126,11 @@ class Lists:
         return f"watch of {kind}" if self.namespace is None else f"watch of {kind} in {self.namespace}"
 
     def paths(self, kind: Kind, namespace: str | None) -> tuple[str, ...]:
-        """Return where objects of a kind are; pod groups in as many places as there are gang schedulers."""
+        """Return the API paths of objects of a kind; pod groups have as many as there are gang schedulers."""
         apis = self.gangs.with_objects if kind is Kind.POD_GROUP else ("",)
         return tuple(collection(kind, namespace, api) for api in apis)
 
 
 def selected(kind: Kind) -> Mapping[str, str]:
-    """Return what a list or a watch asks for: of what everybody has only ours."""
+    """Return the selector of a list or a watch: only ours of kinds that everybody has."""
     return {} if kind is Kind.JOB else {"labelSelector": OURS}

@@ -31,19 +31,19 @@ class Log:
         self._logger = logging.getLogger(name)
 
     def debug(self, event: str, **fields: object) -> None:
-        """Log what only a developer wants to read."""
+        """Log a detail for developers."""
         self._say(logging.DEBUG, event, fields)
 
     def info(self, event: str, **fields: object) -> None:
-        """Log what happened as it should."""
+        """Log an expected event."""
         self._say(logging.INFO, event, fields)
 
     def warning(self, event: str, **fields: object) -> None:
-        """Log what will be tried again."""
+        """Log an event that is tried again."""
         self._say(logging.WARNING, event, fields)
 
     def error(self, event: str, *, raised: BaseException | None = None, **fields: object) -> None:
-        """Log what a person has to act on, with the traceback of what was raised."""
+        """Log an event that a person has to act on, with the traceback of the exception."""
         self._say(logging.ERROR, event, fields, raised)
 
     def _say(self, level: int, event: str, fields: Mapping[str, object], raised: BaseException | None = None) -> None:

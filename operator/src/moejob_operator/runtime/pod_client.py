@@ -33,7 +33,7 @@ class PodClient:
     conversations: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_CONVERSATIONS))
 
     async def progress(self, address: str) -> PodProgress:
-        """Return what the pod at an address says of itself; Mute when that is nothing."""
+        """Return the progress that the pod at an address reports; Mute when it reports none."""
         # Waiting for one's turn is not the pod's silence.
         async with self.conversations:
             try:

@@ -41,7 +41,7 @@ class QueueMetrics(Protocol):
     """The metrics of the queue."""
 
     def queued(self, depth: int) -> None:
-        """Return how many keys wait, those for later included."""
+        """Return the number of keys that wait, those for later included."""
 
     def started(self, waited_seconds: float) -> None:
         """A key is worked on, so long after it was due."""

@@ -87,7 +87,7 @@ def _of_phase(before: Status, after: Status) -> Iterator[Event]:
 
 
 def _of_hold(before: Status, after: Status) -> Iterator[Event]:
-    """Yield what a job newly waits for, when a person may have to do something about it."""
+    """Yield the events of a new hold, when a person may have to do something about it."""
     if after.phase not in (Phase.PENDING, Phase.RESTARTING):
         return
     was, found = condition(before, ConditionType.RUNNING), condition(after, ConditionType.RUNNING)

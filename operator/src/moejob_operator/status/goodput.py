@@ -61,7 +61,7 @@ def _is_reported(s: ObservedState, decision: Decision, progress: Progress | None
 
 
 def _stepping_seconds(s: ObservedState, progress: Progress | None) -> float:
-    """Return how long the present ranks have done steps, when that is news."""
+    """Return the seconds for which the present ranks have done steps, when that is news."""
     is_news = progress is not None and progress != s.status.progress and s.status.phase is not Phase.SUSPENDED
     return (s.run.stepping_seconds or 0.0) if is_news and s.run is not None else 0.0
 
@@ -99,7 +99,7 @@ def _redone_seconds(s: ObservedState, before: Goodput, progress: Progress | None
 
 
 def _held_gpu_seconds(s: ObservedState, seconds: float) -> float:
-    """Return what the existing pods have held in the last seconds: one that waits for a node holds nothing."""
+    """Return the GPU seconds of the existing pods since the last look: one that waits for a node holds nothing."""
     layout, rollout = s.validation.layout, s.validation.rollout
     trainers = 0 if layout is None else layout.gpus_per_pod
     engines = 0 if rollout is None else rollout.tensor

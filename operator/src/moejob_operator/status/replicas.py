@@ -44,7 +44,7 @@ def _counted(role: Role, desired: int, pods: Iterable[Pod], created: int) -> Rep
 
 
 def _kept(counted: ReplicaStatus, status: Status) -> ReplicaStatus:
-    """Return how the pods of a finished job ended, also when they have been cleared away since."""
+    """Return the ends of the pods of a finished job, also when they have been cleared away since."""
     before = next((found for found in status.replica_statuses if found.role == counted.role), counted)
     return counted.model_copy(
         update={

@@ -35,7 +35,7 @@ class Stack:
 
 
 def stack_of(name: str) -> Stack | None:
-    """Return what a name says; None for the name of a single tensor."""
+    """Return the stack that a name belongs to; None for the name of a single tensor."""
     found = _NAME.fullmatch(name)
     if found is None:
         return None

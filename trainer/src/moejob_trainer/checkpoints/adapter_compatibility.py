@@ -23,7 +23,7 @@ class AdapterFacts(ApiModel):
 
 
 def adapter_facts(spec: Spec, *, has_weights: bool) -> AdapterFacts:
-    """Return what the checkpoints of a job hold. A model without published weights is made from the seed."""
+    """Return the facts of a job's checkpoints. A model without published weights is made from the seed."""
     model = spec.model.source if spec.model.revision is None else f"{spec.model.source} ({spec.model.revision})"
     named = model if has_weights else f"{model} made from seed {spec.training.seed}"
     is_apart = spec.training.lora is not None and spec.checkpoint.resume_from is None
@@ -31,7 +31,7 @@ def adapter_facts(spec: Spec, *, has_weights: bool) -> AdapterFacts:
 
 
 def refuse_other_adapters(theirs: AdapterFacts, ours: AdapterFacts, where: Path, *, goes_on: bool = False) -> None:
-    """Raise where this job would lose the adapters of another, or take them for something else.
+    """Raise if this job would lose the adapters of another, or take them for something else.
 
     A job that resumes the run of another, and does not only begin with its weights, cannot have adapters of its own.
     """

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 def set_aside(place: RunFolder, search: Search, disk: Disk) -> None:
-    """Mark what is damaged and newer than what was found; refuse to forget a run of which nothing good is left."""
+    """Mark damaged checkpoints newer than the one found; refuse to forget a run of which nothing good is left."""
     if search.found is None and search.refused:
         raise BadConfiguration(
             f"{place.checkpoints} has checkpoints and none is good: {'; '.join(map(str, search.refused))}; "
@@ -45,7 +45,7 @@ class Retention:
 
 
 def clean(place: RunFolder, retention: Retention, disk: Disk) -> None:
-    """Delete what may go. A folder that cannot be removed costs space, which saving looks at; never the run.
+    """Delete checkpoints beyond the retention. One that stays costs space, which saving looks at; never the run.
 
     What counts as kept has all its files in their sizes. Reading them all again for this would cost hours: bytes that
     changed since show when a run resumes from them.

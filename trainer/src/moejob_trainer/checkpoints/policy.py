@@ -76,7 +76,7 @@ def _is_useless(one: SeenFolder, complete: Sequence[StepFolder], own: FenceToken
 
 
 def room_complaint(free_bytes: int, needed_bytes: int, keep: int, path: Path) -> str | None:
-    """Explain why a checkpoint would not fit, and what to do; None when it fits."""
+    """Return the complaint that a checkpoint would not fit, with the fix; None when it fits."""
     if needed_bytes <= free_bytes:
         return None
     fewer = f"; a lower checkpoint.keep (now {keep}) leaves more" if keep > 1 else ""

@@ -93,7 +93,7 @@ class Evaluations(Protocol):
         """Return the state to resume from: plain JSON."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume where that state was taken."""
+        """Resume from that state."""
 
 
 @dataclass(slots=True)
@@ -235,7 +235,7 @@ class RunCheckpoints:
 
 
 def adapter_facts_in(checkpoint: Path) -> AdapterFacts:
-    """Return what the folder of a checkpoint says about its adapters."""
+    """Return the facts about adapters in the folder of a checkpoint."""
     return _adapter_facts(_counters_in(checkpoint))
 
 

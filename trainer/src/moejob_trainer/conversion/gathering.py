@@ -164,7 +164,7 @@ def names(piece: Piece, table: Table) -> tuple[str, ...]:
 
 
 def assembly(piece: Piece, parameter: Parameter, place: Coordinates) -> Assembly:
-    """Return how a piece is put together; equal on all ranks, because it looks at sizes only."""
+    """Return the assembly of a piece; equal on all ranks, because it looks at sizes only."""
     several: list[tuple[int, ParallelGroup]] = []
     home: list[tuple[ParallelGroup, int]] = []
     for axis, group in division(parameter, place):

@@ -162,6 +162,6 @@ def _layer(name: str) -> int:
 
 
 def _filled(pieces: tuple[Piece, ...], held: Slices) -> tuple[int, ...]:
-    """Return how far the pieces reach into a rank's part."""
+    """Return the length up to which the pieces fill a rank's part."""
     parts = [within(part, held) for piece in pieces if (part := piece.overlap(held)) is not None]
     return tuple(max((part[axis].stop for part in parts), default=0) for axis in range(len(held)))

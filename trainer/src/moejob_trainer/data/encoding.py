@@ -76,7 +76,7 @@ def _by_offsets(record: Record, tokenizer: PreTrainedTokenizerBase, rendered: Re
 
 
 def _in_spans(offsets: Sequence[Span], spans: Sequence[Span]) -> npt.NDArray[np.bool_]:
-    """Return which tokens have a character in one of the spans, which are in order and apart."""
+    """Return the tokens that have a character in one of the spans, which are in order and apart."""
     first, last = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
     # Byte-level tokenizers leave blanks out of offsets, and give every byte of a character the same ones.
     ends = np.maximum.accumulate(last)

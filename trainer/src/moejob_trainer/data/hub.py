@@ -66,7 +66,7 @@ class HubPins:
         return self.run_folder / RunFile.HUB
 
     def pin(self, kind: RepositoryKind, name: str, revision: str | None = None) -> PinnedRepository | None:
-        """Return what the run is bound to; None when it has not asked yet."""
+        """Return the commit that the run is bound to; None when it has not asked yet."""
         return next((pin for pin in self.pins() if pin.asked == (kind, name, revision)), None)
 
     def keep(self, pin: PinnedRepository) -> None:

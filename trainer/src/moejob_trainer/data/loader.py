@@ -33,7 +33,7 @@ class BatchLoader:
         return batch.micro_batches
 
     def waited_seconds(self) -> float:
-        """Return how long steps have waited for data since the last call."""
+        """Return the seconds that steps have waited for data since the last call."""
         waited, self._waited_seconds = self._waited_seconds, 0.0
         return waited
 

@@ -45,7 +45,7 @@ class PromptLoader:
         return found
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return what was asked so far."""
+        """Return the place in the prompts."""
         return {_CURSOR: self._cursor.as_json()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -26,7 +26,7 @@ def mixed(*keys: int) -> int:
 
 
 def shuffled(positions: npt.NDArray[Any], size: int, key: int) -> npt.NDArray[np.int64]:
-    """Return where a permutation of range(size) sends positions, without holding the permutation.
+    """Return the images of positions under a permutation of range(size), without holding the permutation.
 
     A Feistel network permutes the next power of four; walking on until a value lies in range keeps it a permutation.
     """

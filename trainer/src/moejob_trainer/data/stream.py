@@ -81,7 +81,7 @@ def blended_dataset(corpora: Sequence[Corpus], data: Data) -> BlendedDataset:
 
 
 def sample_count(mixed: BlendedDataset, epochs: float | None) -> int | None:
-    """Return how many documents a run samples in all; None where its steps are counted instead."""
+    """Return the number of documents that a run samples in all; None where its steps are counted instead."""
     return None if epochs is None else max(1, math.ceil(epochs * mixed.documents - 1e-6))
 
 
@@ -107,7 +107,7 @@ class TrainingData:
             )
 
     def steps(self) -> int:
-        """Return how many global batches there are in all; looks at lengths only."""
+        """Return the number of global batches in all; looks at lengths only."""
         if self.sample_count is None:
             raise ValueError("a run without a sample count does not end by itself")
         if not self.size.packing:

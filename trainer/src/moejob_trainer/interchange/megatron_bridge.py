@@ -42,7 +42,7 @@ class BridgedModel:
 
 
 def bridged_model(folder: Path) -> BridgedModel:
-    """Return what Megatron-Bridge makes of a folder's config.json; InvalidSpec where it knows no such model."""
+    """Return Megatron-Bridge's model of a folder's config.json; InvalidSpec where it knows no such model."""
     config, bridges = published_config(folder), auto_bridge()
     if not set(config.architectures or ()) & set(bridges.list_supported_models()):
         raise unusable(f"{BRIDGE} knows no {config.architectures or config.model_type}; it cannot be converted")

@@ -8,7 +8,7 @@ from typing import Any
 
 
 def write_run_config(iteration: Path, provider: Any, tokenizer: Path) -> None:
-    """Write what Megatron-Bridge itself writes beside the weights of a model that it converted."""
+    """Write the configuration that Megatron-Bridge itself puts beside the weights of a model that it converted."""
     config = import_module("megatron.bridge.training.config")
     optimizer = import_module("megatron.core.optimizer")
     tokenizers = import_module("megatron.bridge.training.tokenizers.config")

@@ -91,7 +91,7 @@ class Stacks:
 
 
 def entry(name: str, stacks: Stacks) -> IndexedKey:
-    """Return where a tensor of Megatron's is: `decoder.layers.3.mlp.linear_fc2.weight` is [3] of a stack of layers."""
+    """Return the place of a Megatron tensor: `decoder.layers.3.mlp.linear_fc2.weight` is [3] of a stack of layers."""
     layer = _LAYER.fullmatch(name)
     if layer is None:
         return IndexedKey(name)
@@ -157,7 +157,7 @@ class TorchDistReader:
 
 
 class _Into(LoadPlanner):
-    """Put what is read into one tensor."""
+    """A reader that fills one tensor."""
 
     def __init__(self, target: Tensor) -> None:
         self.target = target
@@ -266,7 +266,7 @@ class _OneByOne(SavePlanner):
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    """Refuse what no index of a checkpoint names."""
+    """Refuse any name that no index of a checkpoint has."""
 
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype | torch.layout)

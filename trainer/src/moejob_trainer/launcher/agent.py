@@ -266,7 +266,7 @@ class Agent:
         return Fault(cause, self._death_message(rank, code), rank, code, self._step())
 
     def _death_message(self, rank: int, code: int) -> str:
-        """Describe how a rank ended, with its last line; one that was killed at once could not write any."""
+        """Describe the end of a rank, with its last line; one that was killed at once could not write any."""
         if code == -signal.SIGKILL:
             is_starved = kills_for_memory() > self._starved
             return f"rank {rank} was killed by signal {-code}{_STARVED if is_starved else ''}"

@@ -103,7 +103,7 @@ class LoopThread:
         Thread(target=self._loop.run_forever, name="connections", daemon=True).start()
 
     def run(self, work: Coroutine[Any, Any, Any], seconds: float) -> Any:
-        """Return what the coroutine returns; TimeoutError when it takes longer."""
+        """Return the result of the coroutine; TimeoutError when it takes longer."""
         running = asyncio.run_coroutine_threadsafe(asyncio.wait_for(work, seconds), self._loop)
         return running.result()
 

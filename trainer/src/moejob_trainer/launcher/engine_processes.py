@@ -90,7 +90,7 @@ class PodEngines:
             engine.keep_running(time.monotonic())
 
     def refused(self) -> EngineRefusal | None:
-        """Return why an engine cannot start, once that is known. Its starts count from nothing again."""
+        """Return the reason that an engine cannot start, once it is known. Its starts count from nothing again."""
         return next(filter(None, (engine.refused() for engine in self._engines)), None)
 
     def stop(self) -> None:

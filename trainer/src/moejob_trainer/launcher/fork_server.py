@@ -33,7 +33,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def import_all(names: list[str]) -> None:
-    """Import what is there. What fails is left to the rank that needs it, which reports it in its own log."""
+    """Import all modules. A failure is left to the rank that needs the module, which reports it in its log."""
     for name in names:
         try:
             importlib.import_module(name)

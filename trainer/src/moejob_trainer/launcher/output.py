@@ -84,7 +84,7 @@ class RankOutput:
         return self._last.get(rank, "")
 
     def finish(self) -> None:
-        """Read what is left once the ranks have ended. Children of ranks may hold the pipes open: it is not waited."""
+        """Read the rest once the ranks have ended. Children of ranks may hold the pipes open: it is not waited."""
         self._is_ending.set()
         self._thread.join(timeout=5.0)
 

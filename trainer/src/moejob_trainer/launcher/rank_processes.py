@@ -99,7 +99,7 @@ class RankProcesses:
         self._poll()
 
     def engine_refused(self) -> EngineRefusal | None:
-        """Return why an engine beside the ranks cannot start, once that is known."""
+        """Return the reason that an engine beside the ranks cannot start, once it is known."""
         return self._engines.refused()
 
     def last_line(self, rank: int) -> str:

@@ -89,7 +89,7 @@ class Entries:
         self._left = limit_bytes
 
     def answer(self, request: StoreRequest) -> StoreReply:
-        """Do what is asked. May be called from any thread."""
+        """Apply a request. May be called from any thread."""
         with self._lock:
             match request.operation:
                 case Operation.PUT_FIRST if request.name not in self._texts and not self._takes(request):
@@ -233,7 +233,7 @@ class Store:
         return self._asked(StoreRequest(operation=Operation.PUT_FIRST, name=name, text=text)).text or ""
 
     def get(self, name: str) -> str | None:
-        """Return what is there."""
+        """Return the value of a key."""
         return self._asked(StoreRequest(operation=Operation.GET, name=name)).text
 
     def count(self, name: str, more: int = 1) -> int:

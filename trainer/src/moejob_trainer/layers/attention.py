@@ -112,7 +112,7 @@ def _piece_attended(
 
 
 def _mask(first: int, queries: int, window: int | None, device: torch.device) -> Tensor:
-    """Return which of the keys 0, 1, ... the queries at `first`, first + 1, ... see. bool [queries, first + queries]"""
+    """Return the mask of keys 0, 1, ... for queries at `first`, first + 1, ... bool [queries, first + queries]"""
     distance = torch.arange(first, first + queries, device=device)[:, None] - torch.arange(
         first + queries, device=device
     )

@@ -174,7 +174,7 @@ def z_loss(logits: Tensor, tokens: Tensor | float, counted: Tensor | None = None
 
 
 def capacity(tokens: Tensor, routing: Routing, factor: float) -> Tensor:
-    """Return how many of that number of tokens each expert takes at most. int []"""
+    """Return the capacity of each expert for that number of tokens. int []"""
     return torch.ceil(tokens.double() * routing.per_token * factor / routing.experts).long()
 
 

@@ -117,7 +117,7 @@ class ShardedDataParallel:
             parameter.grad = torch.zeros_like(parameter)
 
     def begin(self) -> None:
-        """Zeros where sums of the last update lie."""
+        """Zero the sums of the last update."""
         for parameter in self._trained().values():
             self.gradient(parameter).zero_()
 
@@ -141,7 +141,7 @@ class ShardedDataParallel:
         """Shares are gathered when they are needed."""
 
     def rest(self) -> None:
-        """Free what was kept for further passes."""
+        """Free the buffers for further passes."""
         for stage in self.chunks:
             reshard(stage)
 

@@ -214,7 +214,7 @@ def _on_host(piece: OptimizerShard) -> OptimizerShard:
 
 
 def moved_to_host(sizes: Sequence[int], share: float) -> frozenset[int]:
-    """Return which of the pieces hold `share` of all elements, as near as whole pieces come from below.
+    """Return the pieces that hold `share` of all elements, as near as whole pieces come from below.
 
     The largest that still fits goes first. One piece goes whatever the share: a fraction that is asked for acts.
     """

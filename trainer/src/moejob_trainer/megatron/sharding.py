@@ -103,7 +103,7 @@ def reshard(stage: nn.Module) -> None:
 
 
 def sharded_as(tensor: Tensor) -> Sharded | None:
-    """Return how a tensor is divided over replicas; None when each of them holds it whole."""
+    """Return the sharding of a tensor over replicas; None when each of them holds it whole."""
     return getattr(tensor, "sharded", None)
 
 

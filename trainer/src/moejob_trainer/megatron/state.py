@@ -73,7 +73,7 @@ class StateFiles:
         self.parameters = {parameter.name: parameter for parameter in parameters}
 
     def begin(self, folder: Path) -> PendingFiles:
-        """Copy what this rank has to write and write the copy beside the training."""
+        """Copy this rank's part and write the copy beside the training."""
         groups = self.engine.groups
         owned = [held for held in self._held() if held.is_own]
         shards = [self._entry(held) for held in owned]
@@ -102,7 +102,7 @@ class StateFiles:
         }
 
     def counters(self) -> Mapping[str, int]:
-        """Return how many updates were made, and how many of them changed the weights."""
+        """Return the number of updates, and of those that changed the weights."""
         return {"updates": self.engine.updates, "applied": self.engine.optimizer.steps}
 
     def set_counters(self, counters: Mapping[str, int]) -> None:
@@ -214,7 +214,7 @@ def _index(folder: Path, world: Group) -> Mapping[tuple[TensorRole, str], list[S
 
 
 def _may_be_absent(ours: Iterable[str], stored: Iterable[tuple[TensorRole, str]]) -> frozenset[str]:
-    """Return what another job's checkpoint need not hold for one with adapters.
+    """Return the parameters that another job's checkpoint need not hold for one with adapters.
 
     Beside adapters, the weights that it trained none of: they are the published ones. Where there are none, adapters
     begin again.

@@ -50,7 +50,7 @@ class StoredShard:
 
 
 def shards_in(folder: Path, file: str) -> Iterator[StoredShard]:
-    """Yield what the header of a file says."""
+    """Yield the shards in the header of a file."""
     with safe_open(folder / file, framework="pt") as opened:
         for number, entry in enumerate(json.loads(opened.metadata()[SHARDS])):
             shard = ShardSpec(tuple(entry["start"]), tuple(entry["size"]))

@@ -122,7 +122,7 @@ class Adapter:
         self.rank = a.shape[len(matrix.stack)]
 
     def added(self, x: Tensor, between: Between | None = None, *, part: int = 0) -> Tensor:
-        """Return what it adds to the product of a matrix with x. [t, *inputs] -> [t, *outputs]
+        """Return the adapter's part of the product of a matrix with x. [t, *inputs] -> [t, *outputs]
 
         `between` takes the narrow rows between the two matrices elsewhere; `part` differs between parts of a row.
         """

@@ -72,7 +72,7 @@ def dispatch(x: Tensor, chosen: Tensor, probabilities: Tensor, experts: int, gro
 
 
 def combine(y: Tensor, sent: TokenDispatch, groups: Groups) -> Tensor:
-    """Take what ranks made of the tokens that were sent to them back, and add it up. [t, h]"""
+    """Send outputs back to the ranks of their tokens, and add up those of each token. [t, h]"""
     sizes = sent.sizes
     own = reduce_scatter_uneven(y, sizes.shares, groups.expert_tensor)
     return combined(all_to_all(own, sizes.received, sizes.sent, groups.expert), sent.permutation)

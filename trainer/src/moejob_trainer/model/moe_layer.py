@@ -177,7 +177,7 @@ class MoELayer(nn.Module):
 
 
 def _choices(chosen: Tensor, experts: int) -> int:
-    """Return how many choices are not of none, where some are: the host has to know."""
+    """Return the number of choices that are not of none, where some are: the host has to know."""
     return int((chosen < experts).sum())
 
 

@@ -21,4 +21,4 @@ class Objective(Protocol):
         """Return the state to resume from: plain JSON."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume where that state was taken."""
+        """Resume from that state."""

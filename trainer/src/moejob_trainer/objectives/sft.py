@@ -19,7 +19,7 @@ class BatchSource(Protocol):
         """Return the position in the data."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume where that state was taken."""
+        """Resume from that state."""
 
 
 class SupervisedFineTuning:

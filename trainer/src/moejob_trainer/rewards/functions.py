@@ -26,7 +26,7 @@ def function(module: str, folder: str | None) -> Callable[..., Any]:
 
 
 def scores(call: Callable[..., Any], completions: Sequence[Completion]) -> list[float]:
-    """Return what a function says of each completion: f(prompts, completions, **fields), sync or async."""
+    """Return a function's score of each completion: f(prompts, completions, **fields), sync or async."""
     names = sorted({name for completion in completions for name in completion.fields})
     fields = {name: [completion.fields.get(name) for completion in completions] for name in names}
     found = call(

@@ -25,7 +25,7 @@ class WorkerProcess:
         self._process: asyncio.subprocess.Process | None = None
 
     async def scores(self, completions: Sequence[Completion]) -> list[Any]:
-        """Return what the process says of each; raises RewardFailed."""
+        """Return the process's score of each; raises RewardFailed."""
         try:
             async with asyncio.timeout(self._reward.timeout_seconds):
                 line = await self._answer(completions)

@@ -35,7 +35,7 @@ class Backend(Protocol):
         """Return a score for each; raises RewardFailed."""
 
     async def close(self) -> None:
-        """End what was started."""
+        """End the processes and connections of rewards."""
 
 
 class Scorer:
@@ -60,7 +60,7 @@ class Scorer:
         await self._stack.aclose()
 
     async def score(self, completion: Completion) -> Score:
-        """Return what a completion is worth. Raises where a failed reward is to stop the run."""
+        """Return the score of a completion. Raises where a failed reward is to stop the run."""
         found = await asyncio.gather(*(batched.score(completion) for batched in self._batched), return_exceptions=True)
         parts = dict(zip(self.names, map(self._value, self.names, found), strict=True))
         total = math.fsum(reward.weight * part for reward, part in zip(self._rewards, parts.values(), strict=True))

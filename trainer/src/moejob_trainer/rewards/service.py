@@ -27,7 +27,7 @@ class Service:
         self._client = httpx.AsyncClient(timeout=float(reward.timeout_seconds))
 
     async def scores(self, completions: Sequence[Completion]) -> list[Any]:
-        """Return what the service says of each; raises RewardFailed when its tries are spent."""
+        """Return the service's score of each; raises RewardFailed when its tries are spent."""
         body = _body(completions)
         pause = _FIRST_PAUSE_SECONDS
         for left in reversed(range(self._reward.retries + 1)):

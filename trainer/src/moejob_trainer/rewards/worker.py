@@ -20,7 +20,7 @@ Scores = Callable[[Sequence[Completion]], list[float]]
 
 
 def scoring(reward: Reward) -> Scores:
-    """Return what scores a batch."""
+    """Return the scorer of a batch."""
     if reward.module is not None:
         found = function(reward.module, reward.module_path)
         return lambda completions: scores(found, completions)

@@ -42,7 +42,7 @@ class Connection:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asked, self._loop))
 
     def close(self) -> None:
-        """Cancel what is left and end the thread."""
+        """Cancel the rest and end the thread."""
         self.run(self._finish())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()

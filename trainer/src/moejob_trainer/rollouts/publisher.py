@@ -71,7 +71,7 @@ class Transport(Protocol):
         """Let engines load all weights, from `WeightSync.begin` to before `WeightSync.finish`. Collective."""
 
     def close(self) -> None:
-        """Remove what was left for engines. Collective."""
+        """Remove the files for engines. Collective."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,7 @@ class Publisher:
         self._room.enter()
 
     def close(self) -> None:
-        """Remove what was left for engines, and end the connections."""
+        """Remove the files for engines, and end the connections."""
         self._transport.close()
         if self._fleet is not None:
             self._fleet.connection.run(self._fleet.unwatch())

@@ -64,7 +64,7 @@ class Heartbeat:
         self._words[_COUNT] += 1
 
     def report(self, run: RunProgress) -> None:
-        """Say how the run is doing; for rank 0."""
+        """Report the progress of the run; for rank 0."""
         if self._run_file is None:
             return
         written = self._run_file.with_suffix(".new")

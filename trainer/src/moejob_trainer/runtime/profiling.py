@@ -77,7 +77,7 @@ class StepProfiler:
 
 
 def step_tracer(environment: RankEnvironment, device: torch.device) -> Callable[[int], AbstractContextManager[None]]:
-    """Return what surrounds each step of this rank: a name, and a trace of those steps that the job names."""
+    """Return the context of each step of this rank: a name, and a trace of those steps that the job names."""
     wanted = environment.spec.training.profile
     if wanted is None or environment.rank not in wanted.ranks:
         return step_range

@@ -11,7 +11,7 @@ from torch.autograd.profiler import record_function
 
 @contextmanager
 def named_range(name: str) -> Iterator[None]:
-    """Give what runs inside a name in traces."""
+    """Name a range in traces."""
     has_gpu = torch.cuda.is_initialized()
     with record_function(name):
         if has_gpu:

@@ -125,7 +125,7 @@ class RankedEvaluations:
         return self.stopped_at is not None
 
     def verdict(self) -> str:
-        """Return why the run stops early, in a sentence."""
+        """Return the reason that the run stops early, in a sentence."""
         ranking = self._ranking
         least = f" by {self._terms.least_improvement:g}" if self._terms.least_improvement else ""
         than = "" if ranking.reference is None else f" than {ranking.reference:.6g}"
@@ -140,7 +140,7 @@ class RankedEvaluations:
         return self._ranking.measure
 
     def as_fields(self) -> dict[str, float]:
-        """Return what is reported of the evaluations so far."""
+        """Return the reported fields of the evaluations so far."""
         found = self._ranking.as_fields()
         if self._spec.training.early_stop is not None and self._ranking.step:
             found["evaluationsWithoutImprovement"] = self._ranking.without_improvement
@@ -151,7 +151,7 @@ class RankedEvaluations:
         return self._ranking.model_dump(mode="json", by_alias=True, exclude_none=True)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume where that state was taken; scores by another measure say nothing about those to come."""
+        """Resume from that state; scores by another measure say nothing about those to come."""
         ranking = Ranking.model_validate_json(json.dumps(state))
         if ranking.measure == self._ranking.measure:
             self._ranking = ranking

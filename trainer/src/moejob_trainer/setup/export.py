@@ -20,7 +20,7 @@ from moejob_trainer.setup.model import RunModel
 def export_model(
     context: RankContext, model: RunModel, engine: MegatronEngine, checks: Checks, *, is_beside_pretrained: bool
 ) -> None:
-    """Export what was trained, and check that Transformers computes the same from it."""
+    """Export the trained model, and check that Transformers computes the same from it."""
     folder, pretrained = context.environment.folder / RunFile.EXPORT.value, model.pretrained.folder
     groups, lora = context.placement.model_groups, context.spec.training.lora
     with explained("exporting", folder):

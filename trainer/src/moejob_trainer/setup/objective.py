@@ -33,7 +33,7 @@ class RunObjective:
 
 
 def load_inputs(context: RankContext, model: RunModel) -> RunData | RunPrompts:
-    """Read what the run learns from; it says how many steps there are."""
+    """Read the training data of the run; it says how many steps there are."""
     return load_prompts(context, model) if context.spec.method is Method.GRPO else load_data(context, model)
 
 

@@ -40,4 +40,4 @@ class TrackerBackend(Protocol):
         """Send the numbers of a step. After a restart, steps come a second time."""
 
     def close(self, *, has_failed: bool) -> None:
-        """Send what is left, and report how the run ended."""
+        """Send the rest, and report the end of the run."""

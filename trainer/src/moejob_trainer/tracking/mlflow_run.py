@@ -37,7 +37,7 @@ class MLflowRun:
         )
 
     def close(self, *, has_failed: bool) -> None:
-        """Report how it ended."""
+        """Report the end of the run."""
         self._client.set_terminated(self._id, "FAILED" if has_failed else "FINISHED")
 
     def _experiment(self, name: str) -> str:

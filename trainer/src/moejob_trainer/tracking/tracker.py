@@ -58,7 +58,7 @@ def tracker(run: TrackedRun, *, is_first: bool) -> Tracker:
 
 
 def asked_for(run: TrackedRun) -> Mapping[str, Callable[[], TrackerBackend]]:
-    """Return what opens each backend of the job, by its field in the spec."""
+    """Return the opener of each backend of the job, by its field in the spec."""
     tracking = run.spec.tracking
     backends: dict[str, Callable[[], TrackerBackend]] = {}
     if tracking.tensorboard:

@@ -35,7 +35,7 @@ def model(config: ConfigReader, family: Family, layers: tuple[Layer, ...], mtp: 
 
 
 def layer_count(config: ConfigReader) -> int:
-    """Return how many layers the model has."""
+    """Return the number of layers of the model."""
     return config.size("num_hidden_layers", largest=MOST_LAYERS)
 
 
@@ -49,13 +49,13 @@ def stacked(attentions: Iterable[Attention], mlps: Iterable[FeedForward]) -> tup
 
 
 def mtp_count(config: ConfigReader) -> int:
-    """Return how many further layers predict further tokens; Transformers takes one when the file does not say."""
+    """Return the number of MTP modules; Transformers takes one when the file does not say."""
     key = "num_mtp_layers" if "num_nextn_predict_layers" not in config.values else "num_nextn_predict_layers"
     return config.size(key, absent=1, smallest=0, largest=MOST_LAYERS)
 
 
 def heads_divide_hidden(config: ConfigReader) -> None:
-    """Refuses what Transformers refuses for some families: a hidden size that the heads do not divide."""
+    """Refuses, as Transformers does for some families, a hidden size that the heads do not divide."""
     hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
     if hidden % heads:
         config.refuse_model(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
@@ -109,14 +109,14 @@ def mixed(config: ConfigReader, experts: Experts, sparse: list[bool]) -> list[Fe
 
 
 def sparse_by_step(config: ConfigReader) -> list[bool]:
-    """Return which layers hold experts in Qwen's way: every n-th, except those listed as plain."""
+    """Return the layers that hold experts in Qwen's way: every n-th, except those listed as plain."""
     step = config.size("decoder_sparse_step", absent=1)
     plain = config.indices("mlp_only_layers")
     return [index not in plain and (index + 1) % step == 0 for index in range(layer_count(config))]
 
 
 def sparse_after(config: ConfigReader, absent: int) -> list[bool]:
-    """Return which layers hold experts in DeepSeek's way: all but the first few."""
+    """Return the layers that hold experts in DeepSeek's way: all but the first few."""
     config.only("moe_layer_freq", 1, "Transformers builds experts in every layer whatever it says")
     dense = config.size("first_k_dense_replace", absent=absent, smallest=0)
     return [index >= dense for index in range(layer_count(config))]

@@ -13,7 +13,7 @@ from moejob_api.planner.memory.engine import EngineMemory, engine
 
 
 def rollout_seconds(case: Case, update: Update, machine: Machine) -> Seconds:
-    """Return what a step of GRPO adds to its updates; nothing for SFT."""
+    """Return the seconds that a step of GRPO adds to its updates; nothing for SFT."""
     grpo = case.spec.grpo
     one = engine(case.spec, case.shape, case.layout)
     if grpo is None or one is None:

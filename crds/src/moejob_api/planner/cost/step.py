@@ -91,7 +91,7 @@ def update_seconds(case: Case, machine: Machine) -> Update:
 
 
 def least_update_seconds(case: Case, machine: Machine, chunks: int) -> float:
-    """Return what no cut into stages of at most `chunks` chunks can be faster than: all layers shared evenly."""
+    """Return the least seconds of any cut into stages of at most `chunks` chunks: all layers shared evenly."""
     stages = case.layout.pipeline
     work = _work(case, machine)
     once = Forward()
@@ -170,7 +170,7 @@ def _output(case: Case, work: Work) -> float:
 
 
 def _recomputed(case: Case, stage: StageContents, layers: list[Forward], counts: list[int]) -> float:
-    """Return what the backward pass does again."""
+    """Return the seconds of recomputation in the backward pass."""
     recompute = case.spec.training.recompute
     if recompute.granularity is RecomputeGranularity.FULL:
         whole = sum(_whole(one) * n for one, n in zip(layers, counts, strict=True))

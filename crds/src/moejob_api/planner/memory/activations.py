@@ -44,7 +44,7 @@ class Activations:
 
 
 def layer_bytes(case: Case) -> LayerBytes:
-    """Return what one layer of each kind keeps and needs."""
+    """Return the bytes that one layer of each kind keeps and needs."""
     layers = case.kinds.layers
     some = tuple([kept(layer, case.share, case.keeping) for layer in layers])
     nothing = replace(case.keeping, recomputed=NO_MODULES)
@@ -56,7 +56,7 @@ def layer_bytes(case: Case) -> LayerBytes:
 
 
 def activations(case: Case, stage: StageContents, layers: LayerBytes) -> Activations:
-    """Return what a stage keeps and needs while it trains."""
+    """Return the bytes that a stage keeps and needs while it trains."""
     flights = in_flight(case.layout, stage.index, case.batch.microbatches)
     total = Kept(stream=sum(flights) * case.share.tokens * BATCH_BYTES_PER_TOKEN)
     for chunk, count in zip(stage.chunks, flights, strict=True):
@@ -91,7 +91,7 @@ def slope_bytes(case: Case) -> int:
 
 
 def _chunk(case: Case, chunk: range, layers: LayerBytes) -> Kept:
-    """Return what one microbatch leaves in the layers of one chunk."""
+    """Return the bytes that one microbatch leaves in the layers of one chunk."""
     recompute = case.spec.training.recompute
     size = recompute.layers or 1
     if recompute.granularity is not RecomputeGranularity.FULL:
@@ -122,7 +122,7 @@ def _output(case: Case) -> Kept:
 
 
 def beside_further_layer(share: Share) -> int:
-    """Return what a multi-token prediction module keeps beside its layer: embedding, projection, last norm.
+    """Return the bytes that an MTP module keeps beside its layer: embedding, projection, last norm.
 
     Its three norms keep a number of each token.
     """

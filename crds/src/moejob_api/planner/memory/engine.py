@@ -38,12 +38,12 @@ class EngineMemory:
 
     @property
     def least_bytes(self) -> int:
-        """Return what the engine needs to run at all: room for one sequence."""
+        """Return the bytes of an engine with room for one sequence, the least it runs with."""
         return self.weights + self.workspace + self.sequence_bytes
 
     @property
     def bytes(self) -> int:
-        """Return what the engine takes: all it may, or enough for useful work when that is not known."""
+        """Return the bytes of the engine: all it may take, or enough for useful work when that is not known."""
         useful = self.weights + self.workspace + self.useful_sequences * self.sequence_bytes
         return useful if self.reserved is None else max(self.reserved, self.least_bytes)
 

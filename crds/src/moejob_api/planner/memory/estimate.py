@@ -61,7 +61,7 @@ class MemoryEstimate:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """Return what the highest peak is made of."""
+        """Return the parts of the highest peak."""
         return self.peak.parts
 
     @property

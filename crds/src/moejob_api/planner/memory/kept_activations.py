@@ -62,7 +62,7 @@ class Kept:
 
 
 def kept(layer: Layer, share: Share, keeping: Keeping) -> Kept:
-    """Return what one layer keeps of one microbatch."""
+    """Return the bytes that one layer keeps of one microbatch."""
     return Kept(
         stream=_stream(layer, share, keeping),
         attention=_attention(layer, share, keeping),
@@ -73,7 +73,7 @@ def kept(layer: Layer, share: Share, keeping: Keeping) -> Kept:
 
 
 def layer_input(share: Share) -> int:
-    """Return what a recomputed layer keeps: its input."""
+    """Return the bytes of the input, all that a recomputed layer keeps."""
     return share.sequence_tokens * share.hidden * share.element_bytes
 
 

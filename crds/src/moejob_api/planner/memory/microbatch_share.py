@@ -87,7 +87,7 @@ def expert_rows(spec: Spec, expert: int) -> float:
 
 
 def keeping(spec: Spec) -> Keeping:
-    """Return what the job's recomputation, adapters and dispatcher mean for what a layer keeps."""
+    """Return the bearing of the job's recomputation, adapters and dispatcher on the activations that a layer keeps."""
     lora = spec.training.lora
     return Keeping(
         recomputed=recomputed_modules(spec.training.recompute),

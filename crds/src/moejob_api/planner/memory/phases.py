@@ -96,7 +96,7 @@ class StageBytes:
 
 
 def load(case: Case, stage: StageContents, layers: LayerBytes) -> StageBytes:
-    """Return what one stage holds and needs; `layers` are the same for every stage."""
+    """Return the bytes of one stage; `layers` are the same for every stage."""
     parameters = stage_parameters(case, stage)
     return StageBytes(
         case=case,
@@ -130,7 +130,7 @@ def _resident(of: StageBytes) -> Amounts:
 
 
 def _around(of: StageBytes, moving: int) -> Amounts:
-    """Return what libraries take, with the allocator's waste on the bytes that come and go."""
+    """Return the bytes of libraries, with the allocator's waste on the bytes that come and go."""
     if of.case.spec.resources.accelerator is Accelerator.CPU:
         return {Name.CONTEXT: CPU_RANK_BYTES}
     return {
@@ -208,7 +208,7 @@ def _generate(of: StageBytes, engine_here: EngineMemory) -> Amounts:
 
 
 def _between_phases(of: StageBytes) -> Amounts:
-    """Return what the trainer leaves on the GPU while answers are generated."""
+    """Return the bytes that the trainer leaves on the GPU while answers are generated."""
     memory = of.case.spec.memory
     return {
         Name.WEIGHTS: 0 if memory.offload_parameters else of.states.weights,

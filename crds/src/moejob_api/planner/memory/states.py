@@ -29,7 +29,7 @@ class States:
 
 
 def states(case: Case, stage: StageContents, part: Portion) -> States:
-    """Return what a stage with these parameters holds between and during steps."""
+    """Return the bytes that a stage with these parameters holds between and during steps."""
     mine = divided(case, part.trained)
     on_host = case.spec.memory.offload_optimizer
     optimizer = mine * optimizer_bytes(case)

@@ -126,7 +126,7 @@ class Collector:
         return self._metrics
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return where the prompts stand: every answer before is learned from, none behind is asked."""
+        """Return the place in the prompts: every answer before is learned from, none behind is asked."""
         return self._prompts.training.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -36,7 +36,7 @@ class Experience:
 
     @cached_property
     def starts(self) -> Array:
-        """Return where each rollout begins. [N]"""
+        """Return the first position of each rollout. [N]"""
         return np.concatenate([[0], self.lengths.cumsum()[:-1]])
 
     def cut(self, values: Array) -> list[Array]:
@@ -107,7 +107,7 @@ def documents(grpo: Grpo, step: Experience, members: Sequence[int], extras: Mapp
 def extras(
     step: Experience, of_tokens: Sequence[Array], old: Array | None, reference: Array | None
 ) -> dict[str, Array]:
-    """Return what the loss reads of each token beside its label. [T]"""
+    """Return the inputs of the loss for each token beside its label. [T]"""
     found = {ADVANTAGE: np.concatenate(of_tokens), ENGINE: step.engine}
     if old is not None:
         found[OLD] = old

@@ -14,19 +14,19 @@ Booleans = npt.NDArray[np.bool_]
 
 
 def has_signal(rewards: Floats) -> Booleans:
-    """Return which groups have rewards that differ: others have no advantage. [groups, members] -> [groups]"""
+    """Return the groups with rewards that differ: others have no advantage. [groups, members] -> [groups]"""
     found: Booleans = np.ptp(rewards, axis=1) > 0
     return found
 
 
 def is_complete(rewards: Floats) -> Booleans:
-    """Return which groups have a reward for every answer; one that failed is NaN. [groups, members] -> [groups]"""
+    """Return the groups with a reward for every answer; one that failed is NaN. [groups, members] -> [groups]"""
     found: Booleans = np.isfinite(rewards.sum(axis=1))
     return found
 
 
 def overlong_penalty(lengths: npt.NDArray[np.integer[Any]], max_new_tokens: int, settings: OverlongAnswers) -> Floats:
-    """Return what is added to the reward of answers of these lengths: 0, then linear down to -penalty.
+    """Return the addition to the reward of answers of these lengths: 0, then linear down to -penalty.
 
     With maxNewTokens 100, penaltyTokens 20 and penalty 1: 0 up to 80 tokens, -0.5 at 90, -1 at 100 (DAPO).
     """

@@ -52,7 +52,7 @@ def sampled_with(outputs: TokenOutputs, batch: MicroBatch) -> Tensor:
 
 
 def mismatch(outputs: TokenOutputs, batch: MicroBatch) -> Tensor:
-    """Return how far the engine's log-probabilities are from the trainer's of the same weights. [T]"""
+    """Return the distance of the engine's log-probabilities from the trainer's of the same weights. [T]"""
     return (sampled_with(outputs, batch) - batch.extras[ENGINE]).abs()
 
 

@@ -46,13 +46,13 @@ class Rollouts(Protocol):
         """Return the numbers of an evaluation."""
 
     def learned(self, step: int, advantages: Sequence[float]) -> None:
-        """Note what each answer's tokens were worth on the average."""
+        """Note the mean advantage of each answer's tokens."""
 
     def metrics(self) -> Mapping[str, float]:
         """Return the numbers of the last step."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return where the prompts stand."""
+        """Return the place in the prompts."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on behind them."""
@@ -141,7 +141,7 @@ class GroupRelativePolicyOptimization:
         return grpo_loss(self._grpo, outputs, batch)
 
     def evaluate(self, step: int, engine: Engine) -> Mapping[str, float]:
-        """Return what the engines make of the evaluation data with the weights of that step."""
+        """Return the metrics of the evaluation data, generated with the weights of that step."""
         rollouts = self.parts.rollouts
         with self.parts.waiting(step):
             self._published(step, engine)
@@ -156,11 +156,11 @@ class GroupRelativePolicyOptimization:
         return self._metrics
 
     def waited_seconds(self) -> float:
-        """Return how long the last step waited for its data: for answers and their rewards."""
+        """Return the seconds that the last step waited for its data: for answers and their rewards."""
         return self._phases.seconds.get(_GENERATE, 0.0)
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return where the prompts stand: rank 0 knows."""
+        """Return the place in the prompts: rank 0 knows."""
         return {} if self.parts.rollouts is None else self.parts.rollouts.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

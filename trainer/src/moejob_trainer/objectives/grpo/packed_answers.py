@@ -34,7 +34,7 @@ class Answers:
         return self.sums(values) / self.sums(torch.ones_like(values)).clamp(min=1)
 
     def of_tokens(self, values: Tensor) -> Tensor:
-        """Return what is known of each document for each of its tokens. [D] -> [T]"""
+        """Return a value of each document for each of its tokens. [D] -> [T]"""
         return values[self.owner]
 
 

@@ -49,10 +49,10 @@ def _clipped(ratios: Tensor, advantages: Tensor, clipping: Clipping) -> Tensor:
 
 
 def clipped_low(log_ratios: Tensor, advantages: Tensor, clipping: Clipping) -> Tensor:
-    """Return which tokens would be made even less likely, had they not been clipped. bool [T]"""
+    """Return the tokens that would be made even less likely, had they not been clipped. bool [T]"""
     return (log_ratios.exp() < 1 - clipping.low) & (advantages < 0)
 
 
 def clipped_high(log_ratios: Tensor, advantages: Tensor, clipping: Clipping) -> Tensor:
-    """Return which tokens would be made even likelier, had they not been clipped. bool [T]"""
+    """Return the tokens that would be made even likelier, had they not been clipped. bool [T]"""
     return (log_ratios.exp() > 1 + clipping.high) & (advantages > 0)

@@ -82,7 +82,7 @@ def export(data: Tensor) -> tuple[str, Handle]:
 
 
 def handle(arguments: tuple[Any, ...]) -> Handle:
-    """Return what torch's rebuild_cuda_tensor needs of a flat tensor, as JSON can carry it."""
+    """Return the arguments of torch's rebuild_cuda_tensor for a flat tensor, as JSON can carry them."""
     _, _, _, tensor_offset, _, _, _, storage, size, offset, _, counter, counter_offset, event, waits = arguments
     return {
         "storage": _text(storage),
