@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 from moejob_trainer.checkpoints import CheckpointStore, SingleRank
-from moejob_trainer.checkpoints.disk import Disk
 from moejob_trainer.checkpoints.names import step_folder
+from moejob_trainer.runtime.disk import Disk
 from trainer.checkpoints.worlds import Writer, Writing, moment, place, policy
 
 BLOCKS = 40

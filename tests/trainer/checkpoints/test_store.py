@@ -13,9 +13,9 @@ from moejob_api.job.storage import Checkpoint
 from moejob_api.quantities import GIB
 from moejob_trainer.checkpoints import CheckpointStore, FenceToken, Saved, SingleRank, StepFolder
 from moejob_trainer.checkpoints.cleaning import Retention, clean
-from moejob_trainer.checkpoints.disk import Disk
 from moejob_trainer.checkpoints.manifest import EvaluationFacts, marker
 from moejob_trainer.errors import BadConfiguration, Superseded, TransientFailure
+from moejob_trainer.runtime.disk import Disk
 from moejob_trainer.runtime.fencing import Fence
 from trainer.checkpoints.worlds import (
     FragileDisk,

@@ -24,10 +24,10 @@ from moejob_trainer.checkpoints import (
     SingleRank,
     StepFolder,
 )
-from moejob_trainer.checkpoints.disk import Disk
 from moejob_trainer.checkpoints.manifest import Facts
 from moejob_trainer.checkpoints.names import step_folder
 from moejob_trainer.distributed.encoding import decoded, encoded
+from moejob_trainer.runtime.disk import Disk
 
 T = TypeVar("T")
 

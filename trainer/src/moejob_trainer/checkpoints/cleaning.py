@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from moejob_api.job.storage import Checkpoint
 from moejob_trainer.checkpoints.best import facts_in
 from moejob_trainer.checkpoints.commit import delete, reject
-from moejob_trainer.checkpoints.disk import Disk, explained
 from moejob_trainer.checkpoints.manifest import Facts
 from moejob_trainer.checkpoints.names import MARKER, StepFolder, step_folder
 from moejob_trainer.checkpoints.policy import best, to_delete
 from moejob_trainer.checkpoints.run import RunFolder, other_run
 from moejob_trainer.checkpoints.verification import FolderState, Refusal, Search, SeenFolder, seen
 from moejob_trainer.errors import BadConfiguration
+from moejob_trainer.runtime.disk import Disk, explained
 
 log = logging.getLogger(__name__)
 

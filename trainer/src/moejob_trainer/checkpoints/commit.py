@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from moejob_trainer.checkpoints.disk import Disk, remove_tree, replace
 from moejob_trainer.checkpoints.manifest import Manifest, marker
 from moejob_trainer.checkpoints.names import MANIFEST, MARKER, REJECTED
 from moejob_trainer.errors import Superseded, TransientFailure
+from moejob_trainer.runtime.disk import Disk, remove_tree, replace
 from moejob_trainer.runtime.fencing import FenceToken
 
 

@@ -16,9 +16,9 @@ import xxhash
 from pydantic import AfterValidator, Field, ValidationError
 
 from moejob_api.job.base import ApiModel
-from moejob_trainer.checkpoints.disk import Disk
-from moejob_trainer.checkpoints.names import MANIFEST, MARKER, OWN_FILES, TEMPORARY, StepFolder
+from moejob_trainer.checkpoints.names import MANIFEST, MARKER, OWN_FILES, StepFolder
 from moejob_trainer.errors import BadConfiguration
+from moejob_trainer.runtime.disk import TEMPORARY, Disk
 from moejob_trainer.runtime.fencing import FenceToken
 
 FORMAT: Final = 1

@@ -15,8 +15,6 @@ MANIFEST = "manifest.json"
 MARKER = "complete.json"
 # What a marker is renamed to once its files turned out to be damaged.
 REJECTED = "rejected.json"
-# What is being written and not yet renamed into place begins with this; no checkpoint owns such a file.
-TEMPORARY = ".writing-"
 
 OWN_FILES = frozenset({MANIFEST, MARKER, REJECTED})
 

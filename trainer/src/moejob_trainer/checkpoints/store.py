@@ -20,7 +20,6 @@ from moejob_trainer.checkpoints.best import best_good
 from moejob_trainer.checkpoints.cleaning import Retention, clean, set_aside
 from moejob_trainer.checkpoints.commit import commit
 from moejob_trainer.checkpoints.coordination import Coordinator, all_agree, on_all_ranks, on_first_rank
-from moejob_trainer.checkpoints.disk import Disk, explained, remove_tree
 from moejob_trainer.checkpoints.manifest import EvaluationFacts, Facts, FileEntry, entries, manifest, written_names
 from moejob_trainer.checkpoints.names import StepFolder
 from moejob_trainer.checkpoints.policy import LastSave, is_due, room_complaint
@@ -29,6 +28,7 @@ from moejob_trainer.checkpoints.verification import Found, Search, VerificationD
 from moejob_trainer.checkpoints.writer import Pending, StateWriter
 from moejob_trainer.distributed.encoding import BOOLEAN, INTEGER, NOTHING
 from moejob_trainer.errors import BadConfiguration, TransientFailure
+from moejob_trainer.runtime.disk import Disk, explained, remove_tree
 
 _POLL_SECONDS = 0.02
 _ENTRIES = TypeAdapter(list[FileEntry])

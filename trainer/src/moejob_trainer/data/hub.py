@@ -20,9 +20,9 @@ from pydantic import Field, ValidationError
 
 from moejob_api.contract import RunFile
 from moejob_api.job.base import ApiModel
-from moejob_trainer.checkpoints.disk import Disk, replace
 from moejob_trainer.data.hub_files import HubFile, HubFiles, are_there, compared, said_by_hub
 from moejob_trainer.errors import BadConfiguration
+from moejob_trainer.runtime.disk import Disk, replace
 
 # Between a module's repository and its name, where the code of a model lies in another repository.
 _ELSEWHERE = "--"

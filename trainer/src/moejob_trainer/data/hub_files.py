@@ -19,8 +19,8 @@ from huggingface_hub.errors import HfHubHTTPError
 from pydantic import Field
 
 from moejob_api.job.base import ApiModel
-from moejob_trainer.checkpoints.disk import Disk
 from moejob_trainer.errors import BadConfiguration
+from moejob_trainer.runtime.disk import Disk
 
 # Config, tokenizer and code are smaller, and are hashed at each start.
 _SMALL_BYTES = 1 << 26

@@ -1,1 +1,1 @@
-"""A process of the run apart from training: environment, device, heartbeats, fencing, stop, start timing."""
+"""A process of the run apart from training: environment, device, volume, heartbeats, fencing, stop, start timing."""

@@ -7,12 +7,12 @@ from functools import partial
 import torch
 
 from moejob_api.contract import RunFile
-from moejob_trainer.checkpoints.disk import explained
 from moejob_trainer.conversion.adapters import AdapterTarget, adapter_table, export_adapters
 from moejob_trainer.conversion.export import Target, export, unchecked
 from moejob_trainer.megatron.engine import MegatronEngine
 from moejob_trainer.megatron.weights import adapter_weights, whole_weights
 from moejob_trainer.model_check.checks import Checks
+from moejob_trainer.runtime.disk import explained
 from moejob_trainer.setup.context import RankContext
 from moejob_trainer.setup.model import RunModel
 

@@ -16,7 +16,6 @@ from moejob_api.models.shape import ModelShape
 from moejob_api.planner.plan import plan
 from moejob_api.pod_environment import spec_text
 from moejob_api.problems import InvalidSpec
-from moejob_trainer.checkpoints.disk import Disk, replace
 from moejob_trainer.checkpoints.run import folder_of_run, other_run
 from moejob_trainer.conversion.families import Table, table
 from moejob_trainer.data.hub import HubPins
@@ -24,6 +23,7 @@ from moejob_trainer.distributed.encoding import NOTHING, TEXT
 from moejob_trainer.model.architecture import Architecture, architecture, as_trained
 from moejob_trainer.model.pretrained import PretrainedModel, fetch, read_pretrained
 from moejob_trainer.rollouts.engine_model import lay_out
+from moejob_trainer.runtime.disk import Disk, replace
 from moejob_trainer.setup.context import RankContext
 
 

@@ -16,8 +16,8 @@ from typing import Any
 from moejob_api.contract import MOST_MEASURE_NAME, MOST_MEASURES, RunFile, RunProgress
 from moejob_api.hardware import TERA, known
 from moejob_api.job.resources import Accelerator, Resources
-from moejob_trainer.checkpoints.disk import explained
 from moejob_trainer.engine import UpdateResult
+from moejob_trainer.runtime.disk import explained
 from moejob_trainer.runtime.fencing import FenceToken
 from moejob_trainer.runtime.heartbeats import Heartbeat
 from moejob_trainer.runtime.start_timing import StartTiming

@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from moejob_trainer.checkpoints.names import TEMPORARY
 from moejob_trainer.errors import BadConfiguration, TransientFailure
 
+# A file that is being written and not yet renamed into place begins with this; no checkpoint owns such a file.
+TEMPORARY = ".writing-"
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _FORBIDDEN = frozenset({errno.EACCES, errno.EPERM})
 _FIXES = {
