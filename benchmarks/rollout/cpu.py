@@ -22,12 +22,12 @@ from typing import Any, Self
 import numpy as np
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from benchmarks.record import Better, Result, record
 from benchmarks.rollout.alone import MARK
+from benchmarks.rollout.models import write_model
 from engines import PYTHON, ROOT, SECRET, Engine
-from moejob_trainer.data import tiny
 from moejob_trainer.rollouts.connection import Connection
 from moejob_trainer.rollouts.fleet import Fleet, FleetLimits
 from moejob_trainer.rollouts.generator import FleetGenerator
@@ -67,32 +67,19 @@ def main() -> None:
 
 
 def _model(folder: Path) -> PreTrainedModel:
-    """Make a small Qwen3-MoE: large enough to take an engine's time, small enough for a CPU."""
-    tokenizer = tiny.tokenizer()
-    config = AutoConfig.for_model(
-        "qwen3_moe",
-        vocab_size=512,
+    """Make a model large enough to take an engine's time, small enough for a CPU."""
+    return write_model(
+        folder,
+        torch.float32,
         hidden_size=384,
         intermediate_size=768,
         moe_intermediate_size=384,
         num_hidden_layers=6,
         num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=64,
         num_experts=8,
         num_experts_per_tok=2,
-        norm_topk_prob=True,
-        decoder_sparse_step=1,
         max_position_embeddings=1024,
-        tie_word_embeddings=False,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
     )
-    torch.manual_seed(1)
-    made: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    made.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return made
 
 
 def _rounds() -> list[list[Tokens]]:

@@ -63,39 +63,26 @@ def main() -> int:
 
 
 def _model(folder: Path, layers: int) -> Path:
-    """Write a Qwen3-MoE of 64 experts with the tokenizer of the example for laptops."""
+    """Write a model of 64 experts, unless it is there."""
     if folder.is_dir():
         return folder
     import torch  # noqa: PLC0415  # the parser's help needs none
-    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415
 
-    from moejob_trainer.data import tiny  # noqa: PLC0415
+    from benchmarks.rollout.models import write_model  # noqa: PLC0415
 
-    tokenizer = tiny.tokenizer()
-    config = AutoConfig.for_model(
-        "qwen3_moe",
-        vocab_size=512,
+    write_model(
+        folder,
+        torch.bfloat16,
+        "cuda" if torch.cuda.is_available() else "cpu",
         hidden_size=2048,
         intermediate_size=4096,
         moe_intermediate_size=768,
         num_hidden_layers=layers,
         num_attention_heads=32,
-        num_key_value_heads=4,
-        head_dim=64,
         num_experts=64,
         num_experts_per_tok=8,
-        norm_topk_prob=True,
-        decoder_sparse_step=1,
         max_position_embeddings=4096,
-        tie_word_embeddings=False,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
     )
-    torch.manual_seed(1)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        made = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    made.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
     return folder
 
 
