@@ -1,1 +1,1 @@
-"""What is measured, and how. Every benchmark appends lines to results/ and its page is made from them."""
+"""Benchmarks. Each of them appends lines to results/, from which its page is made."""

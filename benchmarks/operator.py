@@ -1,4 +1,4 @@
-"""How fast and at what cost the operator makes jobs run, beside its peers; and whether it leaks.
+"""Speed and cost of the operator beside its peers, and a search for leaks.
 
     [JOBSET_SRC=CHECKOUT] PYTHONPATH=tests python -m benchmarks.operator [--quick | --all] [--only PART]
 
@@ -44,7 +44,7 @@ from cluster.waiting import until
 ROOT = Path(__file__).parent.parent
 FLAGS: Mapping[Component, Mapping[str, object]] = {
     Component.API_SERVER: {"audit-policy-file": Path(__file__).parent / "contest" / "audit_policy.yaml"},
-    # Nobody answers for the pods. Of these addresses the kernel says so at once; others may keep one waiting, and
+    # No pod answers. Of these addresses the kernel says so at once; others may keep one waiting, and
     # Endpoints may hold none of loopback.
     Component.KWOK: {"cidr": "239.192.0.1/14"},
 }
@@ -78,7 +78,7 @@ RECORDED = tuple(part for part in Part if part is not Part.TRACE)
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How much is measured: runs, single jobs in each, of how many pods a thousand jobs are, and which parts."""
+    """The extent of a measurement: runs, single jobs in each, pods of each of a thousand jobs, and parts."""
 
     runs: int
     singles: int
@@ -326,7 +326,7 @@ def contenders(plane: ControlPlane, peers: Peers, *, with_released: bool, is_tra
     others: list[Contender] = []
     if peers.job_set is not None:
         others.append(job_sets(plane, peers.job_set, new_namespace(plane, "sets")))
-    # Last: whoever came after one that is too slow would wait for its work.
+    # Last: a contender after one that is too slow would wait for its work.
     others.append(kubeflow(plane, program, UNLIMITED, new_namespace(plane, "free")))
     if with_released:
         others.append(kubeflow(plane, program, RELEASED, new_namespace(plane, "released")))

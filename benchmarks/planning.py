@@ -1,4 +1,4 @@
-"""How fast a job is planned: the whole command, the planning alone, and the search for the best layout."""
+"""Time to plan a job: the whole command, the planning alone, and the search for the best layout."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def search_results() -> list[Result]:
-    """DeepSeek-V3 on 1024 GPUs: the whole search, and layouts told apart a second, all cuts of the layers counted."""
+    """DeepSeek-V3 on 1024 GPUs: the whole search, and layouts distinguished a second, with all cuts of the layers."""
     job, shape = seen(JOB)
     count = sum(len(cuts) for cuts in layouts(job.spec, shape, GPUS))
     seconds = milliseconds(lambda: best_layouts(job.spec, shape, GPUS, known(GpuType.H100)), runs=5) / 1000

@@ -18,7 +18,7 @@ START, END = "<!-- measured: start -->", "<!-- measured: end -->"
 
 
 class Better(StrEnum):
-    """Which direction is better."""
+    """The direction that is better."""
 
     LOWER = "lower"
     HIGHER = "higher"
@@ -54,7 +54,7 @@ Tabled = Callable[[Sequence["Result"], Mapping[str, str]], str]
 def record(
     results: Sequence[Result], packages: Iterable[str], conditions: str = "", tabled: Tabled | None = None
 ) -> None:
-    """Append the results, measured on this machine, and write the page of their benchmark anew.
+    """Append the results, measured on this machine, and write the page of their benchmark again.
 
     `conditions` say what else was as it was, `tabled` makes a table other than the usual one.
     """

@@ -1,4 +1,4 @@
-"""How long a job over two real nodes stands still after a fault, and where that time goes; needs root and Go.
+"""Standstill of a job over two real nodes after a fault, part by part; needs root and Go.
 
     PYTHONPATH=tests:scripts python -m benchmarks.recovery [--times N] [--only WORD] [--dry]
 
@@ -48,12 +48,12 @@ def pod_killed(of: Ward, _: Patient, pods: Mapping[int, Member]) -> None:
 
 
 def processes_killed(_: Ward, __: Patient, pods: Mapping[int, Member]) -> None:
-    """All of a pod, by SIGKILL: nobody can save."""
+    """All of a pod, by SIGKILL: no rank can save."""
     kill_processes(pods[1])
 
 
 def first_pod_killed(of: Ward, _: Patient, pods: Mapping[int, Member]) -> None:
-    """The one that the others meet at: the whole gang is made anew."""
+    """The one that the others meet at: the whole gang is created again."""
     kill_pod(of.nodes, of.home.namespace, pods[0].name)
 
 
@@ -64,7 +64,7 @@ def checkpoint_damaged(_: Ward, patient: Patient, pods: Mapping[int, Member]) ->
 
 
 def operator_killed(of: Ward, _: Patient, pods: Mapping[int, Member]) -> None:
-    """And a pod, which nobody answers for until it is back."""
+    """And a pod, which no process answers for until it is back."""
     kill_operator_and_pod(of.nodes, of.home.namespace, pods[1].name)
 
 
@@ -87,7 +87,7 @@ class Row:
     target_seconds: float | None = None
     is_cold: bool = False
     cuts: int | None = None
-    # So many have to be there: one is left when one is damaged.
+    # This many have to be there: one is left when one is damaged.
     checkpoints: int = 1
 
 

@@ -51,7 +51,7 @@ def _forked(work: Callable[[], int]) -> int:
     try:
         failures = work()
     finally:
-        # Whatever happened: nothing of the parent's goes on in here.
+        # Whatever happened: nothing of the parent's continues in here.
         os._exit(min(failures, 1))
 
 

@@ -18,8 +18,8 @@ from pathlib import Path
 
 LONGEST_SUBJECT = 72
 _LIST = Path(__file__).with_suffix(".toml")
-# Code in a page is not prose.
-_CODE = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)
+# Code in a page is not prose, nor is a table that is made of results.
+_CODE = re.compile(r"```.*?```|`[^`\n]*`|<!-- measured: start -->.*?<!-- measured: end -->", re.DOTALL)
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 

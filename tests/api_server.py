@@ -21,7 +21,7 @@ Body = dict[str, Any]
 
 @dataclass(frozen=True)
 class Answer:
-    """What the API server makes of one object: `stored` is what reads back, `errors` read "field: message"."""
+    """The API server's answer to one object: `stored` is what reads back, `errors` read "field: message"."""
 
     stored: Body
     unknown: tuple[str, ...]

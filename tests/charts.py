@@ -16,7 +16,7 @@ CHART = Path(__file__).parent.parent / "charts" / "moejob"
 NAMESPACE = "moejob-system"
 # What keeps the name in Helm's own words.
 RELEASE = "moejob"
-# Longer than Helm is told to wait.
+# Longer than Helm waits.
 SECONDS = 300
 
 Values = Mapping[str, Any]
@@ -57,13 +57,13 @@ class Rendered:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Return what the operator's container is told."""
+        """Return the environment of the operator's container."""
         return {variable["name"]: variable["value"] for variable in self.container["env"]}
 
 
 @dataclass(frozen=True)
 class Helm:
-    """Helm as if nobody had ever used it here: settings, plugins and caches are in a folder of its own."""
+    """Helm as if never used here: settings, plugins and caches are in a folder of its own."""
 
     program: Path
     folder: Path

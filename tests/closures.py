@@ -82,7 +82,7 @@ def import_errors(names: list[str], answer: Path) -> dict[str, str]:
 
 
 def _distributions() -> Iterable[Distribution]:
-    # Not sys.path: whoever imports setuptools adds its vendored packages there.
+    # Not sys.path: an import of setuptools adds its vendored packages there.
     return distributions(path=sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}))
 
 

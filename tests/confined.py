@@ -44,7 +44,7 @@ exec env -i {environment} {setpriv} --no-new-privs {chroot} --userspec={user} --
 
 @dataclass(frozen=True)
 class Container:
-    """What a pod's manifest says of a container; folders of this machine by the path at which they are mounted."""
+    """A container as a pod's manifest has it; folders of this machine by the path at which they are mounted."""
 
     command: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)

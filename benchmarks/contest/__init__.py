@@ -1,1 +1,1 @@
-"""What benchmarks/operator.py is made of."""
+"""The parts of benchmarks/operator.py."""

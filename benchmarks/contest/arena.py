@@ -93,7 +93,7 @@ class Arena:
             return Burst(count, story, before, contender.costs(), by_manager)
 
     async def idle_looks(self, contender: Contender, count: int) -> Histogram:
-        """Change what no contender reads, of so many jobs in turn, and see how long each look takes."""
+        """Change what no contender reads, of this many jobs in turn, and see how long each look takes."""
         before = contender.looks()
         names = [
             job["metadata"]["name"] async for page in self.api.pages(contender.collection, {}) for job in page.items
@@ -131,7 +131,7 @@ class Arena:
         return frozenset(f"{pod['uid']}/{pod['name']}" for pod in about)
 
     async def until_running(self, contender: Contender, story: Story, pods: int) -> None:
-        """Wait for so many pods to have come to run."""
+        """Wait until this many pods run."""
         deadline = time.monotonic() + _SECONDS
         while story.pods_running < pods:
             if time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""What the API server's audit log tells of one contender's jobs: one clock and one counter for all contenders.
+"""One contender's jobs in the API server's audit log: one clock and one counter for all contenders.
 
 Pods are named after their job, whose name has no dash: `job-worker-0` belongs to `job`.
 """
@@ -37,7 +37,7 @@ class Tail:
 
 @dataclass
 class Story:
-    """What happened in one namespace since some moment: when, in seconds, and how often."""
+    """Events of one namespace since some moment: their times, in seconds, and their number."""
 
     namespace: str
     user: str

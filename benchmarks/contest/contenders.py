@@ -1,4 +1,4 @@
-"""Who is measured: how each operator is started, what its jobs look like, and where it says how long it looks at one.
+"""Contenders: the start of each operator, its jobs, and its own measure of the time that it looks at one.
 
 Each has a namespace of its own and is the only one that looks there.
 """
@@ -26,7 +26,7 @@ from moejob_api.contract import Label
 GPUS_PER_POD = 8
 START_SECONDS = 120
 OURS = "moejob"
-# The released command cannot be told another limit; its own is 20 requests a second.
+# The released command takes no other limit; its own is 20 requests a second.
 UNLIMITED, RELEASED = "Kubeflow, no client limit", "Kubeflow as released"
 _KUBEFLOW_ACCOUNT = "training-operator"
 
@@ -35,7 +35,7 @@ _KUBEFLOW_ACCOUNT = "training-operator"
 class Contender:
     """One operator that runs.
 
-    It says of itself at `url`, to whoever shows `token`; `timed` names the histogram of its looks, and the label of
+    It says of itself at `url`, to a client with `token`; `timed` names the histogram of its looks, and the label of
     those that count.
     """
 

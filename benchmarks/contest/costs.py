@@ -1,4 +1,4 @@
-"""What a process takes from its machine, as the kernel says."""
+"""The costs of a process, as the kernel says."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """JobSet beside us, where its source is: $JOBSET_SRC names a checkout, of which Go builds the manager into the cache.
 
-Its webhooks only fill in what is left out here: its jobs are written in full, and nobody calls them.
+Its webhooks only fill in what is left out here: its jobs are written in full, and are not called.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def job_sets(plane: ControlPlane, build: JobSetBuild, namespace: str) -> Contend
 
 
 def job_set(name: str, pods: int) -> Body:
-    """One group whose pods are those of our job, started anew together when one fails, as ours are."""
+    """One group whose pods are those of our job, started again together when one fails, as ours are."""
     template = pod_template(our_job(name, pods), "trainer")
     group = {
         "name": "trainer",

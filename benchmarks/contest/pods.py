@@ -1,7 +1,7 @@
 """The pod that our operator makes, as a user writes it into the template of another's job.
 
 Who compares operators compares pods that can do the same: a job that names its volumes, limits and rights is no other
-work for the API server because somebody else created its pods.
+work for the API server because another operator created its pods.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from golden_manifests import created
 
 Body = dict[str, Any]
 
-# What each operator adds by itself: who a pod is, where the others are, when it starts anew.
+# What each operator adds by itself: who a pod is, where the others are, when it starts again.
 _BY_ITS_OPERATOR = ("hostname", "subdomain", "restartPolicy")
 
 

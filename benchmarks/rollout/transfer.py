@@ -122,7 +122,7 @@ def _unknown(tokens: Tokens) -> Floats:
 
 
 def _packed_seconds(weights: _Weights, way: Way, device: torch.device) -> float:
-    """Return how long the trainer takes to fill the buckets, which nobody reads."""
+    """Return the seconds in which the trainer fills buckets that no engine reads."""
     begun = time.monotonic()
     for _ in parts(weights.named(way.stack), way.bucket, device):
         torch.cuda.synchronize()

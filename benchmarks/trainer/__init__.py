@@ -1,1 +1,1 @@
-"""What training costs: run in the trainer environment."""
+"""The cost of training: run in the trainer environment."""

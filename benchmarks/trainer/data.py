@@ -1,4 +1,4 @@
-"""How fast data becomes batches: conversations tokenized on all cores, and global batches drawn, packed and assembled.
+"""Speed from data to batches: conversations tokenized on all cores, and global batches drawn, packed and assembled.
 
 Runs in the trainer's environment: .venv/trainer/bin/python -m benchmarks.trainer.data
 """

@@ -1,4 +1,4 @@
-"""What is typed to build an order with each engine. Pure."""
+"""The commands that build an order with each engine. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from image_builds.recipes import TIMESTAMP, Order
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """Where buildah keeps layers, and how."""
+    """The place and driver of buildah's layers."""
 
     folder: Path
     driver: str
@@ -19,7 +19,7 @@ class Store:
 
 @dataclass(frozen=True, slots=True)
 class Supplies:
-    """What a build gets from this machine and leaves out of the image: secrets by name, and downloads."""
+    """Supplies of this machine that stay out of the image: secrets by name, and downloads."""
 
     secrets: Mapping[str, Path]
     downloads: Path

@@ -16,7 +16,7 @@ from pathlib import Path
 from image_builds.recipes import TIMESTAMP
 
 SUITE = "bookworm"
-# What people read; copyrights stay. Lists of packages go out of date and are fetched anew by whoever installs more.
+# What people read; copyrights stay. Lists of packages go out of date and are fetched again by those who install more.
 _LEFT_OUT = (
     "--dpkgopt=path-exclude=/usr/share/doc/*",
     "--dpkgopt=path-include=/usr/share/doc/*/copyright",
@@ -46,7 +46,7 @@ class Base:
 
     @property
     def options(self) -> tuple[str, ...]:
-        """Return what mmdebstrap is told."""
+        """Return the options of mmdebstrap."""
         named = (f"--extract-hook={_NAME_THEM}",) if self.variant == "extract" else ()
         return (f"--variant={self.variant}", f"--include={','.join(self.packages)}", *_LEFT_OUT, *named)
 

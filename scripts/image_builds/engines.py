@@ -29,7 +29,7 @@ class BuildError(Exception):
 
 
 class Engine(Protocol):
-    """What builds images."""
+    """A program that builds images."""
 
     def build(self, order: Order, supplies: Supplies) -> str:
         """Build an image; say where it is."""

@@ -53,7 +53,7 @@ def image(layout: Path) -> Image:
 
 
 def full_name(reference: str) -> str:
-    """A name with its registry: moejob-operator:1 is docker.io/library/moejob-operator:1 to whoever pulls."""
+    """A name with its registry: moejob-operator:1 is docker.io/library/moejob-operator:1 to clients that pull."""
     registry, slash, _ = reference.partition("/")
     if slash and ("." in registry or ":" in registry or registry == "localhost"):
         return reference
@@ -78,7 +78,7 @@ def keep_newest(layout: Path) -> None:
     [newest] = index["manifests"] = index["manifests"][-1:]
     # What `ctr images import` calls it; the kubelet looks for the full name.
     newest["annotations"]["io.containerd.image.name"] = full_name(newest["annotations"][_NAME])
-    # A rename is atomic: whoever reads meanwhile sees the old index or the new one.
+    # A rename is atomic: a reader meanwhile sees the old index or the new one.
     written = layout / "index.json.new"
     written.write_text(json.dumps(index))
     written.replace(layout / "index.json")

@@ -1,4 +1,4 @@
-"""What images there are, their names and labels. Pure; knows nothing of who builds them."""
+"""The images, their names and labels. Pure; knows nothing of the programs that build them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is typed for each engine, and what images are called: decided without any engine."""
+"""Commands for each engine, and names of images: decided without any engine."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def _distance(one: Tensor, exact: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Place:
-    """Where tensors lie and what they are made of."""
+    """Device and type of tensors."""
 
     device: str
     dtype: torch.dtype
