@@ -14,6 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 _BLOCK = re.compile(r"^( *)```console\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
+_MENTIONED = re.compile(r"`((?:moejob|make) [^`\n]+)`")
 _COMMAND = re.compile(r"^ *\$ ((?:.*\\\n)*.*)", re.MULTILINE)
 
 
@@ -51,3 +52,13 @@ def typed(*begin: str) -> list[Typed]:
         for command in _COMMAND.findall(block)
     )
     return [one for one in dict.fromkeys(found) if not begin or one.command.startswith(begin)]
+
+
+def mentioned(*begin: str) -> list[Typed]:
+    """The commands within the text of all pages that begin so, each once."""
+    found = {
+        command: Typed(page.relative_to(ROOT).as_posix(), command)
+        for page in reversed(pages())
+        for command in _MENTIONED.findall(page.read_text(encoding="utf-8"))
+    }
+    return [one for _, one in sorted(found.items()) if one.command.startswith(begin)]

@@ -16,7 +16,7 @@ import yaml
 from typer.main import get_command
 
 from builders import merged
-from documented import Typed, typed, typed_into_shell
+from documented import Typed, mentioned, typed, typed_into_shell
 from image_builds.recipes import ROOT
 from moejob_api.documents.reading import read_job
 from moejob_cli.app import app
@@ -96,7 +96,16 @@ def test_a_plan_that_is_shown_is_made(one: Typed, tmp_path: Path) -> None:
     assert ran.returncode == is_refused, ran.stdout + ran.stderr
 
 
-@pytest.mark.parametrize("one", typed("make "), ids=str)
+@pytest.mark.parametrize("one", mentioned("moejob "), ids=str)
+def test_a_command_within_the_text_has_the_options_that_there_are(one: Typed) -> None:
+    _, name, *words = shlex.split(one.command)
+    group: Any = get_command(app)
+    found = group if name.startswith("-") else group.commands[name]
+    known = {option for parameter in found.params for option in parameter.opts}
+    assert {word for word in (name, *words) if word.startswith("-")} <= known
+
+
+@pytest.mark.parametrize("one", [*typed("make "), *mentioned("make ")], ids=str)
 def test_a_make_target_that_is_shown_is_there(one: Typed) -> None:
     assert f"\n{shlex.split(one.command)[1]}:" in (ROOT / "Makefile").read_text()
 
