@@ -42,7 +42,7 @@ _FULL_PROGRESS = contract.PodProgress(
     attempt=0,
     index=0,
     ready=True,
-    ranks=(contract.RankBeat(rank=0, pid=1, step=0, age_seconds=0),),
+    ranks=(contract.ReportedHeartbeat(rank=0, pid=1, step=0, age_seconds=0),),
     run=contract.RunProgress.model_validate(
         {**dict.fromkeys(contract.RunProgress.model_fields, 1), "measures": {"tokensPerSecond": 1.0, "seconds": 1.0}}
     ),

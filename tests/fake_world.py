@@ -12,7 +12,7 @@ from typing import Any
 
 from builders import GRPO, SFT, merged
 from fake_cluster import NAMESPACE, Body, Crash, FakeCluster, at
-from moejob_api.contract import Label, LastWord, PodProgress, RankBeat, RankFault, Role, RunProgress
+from moejob_api.contract import Label, LastWord, PodProgress, RankFault, ReportedHeartbeat, Role, RunProgress
 from moejob_api.job.status import ConditionType, Status
 from moejob_operator.actions import WRITE_ONLY, Kind
 from moejob_operator.children.blueprint import Images, JobNetwork
@@ -287,7 +287,7 @@ class World:
                 ready=True,
                 restarts=restarts,
                 fault=fault,
-                ranks=(RankBeat(rank=index, pid=7, step=step, age_seconds=age),),
+                ranks=(ReportedHeartbeat(rank=index, pid=7, step=step, age_seconds=age),),
                 run=about if index == 0 else None,
             )
 

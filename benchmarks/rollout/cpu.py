@@ -33,7 +33,7 @@ from moejob_trainer.rollouts.fleet import Fleet, FleetLimits
 from moejob_trainer.rollouts.generator import FleetGenerator
 from moejob_trainer.rollouts.interface import Request, Sampling, SyncReport, Tokens
 from moejob_trainer.rollouts.publisher import Publisher, Transport, Trial
-from moejob_trainer.rollouts.transports.broadcast import BroadcastTransport, Meeting, gloo
+from moejob_trainer.rollouts.transports.broadcast import BroadcastTransport, EngineRendezvous, gloo
 from moejob_trainer.rollouts.transports.buckets import Ranks
 from moejob_trainer.rollouts.transports.disk import DiskTransport
 
@@ -114,7 +114,7 @@ def _transport(sync: str, folder: Path) -> Transport:
     if sync == "Disk":
         return DiskTransport(folder / "weights", None, LIMITS.start_seconds)
     alone = Ranks(None, None, torch.device("cpu"))
-    return BroadcastTransport(alone, Meeting("127.0.0.1", 1, gloo, LIMITS.start_seconds))
+    return BroadcastTransport(alone, EngineRendezvous("127.0.0.1", 1, gloo, LIMITS.start_seconds))
 
 
 def _through(

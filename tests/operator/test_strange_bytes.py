@@ -22,8 +22,8 @@ from moejob_api.contract import (
     LastWord,
     Outcome,
     PodProgress,
-    RankBeat,
     RankFault,
+    ReportedHeartbeat,
     Role,
     RunProgress,
     printable,
@@ -41,7 +41,7 @@ from moejob_operator.runtime.pod_client import HEAD_BYTES, PROGRESS_BYTES, Mute,
 RUN = RunProgress(step=7, total_steps=100, loss=0.5, last_checkpoint_step=5)
 FAULT = RankFault(outcome=Outcome.RANK_FAILED, message="CUDA error", rank=1, exit_code=-9)
 PROGRESS = PodProgress(
-    attempt=1, index=0, fault=FAULT, ranks=(RankBeat(rank=0, pid=7, step=7, age_seconds=1.5),), run=RUN
+    attempt=1, index=0, fault=FAULT, ranks=(ReportedHeartbeat(rank=0, pid=7, step=7, age_seconds=1.5),), run=RUN
 )
 WORD = LastWord(outcome=Outcome.COMPLETED, message="done", rank=0, exit_code=0, run=RUN, fault=FAULT)
 REVIEW: Mapping[str, Any] = {

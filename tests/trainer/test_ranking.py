@@ -9,7 +9,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from builders import spec
-from moejob_trainer.ranking import Ranking, Terms, ranked
+from moejob_trainer.ranking import Ranking, RankingTerms, ranked
 from moejob_trainer.setup.evaluation import RankedEvaluations
 from trainer.checkpoints.worlds import ThreadCoordinator, ThreadCoordinators
 
@@ -20,7 +20,7 @@ def after(scores: list[float | None], keep: int = 1, measure: str = "evalLoss", 
     """The ranking after evaluations at steps 10, 20, 30 and so on."""
     ranking = Ranking(measure=measure)
     for number, score in enumerate(scores, 1):
-        ranking = ranked(ranking, 10 * number, score, Terms(keep, least))
+        ranking = ranked(ranking, 10 * number, score, RankingTerms(keep, least))
     return ranking
 
 
@@ -88,7 +88,7 @@ def test_a_run_at_its_end_does_not_stop_early() -> None:
 
 
 def test_a_step_that_is_evaluated_again_counts_once() -> None:
-    again = ranked(after([3.0, 1.0], keep=2), 20, 4.0, Terms(2))
+    again = ranked(after([3.0, 1.0], keep=2), 20, 4.0, RankingTerms(2))
     assert [(one.step, one.value) for one in again.best] == [(10, 3.0), (20, 4.0)]
 
 

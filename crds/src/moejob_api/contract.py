@@ -170,7 +170,7 @@ class StatusMeasure(StrEnum):
     STOPPED_EARLY = "stoppedEarly"
 
 
-class RankBeat(ApiModel):
+class ReportedHeartbeat(ApiModel):
     """The last sign of life of one rank."""
 
     rank: Annotated[Number, Field(description="Global rank.")]
@@ -235,7 +235,7 @@ class PodProgress(ApiModel):
     fault: Annotated[RankFault | None, Field(description="What the last of these restarts was for.")] = None
     ready: Annotated[bool, Field(description="Every rank of the pod has sent a heartbeat.")] = False
     ranks: Annotated[
-        tuple[RankBeat, ...], Field(max_length=_MOST_RANKS, description="One entry for each living rank.")
+        tuple[ReportedHeartbeat, ...], Field(max_length=_MOST_RANKS, description="One entry for each living rank.")
     ] = ()
     run: Annotated[RunProgress | None, Field(description="The run; from pod 0 only.")] = None
 

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from builders import spec
-from moejob_api.contract import LastWord, Outcome, PodProgress, RankBeat, RunProgress
+from moejob_api.contract import LastWord, Outcome, PodProgress, ReportedHeartbeat, RunProgress
 from moejob_api.layout.sizes import layout
 from moejob_api.recovery import Recovery, RecoveryState
 from moejob_api.restarts import Budget, GiveUp, ReplaceGang, ReplacePods, RestartRanks
@@ -31,7 +31,7 @@ def pod(index: int, *, age: float = 0.0, restarts: int = 0, saved: int | None = 
         index=index,
         restarts=restarts,
         ready=ready,
-        ranks=(RankBeat(rank=index, pid=1, step=1, age_seconds=age),),
+        ranks=(ReportedHeartbeat(rank=index, pid=1, step=1, age_seconds=age),),
         run=RunProgress(step=1, last_checkpoint_step=saved) if index == 0 else None,
     )
     return PodReport(index, progress=progress, seconds=1000.0)

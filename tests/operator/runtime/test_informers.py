@@ -14,7 +14,7 @@ from moejob_api.contract import Label
 from moejob_operator.actions import Kind
 from moejob_operator.cluster import JobKey
 from moejob_operator.runtime.cache import Cache
-from moejob_operator.runtime.informers import WATCHED, Watch, receive, watches
+from moejob_operator.runtime.informers import WATCHED, Informer, receive, watches
 from moejob_operator.runtime.lists import GangApis, Lists
 from stand_in_api import Answer, StandIn, listed, refused, stand_in, stored
 
@@ -64,7 +64,7 @@ def test_every_event_reaches_the_cache_and_asks_for_a_reconcile(story: list[Any]
 class Watched:
     """A watch of pods that runs against a stand-in."""
 
-    def __init__(self, server: StandIn, lists: Lists, watch: Watch, requests: list[JobKey]) -> None:
+    def __init__(self, server: StandIn, lists: Lists, watch: Informer, requests: list[JobKey]) -> None:
         self.server, self.lists, self.watch, self.requests = server, lists, watch, requests
         self.task = asyncio.ensure_future(watch.run())
 
@@ -95,7 +95,7 @@ async def watched(*, lists: list[Answer], watch: list[Answer]) -> AsyncIterator[
         server.say(WATCH, *watch, (-1, ""))
         requests: list[JobKey] = []
         found = Lists(api, Cache(), None, GangApis(api))
-        story = Watched(server, found, Watch(Kind.POD, api, found, requests.append), requests)
+        story = Watched(server, found, Informer(Kind.POD, api, found, requests.append), requests)
         try:
             yield story
         finally:

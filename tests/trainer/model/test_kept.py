@@ -23,7 +23,7 @@ from model_configs import config
 from moejob_api.job import Spec
 from moejob_api.layout.sizes import layout
 from moejob_api.models.shape import Family
-from moejob_api.planner.memory.activations import beside_further_layer
+from moejob_api.planner.memory.activations import beside_mtp_layer
 from moejob_api.planner.memory.kept_activations import FLOAT32_BYTES, kept
 from moejob_api.planner.memory.microbatch_share import keeping, share
 from moejob_trainer.distributed.groups import Group, Groups
@@ -232,7 +232,7 @@ def test_a_module_for_a_further_token_keeps_beside_its_layer_what_planning_says(
     # Where a kernel keeps a number of each token beside its input, torch's operations keep the quotient too.
     wide = kept_bytes(lambda: module.final_norm(x), before) - TOKENS * FLOAT32_BYTES
     of_gpu = share(job, model.shape, layout(job.parallelism, 8), TOKENS)
-    assert whole + x.nbytes - layer - 3 * wide == beside_further_layer(of_gpu)
+    assert whole + x.nbytes - layer - 3 * wide == beside_mtp_layer(of_gpu)
 
 
 def test_a_router_keeps_no_wide_copy_of_the_tokens() -> None:

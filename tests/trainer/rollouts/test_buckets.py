@@ -19,7 +19,7 @@ from torch.distributed import BroadcastOptions, ProcessGroupGloo
 from moejob_trainer.rollouts.connection import Connection
 from moejob_trainer.rollouts.fleet import Fleet, FleetLimits
 from moejob_trainer.rollouts.publisher import Publisher, Trial
-from moejob_trainer.rollouts.transports.broadcast import BroadcastTransport, Meeting, gloo
+from moejob_trainer.rollouts.transports.broadcast import BroadcastTransport, EngineRendezvous, gloo
 from moejob_trainer.rollouts.transports.buckets import Bucket, Ranks, all_gathered, gathered, parts
 from moejob_trainer.rollouts.transports.ipc import Handle, IpcTransport, handle
 from trainer.rollouts.stand_in import StandIn
@@ -162,7 +162,7 @@ TRIAL = Trial(512, lambda tokens: np.full(len(tokens) - 1, -1.0, np.float32), 0.
 
 
 def broadcasting(fleet: Fleet) -> Publisher:
-    return Publisher(fleet, None, BroadcastTransport(ALONE, Meeting("127.0.0.1", 1, gloo, 60), 12), TRIAL)
+    return Publisher(fleet, None, BroadcastTransport(ALONE, EngineRendezvous("127.0.0.1", 1, gloo, 60), 12), TRIAL)
 
 
 def test_every_engine_gets_every_bucket_and_joins_once(receivers: list[Receiver], fleet: Fleet) -> None:

@@ -21,7 +21,7 @@ from moejob_trainer.rollouts.connection import Connection
 from moejob_trainer.rollouts.fleet import Fleet, FleetLimits
 from moejob_trainer.rollouts.interface import Floats, SyncReport
 from moejob_trainer.rollouts.publisher import Publisher, Trial
-from moejob_trainer.rollouts.transports.broadcast import BroadcastTransport, Meeting, gloo
+from moejob_trainer.rollouts.transports.broadcast import BroadcastTransport, EngineRendezvous, gloo
 from moejob_trainer.rollouts.transports.buckets import Ranks
 from moejob_trainer.setup.rollouts import EngineProbe
 from rollout.references import lay_out, model
@@ -133,7 +133,7 @@ def published(cell: Cell, folder: Path, url: str) -> Published:
 def _publisher(control: dist.ProcessGroup, url: str, trial: Trial) -> Publisher:
     fleet = Fleet([url], Connection(SECRET), LIMITS) if control.rank() == 0 else None
     ranks = Ranks(control, control if control.size() > 1 else None, torch.device("cpu"))
-    meeting = Meeting("127.0.0.1", 1, gloo, LIMITS.start_seconds)
+    meeting = EngineRendezvous("127.0.0.1", 1, gloo, LIMITS.start_seconds)
     return Publisher(fleet, control, BroadcastTransport(ranks, meeting, ELEMENTS), trial)
 
 

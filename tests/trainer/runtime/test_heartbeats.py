@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moejob_api.contract import PodProgress, RankBeat, RunProgress
+from moejob_api.contract import PodProgress, ReportedHeartbeat, RunProgress
 from moejob_trainer.launcher.metrics import exposition
 from moejob_trainer.runtime.heartbeats import BOARD, BackgroundHeartbeat, Heartbeat, HeartbeatBoard, NoLauncher
 
@@ -59,7 +59,7 @@ def test_metrics_are_what_prometheus_reads() -> None:
         index=0,
         restarts=2,
         ready=True,
-        ranks=(RankBeat(rank=8, pid=7, step=3, age_seconds=0.25),),
+        ranks=(ReportedHeartbeat(rank=8, pid=7, step=3, age_seconds=0.25),),
         run=RunProgress(step=3, mfu=0.4),
     )
     assert exposition(pod).splitlines() == [

@@ -53,14 +53,14 @@ class Ranking(ApiModel):
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class RankingTerms:
     """The checkpoints that are kept, and the least change for the better that counts as an improvement."""
 
     keep: int = 1
     least_improvement: float = 0.0
 
 
-def ranked(before: Ranking, step: int, value: float | None, terms: Terms) -> Ranking:
+def ranked(before: Ranking, step: int, value: float | None, terms: RankingTerms) -> Ranking:
     """Return the ranking with one evaluation more.
 
     One without a score, for want of answers that could be judged, says nothing; one that is not finite is no best and

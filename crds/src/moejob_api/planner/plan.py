@@ -242,7 +242,7 @@ def _suggestions(
 
 
 def _fit(shape: ModelShape | None, spec: Spec) -> Fit | None:
-    """Return the size of an accepted job; the verdict without its words, because hundreds of layouts are judged."""
+    """Return the size of an accepted job; the verdict without its words, because hundreds of layouts are validated."""
     if layout_problems(spec, shape):
         return None
     sizes = layout(spec.parallelism, spec.resources.gpus_per_node)

@@ -43,15 +43,15 @@ class Suggestion:
     distance: float
 
 
-# Judges a whole job: None when it is refused.
-Judge = Callable[[Spec], Fit | None]
+# Validates a whole job: None when it is refused.
+Validator = Callable[[Spec], Fit | None]
 
 
-def suggestions(spec: Spec, shape: ModelShape | None, wanted_gpus: int, judge: Judge) -> tuple[Suggestion, ...]:
+def suggestions(spec: Spec, shape: ModelShape | None, wanted_gpus: int, validate: Validator) -> tuple[Suggestion, ...]:
     """Accepted layouts on the wanted GPUs, nearest first, then on the nearest other counts."""
     same = [wanted_gpus] if _fills_nodes(wanted_gpus, spec.resources.gpus_per_node) else []
     others = [count for count in _other_counts(wanted_gpus, spec.resources.gpus_per_node) if count not in same]
-    accepted = partial(_accepted, spec, shape, judge, wanted_gpus)
+    accepted = partial(_accepted, spec, shape, validate, wanted_gpus)
     return (
         *islice(accepted(same), SAME_COUNT_LIMIT),
         *islice(accepted(others), OTHER_COUNT_LIMIT),
@@ -59,10 +59,10 @@ def suggestions(spec: Spec, shape: ModelShape | None, wanted_gpus: int, judge: J
 
 
 def _accepted(
-    spec: Spec, shape: ModelShape | None, judge: Judge, wanted: int, counts: list[int]
+    spec: Spec, shape: ModelShape | None, validate: Validator, wanted: int, counts: list[int]
 ) -> Iterator[Suggestion]:
     for candidate in islice(nearest_layouts(spec, shape, counts, wanted), CANDIDATES_TRIED):
-        fit = judge(spec.model_copy(update={"parallelism": candidate}))
+        fit = validate(spec.model_copy(update={"parallelism": candidate}))
         if fit is not None:
             yield Suggestion(candidate, fit, distance(spec.parallelism, candidate, wanted))
 

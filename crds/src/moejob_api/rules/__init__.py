@@ -23,7 +23,7 @@ GRID_RULES = frozenset({Rule.GPU_COUNT, Rule.EXPERT_GRID, Rule.EXPERT_TENSOR})
 
 
 def layout_problems(spec: Spec, shape: ModelShape | None) -> tuple[Problem, ...]:
-    """Everything wrong with the job but its memory. A model that cannot be seen is not judged."""
+    """Everything wrong with the job but its memory. A model that cannot be seen is not validated."""
     return tuple(_problems(spec, shape))
 
 

@@ -31,7 +31,7 @@ def idle_fields(spec: Spec, shape: ModelShape | None) -> Iterator[Problem]:
     yield from _of_eval_answers(spec)
     yield from _of_places(spec)
     yield from _of_layout(spec)
-    yield from _of_further_tokens(spec, shape)
+    yield from _of_multi_token_prediction(spec, shape)
     if spec.grpo is not None:
         yield from _of_policy(spec, spec.grpo)
         for index, reward in enumerate(spec.grpo.rewards):
@@ -149,7 +149,7 @@ def _of_layout(spec: Spec) -> Iterator[Problem]:
             yield _idle(f"parallelism.{to_camel(name)}", "pipeline 1 has one stage, which takes all layers")
 
 
-def _of_further_tokens(spec: Spec, shape: ModelShape | None) -> Iterator[Problem]:
+def _of_multi_token_prediction(spec: Spec, shape: ModelShape | None) -> Iterator[Problem]:
     if not spec.training.mtp_loss_coefficient or not _is_given(spec.training, "mtp_loss_coefficient"):
         return
     whys = (

@@ -21,8 +21,6 @@ from moejob_operator.observed.pods import TAKEN_BY_TAINT, Ended, Pod, PodPhase, 
 
 __all__ = [
     "TAKEN_BY_TAINT",
-    "Claim",
-    "ClaimPhase",
     "Ended",
     "Job",
     "Observed",
@@ -30,6 +28,8 @@ __all__ = [
     "PodPhase",
     "PodReadings",
     "Specs",
+    "VolumeClaim",
+    "VolumeClaimPhase",
     "Waiting",
     "is_as_made",
     "is_unheard",
@@ -41,7 +41,7 @@ __all__ = [
 _SILENCE: Mapping[str, PodProgress] = MappingProxyType({})
 
 
-class ClaimPhase(StrEnum):
+class VolumeClaimPhase(StrEnum):
     """As in Kubernetes."""
 
     PENDING = "Pending"
@@ -50,11 +50,11 @@ class ClaimPhase(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class VolumeClaim:
     """A volume claim of the job."""
 
     name: str
-    phase: ClaimPhase
+    phase: VolumeClaimPhase
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class Observed:
     pods: tuple[Pod, ...]
     earlier_pods: tuple[str, ...]
     services: frozenset[str]
-    claims: tuple[Claim, ...]
+    claims: tuple[VolumeClaim, ...]
     pod_groups: frozenset[str]
     lost_nodes: frozenset[str]
     is_live: bool
@@ -156,6 +156,8 @@ def _name(body: Raw) -> str:
     return reading.text(reading.metadata(body).get("name"))
 
 
-def _claim(body: Raw) -> Claim:
+def _claim(body: Raw) -> VolumeClaim:
     phase = reading.text(reading.mapping(body.get("status")).get("phase"))
-    return Claim(_name(body), ClaimPhase(phase) if phase in list(ClaimPhase) else ClaimPhase.PENDING)
+    return VolumeClaim(
+        _name(body), VolumeClaimPhase(phase) if phase in list(VolumeClaimPhase) else VolumeClaimPhase.PENDING
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moejob_operator.children.gangs import missing_api
-from moejob_operator.observed import ClaimPhase, Ended, Pod
+from moejob_operator.observed import Ended, Pod, VolumeClaimPhase
 from moejob_operator.planning.decision import Reason
 from moejob_operator.planning.observed_state import ObservedState, gang_of
 from moejob_operator.planning.times import seconds_until
@@ -102,9 +102,9 @@ def _node(pods: tuple[Pod, ...]) -> Hold | None:
 
 def _claim(s: ObservedState) -> Hold | None:
     for claim in s.seen.claims:
-        if claim.phase is ClaimPhase.LOST:
+        if claim.phase is VolumeClaimPhase.LOST:
             return Hold(Reason.CLAIM_LOST, f"the volume of claim {claim.name} is gone")
-        if claim.phase is ClaimPhase.PENDING and any(pod.node is None for pod in s.trainers.values()):
+        if claim.phase is VolumeClaimPhase.PENDING and any(pod.node is None for pod in s.trainers.values()):
             return Hold(Reason.CLAIM_PENDING, f"claim {claim.name} is not bound to a volume yet")
     return None
 

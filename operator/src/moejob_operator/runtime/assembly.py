@@ -18,7 +18,7 @@ from moejob_operator.reconcile import Reconciler
 from moejob_operator.runtime.api_client import ApiClient, configuration
 from moejob_operator.runtime.api_server import ApiServer
 from moejob_operator.runtime.cache import Cache
-from moejob_operator.runtime.informers import WATCHED, Watch, watches
+from moejob_operator.runtime.informers import WATCHED, Informer, watches
 from moejob_operator.runtime.job_watch import JobWatch
 from moejob_operator.runtime.kopf_session import KopfSession
 from moejob_operator.runtime.leader_duties import Leader
@@ -44,7 +44,7 @@ class ReplicaParts:
     leadership: Leadership
     leader: Leader
     job_watches: tuple[JobWatch, ...]
-    informers: tuple[Watch, ...]
+    informers: tuple[Informer, ...]
     kopf_session: KopfSession
     keeper: CertificateKeeper | None
     admission: AdmissionServer | IdleServer

@@ -46,7 +46,7 @@ class Pauses:
 
 
 @dataclass
-class Watch:
+class Informer:
     """The watch of one kind, in one namespace or in all. `listed` is set once the cache holds all there is of it."""
 
     kind: Kind
@@ -114,6 +114,6 @@ def receive(kind: Kind, event: Raw, cache: Cache, reconcile: Callable[[JobKey], 
         reconcile(key)
 
 
-def watches(api: ApiClient, lists: Lists, reconcile: Callable[[JobKey], None]) -> tuple[Watch, ...]:
+def watches(api: ApiClient, lists: Lists, reconcile: Callable[[JobKey], None]) -> tuple[Informer, ...]:
     """One for each kind. `api` is theirs alone: each holds a connection for as long as it lives."""
-    return tuple(Watch(kind, api, lists, reconcile) for kind in WATCHED)
+    return tuple(Informer(kind, api, lists, reconcile) for kind in WATCHED)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from moejob_operator.actions import Kind
 from moejob_operator.cluster import Forbidden, JobKey, Retryable
 from moejob_operator.runtime.api_client import Absent
-from moejob_operator.runtime.informers import Watch
+from moejob_operator.runtime.informers import Informer
 from moejob_operator.runtime.job_watch import JobWatch
 from moejob_operator.runtime.lists import Lists
 from moejob_operator.runtime.logs import Log
@@ -27,7 +27,7 @@ class Leader:
 
     queue: WorkQueue[JobKey]
     lists: Sequence[Lists]
-    watches: Sequence[Watch | JobWatch]
+    watches: Sequence[Informer | JobWatch]
     resync_seconds: float
     leads: Callable[[bool], None]
 

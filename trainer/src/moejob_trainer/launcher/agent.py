@@ -18,8 +18,8 @@ from moejob_api.contract import (
     LastWord,
     Outcome,
     PodProgress,
-    RankBeat,
     RankFault,
+    ReportedHeartbeat,
     RunOwner,
     RunProgress,
     StatusMeasure,
@@ -129,8 +129,8 @@ class Agent:
         """Return the progress of the pod. Called from other threads."""
         board, pids, first = self._board, self._ranks.pids, self._pod.first_rank
         heartbeats = () if board is None or self._is_gathering else board.read()
-        beats = tuple(
-            RankBeat(rank=first + local, pid=pids[first + local], step=row.step, age_seconds=row.age_seconds)
+        reported = tuple(
+            ReportedHeartbeat(rank=first + local, pid=pids[first + local], step=row.step, age_seconds=row.age_seconds)
             for local, row in enumerate(heartbeats)
             if first + local in pids
         )
@@ -140,7 +140,7 @@ class Agent:
             restarts=self._restarts,
             fault=self._fault,
             ready=bool(heartbeats) and all(row.has_beaten for row in heartbeats),
-            ranks=beats,
+            ranks=reported,
             run=self._run_so_far(),
         )
 

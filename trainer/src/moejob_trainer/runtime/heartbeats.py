@@ -33,7 +33,7 @@ _HEARTBEAT_SECONDS = 5.0
 
 
 class NoLauncher(RuntimeError):
-    """A rank that no launcher has started asks where to send its beats."""
+    """A rank that no launcher has started asks where to send its heartbeats."""
 
 
 class Heartbeat:
@@ -44,7 +44,7 @@ class Heartbeat:
 
     @classmethod
     def for_rank(cls, environ: Mapping[str, str] = os.environ) -> Heartbeat:
-        """The beats of this process, which the launcher has started as a rank."""
+        """The heartbeat of this process, which the launcher has started as a rank."""
         folder, local_rank = environ.get(BOARD), environ.get("LOCAL_RANK")
         if folder is None or local_rank is None:
             raise NoLauncher(f"{BOARD} and LOCAL_RANK are not set; start ranks through moejob_trainer.launcher")

@@ -21,7 +21,7 @@ from moejob_trainer.data.stream import batch_size, evaluation
 from moejob_trainer.engine import Engine
 from moejob_trainer.objectives import Objective
 from moejob_trainer.objectives.answering import NextTokens
-from moejob_trainer.ranking import EvaluationScore, Ranking, Terms, ranked
+from moejob_trainer.ranking import EvaluationScore, Ranking, RankingTerms, ranked
 from moejob_trainer.setup.data import RunData
 
 _RANKING = TypeAdapter(Ranking)
@@ -93,7 +93,7 @@ class RankedEvaluations:
         self._spec, self._total_steps, self._ranks, self._evaluate = spec, total_steps, ranks, evaluate
         self._ranking = Ranking(measure=measure(spec) or "")
         stop = spec.training.early_stop
-        self._terms = Terms(spec.checkpoint.keep_best or 1, 0.0 if stop is None else stop.minimum_improvement)
+        self._terms = RankingTerms(spec.checkpoint.keep_best or 1, 0.0 if stop is None else stop.minimum_improvement)
 
     def metrics(self, step: int) -> Mapping[str, float]:
         """Evaluate if it is due; return what there is to report."""

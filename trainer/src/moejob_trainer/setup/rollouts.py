@@ -25,7 +25,7 @@ from moejob_trainer.rollouts.fleet import Fleet, FleetLimits
 from moejob_trainer.rollouts.generator import FleetGenerator
 from moejob_trainer.rollouts.interface import Floats, Tokens
 from moejob_trainer.rollouts.publisher import PROBE_TOKENS, Publisher, Room, Transport, Trial
-from moejob_trainer.rollouts.transports.broadcast import BroadcastTransport, MakeGroup, Meeting, gloo, nccl
+from moejob_trainer.rollouts.transports.broadcast import BroadcastTransport, EngineRendezvous, MakeGroup, gloo, nccl
 from moejob_trainer.rollouts.transports.buckets import Ranks
 from moejob_trainer.rollouts.transports.disk import DiskTransport
 from moejob_trainer.rollouts.transports.ipc import IpcTransport, export
@@ -56,9 +56,9 @@ def _transport(context: RankContext, start_seconds: float) -> Transport:
     on_gpu = Ranks(context.control, _alone_or(dist.group.WORLD), device)
     match transport(context.spec):
         case Sync.GLOO:
-            return BroadcastTransport(on_cpu, _meeting(context.spec, gloo, start_seconds))
+            return BroadcastTransport(on_cpu, _rendezvous(context.spec, gloo, start_seconds))
         case Sync.NCCL:
-            return BroadcastTransport(on_gpu, _meeting(context.spec, nccl(device), start_seconds))
+            return BroadcastTransport(on_gpu, _rendezvous(context.spec, nccl(device), start_seconds))
         case Sync.IPC:
             return IpcTransport(on_gpu, export, start_seconds)
         case _:
@@ -69,10 +69,10 @@ def _alone_or(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     return None if group is None or group.size() == 1 else group
 
 
-def _meeting(spec: Spec, make_group: MakeGroup, start_seconds: float) -> Meeting:
+def _rendezvous(spec: Spec, make_group: MakeGroup, start_seconds: float) -> EngineRendezvous:
     if spec.grpo is None:
         raise ValueError(f"method {spec.method} has no engines")
-    return Meeting(os.environ[Environment.HOST], spec.grpo.rollout.tensor, make_group, start_seconds)
+    return EngineRendezvous(os.environ[Environment.HOST], spec.grpo.rollout.tensor, make_group, start_seconds)
 
 
 def _room(spec: Spec, engine: MegatronEngine) -> Room | None:

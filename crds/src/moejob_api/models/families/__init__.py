@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from moejob_api.models.families.deepseek import deepseek_v2, deepseek_v3
 from moejob_api.models.families.dense import llama, qwen2, qwen3
 from moejob_api.models.families.keys import refuse_unknown_meanings
-from moejob_api.models.families.mixtures import glm4_moe, gpt_oss, mixtral, qwen2_moe, qwen3_moe, qwen3_next
+from moejob_api.models.families.mixture_of_experts import glm4_moe, gpt_oss, mixtral, qwen2_moe, qwen3_moe, qwen3_next
 from moejob_api.models.families.rotary import refuse_unknown_rotary
 from moejob_api.models.reader import ConfigReader, refused, shown
 from moejob_api.models.shape import Family, ModelShape

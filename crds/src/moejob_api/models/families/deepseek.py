@@ -12,7 +12,7 @@ from moejob_api.models.families.layers import (
     sparse_after,
     stacked,
 )
-from moejob_api.models.families.mixtures import shared_experts
+from moejob_api.models.families.mixture_of_experts import shared_experts
 from moejob_api.models.reader import ConfigReader
 from moejob_api.models.shape import Family, LatentAttention, ModelShape
 

@@ -117,11 +117,11 @@ def _output(case: Case) -> Kept:
     total = Kept(stream=2 * one)
     for layer in case.shape.mtp_layers:
         inside = Kept(stream=one) if _is_full(case) else kept(layer, case.share, case.keeping)
-        total += inside + Kept(stream=beside_further_layer(case.share))
+        total += inside + Kept(stream=beside_mtp_layer(case.share))
     return total
 
 
-def beside_further_layer(share: Share) -> int:
+def beside_mtp_layer(share: Share) -> int:
     """Return the bytes that an MTP module keeps beside its layer: embedding, projection, last norm.
 
     Its three norms keep a number of each token.

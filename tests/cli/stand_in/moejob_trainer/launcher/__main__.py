@@ -19,7 +19,16 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from moejob_api.contract import Environment, LastWord, Outcome, PodProgress, RankBeat, RunFile, RunProgress, claim_name
+from moejob_api.contract import (
+    Environment,
+    LastWord,
+    Outcome,
+    PodProgress,
+    ReportedHeartbeat,
+    RunFile,
+    RunProgress,
+    claim_name,
+)
 
 _OUTCOMES = {0: Outcome.COMPLETED, 78: Outcome.BAD_CONFIGURATION, 143: Outcome.PREEMPTED}
 _LONGEST_SECONDS = 60.0
@@ -69,7 +78,9 @@ class Life:
             restarts=self.restarts,
             ready=self.is_ready,
             ranks=tuple(
-                RankBeat(rank=self.index * ranks + local, pid=os.getpid(), step=self.step, age_seconds=self.age)
+                ReportedHeartbeat(
+                    rank=self.index * ranks + local, pid=os.getpid(), step=self.step, age_seconds=self.age
+                )
                 for local in range(ranks)
             ),
             run=RunProgress(step=self.step, total_steps=4, last_checkpoint_step=self.saved) if not self.index else None,

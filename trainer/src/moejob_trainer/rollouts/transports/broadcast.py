@@ -38,7 +38,7 @@ _PATIENCE = timedelta(minutes=10)
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class EngineRendezvous:
     """Terms on which engines join rank 0: its address, and the workers of each engine."""
 
     host: str
@@ -60,8 +60,8 @@ class _Joined:
 class BroadcastTransport:
     """Sends bucket by bucket. Engines that were away wait for the next publication: no rank keeps whole weights."""
 
-    def __init__(self, ranks: Ranks, meeting: Meeting, most_elements: int = BUCKET_ELEMENTS) -> None:
-        self._ranks, self._meeting, self._most_elements = ranks, meeting, most_elements
+    def __init__(self, ranks: Ranks, rendezvous: EngineRendezvous, most_elements: int = BUCKET_ELEMENTS) -> None:
+        self._ranks, self._rendezvous, self._most_elements = ranks, rendezvous, most_elements
         self._joined: dict[str, _Joined] = {}
 
     @property
@@ -96,19 +96,19 @@ class BroadcastTransport:
                 self._leave(engine.url)
                 self._joined[engine.url] = await self._join(sync, engine)
 
-        return await sync.each(await sync.begin(self._meeting.start_seconds), join)
+        return await sync.each(await sync.begin(self._rendezvous.start_seconds), join)
 
     async def _join(self, sync: WeightSync, engine: RolloutEngine) -> _Joined:
-        size, key = 1 + self._meeting.workers, f"weights-{uuid4()}"
-        store, port = _store(self._meeting.host)
+        size, key = 1 + self._rendezvous.workers, f"weights-{uuid4()}"
+        store, port = _store(self._rendezvous.host)
         where = {
-            "master_address": self._meeting.host,
+            "master_address": self._rendezvous.host,
             "master_port": port,
             "key": key,
             "rank_offset": 1,
             "world_size": size,
         }
-        made = _in_thread(lambda: self._meeting.make_group(PrefixStore(key, store), 0, size))
+        made = _in_thread(lambda: self._rendezvous.make_group(PrefixStore(key, store), 0, size))
         group = await _both(sync.join(engine, where), made, engine)
         return _Joined(group, store, "")
 
