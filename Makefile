@@ -148,7 +148,7 @@ gpu-test: $(trainer_gpu_built) $(operator_built) ## Test kernels and training on
 test-cluster: $(operator_built) $(trainer_built) $(rollout_built) ## Test on a real control plane and two real nodes
 	@$(call tested,$(operator),tests/cluster -n 3 --dist loadscope --no-loadscope-reorder -rs --no-fold-skipped)
 
-# Needs what the nodes need, and 25 minutes; test-cluster does the four faults that happen most. Last comes `make kind-demo`.
+# Needs what the nodes need, and half an hour; test-cluster does the four faults that happen most. Last comes `make kind-demo`.
 test-faults: $(operator_built) $(trainer_built) $(rollout_built) ## Test every fault: of ranks, engines, pods, nodes, volumes, clocks, the cluster and the operator
 	@MOEJOB_FAULTS=full $(operator)/pytest tests/cluster/control_plane/test_faults.py tests/cluster/nodes/test_faults.py \
 		tests/cluster/nodes/test_engines.py tests/cluster/nodes/test_policies.py tests/cluster/nodes/test_strangers.py tests/cluster/nodes/test_kind_demo.py -rs --no-fold-skipped $(ARGS)

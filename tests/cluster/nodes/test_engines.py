@@ -13,12 +13,14 @@ from itertools import count
 from pathlib import Path
 
 import pytest
+import yaml
 
 from builders import merged
 from cluster.control_plane.releases import Release
 from cluster.extent import IS_FULL, in_full
 from cluster.nodes.cluster import Cluster
 from cluster.nodes.engines import (
+    IMAGE,
     STEPS,
     EnginePod,
     answers,
@@ -34,7 +36,7 @@ from cluster.nodes.engines import (
 )
 from cluster.nodes.faults import kill_pod
 from cluster.nodes.pods import claim
-from cluster.nodes.training import TRAINER_PYTHON, Run, Submitted, run_here, submitted
+from cluster.nodes.training import ROOT, TRAINER_PYTHON, Run, Submitted, run_here, submitted
 from cluster.nodes.ward import RANDOM_MODEL
 from cluster.waiting import until
 
@@ -156,3 +158,23 @@ def test_an_engine_on_a_node_that_is_cut_off_is_replaced_on_another(
             nodes.reconnect(engine.node)
             nodes.await_ready(engine.node)
         assert_like(job.run(), undisturbed)
+
+
+@in_full
+def test_the_examples_of_the_tutorial_teach_and_then_reward_a_model(nodes: Cluster, clinic: Release) -> None:
+    taught, learned = (
+        yaml.safe_load((ROOT / f"examples/{name}.yaml").read_text()) for name in ("tiny-sft-sums", "tiny-grpo")
+    )
+    # Nodes here have two cores, and the operator's replicas their share of them.
+    small = {"spec": {"resources": {"cpu": "200m", "rolloutImage": IMAGE}}}
+    source = {"spec": {"model": {"source": "pvc://tiny-sft-sums-storage/tiny-sft-sums/export"}}}
+    first = submitted(nodes, clinic.namespace, merged(taught, {"spec": {"resources": {"cpu": "200m"}}}))
+    first.await_end()
+    provide_environment(nodes.storage.folder(clinic.namespace, "tiny-sft-sums-storage"))
+    second = submitted(nodes, clinic.namespace, merged(merged(learned, small), source))
+    second.await_end()
+    steps = learned["spec"]["training"]["maxSteps"]
+    assert second.run().steps() == [(0, 0, step) for step in range(1, steps + 1)], second.told()
+    rewards = [line["reward"] for line in second.run().told()]
+    assert sum(rewards[-5:]) / 5 > 0.9
+    assert float(shown_score(nodes, second)) == pytest.approx(rewards[-1], abs=1e-3)
