@@ -278,6 +278,19 @@ def test_a_run_folder_of_a_newer_attempt_is_left_alone(gang: Make) -> None:
     assert "belongs to attempt 2, restart 0 now" in late.word().message
 
 
+def test_ranks_are_not_started_again_once_an_attempt_with_another_secret_has_the_folder(gang: Make) -> None:
+    job = gang(attempt=3)
+    launcher = job.start("hold_the_folder")
+    assert all(note["ours"] for note in job.notes().values())
+    later = Fence(job.run_folder, b"made again")
+    held = later.acquire(4, 0)
+    os.kill(job.pids()[1], signal.SIGKILL)
+    assert launcher.exit_code() == 1
+    assert launcher.word().outcome is Outcome.LOST_PEERS
+    assert "not held by attempt 3, restart 0 any more" in launcher.word().message
+    assert later.is_ours(held)
+
+
 def test_a_run_folder_of_another_job_is_not_even_claimed(gang: Make) -> None:
     job = gang(attempt=2)
     own_run_folder(job.run_folder, RunOwner(job="another", uid="5678"))

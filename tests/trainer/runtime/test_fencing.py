@@ -91,6 +91,27 @@ def test_a_claim_of_before_that_is_put_back_holds_nothing(tmp_path: Path) -> Non
     assert fence.is_ours(later)
 
 
+def test_a_start_before_its_secret_was_lost_commits_nothing_and_starts_no_ranks_again(tmp_path: Path) -> None:
+    lost, fence = Fence(tmp_path, claim_key("lost", "uid")), Fence(tmp_path, KEY)
+    before = lost.acquire(1, 0)
+    later = fence.acquire(2, 0)
+    assert [lost.is_ours(before), fence.is_ours(later)] == [False, True]
+    with pytest.raises(
+        Superseded, match=r"not held by attempt 1, restart 0 any more; attempt 1, restart 1 is too late"
+    ):
+        lost.acquire(1, 1, before)
+    assert fence.is_ours(later)
+    assert [name.rpartition(".")[0] for name in names(tmp_path)] == ["0000000002.0000000000"]
+
+
+def test_a_launcher_starts_its_ranks_again_beside_foreign_claims(tmp_path: Path) -> None:
+    fence = Fence(tmp_path, KEY)
+    first = fence.acquire(1, 0)
+    (tmp_path / "claims/9999999999.9999999999").touch()
+    second = fence.acquire(1, 1, first)
+    assert [fence.is_ours(held) for held in (first, second)] == [False, True]
+
+
 def test_a_rank_knows_its_claim(tmp_path: Path) -> None:
     environ = {
         "MOEJOB_ATTEMPT": "3",

@@ -50,7 +50,7 @@ from moejob_trainer.launcher.rank_processes import RankProcesses
 from moejob_trainer.launcher.rendezvous import Rendezvous, Round
 from moejob_trainer.launcher.stop import Stopped, StopRequest
 from moejob_trainer.launcher.store import LOOPBACK, LostPeers
-from moejob_trainer.runtime.fencing import RESTART
+from moejob_trainer.runtime.fencing import RESTART, FenceToken
 from moejob_trainer.runtime.heartbeats import BOARD, HeartbeatBoard
 from moejob_trainer.runtime.start_timing import START, LauncherTiming
 
@@ -94,6 +94,7 @@ class Agent:
         self._board: HeartbeatBoard | None = None
         self._restarts = 0
         self._fault: RankFault | None = None
+        self._held: FenceToken | None = None
         # Kills for memory in this container before the present round.
         self._starved = 0
         self._is_gathering = True
@@ -189,7 +190,7 @@ class Agent:
             # Whose folder it is comes first: a claim of another job would end the run that is at work in it.
             own_run_folder(folder, RunOwner(job=self._pod.job, uid=self._pod.uid))
             foreign = self._pod.fence.foreign()
-            self._pod.fence.acquire(self._pod.attempt, number)
+            self._held = self._pod.fence.acquire(self._pod.attempt, number, self._held)
         except BadConfiguration as error:
             raise BadFolder(str(error)) from None
         except OSError as error:

@@ -3,8 +3,10 @@
 A node that is cut off is not gone: its ranks may wake up and write. A token is a file whose name is the number and a
 proof, HMAC(key, number); nothing is ever rewritten, so no two processes can lose each other's claim. The key is derived
 from the job's secret, which all its attempts share: others who write to the volume see tokens and can make none, and
-what they make is no token. The launcher of pod 0 claims before any rank starts; a rank that commits a checkpoint asks
-`Fence.is_ours(token)` just before the marker is written. Knows nothing of what is committed.
+what they make is no token. A secret that was lost is made again with another value, and then two starts cannot read
+each other's proofs; so a start removes every token of a lower number, and one whose own token is gone is superseded.
+The launcher of pod 0 claims before any rank starts; a rank that commits a checkpoint asks `Fence.is_ours(token)` just
+before the marker is written. Knows nothing of what is committed.
 """
 
 from __future__ import annotations
@@ -58,9 +60,14 @@ class Fence:
         secret, uid = environ.get(Environment.SECRET, ""), environ[Environment.UID]
         return cls(Path(environ[Environment.RUN_FOLDER]), claim_key(secret, uid))
 
-    def acquire(self, attempt: int, restart: int) -> FenceToken:
-        """Take the run folder for this start of the ranks; Superseded when it is taken by it or a newer one."""
+    def acquire(self, attempt: int, restart: int, held: FenceToken | None = None) -> FenceToken:
+        """Take the run folder for this start of the ranks; Superseded when it is taken by it or a newer one.
+
+        `held` is the token of this launcher's start before; it is gone when a start with another secret took over.
+        """
         mine = FenceToken(attempt, restart)
+        if held is not None and not self.is_ours(held):
+            raise Superseded(f"{self.folder} is not held by {held} any more; {mine} is too late and writes nothing")
         path = self._path(mine)
         self.folder.mkdir(parents=True, exist_ok=True)
         path.parent.mkdir(mode=0o700, exist_ok=True)
@@ -74,8 +81,8 @@ class Fence:
         if seen[-1] != mine:
             path.unlink(missing_ok=True)
             raise Superseded(f"{self.folder} belongs to {seen[-1]} now; {mine} is too late and writes nothing")
-        for older in seen[:-1]:
-            self._path(older).unlink(missing_ok=True)
+        for older in (name for name in self._names() if (number := claimed(name)) and FenceToken(*number) < mine):
+            (path.parent / older).unlink(missing_ok=True)
         return mine
 
     def is_ours(self, mine: FenceToken) -> bool:
