@@ -60,6 +60,21 @@ def test_absurd_numbers_are_a_refused_message(said: dict[str, object]) -> None:
         PodProgress.model_validate_json(json.dumps({"attempt": 1, "index": 0, **said}))
 
 
+@pytest.mark.parametrize(
+    "commit",
+    [
+        pytest.param({"kind": "space", "name": "a/b", "commit": "a" * 40}, id="kind"),
+        pytest.param({"kind": "model", "name": "a\u001b[2J", "commit": "a" * 40}, id="name"),
+        pytest.param({"kind": "model", "name": "a" * 257, "commit": "a" * 40}, id="length"),
+        pytest.param({"kind": "model", "name": "a/b", "commit": "main"}, id="commit"),
+    ],
+)
+def test_what_is_no_commit_of_the_hub_is_a_refused_message(commit: dict[str, str]) -> None:
+    said = {"attempt": 1, "index": 0, "run": {"step": 1, "hubCommits": [commit]}}
+    with pytest.raises(ValidationError):
+        PodProgress.model_validate_json(json.dumps(said))
+
+
 def test_a_run_that_diverges_still_reports() -> None:
     said = {"attempt": 1, "index": 0, "run": {"step": 1, "loss": 3.4e38, "gradientNorm": 3.4e38}}
     assert PodProgress.model_validate_json(json.dumps(said)).run is not None

@@ -6,7 +6,7 @@ import pytest
 
 from fake_world import World
 from moejob_api.contract import LastWord, Outcome, RunProgress
-from moejob_api.job.status import ConditionType, Phase
+from moejob_api.job.status import ConditionType, HubCommit, Phase, RepositoryKind
 from moejob_operator.planning.guards import POLL_SECONDS
 from moejob_operator.status.conditions import condition
 
@@ -70,6 +70,31 @@ def test_the_best_evaluation_is_part_of_the_status() -> None:
     seen = ended(RunProgress(step=60, total_steps=60, measures=measures)).status.progress
     assert seen is not None
     assert (seen.eval_score, seen.best_step, seen.best_score) == (2.5, 40, 2.25)
+
+
+COMMITS = tuple(
+    HubCommit(kind=kind, name="team/tiny", commit=letter * 40)
+    for kind, letter in ((RepositoryKind.MODEL, "a"), (RepositoryKind.DATASET, "b"))
+)
+
+
+def test_the_commits_of_the_hub_that_a_run_uses_are_part_of_the_status() -> None:
+    seen = ended(RunProgress(step=60, total_steps=60, hub_commits=COMMITS)).status.progress
+    assert seen is not None
+    assert seen.hub_commits == COMMITS
+
+
+def test_a_last_word_without_room_for_commits_takes_none_away() -> None:
+    world = running()
+    world.say(step=5, hub_commits=COMMITS)
+    world.wait(POLL_SECONDS)
+    world.settle()
+    world.end(1, 0, LastWord(outcome=Outcome.COMPLETED))
+    world.end(0, 0, LastWord(outcome=Outcome.COMPLETED, run=RunProgress(step=60, total_steps=60)))
+    world.settle()
+    seen = world.status.progress
+    assert seen is not None
+    assert (seen.step, seen.hub_commits) == (60, COMMITS)
 
 
 @pytest.mark.parametrize("number", [-1.0, 1e38])

@@ -28,6 +28,7 @@ from moejob_api.contract import (
     RunProgress,
     printable,
 )
+from moejob_api.job.status import HubCommit, RepositoryKind
 from moejob_cli.running.steps import StepLog, tokens_per_second
 from moejob_operator.admission.listener import BoundedServer, ListenerLimits
 from moejob_operator.admission.review import HANDLER, PATH
@@ -38,7 +39,8 @@ from moejob_operator.runtime import health
 from moejob_operator.runtime.metrics import Metrics
 from moejob_operator.runtime.pod_client import HEAD_BYTES, PROGRESS_BYTES, Mute, answered, parsed
 
-RUN = RunProgress(step=7, total_steps=100, loss=0.5, last_checkpoint_step=5)
+COMMIT = HubCommit(kind=RepositoryKind.MODEL, name="team/tiny", commit="a" * 40)
+RUN = RunProgress(step=7, total_steps=100, loss=0.5, last_checkpoint_step=5, hub_commits=(COMMIT,))
 FAULT = RankFault(outcome=Outcome.RANK_FAILED, message="CUDA error", rank=1, exit_code=-9)
 PROGRESS = PodProgress(
     attempt=1, index=0, fault=FAULT, ranks=(ReportedHeartbeat(rank=0, pid=7, step=7, age_seconds=1.5),), run=RUN

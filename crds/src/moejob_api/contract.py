@@ -13,6 +13,7 @@ from typing import Annotated
 from pydantic import AfterValidator, Field
 
 from moejob_api.job.base import MAX_COUNT, ApiModel
+from moejob_api.job.status import MOST_HUB_COMMITS, HubCommit
 
 
 class Label(StrEnum):
@@ -202,6 +203,9 @@ class RunProgress(ApiModel):
         dict[MeasureName, Measure],
         Field(max_length=MOST_MEASURES, description="Other numbers of the last step, by their names in its log."),
     ] = {}
+    hub_commits: Annotated[
+        tuple[HubCommit, ...] | None, Field(max_length=MOST_HUB_COMMITS, description="What hub.json binds the run to.")
+    ] = None
 
 
 class Outcome(StrEnum):

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from moejob_trainer.data.hub import HubPins, RepositoryKind
+from moejob_api.job.status import RepositoryKind
+from moejob_trainer.data.hub import HubPins
 from trainer.hub import Hub, serving
 
 MODEL = "team/tiny"

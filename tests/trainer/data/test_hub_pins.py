@@ -12,9 +12,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from moejob_api.job.status import HubCommit, RepositoryKind
 from moejob_trainer.checkpoints.run import folder_of_run
 from moejob_trainer.data import tiny
-from moejob_trainer.data.hub import HubPins, PinnedRepository, RepositoryKind, require_own_code
+from moejob_trainer.data.hub import HubPins, PinnedRepository, require_own_code
 from moejob_trainer.errors import BadConfiguration
 from trainer.hub import Files, Hub, files_of, serving
 from trainer.runs import Runs, steps
@@ -114,11 +115,14 @@ def test_a_run_that_continues_another_uses_its_weights_data_and_code(
     second = {hub.model(MODEL).push(model(tmp_path / "second", "second")), hub.dataset(CHATS).push(chats("b"))}
     hub.asked.clear()
     going_on = {"resumeFrom": "job", "resume": "Run"}
-    runs.finished("next", training={"maxSteps": 2}, checkpoint=going_on, **JOB)
+    reported = runs.finished("next", training={"maxSteps": 2}, checkpoint=going_on, **JOB).board.run()
     assert (tmp_path / "home-1/ran").read_text().split().count("second") == 0
     assert not any(commit in " ".join(hub.asked) for commit in second)
     pinned = json.loads((tmp_path / "volume/next/hub.json").read_text())["repositories"]
     assert {pin["commit"] for pin in pinned} == first
+    # For the status of the job.
+    assert reported is not None
+    assert {commit.commit for commit in reported.hub_commits or ()} == first
     assert [step.step for step in steps(tmp_path / "volume/next")] == [2]
 
 
@@ -140,6 +144,13 @@ def test_a_pin_is_for_one_name_of_one_kind_in_one_revision(tmp_path: Path) -> No
     assert again.pin(RepositoryKind.MODEL, "team/a", "v2") == pin("team/a", "2", "v2")
     assert again.pin(RepositoryKind.MODEL, "team/b") is None
     assert again.pin(RepositoryKind.DATASET, "team/a") is None
+    assert again.commits() == tuple(
+        HubCommit(kind=RepositoryKind.MODEL, name="team/a", commit=commit * 40) for commit in ("1", "2")
+    )
+
+
+def test_a_run_that_uses_nothing_of_the_hub_has_no_commits(tmp_path: Path) -> None:
+    assert HubPins(tmp_path).commits() is None
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b'{"repositories": [{"name": "a"}]}', b'{"pins": []}'], ids=repr)

@@ -16,6 +16,7 @@ from pydantic import TypeAdapter
 from moejob_api.contract import ExitCode
 from moejob_api.problems import InvalidSpec
 from moejob_trainer.checkpoints.saving import RunCheckpoints, background
+from moejob_trainer.data.hub import HubPins
 from moejob_trainer.engine import UpdateResult
 from moejob_trainer.errors import BadConfiguration
 from moejob_trainer.loop import LoopOutcome, Run, train
@@ -93,6 +94,7 @@ def _train(context: RankContext, model: RunModel, signals: StartSignals) -> Loop
             waited=learned.waited,
             evaluate=evaluations.metrics,
             measured=learned.measured,
+            hub_commits=HubPins(environment.folder).commits() if writer.is_first else None,
         )
 
         def begin() -> None:

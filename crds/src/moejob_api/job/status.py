@@ -149,6 +149,25 @@ class ReplicaStatus(ApiModel):
     failed: Annotated[Number, Field(description="Pods that failed.")] = 0
 
 
+class RepositoryKind(StrEnum):
+    """The kind of a repository on the Hugging Face hub."""
+
+    MODEL = "model"
+    DATASET = "dataset"
+
+
+# More data sets than a job has; etcd keeps what is said of each.
+MOST_HUB_COMMITS = 64
+
+
+class HubCommit(ApiModel):
+    """The commit that a name on the Hugging Face hub stands for in this run."""
+
+    kind: Annotated[RepositoryKind, Field(description="model or dataset.")]
+    name: Annotated[str, Field(max_length=256, pattern=r"^[!-~]+$", description="Name on the hub.")]
+    commit: Annotated[str, Field(max_length=40, pattern=r"^[0-9a-f]{40}$", description="Commit that the run uses.")]
+
+
 class Progress(ApiModel):
     """The progress of the run, as rank 0 last reported it."""
 
@@ -166,6 +185,13 @@ class Progress(ApiModel):
     mfu: Annotated[Ratio | None, Field(description="Share of the GPUs' peak that does model FLOPs.")] = None
     last_checkpoint_step: Annotated[Number | None, Field(description="Step of the newest complete checkpoint.")] = None
     save_seconds: Annotated[Ratio | None, Field(description="How long the last save took.")] = None
+    hub_commits: Annotated[
+        tuple[HubCommit, ...] | None,
+        Field(
+            max_length=MOST_HUB_COMMITS,
+            description="Commits of the Hugging Face hub that the run and every restart of it use.",
+        ),
+    ] = None
     updated_at: Annotated[Timestamp, Field(description="When this was read.")]
 
 

@@ -19,6 +19,9 @@ def progress(s: ObservedState, decision: Decision) -> Progress | None:
     if heard is None:
         return before
     now = _progress(heard, written(s.now))
+    if now.hub_commits is None and before is not None:
+        # A last word has no room for many.
+        now = now.model_copy(update={"hub_commits": before.hub_commits})
     if before is None or now.last_checkpoint_step != before.last_checkpoint_step:
         return now
     if now.model_copy(update={"updated_at": before.updated_at}) == before:
@@ -41,6 +44,7 @@ def _progress(heard: RunProgress, updated_at: str) -> Progress:
         mfu=heard.mfu,
         last_checkpoint_step=heard.last_checkpoint_step,
         save_seconds=heard.save_seconds,
+        hub_commits=heard.hub_commits,
         updated_at=updated_at,
     )
 

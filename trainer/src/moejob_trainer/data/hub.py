@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -20,19 +19,13 @@ from pydantic import Field, ValidationError
 
 from moejob_api.contract import RunFile
 from moejob_api.job.base import ApiModel
+from moejob_api.job.status import MOST_HUB_COMMITS, HubCommit, RepositoryKind
 from moejob_trainer.data.hub_files import HubFile, HubFiles, are_there, compared, said_by_hub
 from moejob_trainer.errors import BadConfiguration
 from moejob_trainer.runtime.disk import Disk, replace
 
 # Between a module's repository and its name, where the code of a model lies in another repository.
 _ELSEWHERE = "--"
-
-
-class RepositoryKind(StrEnum):
-    """The kind of a repository on the hub."""
-
-    MODEL = "model"
-    DATASET = "dataset"
 
 
 class PinnedRepository(ApiModel):
@@ -77,6 +70,11 @@ class HubPins:
         """Begin with the commits of another run, whose place in its data this one continues from."""
         if not self.file.exists() and (theirs := HubPins(other).pins()):
             self._write(theirs)
+
+    def commits(self) -> tuple[HubCommit, ...] | None:
+        """Return what the status of the job says of them; None when the run uses nothing of the hub."""
+        found = tuple(HubCommit(kind=pin.kind, name=pin.name, commit=pin.commit) for pin in self.pins())
+        return found[:MOST_HUB_COMMITS] or None
 
     def _write(self, pins: tuple[PinnedRepository, ...]) -> None:
         pinned = _Pinned(repositories=pins)

@@ -62,6 +62,8 @@ _MARGIN_SECONDS, _MARGIN_SHARE = 5.0, 0.2
 _LAST_TO_LEAVE_SECONDS = 5.0
 _RANKS_NAMED = 8
 _FILES_NAMED = 4
+# Commits of the hub in a termination message.
+_COMMITS_LEFT = 4
 _STARVED = ", out of memory; raise resources.memory"
 _LASTING = (errno.EEXIST, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOSPC, errno.EDQUOT)
 
@@ -92,9 +94,9 @@ class Agent:
         self._pod, self._target, self._stop, self._ranks = pod, options.target, stop, ranks
         self._rendezvous = Rendezvous(pod, stop, options.lost_seconds)
         self._board: HeartbeatBoard | None = None
+        self._held: FenceToken | None = None
         self._restarts = 0
         self._fault: RankFault | None = None
-        self._held: FenceToken | None = None
         # Kills for memory in this container before the present round.
         self._starved = 0
         self._is_gathering = True
@@ -438,12 +440,14 @@ class Agent:
         return self._board.run() if self._board is not None and self._pod.is_first else None
 
     def _run_left(self) -> RunProgress | None:
-        """Return the run without measures that no status needs: a termination message has no room for them."""
+        """Return the run without what no status needs: a termination message has little room."""
         run = self._run_so_far()
         if run is None:
             return None
         needed = {name.value: run.measures[name] for name in StatusMeasure if name in run.measures}
-        return run.model_copy(update={"measures": needed})
+        # The operator has heard of many commits while the run lasted.
+        commits = run.hub_commits if len(run.hub_commits or ()) <= _COMMITS_LEFT else None
+        return run.model_copy(update={"measures": needed, "hub_commits": commits})
 
     def _step(self) -> int | None:
         return None if self._board is None else max(row.step for row in self._board.read())

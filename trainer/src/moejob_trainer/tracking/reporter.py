@@ -16,6 +16,7 @@ from typing import Any
 from moejob_api.contract import MOST_MEASURE_NAME, MOST_MEASURES, RunFile, RunProgress
 from moejob_api.hardware import TERA, known
 from moejob_api.job.resources import Accelerator, Resources
+from moejob_api.job.status import HubCommit
 from moejob_trainer.engine import UpdateResult
 from moejob_trainer.runtime.disk import explained
 from moejob_trainer.runtime.fencing import FenceToken
@@ -76,6 +77,7 @@ class Reporter:
     evaluate: Callable[[int], Mapping[str, float]]
     # Of the last step, beside what its updates measured.
     measured: Callable[[], Mapping[str, float]] = dict
+    hub_commits: tuple[HubCommit, ...] | None = None
     clock: Callable[[], float] = time.monotonic
     _since: float = field(init=False, default=0.0)
     _begun: float = field(init=False, default=0.0)
@@ -123,7 +125,10 @@ class Reporter:
             return
         # A run that has nothing left to do but its export has reported no step.
         last = self._last_progress or RunProgress(
-            step=step, total_steps=self.total_steps, measures=_measures(self._lasting)
+            step=step,
+            total_steps=self.total_steps,
+            measures=_measures(self._lasting),
+            hub_commits=self.hub_commits,
         )
         # It may have saved nothing itself either, and then does not know how long that took.
         took = last.save_seconds if save_seconds is None else save_seconds
@@ -171,6 +176,7 @@ class Reporter:
             last_checkpoint_step=saved_step,
             save_seconds=save_seconds,
             stepping_seconds=round(stepping_seconds, 3),
+            hub_commits=self.hub_commits,
         )
 
 
