@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from hypothesis import strategies as st
 
 from api_server import job_body
 from builders import GRPO, SFT
+from calls import calls_of
 from moejob_api.documents import parse_job, read_file, read_job
 from moejob_api.documents.reading import MAX_BYTES
 from moejob_api.documents.tree import trees
@@ -125,14 +125,10 @@ def test_a_name_that_kubectl_keeps_is_kept(key: str) -> None:
     assert read == [{key.removeprefix("!!str ").strip("'\""): "x"}]
 
 
-def test_a_typical_job_is_read_in_less_than_five_milliseconds() -> None:
+def test_a_typical_job_is_read_with_little_work() -> None:
     read_job(JOB, "job.yaml")
-    took = []
-    for _ in range(20):
-        start = time.perf_counter()
-        read_job(JOB, "job.yaml")
-        took.append(time.perf_counter() - start)
-    assert min(took) < 0.005
+    # 1,322, which are two milliseconds; YAML in Python alone takes ten times as many.
+    assert calls_of(lambda: read_job(JOB, "job.yaml")) < 3000
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
-import sys
 from itertools import islice
 from typing import Any
 
 import pytest
 
 from builders import latent_model, moe_model, spec
+from calls import calls_of
 from moejob_api.arithmetic import divisors
 from moejob_api.job import Spec
 from moejob_api.layout.sizes import gpus
@@ -17,27 +17,10 @@ from moejob_api.models.shape import ModelShape
 from moejob_api.planner.nearest import distance, nearest_layouts
 from moejob_api.planner.plan import plan
 
-# Some 100 ms of a core; calls are counted because they are the same on every machine.
+# Some 100 ms of a core.
 CALLS = 400_000
 COMPOSITE = (1, 2, 4, 12, 24, 60, 120, 240, 360, 512, 840, 1260, 2520, 5040, 10_080, 27_720, 50_400)
 MODELS: tuple[ModelShape | None, ...] = (None, moe_model(), latent_model())
-
-
-def calls_of(asked: Spec, shape: ModelShape | None) -> int:
-    """Count the Python and C calls that planning a job takes."""
-    calls = 0
-
-    def count(_frame: object, event: str, _argument: object) -> None:
-        nonlocal calls
-        calls += event in ("call", "c_call")
-
-    before = sys.getprofile()
-    sys.setprofile(count)
-    try:
-        plan(asked, shape)
-    finally:
-        sys.setprofile(before)
-    return calls
 
 
 @pytest.mark.parametrize("shape", MODELS, ids=["unseen", "experts", "latent"])
@@ -45,7 +28,7 @@ def calls_of(asked: Spec, shape: ModelShape | None) -> int:
 def test_highly_composite_sizes_are_refused_with_bounded_work(shape: ModelShape | None, layout: str) -> None:
     sizes = {"tensor": 60, "pipeline": 12, "context": 7, "data": 24, "expertLayout": layout}
     asked = spec(parallelism=sizes, training={"globalBatchSize": 720_720}, resources={"gpusPerNode": 240})
-    assert calls_of(asked, shape) < CALLS
+    assert calls_of(lambda: plan(asked, shape)) < CALLS
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -67,12 +50,13 @@ def test_drawn_hostile_sizes_take_bounded_work(seed: int) -> None:
             "memory": draw.choice((None, "1Gi")),
         },
     }
-    assert calls_of(spec(**sections), draw.choice(MODELS)) < CALLS
+    asked, shape = spec(**sections), draw.choice(MODELS)
+    assert calls_of(lambda: plan(asked, shape)) < CALLS
 
 
 def test_what_no_setting_makes_fit_is_refused_with_bounded_work() -> None:
     asked = spec(method="GRPO", parallelism={"expert": 8}, resources={"gpuMemoryGiB": 1})
-    assert calls_of(asked, moe_model()) < CALLS
+    assert calls_of(lambda: plan(asked, moe_model())) < CALLS
 
 
 @pytest.mark.parametrize("layout", ["Product", "Folded"])
