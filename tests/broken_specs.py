@@ -200,7 +200,10 @@ BROKEN_SPECS: tuple[Broken, ...] = (
         {"memory": {"sharding": "FSDP"}, "parallelism": {"pipeline": 2}},
     ),
     Broken(
-        "zero 2 with lora", Rule.SHARDING, "ZeRO2 divides", {"memory": {"sharding": "ZeRO2"}, "training": {"lora": {}}}
+        "zero 2 with a pipeline",
+        Rule.SHARDING,
+        "ZeRO2 gathers every layer",
+        {"memory": {"sharding": "ZeRO2"}, "parallelism": {"pipeline": 2}},
     ),
     Broken(
         "dropout in front of adapters that answers are generated with",
@@ -208,7 +211,6 @@ BROKEN_SPECS: tuple[Broken, ...] = (
         "set lora.dropout: 0",
         {"method": "GRPO", "training": {"lora": {"dropout": 0.1}}, "grpo": {"rewards": [{"name": "math"}]}},
     ),
-    Broken("fsdp with lora", Rule.SHARDING, "adapters", {"memory": {"sharding": "FSDP"}, "training": {"lora": {}}}),
     Broken(
         "fsdp with an offloaded optimizer",
         Rule.SHARDING,

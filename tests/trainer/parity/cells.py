@@ -29,7 +29,7 @@ from moejob_api.models.families import shape_of
 from moejob_api.models.shape import Family, ModelShape
 from moejob_trainer.conversion.adapters import adapter_table
 from moejob_trainer.conversion.families import table
-from moejob_trainer.conversion.loading import import_weights, opened
+from moejob_trainer.conversion.loading import opened
 from moejob_trainer.data.packing import batch_plan, global_batch, loss_weight
 from moejob_trainer.distributed.groups import Groups
 from moejob_trainer.engine import Document, LossTerms, MicroBatch, TokenOutputs, UpdateResult
@@ -38,7 +38,7 @@ from moejob_trainer.megatron.engine import EnginePlacement, MegatronEngine
 from moejob_trainer.megatron.optimizer import OptimizerShard
 from moejob_trainer.megatron.stages import built
 from moejob_trainer.megatron.topology import start_groups, stop_groups
-from moejob_trainer.megatron.weights import adapter_weights, coordinates, load_pretrained, named_weights
+from moejob_trainer.megatron.weights import adapter_weights, coordinates, load_pretrained, named_weights, read_weights
 from moejob_trainer.model.architecture import Architecture, architecture, as_trained
 from moejob_trainer.model.parameters import Parameter, local_slices
 from moejob_trainer.model.stage import Stage
@@ -301,7 +301,7 @@ def started(cell: Cell, folder: Path) -> MegatronEngine:
     lora = spec_of_cell.training.lora
     if lora is not None:
         adapted = opened(folder / "adapters", adapter_table(_shape(folder / "adapters", spec_of_cell), lora))
-        import_weights(adapter_weights(stages), adapted, coordinates(groups))
+        read_weights(adapter_weights(stages), adapted, groups)
     if cell.mutant == "two experts swapped":
         _swap_experts(stages)
     if cell.mutant == "a layer skipped":

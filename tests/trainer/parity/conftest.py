@@ -11,6 +11,7 @@ import pytest
 from moejob_api.models.shape import Family
 from trainer.parity.balancing import Expected, Rules
 from trainer.parity.cells import Steps, write_reference
+from trainer.parity.lora import write_lora_reference
 from trainer.parity.multi_token_prediction import write_further_reference
 
 Reference = Callable[[Family], tuple[Path, Steps]]
@@ -25,6 +26,18 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     def written(family: Family) -> tuple[Path, Steps]:
         folder = tmp_path_factory.mktemp(family)
         return folder, write_reference(family, folder)
+
+    return written
+
+
+@pytest.fixture(scope="session")
+def lora_reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    """The folder of a family's adapters trained by hand, and what was measured."""
+
+    @cache
+    def written(family: Family) -> tuple[Path, Steps]:
+        folder = tmp_path_factory.mktemp("lora")
+        return folder, write_lora_reference(family, folder)
 
     return written
 

@@ -76,6 +76,13 @@ def merged_by_hand(model: PreTrainedModel, adapters: Mapping[str, Tensor]) -> Ad
     return merged
 
 
+def merge_into(model: PreTrainedModel, adapters: Mapping[str, Tensor]) -> None:
+    """Give a model the weights that adapters make of its own."""
+    with torch.no_grad():
+        for name, weight in merged_by_hand(model, adapters).items():
+            model.get_parameter(name).copy_(weight)
+
+
 def _product(adapters: Mapping[str, Tensor], module: str) -> Tensor:
     a, b = (adapters[f"base_model.model.{module}.{name}.weight"] for name in ("lora_A", "lora_B"))
     return ALPHA / RANK * b @ a

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from builders import merged
 from moejob_api.models.shape import Family
 from moejob_trainer.conversion.adapters import AdapterTarget, adapter_table, export_adapters
 from moejob_trainer.conversion.gathering import hugging_face_tensors
@@ -21,11 +21,11 @@ from moejob_trainer.megatron.cpu import use_cpu
 from moejob_trainer.megatron.engine import MegatronEngine
 from moejob_trainer.megatron.state import StateFiles, saved_parameters
 from moejob_trainer.megatron.topology import stop_groups
-from moejob_trainer.megatron.weights import adapter_weights, named_weights, start_adapters
+from moejob_trainer.megatron.weights import named_weights, start_adapters, whole_adapters
 from moejob_trainer.model.adapters import adapters
 from moejob_trainer.model.parameters import parameters
 from trainer.parity.cells import STEPS, Cell, Steps, assert_like, loss_of, micro_batches, started, trained, updated
-from trainer.parity.lora import ALPHA, LORA, RANK, write_lora_reference
+from trainer.parity.lora import ALPHA, LORA, RANK
 from trainer.worlds import Worlds
 
 LoraReference = Callable[[Family], tuple[Path, Steps]]
@@ -44,18 +44,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 FAMILIES = [Family.QWEN3_MOE, Family.DEEPSEEK_V3]
 
 
-@pytest.fixture(scope="session")
-def lora_reference(tmp_path_factory: pytest.TempPathFactory) -> LoraReference:
-    """The folder of a family's adapters trained by hand, and what was measured."""
-
-    @cache
-    def written(family: Family) -> tuple[Path, Steps]:
-        folder = tmp_path_factory.mktemp("lora")
-        return folder, write_lora_reference(family, folder)
-
-    return written
-
-
 def _cell(family: Family, layout: dict[str, Any], **training: Any) -> Cell:
     return Cell(family, {"training": {"lora": LORA, **training}, "parallelism": layout})
 
@@ -71,6 +59,67 @@ def test_adapters_train_as_the_merged_model_says(
     worlds: Worlds, lora_reference: LoraReference, family: Family, layout: str
 ) -> None:
     _holds(worlds, lora_reference, _cell(family, LAYOUTS[layout]))
+
+
+SHARED: dict[str, dict[str, Any]] = {
+    "alone": {},
+    "DP2": {"data": 2},
+    # Three ranks divide nothing evenly.
+    "DP3": {"data": 3},
+    "TP2.DP2": {"tensor": 2, "data": 2},
+    "EP2.DP2": {"expert": 2, "data": 2},
+    "TP2.EP2.ETP2 folded over TP2.DP2": LAYOUTS["TP2.EP2.ETP2 folded over TP2.DP2"],
+}
+
+
+def _shared(family: Family, layout: dict[str, Any], sharding: str = "FSDP", **training: Any) -> Cell:
+    cell = _cell(family, layout, **training)
+    return Cell(family, merged(cell.sections, {"memory": {"sharding": sharding}}))
+
+
+@pytest.mark.parametrize("layout", SHARED)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_replicas_that_divide_the_frozen_weights_train_the_same_adapters(
+    worlds: Worlds, lora_reference: LoraReference, family: Family, layout: str
+) -> None:
+    _holds(worlds, lora_reference, _shared(family, SHARED[layout]))
+
+
+@pytest.mark.parametrize(
+    ("sharding", "training"),
+    [
+        pytest.param("ZeRO2", {}, id="gathered once a step"),
+        pytest.param("FSDP", {"recompute": {"granularity": "Full"}}, id="layers recomputed"),
+        pytest.param("FSDP", {"recompute": {"granularity": "Selective", "modules": ["Experts"]}}, id="experts again"),
+    ],
+)
+def test_divided_frozen_weights_are_gathered_in_every_way(
+    worlds: Worlds, lora_reference: LoraReference, sharding: str, training: dict[str, Any]
+) -> None:
+    _holds(worlds, lora_reference, _shared(Family.QWEN3_MOE, {"tensor": 2, "data": 2}, sharding, **training))
+
+
+def types(cell: Cell, folder: Path) -> tuple[list[float], set[tuple[bool, str]]]:
+    """Train; return the losses, and which type the parameters of this rank have, by whether they are trained."""
+    use_cpu()
+    engine = started(cell, folder)
+    try:
+        losses = [engine.update(micro_batches(cell, engine, n), loss_of(cell, engine)).loss for n in range(STEPS)]
+        held = {(one.requires_grad, str(one.dtype)) for stage in engine.stages for one in stage.parameters()}
+    finally:
+        stop_groups()
+    return losses, held
+
+
+def test_frozen_shares_take_the_bytes_of_the_models_type(worlds: Worlds, lora_reference: LoraReference) -> None:
+    folder, _ = lora_reference(Family.QWEN3_MOE)
+    bfloat16 = {"model": {"dtype": "bfloat16"}}
+    cells = [_cell(Family.QWEN3_MOE, {"data": 2}), _shared(Family.QWEN3_MOE, {"data": 2})]
+    (whole, _), (shares, held) = (
+        worlds.run(2, types, Cell(cell.family, merged(cell.sections, bfloat16)), folder)[0] for cell in cells
+    )
+    assert held == {(True, "torch.float32"), (False, "torch.bfloat16")}
+    assert shares == pytest.approx(whole, rel=5e-3)
 
 
 def test_ranks_that_share_keys_and_values_share_their_adapter(worlds: Worlds, lora_reference: LoraReference) -> None:
@@ -102,19 +151,23 @@ def fresh(cell: Cell, folder: Path) -> dict[str, torch.Tensor]:
         lora, shape = engine.spec.training.lora, engine.model.shape
         assert lora is not None
         start_adapters(engine.stages, adapters(parameters(shape), lora), engine.groups, 42)
-        state = adapter_weights(engine.stages)
+        state = whole_adapters(engine.stages)
         tensors = hugging_face_tensors(state, adapter_table(shape, lora), engine.placement.model_groups)
         return {name: tensor.clone() for name, tensor in tensors if not tensor.is_meta}
     finally:
         stop_groups()
 
 
-def test_adapters_begin_alike_in_every_layout_and_add_nothing(worlds: Worlds, lora_reference: LoraReference) -> None:
+@pytest.mark.parametrize("is_shared", [False, True], ids=["whole stages", "shares"])
+def test_adapters_begin_alike_in_every_layout_and_add_nothing(
+    worlds: Worlds, lora_reference: LoraReference, is_shared: bool
+) -> None:
     folder, _ = lora_reference(Family.QWEN3_MOE)
     (expected,) = worlds.run(1, fresh, _cell(Family.QWEN3_MOE, {}), folder)
     layout = {"tensor": 2, "data": 2, "expert": 2, "expertTensor": 2, **FOLDED}
+    made = _shared if is_shared else _cell
     found: dict[str, torch.Tensor] = {}
-    for part in worlds.run(4, fresh, _cell(Family.QWEN3_MOE, layout), folder):
+    for part in worlds.run(4, fresh, made(Family.QWEN3_MOE, layout), folder):
         found |= part
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
@@ -135,20 +188,28 @@ def published(cell: Cell, folder: Path, target: Path) -> dict[str, torch.Tensor]
         assert lora is not None
         place = AdapterTarget(target, "some/base", lora)
         adapted = adapter_table(engine.model.shape, lora)
-        export_adapters(adapter_weights(engine.stages), adapted, engine.placement.model_groups, place)
+        export_adapters(whole_adapters(engine.stages), adapted, engine.placement.model_groups, place)
         assert any("lora" in name for name in named_weights(engine.stages))
         return {name: tensor.clone() for name, tensor in engine.weights() if not tensor.is_meta}
     finally:
         stop_groups()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+PUBLISHED = {
+    "stages": _cell(Family.QWEN3_MOE, {"tensor": 2, "pipeline": 2, "expert": 2, **FOLDED}),
+    "stages with latent attention": _cell(Family.DEEPSEEK_V3, {"tensor": 2, "pipeline": 2, "expert": 2, **FOLDED}),
+    "shares": _shared(Family.QWEN3_MOE, {"tensor": 2, "data": 2, "expert": 2, **FOLDED}),
+    "shares of three": _shared(Family.DEEPSEEK_V3, {"data": 3}),
+}
+
+
+@pytest.mark.parametrize("way", PUBLISHED)
 def test_adapters_are_published_as_they_are_held(
-    worlds: Worlds, lora_reference: LoraReference, family: Family, tmp_path: Path
+    worlds: Worlds, lora_reference: LoraReference, way: str, tmp_path: Path
 ) -> None:
-    folder, _ = lora_reference(family)
-    layout = {"tensor": 2, "pipeline": 2, "expert": 2, **FOLDED}
-    parts = worlds.run(4, published, _cell(family, layout), folder, tmp_path / "adapters")
+    cell = PUBLISHED[way]
+    folder, _ = lora_reference(cell.family)
+    parts = worlds.run(cell.ranks(), published, cell, folder, tmp_path / "adapters")
     written = load_file(tmp_path / "adapters" / "adapter_model.safetensors")
     held = load_file(folder / "adapters" / "model.safetensors")
     assert written.keys() == held.keys()
@@ -218,18 +279,24 @@ def _files(engine: MegatronEngine, background: ThreadPoolExecutor) -> StateFiles
     return StateFiles(engine, saved_parameters(parameters(engine.model.shape), engine.spec), background)
 
 
+@pytest.mark.parametrize(
+    "cell",
+    [
+        pytest.param(PUBLISHED["stages with latent attention"], id="stages"),
+        pytest.param(_shared(Family.DEEPSEEK_V3, {"data": 3}), id="shares"),
+    ],
+)
 def test_adapters_alone_are_saved_and_go_on_in_another_layout(
-    worlds: Worlds, lora_reference: LoraReference, tmp_path: Path
+    worlds: Worlds, lora_reference: LoraReference, cell: Cell, tmp_path: Path
 ) -> None:
     folder, expected = lora_reference(Family.DEEPSEEK_V3)
-    layout = {"tensor": 2, "pipeline": 2, "expert": 2, **FOLDED}
-    counters = worlds.run(4, saved, _cell(Family.DEEPSEEK_V3, layout), folder, tmp_path)[0]
+    counters = worlds.run(cell.ranks(), saved, cell, folder, tmp_path)[0]
     names = set()
     for path in tmp_path.glob("state-*.safetensors"):
         with safe_open(path, framework="pt") as file:
             names |= {box["name"] for box in json.loads(file.metadata()["boxes"])}
     assert all(name.endswith(("lora_a", "lora_b", "selection_bias")) for name in names)
-    for other in ({}, {"data": 2, "expertTensor": 2, **FOLDED}):
-        cell = _cell(Family.DEEPSEEK_V3, other)
-        losses = worlds.run(cell.ranks(), resumed, cell, folder, tmp_path, counters)
-        assert losses == pytest.approx([expected.losses[-1]] * cell.ranks(), rel=WITHIN)
+    family, folded = Family.DEEPSEEK_V3, {"data": 2, "expertTensor": 2, **FOLDED}
+    for other in (_cell(family, {}), _cell(family, folded), _shared(family, {"data": 2, "expert": 2})):
+        losses = worlds.run(other.ranks(), resumed, other, folder, tmp_path, counters)
+        assert losses == pytest.approx([expected.losses[-1]] * other.ranks(), rel=WITHIN)

@@ -41,10 +41,7 @@ from trainer.parity.cells import (
     write_reference,
 )
 from trainer.parity.lora import ALPHA, LORA, RANK
-from trainer.parity.test_lora import LoraReference, lora_reference
 from trainer.worlds import Worlds
-
-__all__ = ["lora_reference"]
 
 Reference = Callable[[Family], tuple[Path, Steps]]
 
@@ -277,7 +274,7 @@ def test_files_that_are_another_model_get_no_name(
 @pytest.mark.parametrize("layout_name", ["TP2", "EP2"])
 @pytest.mark.parametrize("family", [Family.QWEN3_MOE, Family.DEEPSEEK_V3])
 def test_adapters_on_the_published_model_are_what_was_trained(
-    worlds: Worlds, lora_reference: LoraReference, tmp_path: Path, family: Family, layout_name: str
+    worlds: Worlds, lora_reference: Reference, tmp_path: Path, family: Family, layout_name: str
 ) -> None:
     folder, _ = lora_reference(family)
     cell = Cell(family, {"training": {"lora": LORA}, "parallelism": LAYOUTS[layout_name]})

@@ -385,12 +385,8 @@ def _fully_sharded(spec: Spec) -> Complaint:
     if spec.parallelism.pipeline > 1:
         return (
             f"{sharding} gathers every layer on every GPU and does not combine with pipeline "
-            f"{spec.parallelism.pipeline}; use pipeline: 1 with more data, or DistributedOptimizer"
-        )
-    if spec.training.lora is not None:
-        return (
-            f"{sharding} divides weights that are trained, not those under adapters; use DistributedOptimizer for "
-            "LoRA, whose optimizer state is small anyway"
+            f"{spec.parallelism.pipeline}, which would divide nothing further and gather in every microbatch; use "
+            "pipeline: 1 with more data, or DistributedOptimizer"
         )
     if spec.memory.offload_optimizer > 0:
         return (
@@ -867,8 +863,8 @@ OBJECT_RULES: tuple[ObjectRule, ...] = (
         "spec.memory.sharding",
         _fully_sharded,
         "self.memory.sharding == 'DistributedOptimizer' || (self.parallelism.pipeline == 1 && "
-        "!has(self.training.lora) && self.memory.offloadOptimizer == 0.0)",
-        "ZeRO2 and FSDP do not combine with pipeline, LoRA or offloadOptimizer",
+        "self.memory.offloadOptimizer == 0.0)",
+        "ZeRO2 and FSDP do not combine with pipeline or offloadOptimizer",
     ),
     ObjectRule(
         Rule.OFFLOAD,

@@ -88,6 +88,26 @@ def test_divided_weights_are_float32_and_whole_layers_are_not(dtype: str, gradie
     )
 
 
+@pytest.mark.parametrize("sharding", ["FSDP", "ZeRO2"])
+def test_divided_weights_under_adapters_take_the_models_type_and_have_no_gradients(sharding: str) -> None:
+    lora = {"rank": 4, "targets": ["AttentionOutput"]}
+    job = spec(
+        parallelism={"data": 4},
+        training={"lora": lora},
+        model={"dtype": "bfloat16"},
+        memory={"sharding": sharding},
+    )
+    answer = needs(job, TINY)
+    adapter = 4 * (8 + 8)
+    held, mine = 2 * (TINY_LAYER + adapter) + ENDS, 2 * adapter // 4
+    assert part(answer, Name.WEIGHTS) == 2 * (-(-held // 4) - mine) + 4 * mine
+    assert part(answer, Name.GRADIENTS) == 4 * mine
+    assert part(answer, Name.OPTIMIZER) == 8 * mine
+    # Whole are two layers, and embedding and output; or everything. Beside them gradients of one layer's adapters.
+    whole = 2 * (TINY_LAYER + adapter) + 2 * 256 * 8 if sharding == "FSDP" else held
+    assert part(answer, Name.GATHERED) == 2 * whole + (2 + 4) * adapter
+
+
 def test_weights_that_stay_gathered_are_whole_in_the_models_type() -> None:
     job = spec(parallelism={"expert": 2, "data": 2}, memory={"sharding": "ZeRO2"}, model={"dtype": "bfloat16"})
     answer = needs(job, TINY_MIXTURE)

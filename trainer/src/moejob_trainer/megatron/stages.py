@@ -75,7 +75,8 @@ def _placed(make: Callable[[], Stage], spec: Spec, groups: Groups, device: torch
             return _typed(make(), getattr(torch, spec.model.dtype.value))
     # No rank may need the memory of a whole stage, not even to begin.
     with torch.device("meta"):
-        stage = _typed(make(), torch.float32)
+        stage = make()
+    stage = _typed(stage, getattr(torch, spec.model.dtype.value), trained=torch.float32)
     types = precision(spec.model.dtype, spec.training.precision.gradients)
     stage = fully_sharded(stage, types, groups, device)
     if spec.memory.sharding is Sharding.ZERO2:
@@ -83,10 +84,13 @@ def _placed(make: Callable[[], Stage], spec: Spec, groups: Groups, device: torch
     return stage
 
 
-def _typed(stage: Stage, dtype: torch.dtype) -> Stage:
-    """Weights in the model's type. Buffers keep theirs: the bias on the choice of experts is float32 everywhere."""
+def _typed(stage: Stage, dtype: torch.dtype, trained: torch.dtype | None = None) -> Stage:
+    """Weights in the model's type, those that are trained in another one if that is given.
+
+    Buffers keep theirs: the bias on the choice of experts is float32 everywhere.
+    """
     for parameter in stage.parameters():
-        parameter.data = parameter.data.to(dtype)
+        parameter.data = parameter.data.to(trained if trained and parameter.requires_grad else dtype)
     return stage
 
 

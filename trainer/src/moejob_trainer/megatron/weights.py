@@ -44,7 +44,12 @@ def named_weights(stages: Sequence[Stage]) -> dict[str, Tensor]:
 
 def load_pretrained(stages: Sequence[Stage], source: Source, groups: Groups) -> None:
     """Read this rank's part of a published checkpoint; adapters stay as they are."""
-    weights, here = base_weights(stages), coordinates(groups)
+    read_weights(base_weights(stages), source, groups)
+
+
+def read_weights(weights: Mapping[str, Tensor], source: Source, groups: Groups) -> None:
+    """Read this rank's part of some tensors, whole ones and shares."""
+    here = coordinates(groups)
     import_weights({name: tensor for name, tensor in weights.items() if sharded_as(tensor) is None}, source, here)
     for name, tensor in weights.items():
         sharded = sharded_as(tensor)
@@ -77,6 +82,11 @@ def adapter_weights(stages: Sequence[Stage]) -> dict[str, Tensor]:
 def whole_weights(stages: Sequence[Stage]) -> Mapping[str, Tensor]:
     """The weights as they compute, each put together when it is asked for: by all replicas, in the same order."""
     return _Whole(base_weights(stages))
+
+
+def whole_adapters(stages: Sequence[Stage]) -> Mapping[str, Tensor]:
+    """The adapters alone, in the same way."""
+    return _Whole(adapter_weights(stages))
 
 
 def merged_weights(stages: Sequence[Stage]) -> Mapping[str, Tensor]:
@@ -114,7 +124,7 @@ class _Merged(Mapping[str, Tensor]):
             return self._base[name]
         if self._last is None or self._last[0] != name:
             weight = self._base[name]
-            product = self._adapters[name].product().detach()
+            product = self._adapters[name].product(whole)
             self._last = name, (weight.float() + product.float()).to(weight.dtype)
         return self._last[1]
 
@@ -139,7 +149,9 @@ def start_adapters(stages: Sequence[Stage], declared: Sequence[Parameter], group
     with torch.no_grad():
         for parameter in declared:
             if parameter.name in named:
-                named[parameter.name].copy_(fresh(parameter, local_slices(parameter, here), seed))
+                everything = fresh(parameter, local_slices(parameter, here), seed)
+                for shard, part in local_shards(named[parameter.name]):
+                    part.copy_(everything[shard.slices])
 
 
 def initialise(stages: Sequence[Stage], parameters: Sequence[Parameter], groups: Groups, seed: int) -> None:

@@ -6,7 +6,7 @@ from torch import nn
 
 from moejob_api.job.training import Lora
 from moejob_api.layout.ranks import ParallelGroup
-from moejob_trainer.model.adapters import Adapter, DropoutMask, Matrix, adapter_names, matrix_of
+from moejob_trainer.model.adapters import Adapter, DropoutMask, Factor, Matrix, adapter_names, matrix_of
 from moejob_trainer.model.linear import is_expert, is_partial, is_tensor_replica, mark_expert, mark_partial
 from moejob_trainer.model.parameters import Parameter
 
@@ -18,12 +18,19 @@ def adapt(stage: nn.Module, declared: dict[str, Parameter], lora: Lora, seed: in
         matrix = matrix_of(name, lora)
         if matrix is None:
             continue
-        a, b = _parameters(weight, declared[name], matrix, lora.rank)
         owner = stage.get_submodule(name.rpartition(".")[0])
-        for adapter_name, parameter in zip(adapter_names(name), (a, b), strict=True):
-            owner.register_parameter(adapter_name.rpartition(".")[2], parameter)
+        names = (adapter.rpartition(".")[2] for adapter in adapter_names(name))
+        a, b = (
+            _placed(owner, own_name, parameter)
+            for own_name, parameter in zip(names, _parameters(weight, declared[name], matrix, lora.rank), strict=True)
+        )
         place = "adapter" if name.endswith(".weight") else f"{name.rpartition('.')[2]}_adapter"
         setattr(owner, place, Adapter(a, b, matrix, lora.alpha / lora.rank, DropoutMask(name, seed, lora.dropout)))
+
+
+def _placed(owner: nn.Module, name: str, parameter: nn.Parameter) -> Factor:
+    owner.register_parameter(name, parameter)
+    return Factor(owner, name, parameter.shape)
 
 
 def _parameters(weight: nn.Parameter, declared: Parameter, matrix: Matrix, rank: int) -> tuple[nn.Parameter, ...]:

@@ -114,12 +114,45 @@ class DropoutMask:
         return x * kept / (1.0 - self.rate)
 
 
-class Adapter:
-    """A low-rank adapter beside one matrix. Its parameters belong to the module that owns the matrix."""
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """One of an adapter's two matrices, which belongs to the module that owns the adapted one.
 
-    def __init__(self, a: nn.Parameter, b: nn.Parameter, matrix: Matrix, scale: float, mask: DropoutMask) -> None:
-        self.a, self.b, self.matrix, self.scale, self.mask = a, b, matrix, scale, mask
+    It is looked up again whenever it is needed: replicas that divide weights put others in its place, with fewer axes.
+    """
+
+    owner: nn.Module
+    name: str
+    shape: torch.Size
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """As the module holds it for now."""
+        found: nn.Parameter = getattr(self.owner, self.name)
+        return found
+
+    @property
+    def weight(self) -> Tensor:
+        """With its axes, while it computes."""
+        return self.parameter.view(self.shape)
+
+
+class Adapter:
+    """A low-rank adapter beside one matrix."""
+
+    def __init__(self, a: Factor, b: Factor, matrix: Matrix, scale: float, mask: DropoutMask) -> None:
+        self.factors, self.matrix, self.scale, self.mask = (a, b), matrix, scale, mask
         self.rank = a.shape[len(matrix.stack)]
+
+    @property
+    def a(self) -> Tensor:
+        """The matrix that meets the inputs. [*stack, rank, *inputs]"""
+        return self.factors[0].weight
+
+    @property
+    def b(self) -> Tensor:
+        """The matrix that makes the outputs. [*outputs, rank]"""
+        return self.factors[1].weight
 
     def added(self, x: Tensor, between: Between | None = None, *, part: int = 0) -> Tensor:
         """Return the adapter's part of the product of a matrix with x. [t, *inputs] -> [t, *outputs]
@@ -146,10 +179,11 @@ class Adapter:
             [grouped_linear(grouped_linear(rows, a, counts), b, counts) for a, b in pairs], 1
         )
 
-    def product(self) -> Tensor:
-        """scale * B A, in the shape of the matrix."""
-        inputs = self.a.shape[len(self.matrix.stack) + 1 :]
-        a, b = self.a.detach().flatten(len(self.matrix.stack) + 1), self.b.detach()
+    def product(self, whole: Callable[[Tensor], Tensor]) -> Tensor:
+        """scale * B A, in the shape of the matrix; `whole` puts a parameter together that replicas divide."""
+        a, b = (whole(factor.parameter).view(factor.shape) for factor in self.factors)
+        inputs = a.shape[len(self.matrix.stack) + 1 :]
+        a = a.flatten(len(self.matrix.stack) + 1)
         # Stacked axes lead in A; in B they stand where they do in the matrix.
         b = b.movedim(self.matrix.stack, tuple(range(len(self.matrix.stack))))
         outputs = b.shape[len(self.matrix.stack) : -1]

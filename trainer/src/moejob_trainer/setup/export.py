@@ -10,7 +10,7 @@ from moejob_api.contract import RunFile
 from moejob_trainer.conversion.adapters import AdapterTarget, adapter_table, export_adapters
 from moejob_trainer.conversion.export import Target, export, unchecked
 from moejob_trainer.megatron.engine import MegatronEngine
-from moejob_trainer.megatron.weights import adapter_weights, whole_weights
+from moejob_trainer.megatron.weights import whole_adapters, whole_weights
 from moejob_trainer.model_check.checks import Checks
 from moejob_trainer.runtime.disk import explained
 from moejob_trainer.setup.context import RankContext
@@ -28,7 +28,7 @@ def export_model(
             target = Target(folder, pretrained, getattr(torch, context.spec.model.dtype.value))
             export(whole_weights(engine.stages), model.table, groups, target, checks.exported)
             return
-        adapters, declared = adapter_weights(engine.stages), adapter_table(model.architecture.shape, lora)
+        adapters, declared = whole_adapters(engine.stages), adapter_table(model.architecture.shape, lora)
         # On weights that have never been published, or that another job has trained since, there is nothing to read.
         check = unchecked
         if model.pretrained.has_weights and is_beside_pretrained:

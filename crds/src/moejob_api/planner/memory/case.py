@@ -81,6 +81,11 @@ class Case:
         return FLOAT32_BYTES if self.divides_weights else self.element_bytes
 
     @property
+    def frozen_bytes(self) -> int:
+        """Bytes of a weight below adapters, which no update changes: replicas that divide it need no float32."""
+        return self.weight_bytes if self.spec.training.lora is None else self.element_bytes
+
+    @property
     def summed_bytes(self) -> int:
         """Bytes of a gradient that is kept: shares of weights have gradients of their own type."""
         return FLOAT32_BYTES if self.divides_weights else self.gradient_bytes

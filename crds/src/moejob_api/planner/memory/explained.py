@@ -39,7 +39,7 @@ def _weights(of: StageBytes) -> str:
     held = of.parameters.held
     divided_by = f" / {of.case.layout.data * of.case.layout.context} ranks" if of.case.divides_weights else ""
     routed = f", {count(held.routed)} of them in experts" if held.routed else ""
-    return f"{count(held.total)} parameters x {of.case.weight_bytes} B{divided_by}{routed}"
+    return f"{count(held.total)} parameters x {of.case.frozen_bytes} B{divided_by}{routed}"
 
 
 def _gradients(of: StageBytes) -> str:

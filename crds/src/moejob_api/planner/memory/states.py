@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moejob_api.arithmetic import ceil_div
-from moejob_api.planner.memory.case import Case, Parameters, Portion
+from moejob_api.planner.memory.case import Case, Parameters, Portion, output_parameters
 from moejob_api.planner.memory.constants import FSDP_UNITS
 from moejob_api.planner.memory.kept_activations import FLOAT32_BYTES
 from moejob_api.planner.memory.kinds import StageContents
@@ -33,13 +33,13 @@ def states(case: Case, stage: StageContents, part: Portion) -> States:
     mine = divided(case, part.trained)
     on_host = case.spec.memory.offload_optimizer
     optimizer = mine * optimizer_bytes(case)
-    weights, gradients, gathered = part.held.total, part.trained.total, 0
+    held, trained, gathered = part.held.total, part.trained.total, 0
     if case.divides_weights:
-        weights, gradients = divided(case, part.held), mine
+        held, trained = divided(case, part.held), mine
         gathered = _whole(case, part) if case.keeps_gathered else _units(case, stage)
     return States(
-        weights=weights * case.weight_bytes,
-        gradients=gradients * case.summed_bytes,
+        weights=(held - trained) * case.frozen_bytes + trained * case.weight_bytes,
+        gradients=trained * case.summed_bytes,
         optimizer=round(optimizer * (1 - on_host)),
         gathered=gathered,
         step=round(_step(case, mine) * (1 - on_host)),
@@ -74,8 +74,8 @@ def _whole(case: Case, part: Portion) -> int:
 
     The copy is laid out to be summed.
     """
-    layer = max(part.held.total for part in case.layers)
-    return part.held.total * case.element_bytes + max(layer, case.vocabulary) * (
+    layer = max(part.trained.total for part in case.layers)
+    return part.held.total * case.element_bytes + max(layer, output_parameters(case)) * (
         case.element_bytes + case.gradient_bytes
     )
 
@@ -84,9 +84,13 @@ def _units(case: Case, stage: StageContents) -> int:
     """Return the peak of what is whole for a while: in the backward pass of the largest layer, or after the first.
 
     A layer's weights and those of the next one on its way, its gradients, and a copy of either laid out to be summed.
-    The vocabulary's matrices stay whole through both passes, and their gradients are summed last.
+    The vocabulary's matrices stay whole through both passes, and their gradients, where they have any, are summed last.
     """
-    layer = max(part.held.total for part in case.layers)
-    matrices = (stage.embedding + (stage.output and not case.shape.tied_embeddings)) * case.vocabulary
-    passing = layer * ((FSDP_UNITS + 1) * case.element_bytes + case.gradient_bytes)
-    return 2 * matrices * case.element_bytes + max(passing, matrices * case.gradient_bytes)
+    ends = stage.embedding + (stage.output and not case.shape.tied_embeddings)
+    matrices, learned = ends * case.vocabulary, ends * output_parameters(case)
+    passing = max(
+        part.held.total * FSDP_UNITS * case.element_bytes
+        + part.trained.total * (case.element_bytes + case.gradient_bytes)
+        for part in case.layers
+    )
+    return (matrices + learned) * case.element_bytes + max(passing, learned * case.gradient_bytes)
