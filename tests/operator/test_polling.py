@@ -97,6 +97,25 @@ def test_a_last_word_without_room_for_commits_takes_none_away() -> None:
     assert (seen.step, seen.hub_commits) == (60, COMMITS)
 
 
+@pytest.mark.parametrize(
+    ("measures", "seen", "shown"),
+    [
+        pytest.param({}, (None, None), ("0.5", "", ""), id="nothing evaluated yet"),
+        pytest.param({"evalScore": 2.5, "evalLoss": 2.5}, (2.5, 2.5), ("0.5", "2.5", "2.5"), id="a loss"),
+        pytest.param({"evalScore": 0.75, "evalLoss": 2.5}, (2.5, 0.75), ("0.5", "0.75", "2.5"), id="loss and answers"),
+        pytest.param({"evalScore": 1 / 3}, (None, 1 / 3), ("0.5", "0.3333", ""), id="answers alone"),
+    ],
+)
+def test_kubectl_shows_evaluations_beside_the_loss_of_training(
+    measures: dict[str, float], seen: tuple[float | None, ...], shown: tuple[str, ...]
+) -> None:
+    status = ended(RunProgress(step=60, total_steps=60, loss=0.5, measures=measures)).status
+    assert status.progress is not None
+    assert (status.progress.eval_loss, status.progress.eval_score) == seen
+    assert status.display is not None
+    assert (status.display.score, status.display.eval_score, status.display.eval_loss) == shown
+
+
 @pytest.mark.parametrize("number", [-1.0, 1e38])
 def test_a_best_step_that_is_none_is_passed_over(number: float) -> None:
     seen = ended(RunProgress(step=60, total_steps=60, measures={"bestStep": number})).status.progress

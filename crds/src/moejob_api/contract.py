@@ -165,6 +165,7 @@ MeasureName = Annotated[PrintableText, Field(max_length=MOST_MEASURE_NAME)]
 class StatusMeasure(StrEnum):
     """The numbers of a run that its status needs, among its measures: versions that do not know them pass over them."""
 
+    EVAL_LOSS = "evalLoss"
     EVAL_SCORE = "evalScore"
     BEST_STEP = "bestStep"
     BEST_SCORE = "bestScore"

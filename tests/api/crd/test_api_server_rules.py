@@ -177,7 +177,14 @@ STATUS: Body = {
     },
     "replicaStatuses": [{"role": "trainer", "desired": 2}],
     "progress": {"step": 7, "loss": 1.5, "updatedAt": "2025-01-01T00:00:00Z"},
-    "display": {"step": "7/100", "score": "1.500", "speed": "2.1k", "eta": "1h"},
+    "display": {
+        "step": "7/100",
+        "score": "1.500",
+        "evalScore": "0.25",
+        "evalLoss": "1.75",
+        "speed": "2.1k",
+        "eta": "1h",
+    },
     "restarts": {"total": 3},
 }
 
@@ -189,7 +196,7 @@ def test_a_status_is_stored_with_the_models_defaults_and_shown_in_columns(api_se
     assert answer.errors == ()
     assert model is not None
     assert answer.stored["status"] == model.model_dump(mode="json", by_alias=True, exclude_none=True)
-    assert answer.cells[:-1] == ("job", "SFT", "Running", 16, 2, "7/100", "1.500", "2.1k", "1h", 3)
+    assert answer.cells[:-1] == ("job", "SFT", "Running", 16, 2, "7/100", "1.500", "0.25", "1.75", "2.1k", "1h", 3)
 
 
 def test_a_job_without_status_prints_empty_columns(api_server: ApiServer) -> None:

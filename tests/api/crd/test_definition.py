@@ -98,8 +98,9 @@ def test_the_columns_are_those_of_the_design() -> None:
     spec: Any = definition()["spec"]
     columns = spec["versions"][0]["additionalPrinterColumns"]
     names = [column["name"].upper() for column in columns]
-    assert names == ["METHOD", "PHASE", "GPUS", "NODES", "STEP", "SCORE", "SPEED", "ETA", "RESTARTS", "AGE"]
-    assert [column["name"].upper() for column in columns if column.get("priority")] == ["SPEED", "ETA", "RESTARTS"]
+    wide = ["EVAL LOSS", "SPEED", "ETA", "RESTARTS"]
+    assert names == ["METHOD", "PHASE", "GPUS", "NODES", "STEP", "SCORE", "EVAL", *wide, "AGE"]
+    assert [column["name"].upper() for column in columns if column.get("priority")] == wide
 
 
 def test_every_column_shows_a_field_that_exists(schema: Schema) -> None:

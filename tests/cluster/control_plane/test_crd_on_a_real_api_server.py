@@ -170,17 +170,24 @@ STATUS = {
         "expertData": 1,
     },
     "restarts": {"total": 1},
-    "display": {"step": "120/1000", "score": "loss 1.234", "speed": "5.1k tok/s/GPU", "eta": "3h12m"},
+    "display": {
+        "step": "120/1000",
+        "score": "1.234",
+        "evalScore": "0.75",
+        "evalLoss": "1.31",
+        "speed": "5.1k tok/s/GPU",
+        "eta": "3h12m",
+    },
 }
 COLUMNS = """\
-NAME   METHOD   PHASE     GPUS   NODES   STEP       SCORE        AGE
-job    SFT      Running   64     8       120/1000   loss 1.234   ?
-new    SFT                                                       ?
+NAME   METHOD   PHASE     GPUS   NODES   STEP       SCORE   EVAL   AGE
+job    SFT      Running   64     8       120/1000   1.234   0.75   ?
+new    SFT                                                         ?
 """
 WIDE_COLUMNS = """\
-NAME   METHOD   PHASE     GPUS   NODES   STEP       SCORE        SPEED            ETA     RESTARTS   AGE
-job    SFT      Running   64     8       120/1000   loss 1.234   5.1k tok/s/GPU   3h12m   1          ?
-new    SFT                                                                                           ?
+NAME   METHOD   PHASE     GPUS   NODES   STEP       SCORE   EVAL   EVAL LOSS   SPEED            ETA     RESTARTS   AGE
+job    SFT      Running   64     8       120/1000   1.234   0.75   1.31        5.1k tok/s/GPU   3h12m   1          ?
+new    SFT                                                                                                         ?
 """
 
 

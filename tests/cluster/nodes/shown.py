@@ -17,11 +17,11 @@ _COLUMN = re.compile(r"\S+(?: \S+)*")
 _FIELD = re.compile(r"(?P<key> *(?P<name>[A-Z][\w ]*): +)(?P<value>\S.*)")
 _UID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _STEPS = re.compile(r"(?P<step>\d+)(?P<rest>/(?P<total>\d+))?")
-_MOVING = {"AGE", "Age", "SCORE", "SPEED", "ETA"}
+_MOVING = {"AGE", "Age", "SCORE", "EVAL", "EVAL LOSS", "SPEED", "ETA"}
 _MOVING_FIELDS = {
     *("Creation Timestamp", "Start Time", "Completion Time", "Last Transition Time", "Updated At", "Time"),
     *("UID", "Resource Version", "Epoch", "Loss", "Score", "Speed", "Eta", "Save Seconds", "Tokens Per Second Per Gpu"),
-    *("Best Score", "Eval Score"),
+    *("Best Score", "Eval Score", "Eval Loss"),
     *("Productive Seconds", "Lost Seconds", "Starting Seconds", "Suspended Seconds", "Lost Gpu Hours"),
     *("Last Checkpoint Step", "Checkpoint Step", "Node"),
 }

@@ -21,6 +21,8 @@ COLUMNS = (
     ("Nodes", "integer", ".status.layout.nodes", False),
     ("Step", "string", ".status.display.step", False),
     ("Score", "string", ".status.display.score", False),
+    ("Eval", "string", ".status.display.evalScore", False),
+    ("Eval Loss", "string", ".status.display.evalLoss", True),
     ("Speed", "string", ".status.display.speed", True),
     ("ETA", "string", ".status.display.eta", True),
     ("Restarts", "integer", ".status.restarts.total", True),

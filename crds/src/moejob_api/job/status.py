@@ -176,6 +176,7 @@ class Progress(ApiModel):
     epoch: Annotated[Ratio | None, Field(description="Passes over the data done.")] = None
     loss: Annotated[float | None, Field(description="Loss of the last step.")] = None
     reward: Annotated[float | None, Field(description="Mean reward of the last step.")] = None
+    eval_loss: Annotated[float | None, Field(description="Loss of the newest evaluation over all its sets.")] = None
     eval_score: Annotated[
         float | None, Field(description="The newest evaluation by training.bestBy: a loss, or a reward.")
     ] = None
@@ -199,7 +200,9 @@ class Display(ApiModel):
     """Formatted texts for kubectl's columns."""
 
     step: Annotated[str, Field(description="Steps done of all.")] = ""
-    score: Annotated[str, Field(description="Loss or reward.")] = ""
+    score: Annotated[str, Field(description="Loss or reward of the last step.")] = ""
+    eval_score: Annotated[str, Field(description="The newest evaluation by training.bestBy.")] = ""
+    eval_loss: Annotated[str, Field(description="Loss of the newest evaluation.")] = ""
     speed: Annotated[str, Field(description="Tokens a second a GPU.")] = ""
     eta: Annotated[str, Field(description="Time left.")] = ""
 

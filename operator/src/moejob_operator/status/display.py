@@ -18,6 +18,8 @@ def display(s: ObservedState, progress: Progress | None) -> Display | None:
     return Display(
         step=steps(progress),
         score=score(progress),
+        eval_score=_number(progress.eval_score),
+        eval_loss=_number(progress.eval_loss),
         speed=""
         if progress.tokens_per_second_per_gpu is None
         else f"{short(progress.tokens_per_second_per_gpu)} tok/s",
@@ -32,8 +34,7 @@ def steps(progress: Progress) -> str:
 
 def score(progress: Progress) -> str:
     """The reward when there is one, else the loss."""
-    value = progress.loss if progress.reward is None else progress.reward
-    return "" if value is None else f"{value:.4g}"
+    return _number(progress.loss if progress.reward is None else progress.reward)
 
 
 def short(value: float) -> str:
@@ -53,6 +54,10 @@ def duration(seconds: float) -> str:
             rest = left % size // smaller
             return f"{left // size}{unit}{rest}{name}" if rest else f"{left // size}{unit}"
     return f"{left}s"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
 
 
 def _eta(progress: Progress, seconds_per_step: float | None) -> str:

@@ -37,6 +37,7 @@ def _progress(heard: RunProgress, updated_at: str) -> Progress:
         epoch=heard.epoch,
         loss=heard.loss,
         reward=heard.reward,
+        eval_loss=heard.measures.get(StatusMeasure.EVAL_LOSS),
         eval_score=heard.measures.get(StatusMeasure.EVAL_SCORE),
         best_score=heard.measures.get(StatusMeasure.BEST_SCORE),
         best_step=_step(heard.measures.get(StatusMeasure.BEST_STEP)),
