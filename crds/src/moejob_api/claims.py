@@ -9,6 +9,19 @@ from moejob_api.job import Spec
 SCHEME = "pvc://"
 
 
+def names_path(source: str) -> bool:
+    """Return whether a source of this scheme names a claim and nothing outside of it."""
+    claim, _, path = source.removeprefix(SCHEME).partition("/")
+    return claim not in {"", ".", ".."} and not path.startswith("/") and ".." not in path.split("/")
+
+
+def unusable_sources(spec: Spec) -> Iterator[tuple[str, str]]:
+    """Yield the path of each field whose source names no path inside a claim, with the source."""
+    yield from (
+        (path, source) for path, source in _sources(spec) if source.startswith(SCHEME) and not names_path(source)
+    )
+
+
 def claims_of_sources(spec: Spec) -> Iterator[tuple[str, str]]:
     """Yield each claim that a source names, with the path of the field that does."""
     for path, source in _sources(spec):

@@ -6,8 +6,8 @@ import json
 from dataclasses import dataclass, field
 
 from moejob_api.contract import Environment, Role
-from moejob_api.documents.reading import parse_job
-from moejob_api.job import GROUP, KIND, VERSION, Spec
+from moejob_api.documents.reading import parse_spec
+from moejob_api.job import Spec
 
 # The kernel refuses to start a program with a longer one.
 LONGEST_VALUE_BYTES = 128 * 1024 - 256
@@ -77,5 +77,4 @@ def read_spec(text: str) -> Spec:
         raw = json.loads(text)
     except ValueError as error:
         raise ValueError(f"is not JSON: {error}") from None
-    frame = {"apiVersion": f"{GROUP}/{VERSION}", "kind": KIND, "metadata": {"name": "job"}}
-    return parse_job({**frame, "spec": raw}).spec
+    return parse_spec(raw)

@@ -15,6 +15,8 @@ from moejob_api.models.shape import Family
 UNTRAINED_FAMILIES: Mapping[Family, str] = {
     Family.QWEN3_NEXT: "Qwen3-Next needs layers of the gated delta rule, and the trainer has none",
 }
+# Families that publish all experts as one tensor, for which PEFT has no adapters.
+UNADAPTED_EXPERTS = frozenset({Family.GPT_OSS})
 UNTRAINED_DISPATCHERS: Mapping[Dispatcher, str] = {
     Dispatcher.FLEX: "dispatcher Flex needs DeepEP, which the trainer does not have; use AllToAll",
 }

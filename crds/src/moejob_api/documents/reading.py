@@ -16,7 +16,7 @@ from moejob_api.documents.tree import trees
 from moejob_api.documents.values import holds_null, plain_fields, without_nulls
 from moejob_api.documents.wording import problems_of, wrong_kind
 from moejob_api.fields import job_fields
-from moejob_api.job import KIND, Metadata, MoETrainingJob
+from moejob_api.job import GROUP, KIND, VERSION, Metadata, MoETrainingJob, Spec
 from moejob_api.problems import InvalidSpec, Problem, Rule
 
 # The most that etcd can hold is half as much again.
@@ -53,6 +53,21 @@ def read_job(text: bytes | str, name: str) -> MoETrainingJob:
 
 def parse_job(raw: Mapping[str, Any]) -> MoETrainingJob:
     """The job in an API object; what Kubernetes keeps in metadata for itself is ignored."""
+    job = _parsed(raw)
+    name = job.metadata.name
+    if job.spec.checkpoint.resume_from != name:
+        return job
+    message = f"{name} is this job itself, which resumes from its own checkpoints anyway; name another job or remove it"
+    raise InvalidSpec((Problem(Rule.CONFLICT, "spec.checkpoint.resumeFrom", message),))
+
+
+def parse_spec(raw: object) -> Spec:
+    """The spec of a job whose name is not known."""
+    frame = {"apiVersion": f"{GROUP}/{VERSION}", "kind": KIND, "metadata": {"name": "job"}}
+    return _parsed({**frame, "spec": raw}).spec
+
+
+def _parsed(raw: Mapping[str, Any]) -> MoETrainingJob:
     tree = plain_fields({name: _own(name, value) for name, value in raw.items()})
     refused = wrong_kind(tree)
     if refused is not None:

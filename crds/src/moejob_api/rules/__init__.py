@@ -17,6 +17,7 @@ from moejob_api.rules.evaluation_rules import evaluation_problems
 from moejob_api.rules.model_rules import model_problems
 from moejob_api.rules.object_rules import object_problems
 from moejob_api.rules.rollout_rules import rollout_problems
+from moejob_api.rules.source_rules import source_problems
 
 # When one of these is broken there is no layout to say anything else about.
 GRID_RULES = frozenset({Rule.GPU_COUNT, Rule.EXPERT_GRID, Rule.EXPERT_TENSOR})
@@ -30,6 +31,7 @@ def layout_problems(spec: Spec, shape: ModelShape | None) -> tuple[Problem, ...]
 def _problems(spec: Spec, shape: ModelShape | None) -> Iterator[Problem]:
     alone = tuple(object_problems(spec))
     yield from alone
+    yield from source_problems(spec)
     yield from evaluation_problems(spec)
     if shape is not None:
         yield from model_problems(spec, shape)

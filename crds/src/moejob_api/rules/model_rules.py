@@ -21,7 +21,7 @@ from moejob_api.models.shape import (
     ModelShape,
 )
 from moejob_api.problems import Problem, Rule
-from moejob_api.trainable import UNTRAINED_FAMILIES
+from moejob_api.trainable import UNADAPTED_EXPERTS, UNTRAINED_FAMILIES
 
 
 def model_problems(spec: Spec, shape: ModelShape) -> Iterator[Problem]:
@@ -231,7 +231,14 @@ def _lora_problems(spec: Spec, shape: ModelShape, lora: Lora) -> Iterator[Proble
             "spec.training.lora.targets",
             f"{' and '.join(sorted(of_experts))} need experts, {shape.family} has none; use GateUp and Down",
         )
-    if of_experts == {LoraTarget.EXPERT_GATE_UP} and shape.experts is not None:
+    if of_experts and shape.family in UNADAPTED_EXPERTS:
+        yield Problem(
+            Rule.LORA,
+            "spec.training.lora.targets",
+            f"{shape.family} keeps all experts in one tensor, which PEFT has no adapters for; leave out "
+            f"{' and '.join(sorted(of_experts))}",
+        )
+    elif of_experts == {LoraTarget.EXPERT_GATE_UP} and shape.experts is not None:
         # Both are one adapter inside the other to PEFT, which does not find the inner one alone.
         yield Problem(
             Rule.LORA,

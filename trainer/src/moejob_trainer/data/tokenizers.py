@@ -7,6 +7,7 @@ from pathlib import Path
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from moejob_api import contract
+from moejob_api.claims import names_path
 from moejob_trainer.data import tiny
 from moejob_trainer.data.links import require_contained
 from moejob_trainer.errors import BadData
@@ -51,8 +52,7 @@ def _place(source: str, claims: Path) -> str:
     if not source.startswith(_CLAIM):
         return source
     claim, _, path = source.removeprefix(_CLAIM).partition("/")
-    parts = Path(path).parts
-    if not claim or claim in {".", ".."} or path.startswith("/") or ".." in parts:
+    if not names_path(source):
         raise BadData(f"{source} does not name a path inside a claim; write pvc://claim/path")
     mounted = claims / claim
     if not mounted.is_dir():
