@@ -50,6 +50,12 @@ def grpo(**settings: Any) -> dict[str, Any]:
             "lower it to 8",
         ),
         (moe_model(), {"training": {"mtpLossCoefficient": 0.5}}, "training.mtpLossCoefficient", "no MTP modules"),
+        (
+            moe_model(),
+            {"data": {"train": [TEXT | {"source": "/a.jsonl", "streaming": True}]}},
+            "data.train[0].streaming",
+            "read record by record anyway",
+        ),
         (moe_model(), {"data": {"eval": [{**TEXT, "weight": 2.0}]}}, "data.eval[0].weight", "counts once"),
         (moe_model(), {"data": {"train": [TEXT], "chatTemplate": "{{ 1 }}"}}, "data.chatTemplate", "format Chat"),
         (

@@ -133,8 +133,9 @@ def test_a_broken_file_is_named_with_the_place(name: str, content: bytes, messag
 
 
 def test_a_configuration_of_a_data_set_on_the_hub_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    def hub(*asked: str, split: str, revision: str | None) -> datasets.Dataset:
+    def hub(*asked: str, split: str, revision: str | None, streaming: bool) -> datasets.Dataset:
         assert revision is None
+        assert not streaming
         return datasets.Dataset.from_list([{"text": " ".join([*asked, split])}])
 
     monkeypatch.setattr(datasets, "load_dataset", hub)

@@ -109,6 +109,13 @@ class Dataset(ApiModel):
             max_length=16, description="Columns under other names: the name that format or shape reads, and the own."
         ),
     ] = None
+    streaming: Annotated[
+        bool,
+        Field(
+            description="Read a hub data set over the network while it is prepared and keep none of its files: for "
+            "more than fits on the disk, or for the first of many records."
+        ),
+    ] = False
     max_examples: Annotated[Count | None, Field(description="Only the first records, after where. Absent: all.")] = None
     weight: Annotated[
         Positive, Field(description="Share of this source in the mixture, relative to the other sources.")

@@ -123,6 +123,8 @@ def _of_place(path: str, dataset: Dataset) -> Iterator[Problem]:
     for name, of_hub in (("split", "splits"), ("configuration", "configurations")):
         if _is_given(dataset, name):
             yield _idle(f"{path}.{name}", f"{what} {of_hub}")
+    if dataset.streaming:
+        yield _idle(f"{path}.streaming", f"{dataset.source} is a file or folder, which is read record by record anyway")
 
 
 def _of_places(spec: Spec) -> Iterator[Problem]:

@@ -6,6 +6,7 @@ own, and that tokenizing never holds up a step.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,14 +78,16 @@ def is_written(folder: Path) -> bool:
 
 def write(folder: Path, samples: Iterable[Sample]) -> tuple[int, int, int]:
     """Write documents; returns how many, their tokens and the trained ones. Not a corpus before it is finished."""
-    sizes = list[tuple[int, int]]()
+    # 16 bytes a document: data that does not fit into memory has many.
+    sizes = array("q")
     with (folder / _TOKENS).open("wb") as tokens, (folder / _TRAINED).open("wb") as trained:
         for sample in samples:
             tokens.write(sample.tokens.tobytes())
             trained.write(sample.trained.tobytes())
-            sizes.append((len(sample.tokens), sample.trained_tokens))
-    np.save(folder / _SIZES, np.array(sizes, dtype=np.int64))
-    return len(sizes), sum(length for length, _ in sizes), sum(count for _, count in sizes)
+            sizes.extend((len(sample.tokens), sample.trained_tokens))
+    pairs = np.frombuffer(sizes, dtype=np.int64).reshape(-1, 2)
+    np.save(folder / _SIZES, pairs)
+    return len(pairs), int(pairs[:, 0].sum()), int(pairs[:, 1].sum())
 
 
 def finish(folder: Path, report: Report) -> None:

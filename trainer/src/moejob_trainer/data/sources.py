@@ -8,7 +8,7 @@ import io
 import json
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
@@ -155,7 +155,13 @@ def _saved(folder: Path, split: str) -> Iterator[Record]:
 def _of_hub(dataset: Dataset, pins: HubPins | None) -> Iterator[Record]:
     commit = None if pins is None else dataset_commit(dataset.source, pins)
     try:
-        found = datasets.load_dataset(dataset.source, dataset.configuration, split=dataset.split, revision=commit)
+        found = datasets.load_dataset(
+            dataset.source,
+            dataset.configuration,
+            split=dataset.split,
+            revision=commit,
+            streaming=dataset.streaming,
+        )
     # Covers no network, no such name, no such split, and files that the library cannot read.
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         reason = str(error).strip().partition("\n")[0]
@@ -167,9 +173,16 @@ def _of_hub(dataset: Dataset, pins: HubPins | None) -> Iterator[Record]:
     return _entries(found, f"{dataset.source}[{dataset.split}]")
 
 
-def _entries(found: datasets.Dataset, name: str) -> Iterator[Record]:
-    for number, fields in enumerate(found, start=1):
-        yield Record(_without_absent(fields), f"{name}, row {number}")
+def _entries(found: Iterable[Mapping[str, object]], name: str) -> Iterator[Record]:
+    number = 0
+    try:
+        for fields in found:
+            number += 1
+            yield Record(_without_absent(fields), f"{name}, row {number}")
+    # Of streamed files, which are looked into only now. A network that fails is no fault of theirs.
+    except (pa.ArrowInvalid, datasets.exceptions.DatasetsError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise BadData(f"{name} cannot be read after row {number}: {reason}; correct the file") from error
 
 
 def _lines(path: Path) -> Iterator[Record]:
