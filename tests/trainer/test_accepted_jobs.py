@@ -1,7 +1,8 @@
 """One gate: a random job that `plan` accepts starts and makes a step, or the gate is wrong.
 
 Jobs are drawn over family, layout, dispatcher, LoRA, sharding and types, with tiny shapes of their family. Every one
-that `plan` accepts is run as ranks run it: model check, data, a step, a checkpoint, an export. Jobs of GRPO need
+that `plan` accepts is run as ranks run it: model check, data, a step, an evaluation with answers, a checkpoint, an
+export. Jobs of GRPO need
 engines and are tested beside those. MOEJOB_ACCEPTED_JOBS says how many are run; `make test-gate` draws many other ones.
 """
 
@@ -72,6 +73,8 @@ def _section(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[Drawn]:
     return st.fixed_dictionaries({}, optional=fields)
 
 
+_HELD_OUT = {"source": tiny.CHATS, "format": "Chat", "split": "test"}
+_ASKED = {"source": tiny.SUMS, "format": "Prompts", "split": "test"}
 _TARGETS = ("QueryKeyValue", "AttentionOutput", "GateUp", "Down", "ExpertGateUp", "ExpertDown")
 _RECOMPUTED = ("CoreAttention", "LatentUpProjection", "Norms", "MLP", "ExpertActivation", "SharedExperts", "Experts")
 _RECOMPUTE: st.SearchStrategy[Drawn] = st.one_of(
@@ -124,6 +127,10 @@ TRAINING = _section(
     lora=_LORA,
     mtpLossCoefficient=st.sampled_from([0.0, 0.1]),
     evalEvery=st.just(1),
+    evalAnswers=st.fixed_dictionaries(
+        {"prompts": st.just(3), "maxNewTokens": st.sampled_from([1, 4])},
+        optional={"reward": st.sampled_from(["exact-match", "numeric"])},
+    ),
     earlyStop=st.just({"patience": 1}),
     deterministic=st.booleans(),
     profile=st.fixed_dictionaries({"firstStep": st.just(1)}, optional={"memory": st.booleans()}),
@@ -142,7 +149,7 @@ DATA = _section(
     shuffle=st.booleans(),
     overlong=st.sampled_from(["Drop", "Truncate"]),
     maxLength=st.sampled_from([48, 64, 70]),
-    eval=st.just([{"source": tiny.CHATS, "format": "Chat"}]),
+    eval=st.sampled_from([[_HELD_OUT], [_ASKED], [_HELD_OUT, _ASKED]]),
 )
 JOBS = st.builds(
     Job,
@@ -156,7 +163,7 @@ JOBS = st.builds(
             "moe": MOE,
             "data": DATA,
             "model": _section(dtype=st.sampled_from(["float32", "bfloat16"])),
-            "memory": _section(sharding=st.sampled_from(["DistributedOptimizer", "FSDP"])),
+            "memory": _section(sharding=st.sampled_from(["DistributedOptimizer", "ZeRO2", "FSDP"])),
             "checkpoint": _section(
                 **{"async": st.booleans(), "exportHuggingFace": st.booleans(), "keepBest": st.just(1)}
             ),

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from builders import merged
 from moejob_api.layout.sizes import layout as layout_of
@@ -20,6 +21,7 @@ from moejob_trainer.megatron.cpu import use_cpu
 from moejob_trainer.megatron.topology import stop_groups
 from moejob_trainer.objectives.answering import Bounds, answers
 from trainer.parity.cells import LAYOUTS, Cell, Steps, loss_of, micro_batches, started
+from trainer.parity.lora import LORA, merge_into
 from trainer.worlds import Worlds
 
 Reference = Callable[[Family], tuple[Path, Steps]]
@@ -47,11 +49,20 @@ def prompts() -> list[list[int]]:
     return [random.integers(3, 38, length).tolist() for length in LENGTHS]
 
 
+def published(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """The model of the reference, as Transformers loads it; with adapters where the folder has them."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        folder / "first", dtype=dtype, attn_implementation="eager", experts_implementation="eager"
+    ).eval()
+    if (folder / "adapters").exists():
+        merge_into(model, load_file(folder / "adapters" / "model.safetensors"))
+    model.float()
+    return model
+
+
 def generated(folder: Path, stop: int | None = None) -> list[list[int]]:
     """The answers that Transformers generates greedily, one prompt at a time."""
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
-    ).eval()
+    model: Any = published(folder)
     found = []
     for prompt in prompts():
         tokens = model.generate(
@@ -81,9 +92,9 @@ def answered(cell: Cell, folder: Path, stop: int, trains: bool = False) -> list[
 
 def expected(folder: Path) -> tuple[int, list[list[int]]]:
     """A token that ends some answers early, and what Transformers answers with it."""
-    endless = generated(folder / "first")
+    endless = generated(folder)
     stop = endless[1][3]
-    found = generated(folder / "first", stop)
+    found = generated(folder, stop)
     assert len({token for answer in found for token in answer}) > 3
     assert len({len(answer) for answer in found}) > 1
     return stop, found
@@ -104,6 +115,40 @@ def test_every_layout_answers_as_transformers_does(worlds: Worlds, reference: Re
 @pytest.mark.parametrize("family", [Family.DEEPSEEK_V3, Family.GPT_OSS, Family.QWEN2, Family.MIXTRAL])
 def test_every_kind_of_model_answers_as_transformers_does(worlds: Worlds, reference: Reference, family: Family) -> None:
     _holds(worlds, reference, Cell(family, {"parallelism": {"tensor": 2, "context": 2}}))
+
+
+@pytest.mark.parametrize("layout", ["one rank", "TP2", "FSDP over DP2"])
+def test_adapters_answer_as_transformers_does_with_them_merged(
+    worlds: Worlds, lora_reference: Reference, layout: str
+) -> None:
+    adapted = merged(ALL[layout], {"training": {"lora": LORA}})
+    _holds(worlds, lora_reference, Cell(Family.QWEN3_MOE, adapted))
+
+
+def shortfalls(folder: Path, answers_given: list[list[int]]) -> list[float]:
+    """Return how far each token of some answers is below the likeliest one, in parts of the largest logit."""
+    model, found = published(folder, torch.bfloat16), []
+    for prompt, answer in zip(prompts(), answers_given, strict=True):
+        tokens = torch.tensor([[*prompt, *answer]])
+        with torch.no_grad():
+            logits = model(tokens).logits[0, len(prompt) - 1 : -1]
+        below = logits.amax(1) - logits.gather(1, torch.tensor(answer)[:, None])[:, 0]
+        found += (below / logits.abs().amax()).tolist()
+    return found
+
+
+@pytest.mark.parametrize("layout", ["one rank", "TP2", "FSDP over DP2"])
+def test_answers_in_bfloat16_are_the_likeliest_but_for_rounding(
+    worlds: Worlds, reference: Reference, layout: str
+) -> None:
+    folder, _ = reference(Family.QWEN3_MOE)
+    cell = Cell(Family.QWEN3_MOE, merged(ALL[layout], {"model": {"dtype": "bfloat16"}}))
+    (told, *others) = worlds.run(cell.ranks(), answered, cell, folder, -1)
+    assert all(other == told for other in others)
+    assert [len(answer) for answer in told] == [MOST] * len(LENGTHS)
+    assert max(shortfalls(folder, told)) < 0.05
+    # Answers of other prompts would be seen.
+    assert max(shortfalls(folder, told[::-1])) > 0.5
 
 
 def test_answers_are_those_of_the_weights_as_they_are_now(worlds: Worlds, reference: Reference) -> None:
