@@ -14,6 +14,8 @@ from moejob_cli.exits import Exit
 
 def main() -> None:
     """Run the command line; never lets a traceback through unless MOEJOB_DEBUG is set."""
+    # pydantic looks for plugins in the metadata of every installed package: 20 ms of each command that reads a job.
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     try:
         app()
     except InvalidSpec as error:
