@@ -229,6 +229,21 @@ def test_completion_can_be_shown_for_a_shell() -> None:
     assert "complete" in answer.stdout
 
 
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [("moejob pl", ["plan"]), ("moejob plan --ou", ["--output"]), ("moejob plan --output j", ["json"])],
+)
+def test_a_word_is_completed_without_what_reads_jobs(words: str, completed: list[str]) -> None:
+    asked = {"COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1), "_MOEJOB_COMPLETE": "complete_bash"}
+    command = "import sys; from moejob_cli.__main__ import main; sys.argv = ['moejob']\n"
+    command += "try: main()\nfinally: print(*sorted({'pydantic', 'yaml', 'rich'} & {*sys.modules}), file=sys.stderr)"
+    answer = subprocess.run(
+        [sys.executable, "-c", command], env=os.environ | asked, capture_output=True, text=True, check=False, timeout=60
+    )
+    assert answer.stdout.split() == completed
+    assert answer.stderr.split() == []
+
+
 def test_a_reader_that_goes_away_is_no_error() -> None:
     job = EXAMPLES / "llama-405b-grpo-256gpu.yaml"
     command = f"{sys.executable} -m moejob_cli plan {job} --ranks | head -1; exit ${{PIPESTATUS[0]}}"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from moejob_cli.exits import Exit
+from moejob_cli.options import Commands
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="moejob",
+    cls=Commands,
     help="Plan and run MoETrainingJobs: large Mixture-of-Experts training from one YAML.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,

@@ -1,0 +1,48 @@
+"""Options that cost nothing until they are given.
+
+Typer builds a pydantic validator for every option of a command before it looks whether there is a value. Completing a
+word, which asks for no value, would take twice as long as all else that it does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from typer._click import Command, Context, Parameter
+from typer._coercion import RuntimeParam, build_runtime_param
+from typer.core import TyperArgument, TyperGroup, TyperOption
+
+
+@dataclass(frozen=True)
+class Unbuilt(RuntimeParam):
+    """Stands for the validator of an option; None passes without it."""
+
+    def _coerce_value(self, value: Any, param: Any, ctx: Context) -> Any:
+        # Completing a word runs no command that would read it.
+        return value if ctx.resilient_parsing else build_runtime_param(param.type_descriptor).coerce(value, param, ctx)
+
+
+class Commands(TyperGroup):
+    """The commands of a program, with options that are built when they are given."""
+
+    def get_params(self, ctx: Context) -> list[Parameter]:
+        """Return the program's own options."""
+        return _unbuilt(super().get_params(ctx))
+
+    def get_command(self, ctx: Context, cmd_name: str) -> Command | None:
+        """Return a command by its name."""
+        found = super().get_command(ctx, cmd_name)
+        if found is not None:
+            _unbuilt(found.get_params(ctx))
+        return found
+
+
+def _unbuilt(parameters: Iterable[Parameter]) -> list[Parameter]:
+    found = [*parameters]
+    for parameter in found:
+        if isinstance(parameter, TyperOption | TyperArgument) and parameter._runtime_param is None:  # noqa: SLF001
+            of = parameter.type_descriptor
+            parameter._runtime_param = Unbuilt(of.parameter_info, of.annotation)  # noqa: SLF001 typer has no other way
+    return found
