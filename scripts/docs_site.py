@@ -44,7 +44,11 @@ _FULL_PROGRESS = contract.PodProgress(
     ready=True,
     ranks=(contract.ReportedHeartbeat(rank=0, pid=1, step=0, age_seconds=0),),
     run=contract.RunProgress.model_validate(
-        {**dict.fromkeys(contract.RunProgress.model_fields, 1), "measures": {"tokensPerSecond": 1.0, "seconds": 1.0}}
+        {
+            **dict.fromkeys(contract.RunProgress.model_fields, 1),
+            "measures": {"tokensPerSecond": 1.0, "seconds": 1.0},
+            "hub_commits": (),
+        }
     ),
 )
 _HELP = re.compile(r"^# HELP (\S+) (.*)$", re.MULTILINE)

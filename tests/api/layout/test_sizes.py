@@ -18,6 +18,18 @@ def sizes(**values: object) -> Parallelism:
 
 
 @pytest.mark.parametrize(
+    ("asked", "is_split"),
+    [
+        pytest.param({"tensor": 2}, True, id="by itself"),
+        pytest.param({"tensor": 2, "sequence": False}, False, id="not where that is asked for"),
+        pytest.param({"sequence": True}, False, id="over one GPU there is nothing to split"),
+    ],
+)
+def test_a_sequence_is_split_over_a_tensor_group(asked: dict[str, object], is_split: bool) -> None:
+    assert layout(sizes(**asked), gpus_per_node=8).sequence_parallel is is_split
+
+
+@pytest.mark.parametrize(
     ("asked", "expected"),
     [
         pytest.param(

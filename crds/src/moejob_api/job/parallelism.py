@@ -71,4 +71,4 @@ class Parallelism(ApiModel):
     @property
     def sequence_parallel(self) -> bool:
         """Return whether activations between the split matrices are divided over the tensor group."""
-        return self.tensor > 1 if self.sequence is None else self.sequence
+        return self.tensor > 1 and self.sequence is not False
