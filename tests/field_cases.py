@@ -12,7 +12,7 @@ from moejob_api.fields import Field, FieldKind, job_fields
 
 SPEC = job_fields().fields["spec"]
 # Between them they match and break every pattern.
-TEXTS = ("a", "/a", "8", "1Gi", "a.b/c", "A_b", "", "-", "a b", "ä", "a:b", "a\n", "8GB", "1.5.2", ".")
+TEXTS = ("a", "/a", "8", "1Gi", "a.b/c", "A_b", "", "-", "a b", "ä", "a:b", "a\n", "8GB", "1.5.2", ".", 40 * "f")
 Step = str | int
 
 
