@@ -53,6 +53,7 @@ class Way:
 WAYS = (
     Way("one by one", 128 * _MIB, 0),
     Way("stacks, buckets of 256 MiB", 128 * _MIB, 128 * _MIB),
+    Way("stacks, buckets of 512 MiB", 256 * _MIB, 256 * _MIB),
     Way("stacks, buckets of 1 GiB", 512 * _MIB, 512 * _MIB),
 )
 

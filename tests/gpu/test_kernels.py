@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gpu.twins import Heads, Place, Twins, assert_kernel, assert_twins, attended
 from moejob_trainer.layers import activation, attention, norm, permutation, rotary
 from moejob_trainer.layers.documents import Documents
 from moejob_trainer.layers.experts import grouped_linear
+from moejob_trainer.layers.gradient_sums import GradientSum
 from moejob_trainer.layers.kernels import kernels
 from moejob_trainer.layers.routing import router_logits
 from moejob_trainer.layers.vocabulary import token_log_probabilities
@@ -174,6 +175,28 @@ def test_grouped_linear_maps(counts: list[int], inputs: int, outputs: int) -> No
         BFLOAT16.normal(5, outputs),
     )
     assert_twins(Twins(lambda x, w, b: grouped_linear(x, w, sizes, b), one_by_one, leaves), within=BFLOAT16.within)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    "counts", [[300, 0, 515, 1, 208], [0, 0, 0, 7, 0], [0, 0, 0, 0, 0]], ids=["uneven", "one expert has all", "no rows"]
+)
+@pytest.mark.parametrize(("inputs", "outputs"), [(2048, 1536), (264, 392), (24, 10)])
+def test_weight_gradients_are_added_to_their_sum(
+    counts: list[int], inputs: int, outputs: int, dtype: torch.dtype
+) -> None:
+    x, upstream = BFLOAT16.normal(sum(counts), inputs), BFLOAT16.normal(sum(counts), outputs)
+    weight = nn.Parameter(BFLOAT16.normal(5, outputs, inputs) / inputs**0.5)
+    before = torch.randn(5, outputs, inputs, device="cuda").to(dtype)
+    total = before.clone()
+    weight.main_grad = total  # type: ignore[attr-defined]
+    for _ in range(2):
+        output = grouped_linear(x, weight, torch.tensor(counts, device="cuda"), total=GradientSum.of(weight))
+        output.backward(upstream)
+    parts = zip(upstream.double().split(counts), x.double().split(counts), strict=True)
+    exact = before.double() + 2 * torch.stack([rows.t() @ part for rows, part in parts])
+    off = (total.double() - exact).abs().max() / exact.abs().max()
+    assert off <= (BFLOAT16.within if dtype is torch.bfloat16 else FLOAT32_WITHIN), off
 
 
 @pytest.mark.parametrize("place", PLACES)

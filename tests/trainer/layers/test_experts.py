@@ -8,9 +8,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 from moejob_trainer.layers.experts import grouped_linear
+from moejob_trainer.layers.gradient_sums import GradientSum
 from moejob_trainer.layers.permutation import Permutation, combined, permuted, permuted_probabilities
 from trainer.tolerance import assert_all_close
 
@@ -72,6 +73,30 @@ def test_a_frozen_weight_gets_no_gradient() -> None:
     grouped_linear(x, weight, torch.tensor([1, 3])).sum().backward()
     assert weight.grad is None
     assert x.grad is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("counts", COUNTS)
+def test_gradients_of_several_backward_passes_are_added_to_the_sum_that_there_is(
+    counts: list[int], dtype: torch.dtype
+) -> None:
+    weight = nn.Parameter(torch.randn(3, 2, 8, 24).to(dtype))
+    before = torch.randn_like(weight, dtype=torch.float32)
+    weight.main_grad = before.clone()  # type: ignore[attr-defined]
+    expected = before
+    for _ in range(2):
+        x, upstream = torch.randn(sum(counts), 24).to(dtype), torch.randn(sum(counts), 16).to(dtype)
+        flat = weight.view(3, 16, 24)
+        grouped_linear(x, flat, torch.tensor(counts), total=GradientSum.of(weight)).backward(upstream)
+        alone = grouped_linear(x, flat, torch.tensor(counts))
+        expected = expected + torch.autograd.grad(alone, weight, upstream)[0]
+    assert torch.equal(weight.main_grad, expected)  # type: ignore[attr-defined]
+    # Megatron adds no gradient of a parameter that says so.
+    assert weight.grad_added_to_main_grad is True  # type: ignore[attr-defined]
+
+
+def test_a_weight_without_a_sum_leaves_its_gradient_to_autograd() -> None:
+    assert GradientSum.of(nn.Parameter(torch.zeros(2))) is None
 
 
 def test_the_gradient_of_a_bias_is_summed_in_float32() -> None:

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from moejob_trainer.layers.gradient_sums import GradientSum
+from moejob_trainer.layers.kernels import kernels
 from moejob_trainer.layers.precision import widened
 
 ALIGNMENT_BYTES = 16
@@ -15,12 +17,15 @@ ALIGNMENT_BYTES = 16
 grouped_mm = getattr(functional, "grouped_mm", None) or torch._grouped_mm  # noqa: SLF001
 
 
-def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None = None) -> Tensor:
+def grouped_linear(
+    x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None = None, *, total: GradientSum | None = None
+) -> Tensor:
     """Each row times its expert's weight, plus its expert's bias.
 
     x [r, k] sorted by expert, weight [e, n, k], counts int [e] with sum r, bias [e, n] -> [r, n]
+    total: what the weight's gradient is added to, instead of being handed to autograd.
     """
-    product: Tensor = _GroupedLinear.apply(x, weight, counts.cumsum(0, dtype=torch.int32))
+    product: Tensor = _GroupedLinear.apply(x, weight, counts.cumsum(0, dtype=torch.int32), total)
     return product if bias is None else product + rows_of_experts(bias, counts, x.shape[0])
 
 
@@ -32,18 +37,21 @@ def rows_of_experts(bias: Tensor, counts: Tensor, rows: int) -> Tensor:
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(context: Any, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    def forward(context: Any, x: Tensor, weight: Tensor, ends: Tensor, total: GradientSum | None) -> Tensor:
+        context.total = total
         context.save_for_backward(x, weight, ends)
         return _product(x, weight.transpose(1, 2), ends)
 
     @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, weight, ends = context.saved_tensors
         # The sum of a loss hands down a gradient of stride 0, which the kernel refuses.
         gradient = gradient.contiguous()
         x_gradient = _product(gradient, weight, ends) if context.needs_input_grad[0] else None
-        weight_gradient = _outer_products(gradient, x, ends) if context.needs_input_grad[1] else None
-        return x_gradient, weight_gradient, None
+        weight_gradient = None
+        if context.needs_input_grad[1]:
+            weight_gradient = _weight_gradient(gradient, x, ends, weight, context.total)
+        return x_gradient, weight_gradient, None, None
 
 
 class _RowsOfExperts(torch.autograd.Function):
@@ -64,11 +72,28 @@ class _RowsOfExperts(torch.autograd.Function):
 
 def _product(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     """x [r, k] by weights [e, k, n] -> [r, n]"""
-    if _kernel_takes(x, *weights.shape[1:]):
-        product: Tensor = grouped_mm(x.contiguous(), weights, offs=ends)
-        return product
-    parts = x.tensor_split(ends[:-1].tolist())
-    return torch.cat([part @ weight for part, weight in zip(parts, weights, strict=True)])
+    fused = kernels("experts", x)
+    if fused and fused.multiplies(x, *weights.shape[1:]):
+        product: Tensor = fused.products(x.contiguous(), weights, ends)
+    elif _kernel_takes(x, *weights.shape[1:]):
+        product = grouped_mm(x.contiguous(), weights, offs=ends)
+    else:
+        parts = zip(x.tensor_split(ends[:-1].tolist()), weights, strict=True)
+        product = torch.cat([part @ weight for part, weight in parts])
+    return product
+
+
+def _weight_gradient(gradient: Tensor, x: Tensor, ends: Tensor, weight: Tensor, total: GradientSum | None) -> Tensor:
+    """gradient [r, n] by x [r, k] -> [e, n, k], or no numbers where they were added to `total`"""
+    if total is None:
+        return _outer_products(gradient, x, ends)
+    into = total.like(weight)
+    fused = kernels("experts", x)
+    if fused and fused.adds(gradient, x, into):
+        fused.add_outer_products(gradient, x.contiguous(), ends, into)
+    else:
+        into += _outer_products(gradient, x, ends)
+    return total.added(weight)
 
 
 def _outer_products(gradient: Tensor, x: Tensor, ends: Tensor) -> Tensor:

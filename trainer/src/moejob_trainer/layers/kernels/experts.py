@@ -1,0 +1,113 @@
+"""Products of many experts by quack-kernels, which also add weight gradients to their sum inside the product."""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+# Hopper and Blackwell.
+GENERATIONS = (9, 10, 11)
+# What their copy engine moves begins and ends at multiples of it.
+ALIGNMENT_BYTES = 16
+# A small case, before anything is trained: experts without rows, with one, and with more than tiles divide evenly.
+TRIED_ROWS, TRIED_INPUTS, TRIED_OUTPUTS = (0, 5, 700, 0, 129, 1, 64, 0), 264, 392
+WITHIN = {torch.bfloat16: 1e-2, torch.float32: 1e-4}
+
+
+def multiplies(x: Tensor, *widths: int) -> bool:
+    """Return whether `products` takes these rows with weights of these widths."""
+    return _supports(x, *widths) and _multiplies_rightly(x.device)
+
+
+def products(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """Twin of `grouped_mm` over rows. x [r, k] by weights [e, k, n] -> [r, n]"""
+    # It tunes itself for each count of rows, which no two micro batches share.
+    product: Tensor = _quack().gemm(x, weights, cu_seqlens_m=_bounds(ends), tuned=False)
+    return product
+
+
+def adds(gradient: Tensor, x: Tensor, total: Tensor) -> bool:
+    """Return whether `add_outer_products` takes these."""
+    return _supports(x, x.shape[1], gradient.shape[1]) and _adds_rightly(x.device, total.dtype)
+
+
+def add_outer_products(gradient: Tensor, x: Tensor, ends: Tensor, total: Tensor) -> None:
+    """total [e, n, k] += gradient [r, n] by x [r, k], of the rows of each expert."""
+    _quack().gemm_add_inplace(gradient.t(), x, total, cu_seqlens_k=_bounds(ends), tuned=False)
+
+
+def _bounds(ends: Tensor) -> Tensor:
+    return functional.pad(ends, (1, 0))
+
+
+def _supports(x: Tensor, *widths: int) -> bool:
+    # It has not been seen to give the same bits twice.
+    if x.dtype is not torch.bfloat16 or not len(x) or torch.are_deterministic_algorithms_enabled():
+        return False
+    return (
+        all(width * x.element_size() % ALIGNMENT_BYTES == 0 for width in widths)
+        and torch.cuda.get_device_capability(x.device)[0] in GENERATIONS
+        and _quack() is not None
+    )
+
+
+@cache
+def _multiplies_rightly(device: torch.device) -> bool:
+    x, ends, weights, _ = _tried(device)
+    parts = zip(x.double().split(TRIED_ROWS), weights.double(), strict=True)
+    return _agrees(products(x, weights, ends), torch.cat([part @ weight for part, weight in parts]))
+
+
+@cache
+def _adds_rightly(device: torch.device, dtype: torch.dtype) -> bool:
+    if dtype not in WITHIN:
+        return False
+    x, ends, weights, gradient = _tried(device)
+    before = weights.transpose(1, 2).to(dtype).contiguous()
+    total = before.clone()
+    add_outer_products(gradient, x, ends, total)
+    parts = zip(gradient.double().split(TRIED_ROWS), x.double().split(TRIED_ROWS), strict=True)
+    return _agrees(total, before.double() + torch.stack([rows.t() @ part for rows, part in parts]))
+
+
+def _tried(device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Rows, their ends, weights and a gradient, drawn beside the job's own random numbers."""
+    random = torch.Generator(device).manual_seed(1)
+    rows = sum(TRIED_ROWS)
+    shapes = ((rows, TRIED_INPUTS), (len(TRIED_ROWS), TRIED_INPUTS, TRIED_OUTPUTS), (rows, TRIED_OUTPUTS))
+    x, weights, gradient = (
+        torch.randn(shape, generator=random, device=device, dtype=torch.bfloat16) for shape in shapes
+    )
+    return x, torch.tensor(TRIED_ROWS, device=device).cumsum(0, dtype=torch.int32), weights, gradient
+
+
+def _agrees(found: Tensor, exact: Tensor) -> bool:
+    off = ((found.double() - exact).abs().max() / exact.abs().max()).item()
+    # Nothing is less than `not a number`.
+    if off <= WITHIN[found.dtype]:
+        return True
+    warnings.warn(
+        f"quack-kernels is off by {off:.1e} on {found.device}, so products of experts are torch's", stacklevel=2
+    )
+    return False
+
+
+@cache
+def _quack() -> Any:
+    if find_spec("quack") is None:
+        return None
+    try:
+        return import_module("quack.gemm_interface")
+    except ImportError as error:
+        # Beside other versions of what it is built on.
+        warnings.warn(
+            f"quack-kernels is installed but not usable, so products of experts are torch's: {error}", stacklevel=2
+        )
+        return None
