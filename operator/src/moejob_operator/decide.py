@@ -11,7 +11,7 @@ from moejob_operator.observed import Observed
 from moejob_operator.planning.decision import Decision
 from moejob_operator.planning.guards import GUARDS, seconds_to_deadline
 from moejob_operator.planning.observed_state import ObservedState, Setting, observed_state
-from moejob_operator.planning.times import soonest
+from moejob_operator.planning.timestamps import soonest
 from moejob_operator.status.events import events
 from moejob_operator.status.job_status import settles_after_seconds, status_of
 from moejob_operator.validation import Validation

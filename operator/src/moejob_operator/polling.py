@@ -11,7 +11,7 @@ from moejob_api.contract import Role
 from moejob_api.restarts import LAUNCHER_FIRST_SECONDS
 from moejob_operator.observed import Observed, Pod, PodPhase
 from moejob_operator.planning.guards import FIRST_POLL_SECONDS, POLL_SECONDS
-from moejob_operator.planning.times import read, seconds_since
+from moejob_operator.planning.timestamps import read, seconds_since
 
 
 def pods_to_ask(seen: Observed, asked: datetime | None, now: datetime) -> tuple[Pod, ...]:

@@ -9,7 +9,7 @@ from moejob_api.contract import ExitCode, PodProgress, RankFault, Role, pod_name
 from moejob_api.restarts import LAUNCHER_FIRST_SECONDS, Cause, Failure, cause_of_exit, restarted_in_place
 from moejob_operator.observed import TAKEN_BY_TAINT, Pod, PodPhase
 from moejob_operator.planning.observed_state import ObservedState, blueprint, spec_and_layout
-from moejob_operator.planning.times import later, seconds_since
+from moejob_operator.planning.timestamps import later, seconds_since
 
 # A kubelet that lives deletes a pod within its grace period; this much later it does not live.
 KUBELET_SECONDS = 30.0

@@ -19,7 +19,7 @@ from moejob_operator.planning.failures import KUBELET_SECONDS, Verdict, losses, 
 from moejob_operator.planning.observed_state import ObservedState, restarting_or_pending, spec_and_layout, started_at
 from moejob_operator.planning.recovery import gang_report, last_restarts, recovery
 from moejob_operator.planning.recovery_state import fresh_gang, recovery_state, with_state
-from moejob_operator.planning.times import read, seconds_since, seconds_until, soonest, written
+from moejob_operator.planning.timestamps import read, seconds_since, seconds_until, soonest, written
 from moejob_operator.planning.waiting import Hold, hold, hold_beside_gang
 
 Guard = Callable[[ObservedState], Decision | None]

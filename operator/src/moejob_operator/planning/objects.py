@@ -14,7 +14,7 @@ from moejob_operator.children.shared import claim, network_policy, secret, servi
 from moejob_operator.observed import Pod, PodPhase
 from moejob_operator.planning.failures import is_on_lost_node, misses_secret
 from moejob_operator.planning.observed_state import ObservedState, blueprint
-from moejob_operator.planning.times import seconds_since, seconds_until
+from moejob_operator.planning.timestamps import seconds_since, seconds_until
 
 # Nothing else is done while manifests are made, half a millisecond each: a larger gang is created in several looks.
 CREATED_AT_ONCE = 500

@@ -17,7 +17,7 @@ from moejob_operator.children.blueprint import Blueprint, Images, JobNetwork, fo
 from moejob_operator.children.gangs import GangApi, chosen_gang
 from moejob_operator.observed import Observed, Pod, PodPhase
 from moejob_operator.planning.recovery_state import fresh_gang, recovery_state, with_state
-from moejob_operator.planning.times import read
+from moejob_operator.planning.timestamps import read
 from moejob_operator.validation import Validation
 
 # Until a save was measured. What is left of it when the save is done is not waited for.

@@ -17,7 +17,7 @@ from moejob_operator.planning.failures import Loss, loss_of_ranks, rank_restarts
 from moejob_operator.planning.objects import answered_pods
 from moejob_operator.planning.observed_state import ObservedState, gang_of, spec_and_layout
 from moejob_operator.planning.recovery_state import fresh_gang, recovery_state, with_state
-from moejob_operator.planning.times import later, written
+from moejob_operator.planning.timestamps import later, written
 
 
 def recovery(s: ObservedState, lost: tuple[Loss, ...]) -> Decision:

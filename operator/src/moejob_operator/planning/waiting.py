@@ -8,7 +8,7 @@ from moejob_operator.children.gangs import missing_api
 from moejob_operator.observed import Ended, Pod, VolumeClaimPhase
 from moejob_operator.planning.decision import Reason
 from moejob_operator.planning.observed_state import ObservedState, gang_of
-from moejob_operator.planning.times import seconds_until
+from moejob_operator.planning.timestamps import seconds_until
 
 # What a kubelet says while all is well.
 _USUAL = frozenset({"ContainerCreating", "PodInitializing"})

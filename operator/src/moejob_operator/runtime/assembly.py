@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 
+from moejob_operator.admission.certificate_keeper import CertificateKeeper
 from moejob_operator.admission.certificates import CertificateStore, hosts_of
-from moejob_operator.admission.keeper import CertificateKeeper
 from moejob_operator.admission.server import AdmissionServer, IdleServer
 from moejob_operator.children.blueprint import Images, JobNetwork
 from moejob_operator.cluster import Conflict, Forbidden, JobKey, Retryable

@@ -9,7 +9,7 @@ from moejob_api.job.status import Condition, ConditionStatus, ConditionType, Pha
 from moejob_operator.children.blueprint import claim_of
 from moejob_operator.planning.decision import Decision, Reason
 from moejob_operator.planning.observed_state import ObservedState
-from moejob_operator.planning.times import written
+from moejob_operator.planning.timestamps import written
 from moejob_operator.validation import Validation
 
 _MESSAGE_CHARACTERS = 8192

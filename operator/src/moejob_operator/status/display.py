@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from moejob_api.job.status import Display, Progress
 from moejob_operator.planning.observed_state import ObservedState
-from moejob_operator.planning.times import read, seconds_since
+from moejob_operator.planning.timestamps import read, seconds_since
 
 _UNITS = ((86_400, "d"), (3_600, "h"), (60, "m"), (1, "s"))
 

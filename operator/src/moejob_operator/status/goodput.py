@@ -13,7 +13,7 @@ from moejob_api.job.resources import Accelerator
 from moejob_api.job.status import ConditionType, Goodput, Phase, Progress
 from moejob_operator.planning.decision import Decision
 from moejob_operator.planning.observed_state import ObservedState, started_at
-from moejob_operator.planning.times import read, seconds_since, whole, written
+from moejob_operator.planning.timestamps import read, seconds_since, whole, written
 from moejob_operator.status.conditions import condition
 
 _SECONDS_PER_HOUR = 3600.0

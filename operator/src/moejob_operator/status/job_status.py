@@ -5,7 +5,7 @@ from __future__ import annotations
 from moejob_api.job.status import LayoutStatus, Phase, Status
 from moejob_operator.planning.decision import Decision
 from moejob_operator.planning.observed_state import ObservedState, started_at
-from moejob_operator.planning.times import seconds_since, written
+from moejob_operator.planning.timestamps import seconds_since, written
 from moejob_operator.status.conditions import conditions
 from moejob_operator.status.display import display
 from moejob_operator.status.goodput import goodput

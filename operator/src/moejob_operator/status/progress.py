@@ -7,7 +7,7 @@ from moejob_api.job.base import MAX_COUNT
 from moejob_api.job.status import Phase, Progress
 from moejob_operator.planning.decision import Decision
 from moejob_operator.planning.observed_state import ObservedState
-from moejob_operator.planning.times import read, seconds_since, written
+from moejob_operator.planning.timestamps import read, seconds_since, written
 
 REPORT_SECONDS = 30.0
 

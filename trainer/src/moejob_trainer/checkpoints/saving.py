@@ -25,8 +25,8 @@ from moejob_trainer.checkpoints.adapter_compatibility import AdapterFacts, refus
 from moejob_trainer.checkpoints.manifest import EvaluationFacts
 from moejob_trainer.distributed import messages
 from moejob_trainer.errors import BadConfiguration
+from moejob_trainer.evaluation_ranking import EvaluationScore
 from moejob_trainer.objectives import Objective
-from moejob_trainer.ranking import EvaluationScore
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)

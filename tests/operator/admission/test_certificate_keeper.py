@@ -9,8 +9,8 @@ from datetime import datetime
 
 from cryptography import x509
 
+from moejob_operator.admission.certificate_keeper import CertificateKeeper
 from moejob_operator.admission.certificates import KeyPair, hosts_of, made, utc_now
-from moejob_operator.admission.keeper import CertificateKeeper
 from moejob_operator.cluster import Forbidden, Retryable
 
 HOSTS = hosts_of("moejob-webhook", "moejob-system")

@@ -9,7 +9,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from builders import spec
-from moejob_trainer.ranking import Ranking, RankingTerms, ranked
+from moejob_trainer.evaluation_ranking import Ranking, RankingTerms, ranked
 from moejob_trainer.setup.evaluation import RankedEvaluations
 from trainer.checkpoints.worlds import ThreadCoordinator, ThreadCoordinators
 
