@@ -111,7 +111,7 @@ test-operator: $(operator_built) ## Test api, operator, cli, chart and how image
 
 # moejob run, which starts the trainer, lives in the operator's environment; peers that it is compared with in their own.
 test-trainer: $(trainer_built) $(operator_built) $(peft_built) $(trl_built) ## Test the trainer
-	@$(call tested,$(trainer),tests/trainer -n 2 --dist loadfile)
+	@$(call tested,$(trainer),tests/trainer -n 3 --dist loadfile)
 
 # test-trainer does one seed.
 test-learning: $(trainer_built) ## Test that GRPO learns from rewards, on three seeds
