@@ -17,6 +17,9 @@ from moejob_api.job.resources import Accelerator
 from moejob_rollout.engine import EngineEnvironment
 
 MIDDLEWARE = "moejob_rollout.guard.Guard"
+# Each token of an answer is one replay of what was recorded, where the host would launch a thousand kernels. Recording
+# takes seconds; compiling, which this leaves out, minutes at each start.
+_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 # Enough for thousands of tokens of a model that is small enough for a CPU; vLLM itself would take the node's memory.
 _CPU_CACHE_BYTES = 512 * 1024**2
 
@@ -36,8 +39,6 @@ def arguments(engine: EngineEnvironment, model: Path, config: Mapping[str, Any])
         f"--seed={spec.training.seed}",
         "--logprobs-mode=processed_logprobs",
         "--enable-prefix-caching",
-        # Graphs and their compiler take minutes at each start.
-        "--enforce-eager",
         f"--weight-transfer-config={json.dumps({'backend': f'moejob_{transport(spec).value.lower()}'})}",
         f"--middleware={MIDDLEWARE}",
         f"--host={engine.listens_on}",
@@ -49,7 +50,7 @@ def arguments(engine: EngineEnvironment, model: Path, config: Mapping[str, Any])
     ]
     replay = ["--enable-return-routed-experts"] if engine.grpo.routing_replay else []
     remote = ["--trust-remote-code"] if spec.model.trust_remote_code else []
-    return [*common, *replay, *remote, *_memory(engine)]
+    return [*common, *replay, *remote, *_of_accelerator(engine)]
 
 
 def longest(engine: EngineEnvironment, config: Mapping[str, Any]) -> int:
@@ -80,10 +81,14 @@ def threads(cores: Sequence[int], tensor: int) -> str:
     return "|".join(",".join(map(str, share or cores[-1:])) for share in shares)
 
 
-def _memory(engine: EngineEnvironment) -> list[str]:
+def _of_accelerator(engine: EngineEnvironment) -> list[str]:
     rollout = engine.grpo.rollout
     if engine.spec.resources.accelerator is Accelerator.CPU:
         # A prompt that is read in parts takes a random number back; no generator of a CPU can, and the engine dies.
-        return [f"--kv-cache-memory-bytes={_CPU_CACHE_BYTES}", "--no-enable-chunked-prefill"]
+        return [f"--kv-cache-memory-bytes={_CPU_CACHE_BYTES}", "--no-enable-chunked-prefill", "--enforce-eager"]
     sleeps = ["--enable-sleep-mode"] if rollout.placement is Placement.COLOCATED else []
-    return [f"--gpu-memory-utilization={rollout.engine_share}", *sleeps]
+    return [
+        f"--gpu-memory-utilization={rollout.engine_share}",
+        f"--compilation-config={json.dumps(_GRAPHS)}",
+        *sleeps,
+    ]

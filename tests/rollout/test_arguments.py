@@ -1,0 +1,56 @@
+"""The command line of an engine follows from its job."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moejob_api.contract import Role
+from moejob_api.job import Spec
+from moejob_rollout.arguments import arguments
+from moejob_rollout.engine import EngineEnvironment
+
+CONFIG = {"max_position_embeddings": 4096}
+
+
+def options(accelerator: str, **rollout: Any) -> dict[str, str]:
+    """The options of an engine on this accelerator; one without a value has an empty one."""
+    spec = {
+        "method": "GRPO",
+        "model": {"source": "/model"},
+        "data": {"train": [{"source": "/prompts.jsonl", "format": "Prompts"}]},
+        "training": {"maxSteps": 1, "globalBatchSize": 8},
+        "grpo": {"groupSize": 8, "promptsPerStep": 1, "rewards": [{"name": "exact-match"}], "rollout": rollout},
+        "storage": {"size": "1Gi"},
+        "resources": {"accelerator": accelerator},
+    }
+    engine = EngineEnvironment(
+        spec=Spec.model_validate_json(json.dumps(spec)),
+        role=Role.ROLLOUT,
+        index=0,
+        host="127.0.0.1",
+        run_folder=Path("/run"),
+        rollout_urls=("http://127.0.0.1:8000",),
+    )
+    lines = arguments(engine, Path("/model"), CONFIG)
+    return {name: value for name, _, value in (line.partition("=") for line in lines)}
+
+
+def test_an_engine_on_a_gpu_replays_graphs_of_decoding_and_compiles_nothing() -> None:
+    found = options("GPU")
+    assert "--enforce-eager" not in found
+    assert json.loads(found["--compilation-config"]) == {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+
+
+def test_an_engine_on_a_cpu_has_no_graphs() -> None:
+    found = options("CPU")
+    assert "--enforce-eager" in found
+    assert "--compilation-config" not in found
+
+
+@pytest.mark.parametrize(("placement", "sleeps"), [("Colocated", True), ("Separate", False)])
+def test_an_engine_sleeps_where_it_shares_the_gpus_of_a_trainer(placement: str, sleeps: bool) -> None:
+    assert ("--enable-sleep-mode" in options("GPU", placement=placement)) is sleeps
