@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from gpu.twins import Heads, Place, Twins, assert_kernel, assert_twins, attended
 from moejob_trainer.layers import activation, attention, norm, permutation, rotary
 from moejob_trainer.layers.documents import Documents
-from moejob_trainer.layers.experts import grouped_linear
+from moejob_trainer.layers.experts import ALIGNMENT_BYTES, grouped_linear
 from moejob_trainer.layers.gradient_sums import GradientSum
 from moejob_trainer.layers.kernels import kernels
 from moejob_trainer.layers.routing import router_logits
@@ -196,7 +196,9 @@ def test_weight_gradients_are_added_to_their_sum(
     parts = zip(upstream.double().split(counts), x.double().split(counts), strict=True)
     exact = before.double() + 2 * torch.stack([rows.t() @ part for rows, part in parts])
     off = (total.double() - exact).abs().max() / exact.abs().max()
-    assert off <= (BFLOAT16.within if dtype is torch.bfloat16 else FLOAT32_WITHIN), off
+    # What no grouped kernel takes is multiplied expert by expert, and rounded before it is added.
+    is_rounded = dtype is torch.bfloat16 or outputs * x.element_size() % ALIGNMENT_BYTES
+    assert off <= (BFLOAT16.within if is_rounded else FLOAT32_WITHIN), off
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -206,7 +208,9 @@ def test_weight_gradients_are_added_to_their_sum(
 )
 @pytest.mark.parametrize("learns_entropy", [False, True], ids=["", "entropy"])
 def test_words(place: Place, tokens: int, words: int, existing: int, temperature: float, learns_entropy: bool) -> None:
-    assert_kernel("words", place, tokens, words, existing, temperature, learns_entropy)
+    # A slope of entropy is a difference of sums over all words: 4.5e-6 was seen, 2e-6 of the plain twin.
+    within = FLOAT32_WITHIN if learns_entropy and place.dtype is torch.float32 else place.within
+    assert_kernel("words", place, tokens, words, existing, temperature, learns_entropy, within=within)
 
 
 @pytest.mark.parametrize("place", PLACES)
