@@ -12,7 +12,9 @@ from torch import Tensor
 TILE_ELEMENTS = 4096
 WIDEST = 16384
 # The gradient of the weight is summed in this many parts, each by one program.
-PARTS = 512
+PARTS = 1056
+# Heads lie in a warp, or warps would meet at each row's sums; wide rows need more of them (H200).
+NARROW, NARROW_WARPS, WIDE_WARPS = 256, 2, 8
 
 
 def takes(x: Tensor) -> bool:
@@ -48,7 +50,8 @@ class _Norm(torch.autograd.Function):
         weight_slopes = torch.empty(parts, x.shape[-1], device=x.device, dtype=torch.float32)
         if rows:
             tensors = (x, weight, scales, gradient.contiguous(), slope, weight_slopes)
-            _backward[(parts,)](*tensors, rows, parts, x.shape[-1], *tile, num_warps=8)
+            warps = NARROW_WARPS if tile[1] <= NARROW else WIDE_WARPS
+            _backward[(parts,)](*tensors, rows, parts, x.shape[-1], *tile, num_warps=warps)
         return slope, weight_slopes.sum(0).to(weight.dtype), None
 
 
