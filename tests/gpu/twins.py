@@ -13,6 +13,7 @@ from torch.optim.adamw import adamw as one_by_one
 
 from moejob_trainer.layers import activation, attention, norm, permutation, rotary, routing, vocabulary
 from moejob_trainer.layers.documents import Documents
+from moejob_trainer.megatron.master_weights import Copied, Split, split
 
 Function = Callable[..., Tensor]
 # What reads logits, and what gives their gradient.
@@ -186,15 +187,16 @@ class _ProductOf(torch.autograd.Function):
 
 
 def adamw(place: Place, kernels: Any, elements: int, step: int, scale: float) -> Twins:
-    """A step from moments that were learned: float32 weights, the moments and the rounded weights after it."""
+    """A step from moments that were learned: master weights, the moments and the rounded weights after it."""
     numbers = kernels.AdamWStep(step, 1e-3, scale, 0.9, 0.95, 1e-8, 0.1)
     moments = place.normal(2, elements).abs() * 0.1
 
     def kernel(main: Tensor, gradient: Tensor) -> Tensor:
-        held, first, second = main.clone(), moments[0].clone(), moments[1].clone()
-        weight = held if place.dtype is torch.float32 else torch.empty_like(held, dtype=place.dtype)
-        kernels.update(weight, gradient.to(place.dtype), held, first, second, numbers)
-        return torch.stack([held, first.float(), second.float(), weight.float()])
+        first, second = moments[0].clone(), moments[1].clone()
+        master = _master(main, place)
+        kernels.update(master.weight, gradient.to(place.dtype), master.storage, first, second, numbers)
+        assert isinstance(master, Copied) or torch.equal(master.weight, split(master.read())[0])
+        return torch.stack([master.read(), first.float(), second.float(), master.weight.float()])
 
     def plain(main: Tensor, gradient: Tensor) -> Tensor:
         held, (first, second) = main.clone(), moments.to(main.dtype, copy=True)
@@ -220,6 +222,14 @@ def adamw(place: Place, kernels: Any, elements: int, step: int, scale: float) ->
 
     leaves = (torch.randn(elements, device=place.device), torch.randn(elements, device=place.device))
     return Twins(_stepped(kernel), _stepped(plain), leaves)
+
+
+def _master(main: Tensor, place: Place) -> Split | Copied:
+    """These numbers as master weights of weights in the place's type."""
+    if place.dtype is torch.float32:
+        held = main.clone()
+        return Copied(held, held)
+    return Split(*split(main))
 
 
 def _stepped(step: Function) -> Function:

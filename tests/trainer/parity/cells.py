@@ -274,7 +274,7 @@ def trained(cell: Cell, folder: Path) -> Trained:
             results.append(engine.update(micro_batches(cell, engine, step), loss_of(cell, engine)))
             if step == 0:
                 gradients = deviation(engine, folder / "gradients", lambda piece: piece.gradient)
-        weights = deviation(engine, folder / "last", lambda piece: piece.main)
+        weights = deviation(engine, folder / "last", lambda piece: piece.master.read())
     finally:
         stop_groups()
     steps = Steps(

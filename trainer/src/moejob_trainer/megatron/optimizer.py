@@ -7,7 +7,7 @@ they lie, so that a checkpoint saved in one layout is read in any other.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,13 +18,12 @@ from torch.optim.adamw import adamw
 
 from moejob_api.job.base import Dtype
 from moejob_api.job.training import Optimizer as AdamNumbers
+from moejob_api.planner.memory.constants import UPDATE_ELEMENTS
 from moejob_trainer.distributed.groups import Groups
 from moejob_trainer.layers.kernels import kernels
 from moejob_trainer.megatron.data_parallel import DataParallel, ParameterShard
+from moejob_trainer.megatron.master_weights import Copied, Values, master_of
 from moejob_trainer.model.linear import is_expert, is_tensor_replica, is_tied_copy
-
-# Elements updated at once where temporaries are needed.
-_CHUNK_ELEMENTS = 1 << 26
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,8 +36,8 @@ class OptimizerShard:
     start: int
     weight: Tensor
     gradient: Tensor
-    # The float32 copy; `weight` itself where that is float32.
-    main: Tensor
+    # The float32 numbers that `weight` is rounded from.
+    master: Values
     first_moment: Tensor
     second_moment: Tensor
     is_decayed: bool
@@ -89,19 +88,16 @@ class ShardedAdamW:
         for decayed in (True, False):
             for group in _grouped([piece for piece in others if piece.is_decayed is decayed]):
                 self._update(group, learning_rate, gradient_scale)
-        _round(others)
         self.replicas.gather()
 
     def gather_weights(self) -> None:
-        """Round this rank's float32 copies into its weights and gather those of all."""
-        _round(self.pieces)
+        """Every replica gets to know the weights that others hold."""
         self.replicas.gather()
 
     def read_weights(self) -> None:
-        """Take the float32 copies from the weights: after these were set from outside."""
+        """Set the master weights to the weights: after these were set from outside."""
         for piece in self.pieces:
-            if piece.main is not piece.weight:
-                piece.main.copy_(piece.weight)
+            piece.master.take_weights()
 
     @property
     def _device(self) -> torch.device:
@@ -122,8 +118,8 @@ class ShardedAdamW:
         fused.update(*_tensors(piece), numbers)
 
     def _update(self, pieces: Sequence[OptimizerShard], learning_rate: float, gradient_scale: float) -> None:
-        mains = [piece.main for piece in pieces]
-        gradients = [piece.gradient.to(piece.main.device, torch.float32) * gradient_scale for piece in pieces]
+        mains = [piece.master.read() for piece in pieces]
+        gradients = [piece.gradient.to(_device(piece), torch.float32) * gradient_scale for piece in pieces]
         firsts = [piece.first_moment.float() for piece in pieces]
         seconds = [piece.second_moment.float() for piece in pieces]
         adamw(
@@ -143,14 +139,20 @@ class ShardedAdamW:
             eps=self.numbers.epsilon,
             maximize=False,
         )
-        for piece, first, second in zip(pieces, firsts, seconds, strict=True):
+        for piece, main, first, second in zip(pieces, mains, firsts, seconds, strict=True):
+            piece.master.write(main)
             if first is not piece.first_moment:
                 piece.first_moment.copy_(first)
                 piece.second_moment.copy_(second)
 
 
+def _device(piece: OptimizerShard) -> torch.device:
+    """Where a piece is updated."""
+    return piece.master.storage.device
+
+
 def _kernels(piece: OptimizerShard) -> Any:
-    return kernels("adamw", piece.main)
+    return kernels("adamw", piece.master.storage)
 
 
 def _has_kernel(piece: OptimizerShard) -> bool:
@@ -159,13 +161,7 @@ def _has_kernel(piece: OptimizerShard) -> bool:
 
 
 def _tensors(piece: OptimizerShard) -> tuple[Tensor, ...]:
-    return piece.weight, piece.gradient, piece.main, piece.first_moment, piece.second_moment
-
-
-def _round(pieces: Iterable[OptimizerShard]) -> None:
-    for piece in pieces:
-        if piece.main is not piece.weight:
-            piece.weight.copy_(piece.main)
+    return piece.weight, piece.gradient, piece.master.storage, piece.first_moment, piece.second_moment
 
 
 def moments(precision: Dtype, offloaded: float) -> Moments:
@@ -174,16 +170,15 @@ def moments(precision: Dtype, offloaded: float) -> Moments:
 
 
 def _piece(share: ParameterShard, dtype: torch.dtype) -> OptimizerShard:
-    main = share.weight if share.weight.dtype is torch.float32 else share.weight.float()
     return OptimizerShard(
         name=share.name,
         parameter=share.parameter,
         start=share.start,
         weight=share.weight,
         gradient=share.gradient,
-        main=main,
-        first_moment=torch.zeros_like(main, dtype=dtype),
-        second_moment=torch.zeros_like(main, dtype=dtype),
+        master=master_of(share.weight),
+        first_moment=torch.zeros_like(share.weight, dtype=dtype),
+        second_moment=torch.zeros_like(share.weight, dtype=dtype),
         is_decayed=is_decayed(share.name),
     )
 
@@ -209,8 +204,9 @@ def _offloaded(pieces: list[OptimizerShard], share: float) -> list[OptimizerShar
 
 
 def _on_host(piece: OptimizerShard) -> OptimizerShard:
-    fields = ("main", "first_moment", "second_moment")
-    return replace(piece, **{field: getattr(piece, field).to("cpu").pin_memory() for field in fields})
+    first, second = (moment.to("cpu").pin_memory() for moment in (piece.first_moment, piece.second_moment))
+    master = Copied(piece.weight, piece.master.read().to("cpu").pin_memory())
+    return replace(piece, master=master, first_moment=first, second_moment=second)
 
 
 def moved_to_host(sizes: Sequence[int], share: float) -> frozenset[int]:
@@ -232,11 +228,11 @@ def _grouped(pieces: Sequence[OptimizerShard]) -> Iterator[list[OptimizerShard]]
     """Yield pieces on one device, few enough elements that copies of them fit anywhere."""
     group: list[OptimizerShard] = []
     elements = 0
-    for piece in sorted(pieces, key=lambda piece: piece.main.is_cuda):
-        if group and (elements + piece.main.numel() > _CHUNK_ELEMENTS or piece.main.device != group[0].main.device):
+    for piece in sorted(pieces, key=lambda piece: _device(piece).type == "cuda"):
+        if group and (elements + piece.weight.numel() > UPDATE_ELEMENTS or _device(piece) != _device(group[0])):
             yield group
             group, elements = [], 0
         group.append(piece)
-        elements += piece.main.numel()
+        elements += piece.weight.numel()
     if group:
         yield group

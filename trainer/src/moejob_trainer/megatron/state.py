@@ -27,6 +27,7 @@ from moejob_trainer.checkpoints.shards import ShardSpec, shards_of_range
 from moejob_trainer.distributed import messages
 from moejob_trainer.distributed.groups import Group
 from moejob_trainer.megatron.engine import MegatronEngine
+from moejob_trainer.megatron.master_weights import Values, Whole, copied_to_host
 from moejob_trainer.megatron.optimizer import OptimizerShard, counts_here
 from moejob_trainer.megatron.sharding import local_shards, sharded_as
 from moejob_trainer.megatron.stored_shards import SHARDS, ShardFiles, StoredShard, TensorRole, require_shape, shards_in
@@ -45,8 +46,8 @@ class Held:
     kind: TensorRole
     name: str
     shard: ShardSpec
-    # A view: reading into it sets the state.
-    tensor: Tensor
+    # Flat; writing to them sets the state.
+    values: Values
     # Whether this rank writes it; others may hold the same.
     is_own: bool
 
@@ -77,7 +78,7 @@ class StateFiles:
         groups = self.engine.groups
         owned = [held for held in self._held() if held.is_own]
         shards = [self._entry(held) for held in owned]
-        tensors = {str(number): held.tensor.detach().to("cpu", copy=True) for number, held in enumerate(owned)}
+        tensors = {str(number): copied_to_host(held.values).view(held.shard.size) for number, held in enumerate(owned)}
         name = f"state-{groups.world.rank:05d}.safetensors"
         writing = self.background.submit(_write, tensors, folder / name, {SHARDS: json.dumps(shards)})
         return PendingFiles(name, writing)
@@ -92,7 +93,9 @@ class StateFiles:
             if held.kind in kinds and ((held.kind, held.name) in stored or held.name not in absent):
                 of_tensor = stored.get((held.kind, held.name), [])
                 require_shape(self.parameters[held.name], of_tensor, folder)
-                files.fill(held.tensor, held.shard, of_tensor, f"{held.kind} of {held.name}")
+                into = held.values.read()
+                files.fill(into.view(held.shard.size), held.shard, of_tensor, f"{held.kind} of {held.name}")
+                held.values.write(into)
         self.engine.optimizer.gather_weights()
 
     def leave_published(self) -> None:
@@ -136,20 +139,20 @@ class StateFiles:
     def _of_piece(self, piece: OptimizerShard) -> Iterator[Held]:
         name = _name(piece.name, piece.parameter)
         origin = [part.start for part in local_slices(self.parameters[name], coordinates(self.engine.groups))]
-        states = {
-            TensorRole.WEIGHT: piece.main,
-            TensorRole.FIRST_MOMENT: piece.first_moment,
-            TensorRole.SECOND_MOMENT: piece.second_moment,
+        states: Mapping[TensorRole, Values] = {
+            TensorRole.WEIGHT: piece.master,
+            TensorRole.FIRST_MOMENT: Whole(piece.first_moment),
+            TensorRole.SECOND_MOMENT: Whole(piece.second_moment),
         }
         # Replicas of a piece lie on other tensor ranks, or at the other end of a tied model.
         is_own = counts_here(piece.parameter, self.engine.groups)
         begin = 0
         shape = local_shape(self.parameters[name], coordinates(self.engine.groups))
         for shard in shards_of_range(shape, piece.start, piece.stop):
-            for kind, flat in states.items():
-                part = flat[begin : begin + shard.elements].view(shard.size)
-                yield Held(kind, name, shard.moved(origin), part, is_own)
-            begin += shard.elements
+            end = begin + shard.elements
+            for kind, values in states.items():
+                yield Held(kind, name, shard.moved(origin), values.part(begin, end), is_own)
+            begin = end
 
     def _unchanged(self, name: str, tensor: Tensor) -> Iterator[Held]:
         """Yield the tensors that no update changes: frozen weights, and the bias on the choice of experts."""
@@ -164,7 +167,7 @@ class StateFiles:
         if sharded_as(tensor) is None:
             is_own = is_own and replicas.rank == 0
         for shard, part in local_shards(tensor):
-            yield Held(TensorRole.WEIGHT, name, shard.moved(origin), part, is_own)
+            yield Held(TensorRole.WEIGHT, name, shard.moved(origin), Whole(part), is_own)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,10 @@ VOCABULARY_MULTIPLE = 128
 # that full-vocabulary logits never exist. The trainer imports it.
 LOSS_CHUNK_TOKENS = 2048
 
+# An update that needs copies of its numbers makes those of this many at a time, or of the largest parameter. The
+# trainer imports it.
+UPDATE_ELEMENTS = 1 << 26
+
 # Rows that reach the fullest GPU of an expert group, as a multiple of an even share, when nothing is dropped.
 IMBALANCE_BALANCED = 1.25
 IMBALANCE_UNBALANCED = 1.5
