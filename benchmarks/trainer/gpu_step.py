@@ -10,27 +10,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import time
 from collections.abc import Callable
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
+from benchmarks.trainer.engines import joined, loss, started
 from moejob_api.job import Spec
-from moejob_api.layout.sizes import layout as layout_of
 from moejob_api.models import catalog
 from moejob_api.planner.cost.estimate import model_flops
-from moejob_trainer.data.packing import batch_plan, global_batch
-from moejob_trainer.engine import Document, LossTerms, MicroBatch, TokenOutputs, UpdateResult
+from moejob_trainer.engine import UpdateResult
 from moejob_trainer.layers.kernels import attention
-from moejob_trainer.megatron.engine import EnginePlacement, MegatronEngine
-from moejob_trainer.megatron.stages import built
-from moejob_trainer.megatron.topology import start_groups
-from moejob_trainer.model.architecture import architecture
-from moejob_trainer.objectives.losses import cross_entropy
 
 STEPS, WARM = 8, 3
 
@@ -38,21 +30,9 @@ STEPS, WARM = 8, 3
 def main() -> None:
     """Measures and prints."""
     chosen = _arguments()
-    device = _joined()
-    spec = _spec(chosen)
     config = dict(catalog.config(chosen.model) or {}) | {"num_hidden_layers": chosen.layers}
-    model = architecture(config)
-    sizes = layout_of(spec.parallelism, 8)
-    groups = start_groups(sizes)
-    stages = built(model, spec, sizes, groups, device)
-    # The same on every rank: replicas begin alike.
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for stage in stages:
-            for name, parameter in stage.named_parameters():
-                held = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-                held.fill_(1.0) if "norm" in name else held.normal_(std=0.02)
-    engine = MegatronEngine(model, spec, stages, EnginePlacement(groups, device), lambda _: 1e-5)
+    of_rank = started(config, _spec(chosen), joined())
+    engine, sizes = of_rank.engine, of_rank.sizes
     random = np.random.default_rng(1)
     seconds, result = [], None
     for _ in range(STEPS):
@@ -60,11 +40,7 @@ def main() -> None:
         lengths = (
             random.integers(chosen.length // 2, chosen.length, count) if chosen.uneven else [chosen.length] * count
         )
-        documents = [
-            Document(random.integers(0, model.shape.vocabulary, length), np.ones(length, np.float32), n)
-            for n, length in enumerate(lengths)
-        ]
-        mine = global_batch(documents, batch_plan(spec, sizes, 0))[groups.data.rank]
+        mine = of_rank.batch(lengths, random)
         torch.cuda.synchronize()
         begun = time.perf_counter()
         result = engine.update(mine, loss)
@@ -72,8 +48,9 @@ def main() -> None:
         seconds.append(time.perf_counter() - begun)
     if chosen.profile:
         _profile(lambda: engine.update(mine, loss))
-    if groups.world.rank == 0 and result is not None:
-        print(json.dumps(_measured(chosen, model_flops(model.shape, chosen.length), result, seconds[WARM:])))
+    if of_rank.groups.world.rank == 0 and result is not None:
+        flops_per_token = model_flops(of_rank.model.shape, chosen.length)
+        print(json.dumps(_measured(chosen, flops_per_token, result, seconds[WARM:])))
     dist.destroy_process_group()
 
 
@@ -83,11 +60,6 @@ def _profile(step: Callable[[], object]) -> None:
         step()
         torch.cuda.synchronize()
     print(seen.key_averages().table(sort_by="cuda_time_total", row_limit=45, max_name_column_width=90))
-
-
-def loss(outputs: TokenOutputs, batch: MicroBatch) -> LossTerms:
-    """Return what supervised fine-tuning learns from."""
-    return LossTerms(cross_entropy(outputs.log_probabilities, batch.weights))
 
 
 def _measured(
@@ -136,7 +108,7 @@ def _spec(chosen: argparse.Namespace) -> Spec:
                     "globalBatchSize": chosen.micro * chosen.accumulate,
                     "microBatchSize": chosen.micro,
                     "precision": {"gradients": chosen.gradients, "moments": chosen.moments},
-                    "recompute": {"granularity": chosen.recompute},
+                    "recompute": {"granularity": chosen.recompute, "modules": chosen.modules},
                 },
                 "moe": {"balancing": "None"},
                 "memory": {"sharding": chosen.sharding},
@@ -147,22 +119,13 @@ def _spec(chosen: argparse.Namespace) -> Spec:
     )
 
 
-def _joined() -> torch.device:
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "127.0.0.1")):
-        os.environ.setdefault(name, value)
-    os.environ.setdefault("MASTER_PORT", "29511")
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
-    return device
-
-
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="Qwen/Qwen3-30B-A3B")
     parser.add_argument("--gradients", default="float32")
     parser.add_argument("--moments", default="float32")
     parser.add_argument("--recompute", default="None")
+    parser.add_argument("--modules", nargs="*", default=[], help="of --recompute Selective; its own choice without")
     parser.add_argument("--sharding", default="DistributedOptimizer")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--uneven", action="store_true", help="documents of any length from half of --length on")

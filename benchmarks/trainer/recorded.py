@@ -15,6 +15,20 @@ from benchmarks.record import RESULTS, Better, Result, keep, table, write_page
 
 BENCH = "training-gpu"
 
+# By case, of one kind of GPU: H200.
+_QWEN, _BEST = "Qwen3-30B-A3B, 8 layers", "gradients in bfloat16, flash-attn-4"
+TARGETS = {
+    f"{_QWEN}, 4x4, {_BEST}: arithmetic": 450,
+    f"{_QWEN}, 2x4, {_BEST}: arithmetic": 380,
+    f"{_QWEN}, 4x4, gradients in bfloat16, ExpertInput recomputed, flash-attn-4: arithmetic": 450,
+    f"{_QWEN}, 4x4, gradients in bfloat16, moments in bfloat16, Selective recomputed, flash-attn-4: arithmetic": 450,
+    f"{_QWEN}, 4x4, gradients in bfloat16, moments in bfloat16, Selective recomputed, flash-attn-4: memory": 70,
+    f"Mixtral-8x7B-v0.1, 2 layers, 4x4, {_BEST}: arithmetic": 560,
+    "Qwen3-30B-A3B, 24 layers, 4x2, expert 4, gradients in bfloat16: speed": 28_000,
+    "Qwen3-30B-A3B, 16 layers, 2x8, pipeline 2, expert 2, gradients in bfloat16: speed": 31_000,
+    "Qwen3-30B-A3B, 12 layers, 4x2, tensor 2, expert 2, gradients in bfloat16: speed": 35_000,
+}
+
 # Cases were measured by and by.
 _OF_EACH = {"stack": "bfloat16, torch", "commit": "of each case in results/training-gpu.jsonl"}
 
@@ -32,7 +46,8 @@ def _newest() -> list[Result]:
     lines = map(json.loads, (RESULTS / f"{BENCH}.jsonl").read_text().splitlines())
     newest = {line["case"]: line for line in lines}
     return [
-        Result(BENCH, line["case"], line["value"], line["unit"], Better(line["better"])) for line in newest.values()
+        Result(BENCH, line["case"], line["value"], line["unit"], Better(line["better"]), TARGETS.get(line["case"]))
+        for line in newest.values()
     ]
 
 
@@ -45,6 +60,8 @@ def _results(line: dict[str, Any]) -> Iterator[Result]:
     name += "" if case["sharding"] == "DistributedOptimizer" else f", {case['sharding']}"
     name += f", documents of {case['length'] // 2} to {case['length']}" if case.get("uneven") else ""
     name += ", gradients in bfloat16" if case["gradients"] == "bfloat16" else ""
+    name += ", moments in bfloat16" if case["moments"] == "bfloat16" else ""
+    name += "" if case["recompute"] == "None" else f", {' '.join(case['modules']) or case['recompute']} recomputed"
     name += ", flash-attn-4" if case["attention"] == "flash-attn-4" else ""
     yield Result(BENCH, f"{name}: speed", line["tokensPerSecondPerGpu"], "tokens/s/GPU", Better.HIGHER)
     yield Result(BENCH, f"{name}: arithmetic", line["teraflops"], "TFLOP/s", Better.HIGHER)

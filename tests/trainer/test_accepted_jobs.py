@@ -24,6 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from builders import merged, spec
 from model_configs import config as small_config
 from moejob_api.derived import trained_shape
+from moejob_api.job.training import RecomputeModule
 from moejob_api.layout.sizes import gpus
 from moejob_api.models.families import shape_of
 from moejob_api.models.shape import Family
@@ -76,7 +77,7 @@ def _section(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[Drawn]:
 _HELD_OUT = {"source": tiny.CHATS, "format": "Chat", "split": "test"}
 _ASKED = {"source": tiny.SUMS, "format": "Prompts", "split": "test"}
 _TARGETS = ("QueryKeyValue", "AttentionOutput", "GateUp", "Down", "ExpertGateUp", "ExpertDown")
-_RECOMPUTED = ("CoreAttention", "LatentUpProjection", "Norms", "MLP", "ExpertActivation", "SharedExperts", "Experts")
+_RECOMPUTED = tuple(module.value for module in RecomputeModule)
 _RECOMPUTE: st.SearchStrategy[Drawn] = st.one_of(
     st.just({}),
     st.fixed_dictionaries(

@@ -9,15 +9,21 @@ from moejob_api.arithmetic import ceil_div, round_up
 from moejob_api.engines import colocated_per_pod
 from moejob_api.hardware import GIB
 from moejob_api.job import Method, Spec
+from moejob_api.job.base import Dtype
 from moejob_api.job.grpo import Placement
 from moejob_api.job.moe import Balancing
+from moejob_api.job.resources import GpuType
 from moejob_api.job.training import Recompute, RecomputeGranularity, RecomputeModule
 from moejob_api.layout.sizes import Layout
 from moejob_api.models.shape import ModelShape
 
-DEFAULT_MODULES = frozenset({RecomputeModule.NORMS, RecomputeModule.EXPERT_ACTIVATION, RecomputeModule.MLP})
+DEFAULT_MODULES = frozenset(
+    {RecomputeModule.NORMS, RecomputeModule.EXPERT_INPUT, RecomputeModule.EXPERT_ACTIVATION, RecomputeModule.MLP}
+)
 # Slopes of 16,384 tokens and 152,000 words in bfloat16 are 4.6 GiB, and save a fourth of the output layer's products.
 MOST_SLOPE_BYTES = 5 * GIB
+# Hopper and Blackwell, as the trainer's layers/kernels/experts.py finds them.
+SUMMING_GPUS = frozenset({GpuType.H100, GpuType.H200, GpuType.B200, GpuType.GB200})
 NO_MODULES: frozenset[RecomputeModule] = frozenset()
 
 
@@ -123,6 +129,13 @@ def recomputed_modules(recompute: Recompute) -> frozenset[RecomputeModule]:
             return NO_MODULES
         case _:
             assert_never(recompute.granularity)
+
+
+def sums_in_products(spec: Spec) -> bool:
+    """Return whether products of experts add their weights' gradients to the sums: quack-kernels does, on its GPUs."""
+    is_able = spec.resources.gpu_type in SUMMING_GPUS and not spec.training.deterministic
+    is_summed = spec.training.lora is None and not spec.memory.sharding.divides_weights
+    return is_able and is_summed and spec.model.dtype is Dtype.BFLOAT16
 
 
 def kept_slope_bytes(spec: Spec, tokens: int, words: int, element_bytes: int) -> int:

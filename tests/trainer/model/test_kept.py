@@ -51,7 +51,7 @@ FAMILIES: dict[str, tuple[Family, int]] = {
 }
 ALONE = Groups()
 # Exactly what planning says: nothing that only a CPU keeps goes with it.
-EXACT = ("Norms", "ExpertActivation", "Norms ExpertActivation")
+EXACT = ("Norms", "ExpertInput", "ExpertActivation", "Norms ExpertInput ExpertActivation")
 AT_LEAST = (
     "CoreAttention",
     "LatentUpProjection",
@@ -61,7 +61,7 @@ AT_LEAST = (
     "Experts",
     "Norms Experts",
     "Norms MLP",
-    "Norms ExpertActivation MLP",
+    "Norms ExpertInput ExpertActivation MLP",
 )
 
 
@@ -159,6 +159,22 @@ def test_what_is_made_again_is_what_was_forgotten_to_the_bit(name: str, modules:
         if found is not None and expected is not None:
             assert torch.equal(found, expected)
             assert expected.any()
+
+
+@pytest.mark.parametrize("modules", EXACT)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_is_made_again_is_gone_behind_the_backward_pass_of_its_layer(name: str, modules: str) -> None:
+    held = []
+    for which in ("", modules):
+        layer, packed, _ = _layer(name, _job(which))
+        x = torch.randn(TOKENS, 32).requires_grad_()
+        with Made([*layer.parameters(), packed.cosine, packed.sine, x]) as made:
+            result = layer(x, packed)
+            result.sum().backward()
+        # The graph is still there, as that of all layers is until the first one is done.
+        assert result.grad_fn is not None
+        held.append(made.bytes())
+    assert held[1] == held[0]
 
 
 @pytest.fixture

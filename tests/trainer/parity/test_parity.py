@@ -40,6 +40,7 @@ RECOMPUTED: dict[str, Family] = {
     "LatentUpProjection": Family.DEEPSEEK_V3,
     "Norms": Family.QWEN3_MOE,
     "MLP": Family.DEEPSEEK_V3,
+    "ExpertInput": Family.QWEN3_MOE,
     "ExpertActivation": Family.QWEN3_MOE,
     "SharedExperts": Family.DEEPSEEK_V3,
     "Experts": Family.QWEN3_MOE,

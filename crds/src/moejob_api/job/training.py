@@ -87,6 +87,7 @@ class RecomputeModule(StrEnum):
     LATENT_UP_PROJECTION = "LatentUpProjection"
     NORMS = "Norms"
     MLP = "MLP"
+    EXPERT_INPUT = "ExpertInput"
     EXPERT_ACTIVATION = "ExpertActivation"
     SHARED_EXPERTS = "SharedExperts"
     EXPERTS = "Experts"
@@ -101,7 +102,10 @@ class Recompute(ApiModel):
     ] = RecomputeGranularity.NONE
     modules: Annotated[
         tuple[RecomputeModule, ...],
-        Field(max_length=7, description="For Selective. Absent: Norms and ExpertActivation (MLP for dense layers)."),
+        Field(
+            max_length=8,
+            description="For Selective. Absent: Norms, ExpertInput and ExpertActivation (MLP for dense layers).",
+        ),
     ] = ()
     method: Annotated[
         RecomputeMethod | None,

@@ -217,7 +217,7 @@ def _has(shape: ModelShape, module: RecomputeModule) -> bool:
             return any(isinstance(attention, LatentAttention) for attention in shape.attentions())
         case RecomputeModule.MLP:
             return any(isinstance(mlp, DenseMLP) for mlp in shape.mlps())
-        case RecomputeModule.EXPERTS | RecomputeModule.EXPERT_ACTIVATION:
+        case RecomputeModule.EXPERTS | RecomputeModule.EXPERT_INPUT | RecomputeModule.EXPERT_ACTIVATION:
             return shape.experts is not None
         case RecomputeModule.SHARED_EXPERTS:
             return shape.experts is not None and shape.experts.shared_intermediate > 0

@@ -72,6 +72,11 @@ def permuted(x: Tensor, permutation: Permutation) -> Tensor:
     return rows
 
 
+def permute_into(rows: Tensor, x: Tensor, permutation: Permutation) -> None:
+    """Write `permuted` into rows [rows, h], without a gradient."""
+    torch.index_select(x, 0, permutation.tokens, out=rows)
+
+
 def permuted_probabilities(probabilities: Tensor, permutation: Permutation) -> Tensor:
     """The probabilities [t, k] of the choices, sorted by expert. [rows]"""
     rows: Tensor = _Picked.apply(probabilities, permutation)

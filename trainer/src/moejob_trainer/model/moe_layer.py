@@ -15,7 +15,7 @@ from moejob_trainer.distributed.groups import Groups
 from moejob_trainer.layers.activation import clamped_swiglu, swiglu
 from moejob_trainer.layers.experts import grouped_linear, rows_of_experts
 from moejob_trainer.layers.gradient_sums import GradientSum
-from moejob_trainer.layers.permutation import Permutation, combined, permuted, permuted_probabilities
+from moejob_trainer.layers.permutation import Permutation, combined, permute_into, permuted, permuted_probabilities
 from moejob_trainer.layers.routing import Routing, capacity, routed, router_logits, within_capacity
 from moejob_trainer.model.adapters import Adapter
 from moejob_trainer.model.balancing import Balance
@@ -62,6 +62,7 @@ class LocalExperts(nn.Module):
     def __init__(self, shape: ExpertShape, hidden: int, groups: Groups, settings: MoESettings) -> None:
         super().__init__()
         self.gate_limit = settings.gate_limit
+        self.forgets_input = RecomputeModule.EXPERT_INPUT in settings.recompute
         self.forgets_activation = RecomputeModule.EXPERT_ACTIVATION in settings.recompute
         self.count = _exact(shape.count, groups.expert.size, "experts", "expert")
         # Replicas that divide the weights flatten their axes.
@@ -80,14 +81,16 @@ class LocalExperts(nn.Module):
         self.gate_up_adapter: Adapter | None = None
         self.down_adapter: Adapter | None = None
 
-    def forward(self, rows: Tensor, probabilities: Tensor, counts: Tensor) -> Tensor:
-        """[r, h], sorted by expert -> [r, h], weighted"""
-        gate_up = self._gate_up(rows, counts)
+    def forward(self, x: Tensor, probabilities: Tensor, permutation: Permutation) -> Tensor:
+        """Tokens x [t, h], probabilities [r] of their rows -> rows [r, h] sorted by expert, weighted"""
+        counts, rows = permutation.counts, permutation.rows
+        permute, again = (partial(function, permutation=permutation) for function in (permuted, permute_into))
+        gate_up = discarded(self.forgets_input, permute, partial(self._gate_up, counts=counts), x, again=again)
         down = partial(self._down, counts=counts)
         y = discarded(self.forgets_activation, self._activated, down, gate_up, probabilities)
         if self.down_bias is None:
             return y
-        biases = rows_of_experts(self.down_bias, counts, len(rows)) * probabilities.unsqueeze(-1)
+        biases = rows_of_experts(self.down_bias, counts, rows) * probabilities.unsqueeze(-1)
         return y + (biases * float(self.adds_bias)).to(y.dtype)
 
     def _gate_up(self, rows: Tensor, counts: Tensor) -> Tensor:
@@ -176,7 +179,7 @@ class MoELayer(nn.Module):
         """Apply this rank's experts to tokens x [t, h], of whose choices `count` are theirs. [t, h]"""
         permutation = Permutation.of(chosen, self.experts.count, choices)
         weights = permuted_probabilities(probabilities, permutation)
-        return combined(self.experts(permuted(x, permutation), weights, permutation.counts), permutation)
+        return combined(self.experts(x, weights, permutation), permutation)
 
 
 def _choices(chosen: Tensor, experts: int) -> int:

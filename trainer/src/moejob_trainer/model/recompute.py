@@ -42,28 +42,50 @@ def recomputed(is_recomputed: bool, compute: Callable[..., R], *arguments: Any) 
 
 
 def discarded(
-    is_forgotten: bool, make: Callable[..., Tensor], use: Callable[[Tensor], Tensor], *arguments: Tensor
+    is_forgotten: bool,
+    make: Callable[..., Tensor],
+    use: Callable[[Tensor], Tensor],
+    *arguments: Tensor,
+    again: Callable[..., object] | None = None,
 ) -> Tensor:
     """use(make(*arguments)). What was made is not kept between the passes: it is made again before it is needed.
 
     For what is cheap to make and shares no memory with its arguments. Its matrices would keep it all the same if
-    `make` were merely computed again.
+    `make` were merely computed again. `again(into, *arguments)` makes it in place; without, it is made and copied.
     """
     made = make(*arguments)
     result = use(made)
     if is_forgotten and result.requires_grad:
         made.untyped_storage().resize_(0)
         # Whatever looks at it in the backward pass comes behind the result's gradient.
-        result.register_hook(partial(_make_again, made.detach(), make, arguments))
+        result.register_hook(_MakeAgain(made.detach(), again or partial(_copy, make), arguments))
     return result
 
 
-def _make_again(made: Tensor, make: Callable[..., Tensor], arguments: Sequence[Tensor], _: Tensor) -> None:
-    with torch.no_grad():
-        again = make(*arguments).untyped_storage()
-        # Beneath autograd, which would take a tensor that was written to for a mistake.
-        made.untyped_storage().resize_(again.size())
-        made.untyped_storage().copy_(again)
+class _MakeAgain:
+    """The hook that fills the memory of what was discarded, once.
+
+    Hooks live as long as the whole graph, and autograd frees what a node kept as soon as the node is done: a hook that
+    held on to it would keep what all layers made until the end of the backward pass.
+    """
+
+    def __init__(self, made: Tensor, again: Callable[..., object], arguments: Sequence[Tensor]) -> None:
+        self._todo: tuple[Tensor, Callable[..., object], Sequence[Tensor]] | None = made, again, arguments
+
+    def __call__(self, _: Tensor) -> None:
+        if self._todo is None:
+            return
+        (made, again, arguments), self._todo = self._todo, None
+        storage = made.untyped_storage()
+        storage.resize_(made.nbytes)
+        # Another tensor in the same memory: autograd would take one of its own that was written to for a mistake.
+        into = made.new_empty(0).set_(storage, 0, made.shape, made.stride())
+        with torch.no_grad():
+            again(into, *arguments)
+
+
+def _copy(make: Callable[..., Tensor], into: Tensor, *arguments: Tensor) -> None:
+    into.copy_(make(*arguments))
 
 
 def computes_again() -> bool:

@@ -190,6 +190,7 @@ def _modules_again(layer: Layer, once: Forward, modules: frozenset[RecomputeModu
         RecomputeModule.LATENT_UP_PROJECTION: once.up,
         # Norms and activations read and write; each is a small part of what does.
         RecomputeModule.NORMS: once.elementwise / 5,
+        RecomputeModule.EXPERT_INPUT: 0.0 if is_dense else once.elementwise / 5,
         RecomputeModule.EXPERT_ACTIVATION: 0.0 if is_dense else once.elementwise / 5,
         RecomputeModule.MLP: once.feed_forward if is_dense else 0.0,
         RecomputeModule.SHARED_EXPERTS: 0.0 if is_dense or RecomputeModule.EXPERTS in modules else once.feed_forward,
@@ -242,9 +243,9 @@ def _over_replicas(case: Case, parameters: Parameters, size_bytes: int, machine:
 
 
 def _optimizer(case: Case, mine: int, machine: Machine) -> float:
-    """Adam reads and writes its state once; all GPUs of a node share the host that updates what lives there."""
+    """Adam reads and writes weights and state once; all GPUs of a node share the host that updates what lives there."""
     on_host = case.spec.memory.offload_optimizer
-    touched = mine * (2 * optimizer_bytes(case) + case.summed_bytes + case.weight_bytes)
+    touched = mine * (2 * (optimizer_bytes(case) + case.weight_bytes) + case.summed_bytes)
     on_gpu = touched / (OPTIMIZER_SHARE * machine.hardware.memory_bytes_per_second)
     moved = mine * (FLOAT32_BYTES + case.element_bytes) / machine.hardware.host_bytes_per_second
     updated = mine * HOST_ADAM_BYTES * case.layout.gpus_per_pod / HOST_ADAM_BYTES_PER_SECOND

@@ -7,6 +7,7 @@ keeps no matrix of scores; norms, rotary embedding and gated activations keep th
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil, comb
 from typing import assert_never
 
 from moejob_api.arithmetic import ceil_div
@@ -109,9 +110,10 @@ ATTENTION_TARGETS = frozenset({LoraTarget.QUERY_KEY_VALUE, LoraTarget.ATTENTION_
 
 def _grouped(attention: GroupedAttention, share: Share, keeping: Keeping) -> int:
     heads, groups = ceil_div(attention.heads, share.tensor), max(1, ceil_div(attention.key_value_heads, share.tensor))
-    # Values are a view of the projection's output, so all of it stays; queries and keys are kept once more, rotated.
-    # The head norm reads queries from a contiguous copy.
-    wide = heads * (1 + attention.output_gate) + 2 * groups + heads + groups + heads * attention.head_norm
+    # Values are a view of what keys and values are projected to, so all of it stays. Queries and keys are kept rotated;
+    # what queries are projected to, only where a norm reads it or a gate is part of it.
+    projected = heads * (1 + attention.output_gate) if attention.head_norm or attention.output_gate else 0
+    wide = projected + 2 * groups + heads + groups
     # The attention's output is the input of the output projection. A gate adds its sigmoid and the gated product.
     wide += heads * (3 if attention.output_gate else 1)
     statistics = FLOAT32_BYTES * (heads + groups) * attention.head_norm
@@ -128,7 +130,10 @@ def _latent(attention: LatentAttention, share: Share, keeping: Keeping) -> int:
     compressed = 2 * (attention.query_rank or 0) + 2 * attention.key_value_rank + attention.rope_dim
     wide = heads * attention.value_dim
     if RecomputeModule.LATENT_UP_PROJECTION not in keeping.recomputed:
-        wide += heads * (2 * key_width + attention.value_dim)
+        # Queries and keys, and beside them what keys and values are expanded to: values are a view of it.
+        wide += heads * (2 * key_width + attention.nope_dim + attention.value_dim)
+    elif attention.query_rank is None:
+        wide += heads * key_width
     statistics = 0
     if RecomputeModule.CORE_ATTENTION not in keeping.recomputed:
         statistics = FLOAT32_BYTES * heads
@@ -188,13 +193,31 @@ def _routed(layer: Layer, share: Share, keeping: Keeping) -> int:
         return 0
     intermediate = ceil_div(layer.mlp.intermediate, share.expert_tensor)
     width = 2 * intermediate + keeping.adapter_rank * len(EXPERT_TARGETS & keeping.inputs)
-    if LoraTarget.EXPERT_GATE_UP in keeping.inputs:
+    needs_input, arrived = LoraTarget.EXPERT_GATE_UP in keeping.inputs, 0
+    if RecomputeModule.EXPERT_INPUT in keeping.recomputed:
+        arrived = _arrived_tokens(layer.mlp, share, keeping) * share.hidden
+    elif needs_input:
         width += share.hidden
     if LoraTarget.EXPERT_DOWN in keeping.inputs and RecomputeModule.EXPERT_ACTIVATION not in keeping.recomputed:
         width += intermediate
     # Rows are put in the order of experts when they leave, and once more where they arrive from other GPUs.
     indices = INDEX_BYTES * (2 if share.expert * share.expert_tensor == 1 else 4)
-    return share.rows(layer.mlp.per_token) * (width * share.element_bytes + FLOAT32_BYTES + indices)
+    rows = share.rows(layer.mlp.per_token) * (width * share.element_bytes + FLOAT32_BYTES + indices)
+    return rows + arrived * share.element_bytes
+
+
+def _arrived_tokens(experts: Experts, share: Share, keeping: Keeping) -> int:
+    """Tokens whose rows are made again, beside those that the router keeps: the ones that other ranks sent.
+
+    A token is sent once to each rank that holds any of its experts.
+    """
+    if share.expert * share.expert_tensor == 1:
+        return 0
+    if keeping.gathers:
+        return share.sequence_tokens * share.expert * share.expert_tensor
+    elsewhere = experts.count - ceil_div(experts.count, share.expert)
+    ranks = share.expert * (1 - comb(elsewhere, experts.per_token) / comb(experts.count, experts.per_token))
+    return ceil(share.rows(1) * ranks)
 
 
 def _routing(layer: Layer, share: Share, keeping: Keeping) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moejob_api.arithmetic import ceil_div
-from moejob_api.derived import balancing, recomputed_modules
+from moejob_api.derived import balancing, recomputed_modules, sums_in_products
 from moejob_api.job import Spec
 from moejob_api.job.moe import Balancing, Dispatcher
 from moejob_api.job.training import LoraTarget, RecomputeModule
@@ -13,8 +13,6 @@ from moejob_api.layout.sizes import Layout
 from moejob_api.models.shape import ModelShape
 from moejob_api.planner.memory.constants import IMBALANCE_BALANCED, IMBALANCE_UNBALANCED
 
-DEFAULT_MODULES = frozenset({RecomputeModule.NORMS, RecomputeModule.EXPERT_ACTIVATION, RecomputeModule.MLP})
-NO_MODULES: frozenset[RecomputeModule] = frozenset()
 EVERY_TARGET = frozenset(LoraTarget)
 
 
@@ -51,7 +49,8 @@ class Keeping:
     """The inputs that decide how much of a layer is kept.
 
     recomputed: modules that are computed again instead. inputs: matrices whose inputs the backward pass needs, which
-    are those that are trained. adapter_rank: of LoRA, 0 without.
+    are those that are trained. adapter_rank: of LoRA, 0 without. sums_in_products: gradients of experts are never
+    alone.
     """
 
     recomputed: frozenset[RecomputeModule]
@@ -59,6 +58,7 @@ class Keeping:
     adapter_rank: int
     router_bytes: int
     gathers: bool
+    sums_in_products: bool
 
 
 def share(spec: Spec, shape: ModelShape, layout: Layout, micro_tokens: int) -> Share:
@@ -95,4 +95,5 @@ def keeping(spec: Spec) -> Keeping:
         adapter_rank=0 if lora is None else lora.rank,
         router_bytes=spec.moe.router_dtype.size_bytes,
         gathers=spec.moe.dispatcher is Dispatcher.ALL_GATHER,
+        sums_in_products=sums_in_products(spec),
     )

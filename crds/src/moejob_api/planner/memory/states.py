@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moejob_api.arithmetic import ceil_div
+from moejob_api.job.resources import Accelerator
 from moejob_api.planner.memory.case import Case, Parameters, Portion, output_parameters
-from moejob_api.planner.memory.constants import FSDP_UNITS
+from moejob_api.planner.memory.constants import FSDP_UNITS, UPDATE_ELEMENTS
 from moejob_api.planner.memory.kept_activations import FLOAT32_BYTES
 from moejob_api.planner.memory.kinds import StageContents
 from moejob_api.planner.memory.temporaries import largest_matrix
@@ -32,7 +33,6 @@ def states(case: Case, stage: StageContents, part: Portion) -> States:
     """Return the bytes that a stage with these parameters holds between and during steps."""
     mine = divided(case, part.trained)
     on_host = case.spec.memory.offload_optimizer
-    optimizer = mine * optimizer_bytes(case)
     held, trained, gathered = part.held.total, part.trained.total, 0
     if case.divides_weights:
         held, trained = divided(case, part.held), mine
@@ -40,11 +40,10 @@ def states(case: Case, stage: StageContents, part: Portion) -> States:
     return States(
         weights=(held - trained) * case.frozen_bytes + trained * case.weight_bytes,
         gradients=trained * case.summed_bytes,
-        optimizer=round(optimizer * (1 - on_host)),
+        optimizer=round(mine * optimizer_bytes(case) * (1 - on_host)),
         gathered=gathered,
-        step=round(_step(case, mine) * (1 - on_host)),
-        # Gradients arrive in host memory in float32 too.
-        host=round((optimizer + mine * FLOAT32_BYTES) * on_host),
+        step=_step(case, mine),
+        host=round(mine * host_optimizer_bytes(case) * on_host),
     )
 
 
@@ -55,18 +54,28 @@ def divided(case: Case, parameters: Parameters) -> int:
 
 
 def optimizer_bytes(case: Case) -> int:
-    """Bytes of optimizer state for each trained parameter: two moments, and a float32 copy of lower weights."""
-    master = 0 if case.weight_bytes == FLOAT32_BYTES else FLOAT32_BYTES
-    return master + 2 * case.spec.training.precision.moments.size_bytes
+    """Bytes of optimizer state for each trained parameter: two moments, and what lower weights lack of float32."""
+    return FLOAT32_BYTES - case.weight_bytes + _moments(case)
+
+
+def host_optimizer_bytes(case: Case) -> int:
+    """The same in host memory: two moments, a float32 copy of lower weights, and gradients, which arrive in float32."""
+    main = FLOAT32_BYTES if case.weight_bytes < FLOAT32_BYTES else 0
+    return main + _moments(case) + FLOAT32_BYTES
+
+
+def _moments(case: Case) -> int:
+    return 2 * case.spec.training.precision.moments.size_bytes
 
 
 def _step(case: Case, mine: int) -> int:
-    """float32 copies of lower gradients, and the product of the largest one with the clipping factor."""
-    copies = mine * FLOAT32_BYTES if case.summed_bytes < FLOAT32_BYTES else 0
-    if case.spec.training.clip_grad == 0 or case.spec.training.lora is not None:
-        return copies
+    """float32 copies that an update on the CPU makes, of gradients and of what is kept in less; a GPU makes none."""
+    if case.spec.resources.accelerator is Accelerator.GPU:
+        return 0
+    moments = 2 * FLOAT32_BYTES if _moments(case) < 2 * FLOAT32_BYTES else 0
+    main = FLOAT32_BYTES if case.weight_bytes < FLOAT32_BYTES else 0
     largest = max(largest_matrix(layer, case.share) for layer in case.kinds.layers)
-    return copies + min(mine, max(largest, case.vocabulary)) * FLOAT32_BYTES
+    return min(mine, max(UPDATE_ELEMENTS, largest, case.vocabulary)) * (FLOAT32_BYTES + main + moments)
 
 
 def _whole(case: Case, part: Portion) -> int:

@@ -26,18 +26,20 @@ def working(layer: Layer, share: Share, keeping: Keeping) -> int:
         # The input of a matrix is gathered again for its gradient; the gradient of the input is whole, then scattered.
         gradients += 2 * share.tokens * share.hidden * share.element_bytes
     busiest = max(_attention(layer.attention, share), _feed_forward(layer, share, keeping))
-    return gradients + busiest + (0 if keeping.adapter_rank else _new_gradients(layer, share))
+    return gradients + busiest + (0 if keeping.adapter_rank else _new_gradients(layer, share, keeping))
 
 
-def _new_gradients(layer: Layer, share: Share) -> int:
+def _new_gradients(layer: Layer, share: Share, keeping: Keeping) -> int:
     """Weight gradients before they are added into their buffer, with the transposed copies that the products make."""
-    largest = largest_matrix(layer, share)
-    if isinstance(layer.mlp, Experts):
-        # The second matrix of all experts is not yet added when the first is computed.
-        columns = ceil_div(layer.mlp.intermediate, share.expert_tensor)
-        experts = 3 * share.hidden * columns * ceil_div(layer.mlp.count, share.expert)
-        largest = max(largest, experts)
-    return 2 * largest * share.element_bytes
+    if not isinstance(layer.mlp, Experts):
+        return 2 * largest_matrix(layer, share) * share.element_bytes
+    columns = ceil_div(layer.mlp.intermediate, share.expert_tensor)
+    matrix = share.hidden * columns * ceil_div(layer.mlp.count, share.expert)
+    if keeping.sums_in_products:
+        # Autograd is given a gradient without numbers, of the larger tensor.
+        return max(2 * matrix, 2 * _beside_experts(layer, layer.mlp, share)) * share.element_bytes
+    # The second matrix of all experts is not yet added when the first is computed.
+    return 2 * max(3 * matrix, largest_matrix(layer, share)) * share.element_bytes
 
 
 def largest_matrix(layer: Layer, share: Share) -> int:
@@ -45,14 +47,19 @@ def largest_matrix(layer: Layer, share: Share) -> int:
     match layer.mlp:
         case DenseMLP():
             inner = 2 * ceil_div(layer.mlp.intermediate, share.tensor)
+            return share.hidden * max(inner, _projection_width(layer.attention, share))
         case Experts():
             of_expert = 2 * ceil_div(layer.mlp.intermediate, share.expert_tensor)
-            inner = max(
-                ceil_div(layer.mlp.count, share.expert) * of_expert, 2 * layer.mlp.shared_intermediate // share.tensor
-            )
+            experts = share.hidden * ceil_div(layer.mlp.count, share.expert) * of_expert
+            return max(experts, _beside_experts(layer, layer.mlp, share))
         case _:
             assert_never(layer.mlp)
-    return share.hidden * max(inner, _projection_width(layer.attention, share))
+
+
+def _beside_experts(layer: Layer, experts: Experts, share: Share) -> int:
+    """Elements of the largest other matrix of a layer with experts."""
+    shared = 2 * experts.shared_intermediate // share.tensor
+    return share.hidden * max(shared, _projection_width(layer.attention, share))
 
 
 def _projection_width(attention: Attention, share: Share) -> int:
