@@ -29,7 +29,7 @@ class Values(Protocol):
 
     @property
     def storage(self) -> Tensor:
-        """What is kept: the numbers, or the part of them that the weights lack."""
+        """The tensor that is kept: the numbers, or the part of them that the weights lack."""
 
     def read(self) -> Tensor:
         """Return the numbers: the tensor that keeps them, or a new one."""

@@ -147,7 +147,7 @@ class ShardedAdamW:
 
 
 def _device(piece: OptimizerShard) -> torch.device:
-    """Where a piece is updated."""
+    """Return the device that a piece is updated on."""
     return piece.master.storage.device
 
 
