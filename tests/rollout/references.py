@@ -28,6 +28,22 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe": _SIZES
     | {"head_dim": 32, "moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True},
     "mixtral": _SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    "glm4_moe": _SIZES
+    | {
+        "num_hidden_layers": 4,
+        "head_dim": 32,
+        "moe_intermediate_size": 64,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.5,
+        "use_qk_norm": True,
+        "num_nextn_predict_layers": 0,
+    },
     "qwen2": _SIZES,
 }
 

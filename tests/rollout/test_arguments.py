@@ -16,14 +16,15 @@ from moejob_rollout.engine import EngineEnvironment
 CONFIG = {"max_position_embeddings": 4096}
 
 
-def options(accelerator: str, **rollout: Any) -> dict[str, str]:
+def options(accelerator: str, *, replays: bool = False, **rollout: Any) -> dict[str, str]:
     """The options of an engine on this accelerator; one without a value has an empty one."""
+    grpo = {"groupSize": 8, "promptsPerStep": 1, "rewards": [{"name": "exact-match"}], "routingReplay": replays}
     spec = {
         "method": "GRPO",
         "model": {"source": "/model"},
         "data": {"train": [{"source": "/prompts.jsonl", "format": "Prompts"}]},
         "training": {"maxSteps": 1, "globalBatchSize": 8},
-        "grpo": {"groupSize": 8, "promptsPerStep": 1, "rewards": [{"name": "exact-match"}], "rollout": rollout},
+        "grpo": grpo | {"rollout": rollout},
         "storage": {"size": "1Gi"},
         "resources": {"accelerator": accelerator},
     }
@@ -54,3 +55,12 @@ def test_an_engine_on_a_cpu_has_no_graphs() -> None:
 @pytest.mark.parametrize(("placement", "sleeps"), [("Colocated", True), ("Separate", False)])
 def test_an_engine_sleeps_where_it_shares_the_gpus_of_a_trainer(placement: str, sleeps: bool) -> None:
     assert ("--enable-sleep-mode" in options("GPU", placement=placement)) is sleeps
+
+
+@pytest.mark.parametrize("accelerator", ["CPU", "GPU"])
+@pytest.mark.parametrize("replays", [True, False])
+def test_an_engine_returns_experts_where_the_trainer_replays_them(accelerator: str, replays: bool) -> None:
+    found = options(accelerator, replays=replays)
+    assert ("--enable-return-routed-experts" in found) is replays
+    # Where vLLM keeps them, beside the cache of keys and values.
+    assert "--enable-prefix-caching" in found

@@ -29,6 +29,7 @@ def register() -> None:
     if current_platform.is_cpu() and "cpu" not in _registered:
         _pack_experts_at_every_update()
         _leave_cores_to_others()
+        _record_routed_experts()
         _registered.add("cpu")
 
 
@@ -52,6 +53,12 @@ def _pack_experts_at_every_update() -> None:
             self.moe_kernel.fused_experts.process_weights_after_loading(layer)
 
     UnquantizedFusedMoEMethod._setup_kernel = packed  # noqa: SLF001
+
+
+def _record_routed_experts() -> None:
+    from moejob_rollout.routed_experts import record_on_cpu  # noqa: PLC0415  # slow to import
+
+    record_on_cpu()
 
 
 def _leave_cores_to_others() -> None:
