@@ -28,6 +28,17 @@ class FinishReason(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class RoutedLayers:
+    """The layers of a model that send tokens to experts, and the number of experts that each token goes to."""
+
+    layers: int
+    # Numbers of those that have experts.
+    routed: tuple[int, ...]
+    experts: int
+    per_token: int
+
+
+@dataclass(frozen=True, slots=True)
 class Sampling:
     """The distribution that tokens are drawn from, and where an answer ends."""
 
@@ -35,8 +46,8 @@ class Sampling:
     top_p: float
     max_new_tokens: int
     stop_tokens: tuple[int, ...]
-    # Return the experts that each token was routed to.
-    routing: bool = False
+    # Return the experts that each token was routed to in these layers.
+    routing: RoutedLayers | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,7 +71,7 @@ class Answer:
     log_probabilities: Floats
     versions: Tokens
     finish_reason: FinishReason
-    # Experts of each token of prompt and answer but the last. [P + N - 1, layers, top k]
+    # Experts of each token of prompt and answer but the last, which engines do not read. [P + N - 1, routed layers, k]
     routing: npt.NDArray[Any] | None = None
 
 

@@ -6,16 +6,14 @@ a checkpoint, its version 12 is another one than before.
 
 from __future__ import annotations
 
-import base64
-import io
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from moejob_trainer.rollouts.interface import Answer, FinishReason, Floats, Request, Sampling, Tokens
+from moejob_trainer.rollouts.routed_experts import Array, BadRouting, routed_experts
 
 GENERATE = "/inference/v1/generate"
 _FINISHED = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
@@ -116,7 +114,7 @@ def read_answer(request: Request, sampling: Sampling, body: bytes, run: str) -> 
         log_probabilities=np.array([one.logprob for one in choice.logprobs.content], np.float32),
         versions=_versions(choice.weight_versions, count, run),
         finish_reason=_FINISHED[choice.finish_reason],
-        routing=_routing(choice.routed_experts) if sampling.routing else None,
+        routing=_routing(choice.routed_experts, len(request.prompt) + count, sampling),
     )
 
 
@@ -145,11 +143,16 @@ def _versions(spans: tuple[_Span, ...], count: int, run: str) -> Tokens:
     return versions
 
 
-def _routing(text: str | None) -> npt.NDArray[Any]:
+def _routing(text: str | None, tokens: int, sampling: Sampling) -> Array | None:
+    if sampling.routing is None:
+        return None
     if text is None:
         raise BadAnswer("an answer came without the experts that were asked for")
-    routing: npt.NDArray[Any] = np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False)
-    return routing
+    try:
+        # The engine has not read the last token.
+        return routed_experts(text, tokens - 1, sampling.routing)
+    except BadRouting as error:
+        raise BadAnswer(str(error)) from None
 
 
 def _parsed(kind: type[T], body: bytes) -> T:
