@@ -88,3 +88,43 @@ def test_a_token_that_no_expert_takes_adds_nothing_to_what_goes_past_them() -> N
     y.sum().backward()
     assert x.grad is not None
     assert (x.grad[untaken] == 0).all()
+
+
+def _replaying(moe: MoELayer, x: Tensor, replayed: Tensor, number: int | None) -> Tensor:
+    documents = Documents.of([len(x)])
+    own = LocalTokens(torch.ones(len(x), dtype=torch.bool), documents.segments(), {5: replayed})
+    moe.number = number
+    result: Tensor = moe(x, make_packed_batch(documents, _model().rotary, None, own))
+    return result
+
+
+def test_tokens_go_to_the_experts_that_are_replayed_with_the_weights_of_the_router() -> None:
+    moe = _moe()
+    x = torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(5))
+    own = torch.softmax(x @ moe.router.weight.T, -1).topk(moe.shape.per_token).indices
+    replayed = 1 + own
+    # One of its three experts is another, in any order; the last token routes by itself.
+    other = next(expert for expert in range(moe.shape.count) if expert not in own[4])
+    replayed[4] = 1 + torch.tensor([other, int(own[4, 2]), int(own[4, 0])])
+    replayed[-1] = 0
+    y, plain = _replaying(moe, x, replayed.to(torch.uint8), 5), _replaying(moe, x, replayed, None)
+    same = [token for token in range(TOKENS) if token != 4]
+    torch.testing.assert_close(y[same], plain[same], rtol=1e-5, atol=1e-5)
+    scores = (x[4].double() @ moe.router.weight.double().T).softmax(-1)
+    chosen = [other, int(own[4, 2]), int(own[4, 0])]
+    expected = torch.zeros(HIDDEN, dtype=torch.float64)
+    for expert in chosen:
+        gate, up = moe.experts.gate_up[expert].double() @ x[4].double()
+        made = moe.experts.down[expert].double() @ (torch.nn.functional.silu(gate) * up)
+        expected += scores[expert] / scores[chosen].sum() * made
+    torch.testing.assert_close(y[4].double(), expected, rtol=1e-5, atol=1e-5)
+    assert int(moe.balance.replayed) == (TOKENS - 1) * moe.shape.per_token
+    assert int(moe.balance.differing) == 1
+
+
+def test_a_module_for_a_further_token_replays_nothing() -> None:
+    moe = _moe()
+    x = torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(6))
+    replayed = torch.ones(TOKENS, moe.shape.per_token, dtype=torch.uint8).cumsum(-1)
+    torch.testing.assert_close(_replaying(moe, x, replayed, None), _replaying(moe, x, 0 * replayed, 5))
+    assert (_replaying(moe, x, replayed, None) != _replaying(moe, x, replayed, 5)).any()

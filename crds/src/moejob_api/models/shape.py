@@ -117,6 +117,11 @@ class ModelShape:
         """The experts of the first layer that has any; every layer with experts has the same."""
         return next((layer.mlp for layer in self.layers if isinstance(layer.mlp, Experts)), None)
 
+    @property
+    def routed_layers(self) -> tuple[int, ...]:
+        """The numbers of the layers that have experts; MTP layers are not among them."""
+        return tuple(index for index, layer in enumerate(self.layers) if isinstance(layer.mlp, Experts))
+
     def attentions(self) -> Iterator[Attention]:
         """Each kind of attention the model has, once."""
         yield from dict.fromkeys(layer.attention for layer in (*self.layers, *self.mtp_layers))

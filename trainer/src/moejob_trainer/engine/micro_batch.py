@@ -6,7 +6,7 @@ Knows neither where documents come from nor what the loss is; never imports Mega
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,10 @@ from torch import Tensor
 
 # Stands in MicroBatch.documents for a slot that holds nothing but padding.
 FILLER = -1
+
+# The input that replays a routing. Of each token, in each layer with experts, one more than the experts it goes to;
+# where it is 0, in padding and where nothing is known, a token routes by itself. [length, routed layers, k]
+ROUTING = "routing"
 
 Array = npt.NDArray[Any]
 
@@ -70,6 +74,10 @@ class MicroBatch:
     documents: tuple[int, ...]  # [D], places in the list that was batched, or FILLER
     extras: Mapping[str, Tensor]  # each [T, ...] or, about documents, [D]
     lengths: tuple[int, ...]  # [D], tokens of each slot that are not padding
+
+    def without(self, name: str) -> MicroBatch:
+        """Return the micro batch without one of its extras."""
+        return replace(self, extras={other: value for other, value in self.extras.items() if other != name})
 
     def is_real(self) -> Tensor:
         """bool [T]: which tokens are no padding."""

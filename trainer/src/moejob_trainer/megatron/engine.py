@@ -24,7 +24,7 @@ from moejob_trainer.distributed import messages
 from moejob_trainer.distributed.collectives import total
 from moejob_trainer.distributed.groups import Groups
 from moejob_trainer.engine import Loss, LossTerms, Mean, MicroBatch, TokenOutputs, UpdateResult
-from moejob_trainer.engine.micro_batch import FILLER
+from moejob_trainer.engine.micro_batch import FILLER, ROUTING
 from moejob_trainer.layers.routing import updated_selection_bias
 from moejob_trainer.megatron.data_parallel import replicas
 from moejob_trainer.megatron.gradients import finish_gradients
@@ -163,8 +163,9 @@ class MegatronEngine:
         """The same of the reference model: the weights that the engine was built with."""
         if self.reference is None:
             raise ValueError("there is no reference model; grpo.kl.coefficient is 0")
+        # It routes by itself: experts that a trained router chose are no part of the model as it was.
         with self.reference.loaded():
-            return self.outputs(batches)
+            return self.outputs([batch.without(ROUTING) for batch in batches])
 
     def weights(self, stacked_elements: int = 0) -> Iterator[tuple[str, Tensor]]:
         """The weights under their Hugging Face names, whole and one at a time; each on one rank, on the others meta."""
@@ -226,7 +227,8 @@ class MegatronEngine:
 
     def _row_input(self, number: int, batch: MicroBatch, counts_choices: bool) -> StageInput:
         sequence_parallel = self.spec.parallelism.sequence_parallel
-        made = stage_input(batch, self.model, self.groups, sequence_parallel=sequence_parallel)
+        held = [index for stage in self.stages for index in stage.place.layers]
+        made = stage_input(batch, self.model, self.groups, held, sequence_parallel=sequence_parallel)
         packed = replace(made.packed, number=number, update=self.updates, counts_choices=counts_choices)
         return replace(made, packed=packed)
 
@@ -284,7 +286,11 @@ class MegatronEngine:
             tokens=batch.tokens.to(self.device, non_blocking=True),
             labels=batch.labels.to(self.device, non_blocking=True),
             weights=batch.weights.to(self.device, non_blocking=True),
-            extras={name: value.to(self.device, non_blocking=True) for name, value in batch.extras.items()},
+            extras={
+                # A routing is of all layers and tokens: this rank's part of it follows, once it is known.
+                name: value if name == ROUTING else value.to(self.device, non_blocking=True)
+                for name, value in batch.extras.items()
+            },
         )
 
     # --- what an update is made of ----------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -10,9 +10,11 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
+from moejob_api.models.shape import ModelShape
 from moejob_trainer.distributed.collectives import all_gather_alike, local_rows
 from moejob_trainer.distributed.groups import Groups
 from moejob_trainer.engine import MicroBatch
+from moejob_trainer.engine.micro_batch import ROUTING
 from moejob_trainer.layers.documents import Documents, in_row_order
 from moejob_trainer.model.architecture import Architecture
 from moejob_trainer.model.packed_batch import LocalTokens, make_packed_batch
@@ -58,20 +60,28 @@ def _step(finish: Callable[[int, StageOutput], Tensor]) -> Callable[..., Any]:
     return forward_step
 
 
-def stage_input(batch: MicroBatch, model: Architecture, groups: Groups, *, sequence_parallel: bool) -> StageInput:
-    """This rank's part of a micro batch that is on its device already."""
+def stage_input(
+    batch: MicroBatch, model: Architecture, groups: Groups, layers: Sequence[int], *, sequence_parallel: bool
+) -> StageInput:
+    """This rank's part of a micro batch that is on its device already; it holds these layers of the model."""
     boundaries = batch.cu_lengths.tolist()
     lengths = tuple(stop - start for start, stop in pairwise(boundaries))
     documents = Documents(batch.cu_lengths.to(batch.tokens.device), lengths, groups.context.rank, groups.context.size)
     held = documents.indices()
     is_real = batch.is_real().to(batch.tokens.device)
 
-    def own(values: Tensor) -> Tensor:
-        return local_rows(values[held], groups.tensor) if sequence_parallel else values[held]
+    def cut(values: Tensor) -> Tensor:
+        return local_rows(values, groups.tensor) if sequence_parallel else values
 
-    segments = documents.segments()
-    segments = local_rows(segments, groups.tensor) if sequence_parallel else segments
-    packed = make_packed_batch(documents, model.rotary, groups.context.handle, LocalTokens(own(is_real), segments))
+    def own(values: Tensor) -> Tensor:
+        return cut(values[held])
+
+    replayed: Mapping[int, Tensor] = {}
+    if (routing := batch.extras.get(ROUTING)) is not None:
+        routing = cut(torch.cat([routing[start:end] for start, end in documents.held()]))
+        replayed = _of_layers(routing, model.shape, layers, batch.tokens.device)
+    local = LocalTokens(own(is_real), cut(documents.segments()), replayed)
+    packed = make_packed_batch(documents, model.rotary, groups.context.handle, local)
     # Taken from the whole row: the token behind the last of a chunk is another rank's.
     mtp = [
         MTPInput(
@@ -80,6 +90,19 @@ def stage_input(batch: MicroBatch, model: Architecture, groups: Groups, *, seque
         for by, _ in enumerate(model.shape.mtp_layers, 1)
     ]
     return StageInput(batch.tokens[held], batch.labels[held], packed, tuple(mtp))
+
+
+def _of_layers(routing: Tensor, shape: ModelShape, layers: Sequence[int], device: torch.device) -> Mapping[int, Tensor]:
+    """Return the choices of those layers that have experts. [t, routed layers, k] -> each [t, k]
+
+    They stay on the host until their layer is computed: those of all micro batches would fill gigabytes of a device.
+    """
+    routed = shape.routed_layers
+    held = [index for index in layers if index in routed]
+    choices = routing[:, [routed.index(index) for index in held]].transpose(0, 1).contiguous()
+    # From pinned memory they come without stopping the device.
+    choices = choices.pin_memory() if device.type == "cuda" else choices
+    return dict(zip(held, choices.unbind(0), strict=True))
 
 
 def whole(values: Tensor, groups: Groups) -> Tensor:

@@ -23,8 +23,8 @@ from moejob_trainer.model.stage import Stage
 from moejob_trainer.runtime.devices import peak_memory_bytes
 
 # Of each layer, behind the tokens of each of its experts.
-_LOSS, _DROPPED, _ENTROPY = -3, -2, -1
-_SUMS = 3
+_LOSS, _DROPPED, _ENTROPY, _REPLAYED, _DIFFERING = -5, -4, -3, -2, -1
+_SUMS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +62,8 @@ class UpdateMetrics:
         }
         if self.moe.capacity_factor is not None:
             numbers["dropRate"] = layers[:, _DROPPED].sum().item() / (decisions * routing.per_token)
+        if replayed := layers[:, _REPLAYED].sum().item():
+            numbers["routingDisagreement"] = layers[:, _DIFFERING].sum().item() / replayed
         return numbers
 
     def _counters(self) -> Tensor:
@@ -70,7 +72,7 @@ class UpdateMetrics:
         experts = 0 if self.model.routing is None else self.model.routing.experts
         counters = torch.zeros((len(places), experts + _SUMS), dtype=torch.float64, device=self.device)
         for layer, balance in self._balances():
-            sums = torch.stack([balance.loss, balance.dropped, balance.entropy])
+            sums = torch.stack([balance.loss, balance.dropped, balance.entropy, balance.replayed, balance.differing])
             counters[places.index(layer)] = torch.cat([balance.load, sums])
         return counters
 

@@ -58,6 +58,9 @@ class Balance(nn.Module):
     loss: Tensor
     # The sum over this rank's tokens.
     entropy: Tensor
+    # Choices that were replayed, and those among them that the router would not have made.
+    replayed: Tensor
+    differing: Tensor
 
     def __init__(self, routing: Routing, moe: MoE, balancing: Balancing, groups: Groups) -> None:
         super().__init__()
@@ -68,7 +71,8 @@ class Balance(nn.Module):
         self.counted: Tensor | None = None
         # By the number of the micro batch: what is computed again needs no second sum over ranks.
         self._seen: dict[int, Tensor] = {}
-        for name, size in (("load", (routing.experts,)), ("dropped", ()), ("loss", ()), ("entropy", ())):
+        sizes = {"load": (routing.experts,), "dropped": (), "loss": (), "entropy": (), "replayed": (), "differing": ()}
+        for name, size in sizes.items():
             self.register_buffer(name, torch.zeros(size, dtype=torch.float32), persistent=False)
 
     @property
@@ -87,7 +91,7 @@ class Balance(nn.Module):
         self._reset()
 
     def _reset(self) -> None:
-        for counter in (self.load, self.dropped, self.loss, self.entropy):
+        for counter in (self.load, self.dropped, self.loss, self.entropy, self.replayed, self.differing):
             counter.zero_()
 
     def watched(self, probabilities: Tensor, logits: Tensor, chosen: Tensor, packed: PackedBatch) -> Tensor:
@@ -108,6 +112,13 @@ class Balance(nn.Module):
         """Count the choices that became one of none."""
         if torch.is_grad_enabled() and not computes_again():
             self.dropped += ((chosen == self.routing.experts) & packed.is_real.unsqueeze(-1)).sum()
+
+    def count_replayed(self, own: Tensor, chosen: Tensor, is_known: Tensor) -> None:
+        """Count the choices that were replayed, and how many of them the router has not made itself. [t, k] each"""
+        if torch.is_grad_enabled() and not computes_again():
+            is_own = (chosen.unsqueeze(-1) == own.unsqueeze(-2)).any(-1)
+            self.replayed += is_known.sum()
+            self.differing += (is_known & ~is_own).sum()
 
     def _counts(self, chosen: Tensor, packed: PackedBatch) -> Tensor:
         """Choices of the tokens here, by document where these are balanced one by one. [documents or 1, E]"""

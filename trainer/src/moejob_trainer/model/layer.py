@@ -29,7 +29,10 @@ from moejob_trainer.model.recompute import discarded, recomputed
 class TransformerLayer(nn.Module):
     """Attention, then a feed-forward network or experts, each behind a norm and beside a residual."""
 
-    def __init__(self, shape: LayerShape, model: Architecture, spec: Spec, groups: Groups) -> None:
+    def __init__(
+        self, shape: LayerShape, model: Architecture, spec: Spec, groups: Groups, number: int | None = None
+    ) -> None:
+        """`number` counts the layers of the model; that of a module for a further token has none."""
         super().__init__()
         hidden = model.shape.hidden
         share = TensorShare(groups.tensor, spec.parallelism.sequence_parallel)
@@ -43,6 +46,7 @@ class TransformerLayer(nn.Module):
             case Experts() as experts:
                 settings = moe_settings(model, spec)
                 self.moe = MoELayer(experts, hidden, groups, share, settings)
+                self.moe.number = number
 
     def forward(self, x: Tensor, packed: PackedBatch) -> Tensor:
         """[t, h] -> [t, h]"""

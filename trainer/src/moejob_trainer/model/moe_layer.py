@@ -121,6 +121,8 @@ class MoELayer(nn.Module):
     ) -> None:
         super().__init__()
         self.shape, self.groups, self.settings = shape, groups, settings
+        # In the model; None where nothing is replayed, as in modules for further tokens.
+        self.number: int | None = None
         self.router = Router(shape, hidden, share, settings)
         self.experts = LocalExperts(shape, hidden, groups, settings)
         self.balance = Balance(settings.routing, settings.moe, settings.balancing, groups)
@@ -136,7 +138,7 @@ class MoELayer(nn.Module):
     def forward(self, x: Tensor, packed: PackedBatch) -> Tensor:
         """[t, h] -> [t, h]"""
         logits = self.router(x)
-        chosen, probabilities = routed(logits, self.settings.routing, selection_bias=self.router.selection_bias)
+        chosen, probabilities = self._routed(logits, packed)
         probabilities = self.balance.watched(probabilities, logits, chosen, packed)
         chosen, probabilities = self._within_capacity(chosen, probabilities, packed)
         y = self._mixed(x, chosen, probabilities)
@@ -144,6 +146,19 @@ class MoELayer(nn.Module):
             return y
         shared = self.shared(x)
         return y + (shared if self.shared_gate is None else torch.sigmoid(self.shared_gate(x)) * shared)
+
+    def _routed(self, logits: Tensor, packed: PackedBatch) -> tuple[Tensor, Tensor]:
+        """Return the experts of each token, its own or those to be replayed, and this router's weights of them."""
+        route = partial(routed, routing=self.settings.routing, selection_bias=self.router.selection_bias)
+        replayed = None if self.number is None else packed.replayed.get(self.number)
+        if replayed is None:
+            return route(logits)
+        own, _ = route(logits.detach())
+        replayed = replayed.to(logits.device, non_blocking=True)
+        is_known = replayed > 0
+        chosen = torch.where(is_known, replayed.long() - 1, own)
+        self.balance.count_replayed(own, chosen, is_known)
+        return route(logits, chosen=chosen)
 
     def _within_capacity(self, chosen: Tensor, probabilities: Tensor, packed: PackedBatch) -> tuple[Tensor, Tensor]:
         factor = self.settings.moe.capacity_factor

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -24,6 +25,9 @@ class PackedBatch:
     is_real: Tensor
     # The document of each of the same tokens. [t]
     segments: Tensor
+    # By the number of a layer, one more than the experts of the same tokens; those of 0 route by themselves. On the
+    # host, until the layer wants them. Each [t, k]
+    replayed: Mapping[int, Tensor] = field(default_factory=dict)
     # Which of this rank's micro batches of the global batch it is, and of which update.
     number: int = 0
     update: int = 0
@@ -37,6 +41,8 @@ class LocalTokens:
 
     is_real: Tensor
     segments: Tensor
+    # Choices of experts to replay, by layer. Each [t, k]
+    replayed: Mapping[int, Tensor] = field(default_factory=dict)
 
 
 def make_packed_batch(
@@ -44,4 +50,5 @@ def make_packed_batch(
 ) -> PackedBatch:
     """The row, with its rotation computed once for all layers."""
     cosine, sine = rotary.angles(documents.positions())
-    return PackedBatch(documents, cosine, sine, rotary.interleaved, context_group, own.is_real, own.segments)
+    of_tokens = own.is_real, own.segments, own.replayed
+    return PackedBatch(documents, cosine, sine, rotary.interleaved, context_group, *of_tokens)

@@ -149,7 +149,7 @@ class Stage(nn.Module):
         self.share = TensorShare(groups.tensor, spec.parallelism.sequence_parallel)
         shape = model.shape
         self.layers = nn.ModuleDict(
-            {str(index): TransformerLayer(shape.layers[index], model, spec, groups) for index in place.layers}
+            {str(index): TransformerLayer(shape.layers[index], model, spec, groups, index) for index in place.layers}
         )
         if place.is_first or (place.is_last and self.shares_embedding):
             self.embedding = Embedding(shape, self.share)
