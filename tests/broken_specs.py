@@ -181,10 +181,14 @@ BROKEN_SPECS: tuple[Broken, ...] = (
         },
     ),
     Broken(
-        "experts of an engine replayed",
+        "choices replayed and dropped",
         Rule.ROUTING,
-        "cannot replay the experts",
-        {"method": "GRPO", "grpo": {"rewards": [{"name": "math"}], "routingReplay": True}},
+        "remove one of the two",
+        {
+            "method": "GRPO",
+            "moe": {"capacityFactor": 1.5},
+            "grpo": {"rewards": [{"name": "math"}], "routingReplay": True},
+        },
     ),
     Broken("a dispatcher that is not there", Rule.ROUTING, "needs DeepEP", {"moe": {"dispatcher": "Flex"}}),
     Broken(

@@ -20,4 +20,3 @@ UNADAPTED_EXPERTS = frozenset({Family.GPT_OSS})
 UNTRAINED_DISPATCHERS: Mapping[Dispatcher, str] = {
     Dispatcher.FLEX: "dispatcher Flex needs DeepEP, which the trainer does not have; use AllToAll",
 }
-UNTRAINED_ROUTING_REPLAY = "the trainer cannot replay the experts that an engine chose; remove routingReplay"

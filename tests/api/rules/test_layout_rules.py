@@ -256,6 +256,13 @@ LINEAR = ModelShape(
             "cannot divide the model's 32 attention heads",
             id="heads of an engine",
         ),
+        pytest.param(
+            LLAMA,
+            {"method": "GRPO", "grpo": {"rewards": [{"name": "math"}], "routingReplay": True}},
+            Rule.ROUTING,
+            "llama has none; remove it",
+            id="a dense model whose routing is replayed",
+        ),
     ],
 )
 def test_a_layout_that_does_not_suit_the_model_is_refused_with_its_fix(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from moejob_api.layout.sizes import layout as layout_of
 from moejob_trainer.data.packing import batch_plan
 from moejob_trainer.engine import UpdateResult
+from moejob_trainer.engine.micro_batch import Array
 from moejob_trainer.megatron.cpu import use_cpu
 from moejob_trainer.megatron.topology import stop_groups
 from moejob_trainer.objectives.grpo.experience import Experience, experience
@@ -23,6 +25,7 @@ from moejob_trainer.objectives.grpo.rank_exchange import Peers
 from moejob_trainer.objectives.grpo.rollout import Author, TokenSpan, Trajectory
 from moejob_trainer.rollouts.interface import SyncReport
 from trainer.parity.cells import Cell, started
+from trainer.parity.routing_replay import given, random_choices
 
 TEMPERATURE, MAXIMUM, COEFFICIENT, ENTROPY_COEFFICIENT = 0.7, 1.05, 0.2, 0.3
 GROUP_SIZE = 4
@@ -125,6 +128,12 @@ def recorded(folder: Path) -> Experience:
     return experience(rollouts, REWARDS)
 
 
+def replayed(answers: Experience) -> Experience:
+    """The same answers with experts that no router chose, of the four layers of the Qwen3-MoE of these tests."""
+    parts = (random_choices(number, tokens, (4, 8, 3)) for number, tokens in enumerate(answers.cut(answers.tokens)))
+    return replace(answers, routing=np.concatenate([*parts]))
+
+
 def by_transformers(folder: Path, answers: Experience) -> tuple[float, float]:
     """The loss of the first update and the norm of its gradient, an answer at a time."""
     model = _model(folder)
@@ -138,11 +147,15 @@ def by_transformers(folder: Path, answers: Experience) -> tuple[float, float]:
     for number, (asked, said) in enumerate(LENGTHS):
         start = int(answers.starts[number])
         tokens = answers.tokens[start : start + asked + said]
-        own, entropies = (values[asked - 1 :] for values in _log_probabilities(model, tokens))
+        choices = None if answers.routing is None else answers.routing[start : start + asked + said]
+        own, entropies = (values[asked - 1 :] for values in _log_probabilities(model, tokens, choices))
+        # The reference model has the same weights still, and routes by itself.
+        apart = own - _log_probabilities(model, tokens)[0][asked - 1 :].detach()
+        kl = COEFFICIENT * ((-apart).exp() - 1 + apart)
         engine = torch.from_numpy(answers.engine[start + asked : start + asked + said])
         weights = (own.detach() - engine).exp().clamp(max=MAXIMUM)
         ratios = (own - own.detach()).exp()
-        total = -(ratios * weights * float(advantages[number]) + ENTROPY_COEFFICIENT * entropies).sum() / count
+        total = -(ratios * weights * float(advantages[number]) + ENTROPY_COEFFICIENT * entropies - kl).sum() / count
         total.backward()
         loss += total.item()
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
@@ -155,10 +168,11 @@ def _model(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder / "first", config=config).float()
 
 
-def _log_probabilities(model: Any, tokens: Any) -> tuple[Tensor, Tensor]:
+def _log_probabilities(model: Any, tokens: Any, choices: Array | None = None) -> tuple[Tensor, Tensor]:
     """Of every token but the first, at the temperature, and the entropy there. [N - 1] both"""
     row = torch.from_numpy(np.asarray(tokens, np.int64))
-    every = (model(row[None], use_cache=False).logits[0, :-1].double() / TEMPERATURE).log_softmax(-1)
+    with nullcontext() if choices is None else given(model, choices):
+        every = (model(row[None], use_cache=False).logits[0, :-1].double() / TEMPERATURE).log_softmax(-1)
     return every.gather(-1, row[1:, None])[:, 0], -(every.exp() * every).sum(-1)
 
 

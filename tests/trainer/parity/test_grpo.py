@@ -12,7 +12,7 @@ import pytest
 
 from moejob_api.models.shape import Family
 from trainer.parity.cells import FOLDED, LAYOUTS, Cell, Steps
-from trainer.parity.grpo import SECTIONS, Learned, by_transformers, learned, recorded
+from trainer.parity.grpo import SECTIONS, Learned, by_transformers, learned, recorded, replayed
 from trainer.worlds import Worlds
 
 Reference = Callable[[Family], tuple[Path, Steps]]
@@ -58,6 +58,38 @@ def test_the_second_update_is_the_same_in_every_layout(learned_in: LearnedIn, fa
     single = learned_in(family, SINGLE)[0]
     for rank in learned_in(family, layout):
         np.testing.assert_allclose(_numbers(rank), _numbers(single), rtol=10 * WITHIN, atol=WITHIN)
+
+
+REPLAYED = [SINGLE, "TP2", "PP2.VPP2", "EP2", "CP2", "DP2", "FSDP over TP2.EP2.DP2"]
+
+
+@pytest.fixture(scope="module")
+def replayed_in(worlds: Worlds, reference: Reference) -> Callable[[str], Sequence[Learned]]:
+    @cache
+    def run(layout: str) -> Sequence[Learned]:
+        sections = {**SECTIONS, "grpo": {**SECTIONS["grpo"], "routingReplay": True}, **_sections(layout)}
+        cell, (folder, _) = Cell(Family.QWEN3_MOE, sections), reference(Family.QWEN3_MOE)
+        return worlds.run(cell.ranks(), learned, cell, folder, replayed(recorded(folder)))
+
+    return run
+
+
+@pytest.mark.parametrize("layout", REPLAYED)
+def test_a_step_on_the_experts_of_engines_is_that_of_transformers_on_them(
+    replayed_in: Callable[[str], Sequence[Learned]], reference: Reference, layout: str
+) -> None:
+    folder, _ = reference(Family.QWEN3_MOE)
+    loss, norm = by_transformers(folder, replayed(recorded(folder)))
+    assert abs(loss - by_transformers(folder, recorded(folder))[0]) > 100 * WITHIN
+    for rank in replayed_in(layout):
+        first = rank.updates[0]
+        assert first.loss == pytest.approx(loss, abs=WITHIN)
+        assert first.gradient_norm == pytest.approx(norm, rel=10 * WITHIN)
+        # The reference model routes by itself, and so says something else of the same tokens.
+        assert first.metrics["kl"] > 1e-4
+        # Old log-probabilities are of the same experts: nothing has moved before the first update.
+        assert first.metrics["clipLow"] == first.metrics["clipHigh"] == 0.0
+        np.testing.assert_allclose(_numbers(rank), _numbers(replayed_in(SINGLE)[0]), rtol=10 * WITHIN, atol=WITHIN)
 
 
 def test_the_reference_model_stays_where_training_began(learned_in: LearnedIn) -> None:

@@ -305,7 +305,8 @@ class Grpo(ApiModel):
         Field(description="Importance sampling from the engine's to the trainer's probabilities. Absent: off."),
     ] = None
     routing_replay: Annotated[
-        bool, Field(description="Train on the experts the engine chose instead of routing anew.")
+        bool,
+        Field(description="Train on the experts that the engine chose for each token, not the trainer's own (R3)."),
     ] = False
     dynamic_sampling: Annotated[
         DynamicSampling | None,

@@ -179,6 +179,12 @@ def _routing_problems(spec: Spec, shape: ModelShape) -> Iterator[Problem]:
             "same tokens; remove sequence: false",
         )
     if experts is None:
+        if spec.grpo is not None and spec.grpo.routing_replay:
+            yield Problem(
+                Rule.ROUTING,
+                "spec.grpo.routingReplay",
+                f"routingReplay trains on the experts that the engine chose, and {shape.family} has none; remove it",
+            )
         return
     if spec.moe.balancing is Balancing.EXPERT_BIAS and not experts.sigmoid_scores:
         yield Problem(

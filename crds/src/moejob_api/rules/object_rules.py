@@ -22,7 +22,7 @@ from moejob_api.job.storage import Resume
 from moejob_api.job.training import RecomputeGranularity, SchedulerKind
 from moejob_api.layout.sizes import gpus
 from moejob_api.problems import Problem, Rule
-from moejob_api.trainable import UNTRAINED_DISPATCHERS, UNTRAINED_ROUTING_REPLAY
+from moejob_api.trainable import UNTRAINED_DISPATCHERS
 
 # More than any cluster has; keeps products of sizes far from int64, in which CEL computes.
 MAX_GPUS = 1_048_576
@@ -366,8 +366,14 @@ def _trained_dispatcher(spec: Spec) -> Complaint:
     return UNTRAINED_DISPATCHERS.get(spec.moe.dispatcher)
 
 
-def _trained_routing(spec: Spec) -> Complaint:
-    return UNTRAINED_ROUTING_REPLAY if spec.grpo is not None and spec.grpo.routing_replay else None
+def _replay_of_all_choices(spec: Spec) -> Complaint:
+    factor = spec.moe.capacity_factor
+    if spec.grpo is None or not spec.grpo.routing_replay or factor is None:
+        return None
+    return (
+        f"capacityFactor {factor:g} drops choices of experts that the engine has computed with, and routingReplay "
+        "trains on all of them; remove one of the two"
+    )
 
 
 def _gather_of_dynamic_batches(spec: Spec) -> Complaint:
@@ -846,10 +852,9 @@ OBJECT_RULES: tuple[ObjectRule, ...] = (
     ObjectRule(
         Rule.ROUTING,
         "spec.grpo.routingReplay",
-        _trained_routing,
-        "!has(self.routingReplay) || !self.routingReplay",
-        UNTRAINED_ROUTING_REPLAY,
-        on="spec.grpo",
+        _replay_of_all_choices,
+        "!has(self.grpo) || !has(self.grpo.routingReplay) || !self.grpo.routingReplay || !has(self.moe.capacityFactor)",
+        "capacityFactor drops choices of experts that routingReplay trains on; remove one of the two",
     ),
     ObjectRule(
         Rule.ROUTING,

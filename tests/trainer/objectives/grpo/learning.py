@@ -192,7 +192,9 @@ def _learned(asked: Spec, folder: Path, placement: EnginePlacement) -> list[floa
     sets = PromptSets(PromptLoader([prompts(asked.data.train[0], recipe, 12)], asked.data))
     plan = batch_plan(asked, layout_of(asked.parallelism, 8), pad_token=0)
     right = []
-    with Collector(asked.grpo, asker, sets, [end_of_text(tokenizer)], folder) as collector:
+    grpo = asked.grpo
+    sampling = Sampling(grpo.temperature, grpo.top_p, grpo.max_new_tokens, (end_of_text(tokenizer),))
+    with Collector(grpo, asker, sets, sampling, folder) as collector:
         settings, parts = (
             GrpoSettings(asked.grpo, plan, 1, asked.training.seed),
             StepServices(Peers(), engines, collector),

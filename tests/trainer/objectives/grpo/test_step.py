@@ -20,6 +20,7 @@ from moejob_trainer.data.packing import BatchPlan
 from moejob_trainer.data.prompt_loader import PromptLoader, steps_of_epochs
 from moejob_trainer.data.prompts import Prompt, Prompts
 from moejob_trainer.engine import LossTerms, MicroBatch, TokenOutputs, UpdateResult
+from moejob_trainer.engine.micro_batch import ROUTING, Array
 from moejob_trainer.errors import BadConfiguration
 from moejob_trainer.objectives.grpo.collecting import Collector, PromptSets
 from moejob_trainer.objectives.grpo.loss import OLD, REFERENCE
@@ -27,11 +28,27 @@ from moejob_trainer.objectives.grpo.objective import GroupRelativePolicyOptimiza
 from moejob_trainer.objectives.grpo.rank_exchange import Peers
 from moejob_trainer.objectives.grpo.sampling import Asker
 from moejob_trainer.rewards.scorer import Scorer
-from moejob_trainer.rollouts.interface import Answer, EnginesLost, FinishReason, Request, Sampling, SyncReport
+from moejob_trainer.rollouts.interface import (
+    Answer,
+    EnginesLost,
+    FinishReason,
+    Request,
+    RoutedLayers,
+    Sampling,
+    SyncReport,
+)
 
 END = 1
 PLAN = BatchPlan(data=1, tokens=64)
 TOKENS = {"yes": [7, END], "no": [8, 9, END], "for ever": [8] * 6}
+
+
+# Two layers with experts, in which a token goes to the expert of its number, and to the next.
+ROUTED = RoutedLayers(layers=3, routed=(1, 2), experts=16, per_token=1)
+
+
+def _routing(tokens: Array) -> Array:
+    return np.stack([tokens, tokens + 1], 1)[..., None].astype(np.uint8)
 
 
 @dataclass
@@ -42,6 +59,8 @@ class Scripted:
     version: int = -1
     is_awake: bool = False
     asked: list[Request] = field(default_factory=list)
+    # The layers whose experts each request asked for.
+    routed: list[RoutedLayers | None] = field(default_factory=list)
     # Of these answers and those before them the weights are lost, once each.
     losses: set[int] = field(default_factory=set)
     published: list[int] = field(default_factory=list)
@@ -54,6 +73,7 @@ class Scripted:
         """Return the scripted tokens."""
         assert self.is_awake
         self.asked.append(request)
+        self.routed.append(sampling.routing)
         if len(self.asked) in self.losses:
             self._given.clear()
             self._outdated.set()
@@ -62,7 +82,8 @@ class Scripted:
         tokens = np.array(TOKENS[self.said(request.group, request.member)][: sampling.max_new_tokens], np.int32)
         reason = FinishReason.STOP if tokens[-1] == END else FinishReason.LENGTH
         said = np.full(len(tokens), -0.5, np.float32)
-        return Answer(request, tokens, said, np.full(len(tokens), self.version, np.int32), reason)
+        routing = None if sampling.routing is None else _routing(np.concatenate([request.prompt, tokens])[:-1])
+        return Answer(request, tokens, said, np.full(len(tokens), self.version, np.int32), reason, routing)
 
     async def until_outdated(self) -> None:
         """Wait until the weights are lost."""
@@ -94,9 +115,15 @@ class Flat:
     """An engine to which every token is as likely as any; each update makes all of them likelier."""
 
     level: float = -0.5
+    # What old log-probabilities were asked for.
+    asked: list[MicroBatch] = field(default_factory=list)
 
     def outputs(self, batches: Sequence[MicroBatch]) -> list[TokenOutputs]:
         """Return the level for every token."""
+        self.asked += batches
+        return self._said(batches)
+
+    def _said(self, batches: Sequence[MicroBatch]) -> list[TokenOutputs]:
         return [
             TokenOutputs(torch.full((len(batch.tokens),), self.level), torch.ones(len(batch.tokens)))
             for batch in batches
@@ -112,7 +139,7 @@ class Flat:
 
     def update(self, batches: Sequence[MicroBatch], loss: Callable[..., LossTerms]) -> UpdateResult:
         """Add the terms of the loss up."""
-        terms = [loss(outputs, batch) for outputs, batch in zip(self.outputs(batches), batches, strict=True)]
+        terms = [loss(outputs, batch) for outputs, batch in zip(self._said(batches), batches, strict=True)]
         self.level += 0.1
         weight = sum(float(batch.weights.sum()) for batch in batches)
         return UpdateResult(sum(float(one.total) for one in terms) / weight, 1.0, 1.0, 0)
@@ -163,12 +190,19 @@ TEXTS = {tuple(tokens[:-1] if tokens[-1] == END else tokens): text for text, tok
 def started(tmp_path: Path) -> Iterator[Callable[..., Run]]:
     open_collectors: list[Collector] = []
 
-    def start(grpo: Grpo, said: Callable[[int, int], str], updates: int = 1, evaluation: Sequence[Prompt] = ()) -> Run:
+    def start(
+        grpo: Grpo,
+        said: Callable[[int, int], str],
+        updates: int = 1,
+        evaluation: Sequence[Prompt] = (),
+        routed: RoutedLayers | None = None,
+    ) -> Run:
         engines = Scripted(said)
         scorer = Scorer(grpo.rewards, grpo.reward_failure)
         asker = Asker(engines, scorer, lambda tokens: TEXTS[tuple(tokens)], seed=5)
         prompts = PromptSets(PromptLoader(_prompts(), _data()), evaluation)
-        collector = Collector(grpo, asker, prompts, [END], tmp_path).__enter__()
+        sampling = Sampling(grpo.temperature, grpo.top_p, grpo.max_new_tokens, (END,), routed)
+        collector = Collector(grpo, asker, prompts, sampling, tmp_path).__enter__()
         open_collectors.append(collector)
         parts = StepServices(Peers(), engines, collector)
         return Run(GroupRelativePolicyOptimization(GrpoSettings(grpo, PLAN, updates, 5), parts), collector, engines)
@@ -210,6 +244,32 @@ def test_only_what_the_model_wrote_carries_weight(started: Callable[..., Run]) -
         weights = batch.weights[start : start + length].tolist()
         # Of two tokens of the prompt the first predicts the second, which the model did not write.
         assert weights == [0.0, *[1.0] * (length - 2), 0.0]
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+def test_the_experts_of_engines_come_with_their_tokens(started: Callable[..., Run], updates: int) -> None:
+    run = started(_grpo(epochsPerStep=updates), _first_is_right, updates=updates, routed=ROUTED)
+    batches, _ = run.step(0)
+    assert len(batches) == updates**2
+    for batch in [*run.engine.asked, *(batch for (batch,) in batches)]:
+        expected = torch.zeros_like(batch.extras[ROUTING])
+        for start, length in zip(batch.cu_lengths.tolist(), batch.lengths, strict=False):
+            # The last token and padding route by themselves.
+            known = slice(start, start + max(0, length - 1))
+            expected[known] = 1 + torch.from_numpy(_routing(batch.tokens[known].numpy()))
+        assert torch.equal(batch.extras[ROUTING], expected)
+        assert expected.any()
+    assert len(run.engine.asked) == (updates > 1)
+
+
+def test_answers_of_an_evaluation_need_no_experts(started: Callable[..., Run]) -> None:
+    run = started(
+        _grpo(evaluation={"samples": 2}), _first_is_right, evaluation=[*_prompts()[0].prompts[:2]], routed=ROUTED
+    )
+    run.objective.evaluate(0, run.engine)
+    assert run.engines.routed == [None] * 4
+    run.step(0)
+    assert run.engines.routed[4:] == [ROUTED] * 4
 
 
 def test_engines_sleep_while_the_trainer_learns(started: Callable[..., Run]) -> None:

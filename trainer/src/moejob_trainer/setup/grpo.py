@@ -17,7 +17,7 @@ from moejob_trainer.objectives.grpo.objective import GroupRelativePolicyOptimiza
 from moejob_trainer.objectives.grpo.rank_exchange import Peers
 from moejob_trainer.objectives.grpo.sampling import Asker
 from moejob_trainer.rewards.scorer import Scorer
-from moejob_trainer.rollouts.interface import Generator, WeightPublisher
+from moejob_trainer.rollouts.interface import Generator, RoutedLayers, Sampling, WeightPublisher
 from moejob_trainer.runtime.heartbeats import BackgroundHeartbeat, Heartbeat
 from moejob_trainer.setup.context import RankContext
 from moejob_trainer.setup.prompts import RunPrompts
@@ -29,6 +29,8 @@ class RolloutEngines:
 
     generator: Generator | None
     publisher: WeightPublisher
+    # Whose routing is replayed; None where none is.
+    routed: RoutedLayers | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,4 +97,5 @@ def _collector(context: RankContext, prompts: RunPrompts, engines: RolloutEngine
 
     scorer = Scorer(grpo.rewards, grpo.reward_failure)
     asker = Asker(engines.generator, scorer, decode, context.spec.training.seed)
-    return Collector(grpo, asker, prompts.sets, prompts.stop_tokens, context.environment.folder)
+    sampling = Sampling(grpo.temperature, grpo.top_p, grpo.max_new_tokens, tuple(prompts.stop_tokens), engines.routed)
+    return Collector(grpo, asker, prompts.sets, sampling, context.environment.folder)

@@ -15,6 +15,7 @@ from moejob_api.engines import separate_engines, transport
 from moejob_api.job import Spec
 from moejob_api.job.grpo import Sync
 from moejob_api.job.resources import Accelerator
+from moejob_api.models.shape import ModelShape
 from moejob_trainer.data.packing import BatchPlan, batch_plan, global_batch
 from moejob_trainer.engine import Document
 from moejob_trainer.errors import BadConfiguration
@@ -23,7 +24,7 @@ from moejob_trainer.megatron.generation_offload import generation_offload
 from moejob_trainer.rollouts.connection import Connection
 from moejob_trainer.rollouts.fleet import Fleet, FleetLimits
 from moejob_trainer.rollouts.generator import FleetGenerator
-from moejob_trainer.rollouts.interface import Floats, Tokens
+from moejob_trainer.rollouts.interface import Floats, RoutedLayers, Tokens
 from moejob_trainer.rollouts.publisher import PROBE_TOKENS, Publisher, Room, Transport, Trial
 from moejob_trainer.rollouts.transports.broadcast import BroadcastTransport, EngineRendezvous, MakeGroup, gloo, nccl
 from moejob_trainer.rollouts.transports.buckets import Ranks
@@ -47,7 +48,15 @@ def connect_engines(context: RankContext, engine: MegatronEngine, stack: ExitSta
     ways = _transport(context, limits.start_seconds), trial, _room(context.spec, engine)
     publisher = Publisher(fleet, context.control, *ways)
     stack.callback(publisher.close)
-    return RolloutEngines(None if fleet is None else FleetGenerator(fleet), publisher)
+    generator = None if fleet is None else FleetGenerator(fleet)
+    return RolloutEngines(generator, publisher, routed_layers(context.spec, engine.model.shape))
+
+
+def routed_layers(spec: Spec, shape: ModelShape) -> RoutedLayers | None:
+    """Return the layers whose routing engines tell and the trainer replays, where the job asks for it."""
+    if spec.grpo is None or not spec.grpo.routing_replay or shape.experts is None:
+        return None
+    return RoutedLayers(len(shape.layers), shape.routed_layers, shape.experts.count, shape.experts.per_token)
 
 
 def _transport(context: RankContext, start_seconds: float) -> Transport:

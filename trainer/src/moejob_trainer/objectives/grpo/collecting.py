@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -40,9 +40,9 @@ class PromptSets:
 class Collector:
     """Rank 0's Rollouts. One event loop for the whole run: engines and rewards keep their connections."""
 
-    def __init__(self, grpo: Grpo, asker: Asker, prompts: PromptSets, stop_tokens: Sequence[int], folder: Path) -> None:
+    def __init__(self, grpo: Grpo, asker: Asker, prompts: PromptSets, sampling: Sampling, folder: Path) -> None:
         self._grpo, self._asker, self._prompts, self._folder = grpo, asker, prompts, folder
-        self._sampling = Sampling(grpo.temperature, grpo.top_p, grpo.max_new_tokens, tuple(stop_tokens))
+        self._sampling = sampling
         self._runner = asyncio.Runner()
         # What engines were asked, when they lost the weights.
         self._unfinished: asyncio.Task[Any] | None = None
@@ -89,11 +89,12 @@ class Collector:
     def evaluate(self) -> Mapping[str, float] | None:
         """Return mean@k and pass@k over all evaluation prompts."""
         settings = self._grpo.evaluation
-        sampling = Sampling(
-            settings.temperature or self._grpo.temperature,
-            settings.top_p,
-            self._grpo.max_new_tokens,
-            self._sampling.stop_tokens,
+        sampling = replace(
+            self._sampling,
+            temperature=settings.temperature or self._grpo.temperature,
+            top_p=settings.top_p,
+            # Nothing is learned from these answers.
+            routing=None,
         )
         numbered = [NumberedPrompt(_EVALUATION + n, prompt) for n, prompt in enumerate(self._prompts.evaluation)]
 

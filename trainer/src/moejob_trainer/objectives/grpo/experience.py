@@ -14,6 +14,7 @@ from moejob_api.job.grpo import Grpo, KlTarget
 from moejob_trainer.data.packing import BatchPlan, global_batch
 from moejob_trainer.distributed.encoding import Array
 from moejob_trainer.engine import Document, MicroBatch, TokenOutputs
+from moejob_trainer.engine.micro_batch import ROUTING
 from moejob_trainer.objectives.grpo.advantages import advantages
 from moejob_trainer.objectives.grpo.aggregation import weights
 from moejob_trainer.objectives.grpo.kl import divergence
@@ -33,6 +34,8 @@ class Experience:
     lengths: Array
     truncated: Array
     rewards: Array
+    # The experts that engines chose, where they are replayed, as ROUTING of a micro batch. [T, routed layers, k]
+    routing: Array | None = None
 
     @cached_property
     def starts(self) -> Array:
@@ -42,6 +45,12 @@ class Experience:
     def cut(self, values: Array) -> list[Array]:
         """Return the part of each rollout. [T] -> N times [length]"""
         return np.split(values, self.starts[1:])
+
+    def inputs(self) -> list[Mapping[str, Array]]:
+        """Return the inputs of each rollout beside its tokens."""
+        if self.routing is None:
+            return [{}] * len(self.lengths)
+        return [{ROUTING: part} for part in self.cut(self.routing)]
 
     def of_answers(self, values: Array) -> list[Array]:
         """Return the part of each rollout that the model wrote."""
@@ -57,7 +66,15 @@ def experience(rollouts: Sequence[Trajectory], rewards: Sequence[float]) -> Expe
         lengths=np.array([len(each.tokens) for each in rollouts], np.int32),
         truncated=np.array([each.is_truncated for each in rollouts], np.int32),
         rewards=np.asarray(rewards, np.float64),
+        routing=_routing(rollouts),
     )
+
+
+def _routing(rollouts: Sequence[Trajectory]) -> Array | None:
+    known = [each.routing for each in rollouts if each.routing is not None]
+    if known and len(known) < len(rollouts):
+        raise ValueError(f"{len(known)} of {len(rollouts)} rollouts carry a routing to replay; all or none must")
+    return np.concatenate(known) if known else None
 
 
 def learned(grpo: Grpo, step: Experience, old: Array | None, reference: Array | None) -> list[Array]:
@@ -89,7 +106,7 @@ def documents(grpo: Grpo, step: Experience, members: Sequence[int], extras: Mapp
         grpo.loss_aggregation, counted, [number // grpo.group_size for number in members], grpo.max_new_tokens
     )
     cut = {name: step.cut(values) for name, values in extras.items()}
-    tokens = step.cut(step.tokens)
+    tokens, inputs = step.cut(step.tokens), step.inputs()
     return [
         Document(
             tokens=tokens[number].astype(np.int64),
@@ -99,6 +116,7 @@ def documents(grpo: Grpo, step: Experience, members: Sequence[int], extras: Mapp
                 **{name: parts[number].astype(np.float32) for name, parts in cut.items()},
                 SCALE: np.array(weighed.scale, np.float32),
             },
+            inputs=inputs[number],
         )
         for number, count, weight in zip(members, counted, weighed.tokens, strict=True)
     ]
@@ -148,8 +166,9 @@ class Own:
 
 def own(step: Experience, plan: BatchPlan, rank: int) -> Own:
     """Return the share of a data rank."""
+    parts = zip(step.cut(step.tokens), step.cut(step.mask), step.inputs(), strict=True)
     plain = [
-        Document(tokens.astype(np.int64), mask.astype(np.float32), number)
-        for number, (tokens, mask) in enumerate(zip(step.cut(step.tokens), step.cut(step.mask), strict=True))
+        Document(tokens.astype(np.int64), mask.astype(np.float32), number, inputs=inputs)
+        for number, (tokens, mask, inputs) in enumerate(parts)
     ]
     return Own(step, global_batch(plain, plan)[rank])

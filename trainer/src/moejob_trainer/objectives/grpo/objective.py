@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from moejob_api.job.grpo import Grpo, KlTarget
@@ -252,5 +253,4 @@ def _written(found: Mapping[str, float] | None) -> bytes:
 
 def vars_of(collected: Experience) -> dict[str, Array]:
     """Return the arrays of a step by name."""
-    names = ("tokens", "mask", "engine", "lengths", "truncated", "rewards")
-    return {name: getattr(collected, name) for name in names}
+    return {name: values for name, values in vars(collected).items() if isinstance(values, np.ndarray)}

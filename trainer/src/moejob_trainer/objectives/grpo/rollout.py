@@ -10,6 +10,7 @@ from enum import StrEnum
 
 import numpy as np
 
+from moejob_trainer.engine.micro_batch import Array
 from moejob_trainer.rollouts.interface import Answer, FinishReason, Floats, Tokens
 
 
@@ -36,6 +37,8 @@ class Trajectory:
 
     spans: tuple[TokenSpan, ...]
     is_truncated: bool
+    # To be replayed, as ROUTING of a micro batch. [N, routed layers, k]
+    routing: Array | None = None
 
     @property
     def tokens(self) -> Tokens:
@@ -58,4 +61,10 @@ def rollout(answer: Answer) -> Trajectory:
     prompt = answer.request.prompt
     asked = TokenSpan(Author.PROMPT, prompt, np.zeros(len(prompt), np.float32), np.full(len(prompt), -1, np.int32))
     said = TokenSpan(Author.MODEL, answer.tokens, answer.log_probabilities, answer.versions)
-    return Trajectory((asked, said), answer.finish_reason is FinishReason.LENGTH)
+    return Trajectory((asked, said), answer.finish_reason is FinishReason.LENGTH, _replayed(answer))
+
+
+def _replayed(answer: Answer) -> Array | None:
+    """Return the routing to replay; the last token, which the engine has not read, routes by itself."""
+    known = answer.routing
+    return None if known is None else np.concatenate([known + 1, np.zeros_like(known[:1])])
