@@ -47,7 +47,7 @@ def of_bits(*patterns: int) -> Tensor:
 )
 def test_a_number_is_split_and_joined_again(master: int, weight: int, remainder: int) -> None:
     upper, lacking = split(of_bits(master))
-    assert upper.view(torch.int16).item() & 0xFFFF == weight
+    assert int(upper.view(torch.int16).item()) & 0xFFFF == weight
     assert lacking.item() == remainder
     assert bits(joined(upper, lacking)) == [master]
 

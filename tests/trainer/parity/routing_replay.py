@@ -190,7 +190,7 @@ def replayed(cell: Cell, folder: Path) -> Replayed:
             results.append(engine.update(micro_batches(cell, engine, step, folder), loss_of(cell, engine)))
             if step == 0:
                 gradients = deviation(engine, folder / "gradients", lambda piece: piece.gradient)
-        weights = deviation(engine, folder / "last", lambda piece: piece.main)
+        weights = deviation(engine, folder / "last", lambda piece: piece.master.read())
     finally:
         stop_groups()
     steps = Steps(tuple(one.loss for one in results), tuple(one.gradient_norm for one in results))

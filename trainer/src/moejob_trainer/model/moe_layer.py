@@ -84,7 +84,7 @@ class LocalExperts(nn.Module):
     def forward(self, x: Tensor, probabilities: Tensor, permutation: Permutation) -> Tensor:
         """Tokens x [t, h], probabilities [r] of their rows -> rows [r, h] sorted by expert, weighted"""
         counts, rows = permutation.counts, permutation.rows
-        permute, again = (partial(function, permutation=permutation) for function in (permuted, permute_into))
+        permute, again = partial(permuted, permutation=permutation), partial(permute_into, permutation=permutation)
         gate_up = discarded(self.forgets_input, permute, partial(self._gate_up, counts=counts), x, again=again)
         down = partial(self._down, counts=counts)
         y = discarded(self.forgets_activation, self._activated, down, gate_up, probabilities)
