@@ -46,12 +46,12 @@ class Validation:
         return not self.problems and self.layout is not None
 
 
-def validation_of(spec: Spec, limits: JobLimits = DEFAULT_LIMITS) -> Validation:
+def validation_of(spec: Spec, limits: JobLimits = DEFAULT_LIMITS, *, with_suggestions: bool = True) -> Validation:
     """The planner's answer, within limits. Nothing on this disk is read that the job's author could name."""
     beyond = tuple(limit_problems(spec, limits))
     try:
         seen = model_shape(spec.model.source, spec.model.revision, local_paths=False)
-        found = plan(spec, None if isinstance(seen, Unseen) else seen)
+        found = plan(spec, None if isinstance(seen, Unseen) else seen, with_suggestions=with_suggestions)
     except InvalidSpec as refused:
         return Validation((*refused.problems, *beyond))
     return Validation(

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from builders import SFT, merged
+from calls import calls_of
 from moejob_operator.admission.review import reviewed, status_of, verdict, warnings_of
 
 
@@ -96,6 +97,16 @@ def test_what_is_suggested_is_accepted_as_it_is_printed(refused: dict[str, Any])
         assert found.layout is not None
         assert found.layout.gpus == int(gpus)
         assert not re.search("True|False", layout), "as people write YAML"
+
+
+def test_an_update_takes_the_work_of_one_search_for_layouts() -> None:
+    """Of the old job only its problems matter: looking for layouts for it too would double what a stranger can ask."""
+    sizes = {"tensor": 60, "pipeline": 12, "context": 7, "data": 24, "expertLayout": "Folded"}
+    hostile: dict[str, Any] = {"parallelism": sizes, "resources": {"gpusPerNode": 240}}
+    old = body(**merged(hostile, {"training": {"globalBatchSize": 360_360}}))
+    new = body(**merged(hostile, {"training": {"globalBatchSize": 720_720}}))
+    created = calls_of(lambda: reviewed("CREATE", None, new))
+    assert calls_of(lambda: reviewed("UPDATE", old, new)) < 1.2 * created
 
 
 def test_a_denial_tells_programs_the_fields() -> None:

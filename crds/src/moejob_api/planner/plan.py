@@ -60,10 +60,13 @@ class Plan:
         return not self.problems
 
 
-def plan(spec: Spec, shape: ModelShape | None, available_gpus: int | None = None) -> Plan:
+def plan(
+    spec: Spec, shape: ModelShape | None, available_gpus: int | None = None, *, with_suggestions: bool = True
+) -> Plan:
     """The plan of a spec for a model of this shape, on exactly `available_gpus` trainer GPUs when given."""
     verdict = _verdict(spec, shape)
     problems = (*_count_problems(spec, available_gpus), *verdict.problems)
+    wanted = available_gpus or gpus(spec.parallelism)
     return Plan(
         spec=spec,
         shape=shape,
@@ -74,7 +77,7 @@ def plan(spec: Spec, shape: ModelShape | None, available_gpus: int | None = None
         limit_bytes=memory_limit_bytes(spec.resources),
         problems=problems,
         warnings=(*_warnings(spec, shape, verdict.layout), *idle_fields(spec, shape)),
-        suggestions=_suggestions(spec, shape, problems, available_gpus or gpus(spec.parallelism)),
+        suggestions=_suggestions(spec, shape, problems, wanted) if with_suggestions else (),
     )
 
 

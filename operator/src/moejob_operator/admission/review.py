@@ -62,16 +62,16 @@ def reviewed(operation: object, old: object, new: object, limits: JobLimits = DE
         return Validation()
     found = verdict(new, limits)
     # Nor does suspending such a job ask for a repair of what was wrong with it before.
-    known = set(verdict(old, limits).problems) if found.problems else set()
+    known = set(verdict(old, limits, with_suggestions=False).problems) if found.problems else set()
     return replace(found, problems=tuple(problem for problem in found.problems if problem not in known))
 
 
-def verdict(raw: object, limits: JobLimits = DEFAULT_LIMITS) -> Validation:
+def verdict(raw: object, limits: JobLimits = DEFAULT_LIMITS, *, with_suggestions: bool = True) -> Validation:
     """Return the verdict on a job, in the words of the reconciler."""
     if not isinstance(raw, Mapping):
         return Validation((Problem(Rule.FIELD, "", "is no object"),))
     try:
-        return validation_of(parse_job(raw).spec, limits)
+        return validation_of(parse_job(raw).spec, limits, with_suggestions=with_suggestions)
     except InvalidSpec as refused:
         return Validation(refused.problems)
 
