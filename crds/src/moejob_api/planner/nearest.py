@@ -13,9 +13,10 @@ considered and not by a clock, so that a job gets the same layouts on every mach
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from heapq import heappop, heappush
-from math import gcd, log2
+from math import gcd, log2, prod
+from typing import NamedTuple, Self
 
 from moejob_api.arithmetic import divisors
 from moejob_api.job import Spec
@@ -51,7 +52,7 @@ def nearest_layouts(
     spec: Spec, shape: ModelShape | None, counts: Sequence[int], wanted_gpus: int
 ) -> Iterator[Parallelism]:
     """Yield layouts on any of the counts whose sizes divide what they must divide, nearest first."""
-    search = _Search(spec, shape)
+    search = _Search.near(spec, shape)
     # Among equals the deepest first, then the smallest sizes: an answer is reached before its siblings are opened.
     queue: list[_Entry] = []
     for count in counts:
@@ -67,12 +68,14 @@ def nearest_layouts(
                 search.push(queue, opened)
 
 
-@dataclass(frozen=True, slots=True)
-class _PartialLayout:
-    """Sizes chosen so far and what they cost. left: GPUs that the open sizes share."""
+class _PartialLayout(NamedTuple):
+    """Sizes chosen so far and what they cost. left: GPUs that the open sizes share.
+
+    A tuple, for thousands are made in a review, and a changed copy of a frozen dataclass takes three times as long.
+    """
 
     sizes: tuple[int, ...]
-    count: int
+    total: int
     left: int
     cost: float
     virtual_pipeline: int | None = None
@@ -87,6 +90,21 @@ _Entry = tuple[tuple[float, int, tuple[int, ...], int, int], _PartialLayout]
 class _Search:
     spec: Spec
     shape: ModelShape | None
+    # Asked for, in the order in which sizes are chosen; and the products of those still open after so many choices.
+    sizes: tuple[int, ...]
+    open_products: tuple[int, ...]
+    split: StageSplit
+
+    @classmethod
+    def near(cls, spec: Spec, shape: ModelShape | None) -> Self:
+        """Return the search for layouts near to the one that a job asks for."""
+        asked = spec.parallelism
+        # The experts of Folded share no GPUs.
+        experts = 1 if asked.expert_layout is ExpertLayout.FOLDED else asked.expert
+        grid = (asked.tensor, asked.pipeline, experts, asked.context, asked.data)
+        products = tuple(prod(grid[chosen:]) for chosen in range(len(grid)))
+        sizes = (asked.tensor, asked.pipeline, asked.expert, asked.context)
+        return cls(spec, shape, sizes, products, _split_of(asked))
 
     @property
     def _asked(self) -> Parallelism:
@@ -99,7 +117,7 @@ class _Search:
     def push(self, queue: list[_Entry], choice: _PartialLayout) -> None:
         """Queue a choice under the least that any layout with these sizes costs."""
         bound = choice.cost + self._least_left(choice)
-        key = (round(bound, 6), -len(choice.sizes), choice.sizes, choice.count, choice.virtual_pipeline or 0)
+        key = (round(bound, 6), -len(choice.sizes), choice.sizes, choice.total, choice.virtual_pipeline or 0)
         heappush(queue, (key, choice))
 
     def options(self, choice: _PartialLayout) -> Sequence[int]:
@@ -107,7 +125,7 @@ class _Search:
         tensor = choice.sizes[0] if choice.sizes else 1
         match len(choice.sizes):
             case 0:
-                return divisors(gcd(choice.count, min(choice.count, self.spec.resources.gpus_per_node)))
+                return divisors(gcd(choice.total, min(choice.total, self.spec.resources.gpus_per_node)))
             case 2 if self.shape is not None:
                 inside = choice.left * tensor if self._is_folded else choice.left
                 return divisors(gcd(inside, self.shape.experts.count if self.shape.experts else 1))
@@ -153,50 +171,40 @@ class _Search:
         )
 
     def _with(self, choice: _PartialLayout, size: int, left: int) -> _PartialLayout:
-        asked = (self._asked.tensor, self._asked.pipeline, self._asked.expert, self._asked.context)
-        moved = _doublings(size, asked[len(choice.sizes)])
-        return replace(choice, sizes=(*choice.sizes, size), left=left, cost=choice.cost + moved)
+        moved = _doublings(size, self.sizes[len(choice.sizes)])
+        return choice._replace(sizes=(*choice.sizes, size), left=left, cost=choice.cost + moved)
 
     def _cuts(self, choice: _PartialLayout) -> Iterator[_PartialLayout]:
         """Yield the ways to cut the layers, first with the chunks that were asked for, then without."""
         asked, pipeline = self._asked, choice.sizes[-1]
         for chunks in dict.fromkeys((asked.virtual_pipeline if pipeline > 1 else None, None)):
             for split in self._splits(pipeline, chunks or 1):
-                differs = ((asked.virtual_pipeline or 1) != (chunks or 1)) + (_split_of(asked) != split)
-                yield replace(choice, virtual_pipeline=chunks, split=split, cost=choice.cost + SPLIT_COST * differs)
+                differs = ((asked.virtual_pipeline or 1) != (chunks or 1)) + (self.split != split)
+                yield choice._replace(virtual_pipeline=chunks, split=split, cost=choice.cost + SPLIT_COST * differs)
 
     def _splits(self, pipeline: int, chunks: int) -> tuple[StageSplit, ...]:
         if self.shape is None:
-            return (_split_of(self._asked),)
+            return (self.split,)
         return stage_splits(len(self.shape.layers), pipeline, chunks)[:1]
 
     def _completed(self, choice: _PartialLayout) -> _PartialLayout:
         moved = _doublings(choice.left, self._asked.data)
         if self._asked.expert_tensor is not None and self._is_folded:
             moved += _doublings(self._expert_tensor(choice) or 1, self._asked.expert_tensor)
-        return replace(choice, cost=choice.cost + moved)
+        return choice._replace(cost=choice.cost + moved)
 
     def _expert_tensor(self, choice: _PartialLayout) -> int | None:
         _, pipeline, expert, _ = choice.sizes
         share = self._asked.expert_tensor or 1
-        if not self._is_folded or share == 1 or choice.count // pipeline % (share * expert):
+        if not self._is_folded or share == 1 or choice.total // pipeline % (share * expert):
             return None
         return share
 
     def _least_left(self, choice: _PartialLayout) -> float:
-        """Return the least that the sizes still open are off together; the experts of Folded share no GPUs."""
+        """Return the least that the sizes still open are off together."""
         if len(choice.sizes) == _COMPLETE:
             return 0.0
-        asked = (
-            self._asked.tensor,
-            self._asked.pipeline,
-            1 if self._is_folded else self._asked.expert,
-            self._asked.context,
-        )
-        still_open = self._asked.data
-        for size in asked[len(choice.sizes) :]:
-            still_open *= size
-        return _doublings(choice.left, still_open)
+        return _doublings(choice.left, self.open_products[len(choice.sizes)])
 
 
 def _doublings(one: int, other: int) -> float:
