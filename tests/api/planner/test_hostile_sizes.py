@@ -54,6 +54,21 @@ def test_drawn_hostile_sizes_take_bounded_work(seed: int) -> None:
     assert calls_of(lambda: plan(asked, shape)) < CALLS
 
 
+def test_the_layers_of_a_deep_model_are_not_compared_for_every_size() -> None:
+    """Found by climbing: 94 layers, and a global batch and a context that nearly every size divides."""
+    deep = moe_model(layers=94)
+    sizes = {"tensor": 8, "pipeline": 2, "expert": 360, "data": 128, "expertTensor": 4, "expertLayout": "Folded"}
+    asked = spec(
+        method="GRPO",
+        parallelism=sizes,
+        training={"globalBatchSize": 720_720, "lora": {"rank": 16}},
+        memory={"sharding": "ZeRO2"},
+        resources={"gpusPerNode": 4},
+        grpo={"rollout": {"tensor": 8}},
+    )
+    assert calls_of(lambda: plan(asked, deep)) < CALLS
+
+
 def test_what_no_setting_makes_fit_is_refused_with_bounded_work() -> None:
     asked = spec(method="GRPO", parallelism={"expert": 8}, resources={"gpuMemoryGiB": 1})
     assert calls_of(lambda: plan(asked, moe_model())) < CALLS

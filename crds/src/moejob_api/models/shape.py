@@ -6,7 +6,7 @@ Owns no counting (parameters.py does) and no knowledge of any config.json (famil
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 
@@ -111,6 +111,15 @@ class ModelShape:
     positions: int
     layers: tuple[Layer, ...]
     mtp_layers: tuple[Layer, ...] = ()
+    # Asked for with every size that is considered, for models of a hundred layers: worked out once.
+    _attentions: tuple[Attention, ...] = field(init=False, repr=False, compare=False)
+    _mlps: tuple[FeedForward, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # Most layers are one object, which is told by less than its equality.
+        layers = {id(layer): layer for layer in (*self.layers, *self.mtp_layers)}.values()
+        object.__setattr__(self, "_attentions", tuple(dict.fromkeys(layer.attention for layer in layers)))
+        object.__setattr__(self, "_mlps", tuple(dict.fromkeys(layer.mlp for layer in layers)))
 
     @property
     def experts(self) -> Experts | None:
@@ -124,8 +133,8 @@ class ModelShape:
 
     def attentions(self) -> Iterator[Attention]:
         """Each kind of attention the model has, once."""
-        yield from dict.fromkeys(layer.attention for layer in (*self.layers, *self.mtp_layers))
+        yield from self._attentions
 
     def mlps(self) -> Iterator[FeedForward]:
         """Each kind of feed-forward network the model has, once."""
-        yield from dict.fromkeys(layer.mlp for layer in (*self.layers, *self.mtp_layers))
+        yield from self._mlps
