@@ -23,7 +23,7 @@ from moejob_api.limits import DEFAULT_LIMITS, JobLimits
 from moejob_operator.admission import review
 from moejob_operator.admission.certificates import KeyPair, hosts_of, load, made, utc_now
 from moejob_operator.admission.listener import ListenerLimits
-from moejob_operator.admission.server import BODY_BYTES, AdmissionServer, NotAReview, read_review
+from moejob_operator.admission.server import BODY_BYTES, OWN_BYTES, VALUES, AdmissionServer, NotAReview, read_review
 from moejob_operator.handlers import validate
 from moejob_operator.runtime.kopf_settings import configure
 from stand_in_api import listed, stand_in
@@ -264,6 +264,7 @@ def test_a_slow_verdict_does_not_hold_up_the_event_loop() -> None:
         pytest.param('{"request": {"uid": "1", "object": ' + "9" * 5000 + "}}", 400, "unreadable", id="a long number"),
         pytest.param(json.dumps(asked(body(), resource={"resource": "pods"})), 400, "unreadable", id="a pod"),
         pytest.param(json.dumps(asked(1)), 400, "unreadable", id="a number for a job"),
+        pytest.param(json.dumps(asked([[]] * (VALUES + 1))), 413, "unreadable", id="values without end"),
     ],
 )
 def test_the_server_answers_whatever_it_is_sent(sent: str | bytes, code: int, counted: str) -> None:
@@ -357,6 +358,47 @@ def test_of_more_connections_than_there_is_room_for_the_rest_waits_and_is_served
         idle[1][1].close()
 
     played(story, limits=ListenerLimits(connections=2))
+
+
+def test_a_review_of_the_usual_size_finds_room_however_much_others_hold() -> None:
+    async def story(here: Served) -> None:
+        head = f"POST /validate HTTP/1.1\r\nHost: x\r\nContent-Length: {BODY_BYTES}\r\n\r\n".encode()
+        hogs = [await here.connect() for _ in range(8)]
+        for _, writer in hogs:
+            writer.write(head + b" " * (BODY_BYTES - 1))
+        await until(lambda: here.server.held_bytes > 3 * BODY_BYTES)
+        assert (await here.review(body(**FITTING)))["allowed"] is True
+        assert here.server.held_bytes > 3 * BODY_BYTES
+        for _, writer in hogs:
+            writer.transport.abort()
+
+    played(story, body_seconds=60.0)
+
+
+def test_of_large_reviews_one_is_read_at_a_time() -> None:
+    """Read, a body takes many times its bytes."""
+    begun, lasts, most, running = threading.Event(), threading.Event(), 0, 0
+
+    def slow(**_: Any) -> None:
+        nonlocal most, running
+        running += 1
+        most = max(most, running)
+        begun.set()
+        assert lasts.wait(60)
+        running -= 1
+
+    async def story(here: Served) -> None:
+        large = json.dumps(asked(body(**FITTING))) + " " * (2 * OWN_BYTES)
+        reviews = [asyncio.ensure_future(here.post(large)) for _ in range(3)]
+        await until(begun.is_set)
+        # The others have arrived, and wait.
+        await until(lambda: here.server.held_bytes == 3 * len(large))
+        assert most == 1
+        lasts.set()
+        assert [(await review)[0] for review in reviews] == [200, 200, 200]
+        assert most == 1
+
+    played(story, handler=slow)
 
 
 def test_all_bodies_together_have_a_bound_and_their_room_comes_back() -> None:
