@@ -22,10 +22,10 @@ from moejob_api.job import GROUP, PLURAL, VERSION
 from moejob_api.limits import DEFAULT_LIMITS, JobLimits
 from moejob_operator.admission import review
 from moejob_operator.admission.certificates import KeyPair, hosts_of, load, made, utc_now
-from moejob_operator.admission.listener import ListenerLimits
 from moejob_operator.admission.server import BODY_BYTES, OWN_BYTES, VALUES, AdmissionServer, NotAReview, read_review
 from moejob_operator.handlers import validate
 from moejob_operator.runtime.kopf_settings import configure
+from moejob_operator.runtime.listener import ListenerLimits
 from stand_in_api import listed, stand_in
 
 HOSTS = hosts_of("moejob-webhook", "moejob-system")
@@ -337,27 +337,38 @@ def test_a_connection_without_a_whole_request_is_closed(sent: bytes) -> None:
     played(story, limits=ListenerLimits(idle_seconds=0.2))
 
 
-def test_one_that_speaks_no_tls_takes_its_place_for_a_moment_only() -> None:
+@pytest.mark.parametrize("speaks_tls", [True, False])
+def test_connections_that_say_nothing_give_way_to_a_review(speaks_tls: bool) -> None:
     async def story(here: Served) -> None:
-        silent = [await asyncio.open_connection("127.0.0.1", here.port) for _ in range(4)]
+        connect = here.connect if speaks_tls else lambda: asyncio.open_connection("127.0.0.1", here.port)
+        silent = [await connect() for _ in range(2)]
         assert (await asyncio.wait_for(here.review(body(**FITTING)), 60))["allowed"] is True
         for _, writer in silent:
-            writer.close()
+            writer.transport.abort()
 
-    played(story, limits=ListenerLimits(connections=2, handshake_seconds=0.2))
+    played(story, limits=ListenerLimits(connections=2, handshake_seconds=600.0, idle_seconds=600.0))
 
 
-def test_of_more_connections_than_there_is_room_for_the_rest_waits_and_is_served() -> None:
+def test_of_more_reviews_than_there_is_room_for_none_is_ended_and_the_rest_waits() -> None:
+    begun, lasts = threading.Semaphore(0), threading.Event()
+
+    def slow(**_: Any) -> None:
+        begun.release()
+        assert lasts.wait(60)
+
     async def story(here: Served) -> None:
-        idle = [await here.connect() for _ in range(2)]
-        reviewed = asyncio.ensure_future(here.review(body(**FITTING)))
-        done, _ = await asyncio.wait({reviewed}, timeout=0.3)
+        reviews = [asyncio.ensure_future(here.review(body(**FITTING))) for _ in range(2)]
+        for _ in reviews:
+            assert await asyncio.to_thread(begun.acquire, timeout=60)
+        reviews.append(asyncio.ensure_future(here.review(body(**FITTING))))
+        done, _ = await asyncio.wait(reviews, timeout=0.3)
         assert not done
-        idle[0][1].close()
-        assert (await asyncio.wait_for(reviewed, 60))["allowed"] is True
-        idle[1][1].close()
+        lasts.set()
+        assert [answer["allowed"] for answer in await asyncio.gather(*reviews)] == [True, True, True]
+        # The first two are kept open by their client, and wait for nothing of ours.
+        assert here.metrics.answers == ["allowed"] * 3
 
-    played(story, limits=ListenerLimits(connections=2))
+    played(story, handler=slow, limits=ListenerLimits(connections=2, idle_seconds=600.0))
 
 
 def test_a_review_of_the_usual_size_finds_room_however_much_others_hold() -> None:

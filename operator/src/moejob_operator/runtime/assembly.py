@@ -31,7 +31,7 @@ from moejob_operator.runtime.work_queue import RateLimiter, WorkQueue
 from moejob_operator.validation import Validator, validation_of
 
 # Reviews come one at a time, when a person applies something.
-_REVIEWERS = 2
+REVIEWERS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ async def assemble(stack: AsyncExitStack, settings: Settings) -> ReplicaParts:
         kopf_session=KopfSession(api, job_watches, metrics),
         keeper=keeper,
         admission=_admission(settings, metrics, keeper),
-        reviewers=stack.enter_context(ThreadPoolExecutor(_REVIEWERS, thread_name_prefix="review")),
+        reviewers=stack.enter_context(ThreadPoolExecutor(REVIEWERS, thread_name_prefix="review")),
     )
 
 

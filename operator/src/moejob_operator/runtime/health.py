@@ -4,30 +4,36 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from http import HTTPStatus
 
 from aiohttp import web
 
+from moejob_operator.runtime.listener import BoundedServer, Handler, ListenerLimits, listening
 from moejob_operator.runtime.metrics import Metrics
+
+# The kubelet and Prometheus are two.
+LIMITS = ListenerLimits(connections=32)
 
 # What is not yet so is said in words: {"certificate": "the Secret x has none yet"}.
 Lacks = Callable[[], Mapping[str, str]]
 
 
-def application(metrics: Metrics, troubles: Lacks, missing: Lacks) -> web.Application:
+def answers(metrics: Metrics, troubles: Lacks, missing: Lacks) -> Handler:
     """Return the answers of a replica: not alive with troubles that stay, ready when no part is missing."""
 
-    async def alive(_: web.Request) -> web.Response:
-        return _answer(troubles())
+    async def answer(request: web.BaseRequest) -> web.Response:
+        match request.path:
+            case "/healthz":
+                return _answer(troubles())
+            case "/readyz":
+                return _answer(missing())
+            case "/metrics":
+                kind = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
+                return web.Response(body=metrics.text(), headers=kind)
+            case _:
+                return web.Response(status=HTTPStatus.NOT_FOUND, text="there is /healthz, /readyz and /metrics here\n")
 
-    async def ready(_: web.Request) -> web.Response:
-        return _answer(missing())
-
-    async def measured(_: web.Request) -> web.Response:
-        return web.Response(body=metrics.text(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
-
-    app = web.Application()
-    app.add_routes([web.get("/healthz", alive), web.get("/readyz", ready), web.get("/metrics", measured)])
-    return app
+    return answer
 
 
 def text(lacks: Mapping[str, str]) -> str:
@@ -40,12 +46,9 @@ def _answer(lacks: Mapping[str, str]) -> web.Response:
 
 
 @asynccontextmanager
-async def served(app: web.Application, port: int, host: str | None = None) -> AsyncIterator[int]:
+async def served(
+    handler: Handler, port: int, host: str | None = None, limits: ListenerLimits = LIMITS
+) -> AsyncIterator[int]:
     """Serve while the block runs, on all addresses of this machine unless given one. Yields the port."""
-    runner = web.AppRunner(app, access_log=None)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, host, port).start()
-        yield runner.addresses[0][1]
-    finally:
-        await runner.cleanup()
+    async with listening(BoundedServer(handler, limits), host, port) as served_port:
+        yield served_port

@@ -45,8 +45,8 @@ class Operator:
             parts = await assemble(stack, settings)
             operator = cls(parts, stack, memo.get("stopping") or asyncio.Event())
             configure(settings_of_kopf, parts.reviewers, parts.admission)
-            served = health.application(parts.metrics, operator.troubles, operator.missing)
-            await stack.enter_async_context(health.served(served, settings.http_port))
+            answers = health.answers(parts.metrics, operator.troubles, operator.missing)
+            await stack.enter_async_context(health.served(answers, settings.http_port))
         except BaseException:
             await stack.aclose()
             raise

@@ -1,4 +1,8 @@
-"""A listener for HTTP that strangers may reach: it bounds connections and closes those that only wait."""
+"""A listener for HTTP that strangers may reach: it bounds connections and closes those that only wait.
+
+When there is no room for another, the one that has waited longest for the end of its handshake or for a request gives
+way: connections that say nothing keep neither an API server nor a probe out.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,9 @@ import asyncio
 import socket
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 
 from aiohttp import web
 
@@ -32,10 +37,11 @@ class BoundedServer(web.Server):
     def __init__(self, handler: Handler, limits: ListenerLimits) -> None:
         super().__init__(self._handled, access_log=None)
         self.limits = limits
-        # Taken by a connection before it is accepted: what waits costs nothing here.
-        self.room = asyncio.Semaphore(limits.connections)
+        self._room = asyncio.Semaphore(limits.connections)
         self._handler = handler
         self._deadlines: dict[web.RequestHandler, asyncio.TimerHandle] = {}
+        # How to end each connection that has not asked anything, the oldest first.
+        self._waiting: dict[web.RequestHandler, Callable[[], object]] = {}
 
     def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
         """Give a connection time for a request."""
@@ -45,26 +51,65 @@ class BoundedServer(web.Server):
     def connection_lost(self, handler: web.RequestHandler, exc: BaseException | None = None) -> None:
         """Make room for another."""
         super().connection_lost(handler, exc)
-        self._deadlines.pop(handler).cancel()
-        self.room.release()
+        self._stop_waiting(handler)
+        self._room.release()
+
+    async def greet(self, connection: socket.socket, context: ssl.SSLContext | None, group: asyncio.TaskGroup) -> None:
+        """Begin to serve a connection, when there is room: the one that has waited longest makes it."""
+        if self._room.locked() and self._waiting:
+            next(iter(self._waiting.values()))()
+        await self._room.acquire()
+        handler = self()
+        greeting = group.create_task(self._greet(handler, connection, context))
+        self._waiting[handler] = greeting.cancel
+
+        def ended(_: object) -> None:
+            # Of one that succeeded, connection_lost makes the room.
+            if handler.transport is None:
+                self._stop_waiting(handler)
+                connection.close()
+                self._room.release()
+
+        greeting.add_done_callback(ended)
+
+    async def _greet(
+        self, handler: web.RequestHandler, connection: socket.socket, context: ssl.SSLContext | None
+    ) -> None:
+        seconds = None if context is None else self.limits.handshake_seconds
+        # No TLS, or none in time.
+        with suppress(OSError):
+            await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: handler, connection, ssl=context, ssl_handshake_timeout=seconds
+            )
 
     def _await_request(self, handler: web.RequestHandler) -> None:
         loop = asyncio.get_running_loop()
         self._deadlines[handler] = loop.call_later(self.limits.idle_seconds, _abort, handler)
+        self._waiting[handler] = partial(_abort, handler)
+
+    def _stop_waiting(self, handler: web.RequestHandler) -> None:
+        self._waiting.pop(handler, None)
+        if handler in self._deadlines:
+            self._deadlines.pop(handler).cancel()
 
     async def _handled(self, request: web.BaseRequest) -> web.StreamResponse:
         connection = request.protocol
-        self._deadlines[connection].cancel()
+        self._stop_waiting(connection)
         try:
             return await self._handler(request)
         finally:
-            if connection in self._deadlines:
+            if connection.transport is not None:
                 self._await_request(connection)
 
 
 @asynccontextmanager
-async def listening(server: BoundedServer, host: str | None, port: int, context: ssl.SSLContext) -> AsyncIterator[int]:
-    """Serve over TLS while the block runs, on all addresses of this machine unless one is given. Yields the port."""
+async def listening(
+    server: BoundedServer, host: str | None, port: int, context: ssl.SSLContext | None = None
+) -> AsyncIterator[int]:
+    """Serve while the block runs, on all addresses of this machine unless one is given. Yields the port.
+
+    Over TLS with a context.
+    """
     runner = web.ServerRunner(server, shutdown_timeout=_CLOSING_SECONDS)
     await runner.setup()
     with _socket(host, port) as listener:
@@ -77,22 +122,11 @@ async def listening(server: BoundedServer, host: str | None, port: int, context:
             await runner.cleanup()
 
 
-async def _accept(listener: socket.socket, server: BoundedServer, context: ssl.SSLContext) -> None:
-    async with asyncio.TaskGroup() as greetings:
+async def _accept(listener: socket.socket, server: BoundedServer, context: ssl.SSLContext | None) -> None:
+    async with asyncio.TaskGroup() as group:
         while True:
-            await server.room.acquire()
             connection, _ = await asyncio.get_running_loop().sock_accept(listener)
-            greetings.create_task(_greet(connection, server, context))
-
-
-async def _greet(connection: socket.socket, server: BoundedServer, context: ssl.SSLContext) -> None:
-    try:
-        await asyncio.get_running_loop().connect_accepted_socket(
-            server, connection, ssl=context, ssl_handshake_timeout=server.limits.handshake_seconds
-        )
-    except OSError:
-        # No TLS, or none in time. Of one that succeeded, connection_lost will make the room.
-        server.room.release()
+            await server.greet(connection, context, group)
 
 
 def _socket(host: str | None, port: int) -> socket.socket:

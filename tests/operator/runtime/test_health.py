@@ -1,0 +1,77 @@
+"""The port of probes and metrics, which asks for no key: no client keeps a probe out, nor takes more than its share."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+import pytest
+
+from moejob_operator.runtime import health
+from moejob_operator.runtime.listener import ListenerLimits
+from moejob_operator.runtime.metrics import Metrics
+
+HOST = "127.0.0.1"
+
+
+def played(story: Callable[[int], Awaitable[None]], limits: ListenerLimits = health.LIMITS) -> None:
+    async def play() -> None:
+        answers = health.answers(Metrics(), dict, lambda: {"certificate": "there is none yet"})
+        async with health.served(answers, 0, HOST, limits) as port:
+            await story(port)
+
+    asyncio.run(play())
+
+
+async def asked(port: int, path: str) -> bytes:
+    reader, writer = await asyncio.open_connection(HOST, port)
+    writer.write(f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+    try:
+        return await asyncio.wait_for(reader.read(), 60)
+    finally:
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        pytest.param("/healthz", [b"HTTP/1.1 200", b"\r\nok\n"], id="alive"),
+        pytest.param("/readyz", [b"HTTP/1.1 503", b"certificate: there is none yet\n"], id="not ready"),
+        pytest.param("/metrics", [b"HTTP/1.1 200", b"text/plain; version=0.0.4", b"# HELP moejob_"], id="metrics"),
+        pytest.param("/elsewhere", [b"HTTP/1.1 404"], id="nothing else"),
+    ],
+)
+def test_each_path_has_its_answer(path: str, says: list[bytes]) -> None:
+    async def story(port: int) -> None:
+        answer = await asked(port, path)
+        assert [piece for piece in says if piece not in answer] == []
+
+    played(story)
+
+
+def test_connections_that_say_nothing_give_way_to_a_probe() -> None:
+    """A process has a thousand sockets, and the API server is asked over the same."""
+
+    async def story(port: int) -> None:
+        silent = [await asyncio.open_connection(HOST, port) for _ in range(3 * health.LIMITS.connections)]
+        assert b" 200 " in await asked(port, "/healthz")
+        for reader, _ in silent[: -health.LIMITS.connections]:
+            with suppress(ConnectionError):
+                assert await asyncio.wait_for(reader.read(), 60) == b""
+        for _, writer in silent:
+            writer.transport.abort()
+
+    played(story)
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /metrics HTTP/1.1\r\nX-Slow: "])
+def test_a_connection_without_a_whole_request_is_closed(sent: bytes) -> None:
+    async def story(port: int) -> None:
+        reader, writer = await asyncio.open_connection(HOST, port)
+        writer.write(sent)
+        with suppress(ConnectionError):
+            assert await asyncio.wait_for(reader.read(), 60) == b""
+        writer.close()
+
+    played(story, ListenerLimits(idle_seconds=0.2))
