@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from builders import latent_model, moe_model, spec
+from builders import dense_model, latent_model, moe_model, spec
 from calls import calls_of
 from moejob_api.arithmetic import divisors
 from moejob_api.job import Spec
@@ -67,6 +67,17 @@ def test_the_layers_of_a_deep_model_are_not_compared_for_every_size() -> None:
         grpo={"rollout": {"tensor": 8}},
     )
     assert calls_of(lambda: plan(asked, deep)) < CALLS
+
+
+def test_layouts_that_only_the_memory_of_the_host_refuses_are_not_explained_one_by_one() -> None:
+    """Found by climbing: each of 120 layouts fits its GPUs, and none a pod of so little memory."""
+    sizes: dict[str, Any] = {"tensor": 4, "pipeline": 12, "expert": 720, "context": 128, "data": 4}
+    asked = spec(
+        parallelism=sizes | {"expertTensor": 2, "virtualPipeline": 7, "expertLayout": "Folded", "firstStageLayers": 3},
+        training={"globalBatchSize": 55_440, "microBatchSize": 1, "lora": {"rank": 16}},
+        resources={"gpusPerNode": 256, "gpuMemoryGiB": 141, "memory": "1Gi"},
+    )
+    assert calls_of(lambda: plan(asked, dense_model(layers=126, heads=128))) < CALLS
 
 
 def test_what_no_setting_makes_fit_is_refused_with_bounded_work() -> None:

@@ -114,17 +114,20 @@ class ModelShape:
     # Asked for with every size that is considered, for models of a hundred layers: worked out once.
     _attentions: tuple[Attention, ...] = field(init=False, repr=False, compare=False)
     _mlps: tuple[FeedForward, ...] = field(init=False, repr=False, compare=False)
+    _experts: Experts | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         # Most layers are one object, which is told by less than its equality.
         layers = {id(layer): layer for layer in (*self.layers, *self.mtp_layers)}.values()
         object.__setattr__(self, "_attentions", tuple(dict.fromkeys(layer.attention for layer in layers)))
         object.__setattr__(self, "_mlps", tuple(dict.fromkeys(layer.mlp for layer in layers)))
+        routed = (layer.mlp for layer in self.layers if isinstance(layer.mlp, Experts))
+        object.__setattr__(self, "_experts", next(routed, None))
 
     @property
     def experts(self) -> Experts | None:
         """The experts of the first layer that has any; every layer with experts has the same."""
-        return next((layer.mlp for layer in self.layers if isinstance(layer.mlp, Experts)), None)
+        return self._experts
 
     @property
     def routed_layers(self) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from moejob_api.layout.sizes import Layout, gpus, layout
 from moejob_api.models.shape import ModelShape
 from moejob_api.planner.memory import MemoryEstimate, VolumeNeed, estimate, remedies, volume_need
 from moejob_api.planner.memory.case import prepared
-from moejob_api.planner.memory.estimate import fits
+from moejob_api.planner.memory.estimate import Footprint, footprint
 from moejob_api.planner.suggestions import Fit, Suggestion, suggestions
 from moejob_api.problems import Problem, Rule
 from moejob_api.quantities import GIB, bytes_of, readable
@@ -156,12 +156,12 @@ def _host_problems(spec: Spec, shape: ModelShape, sizes: Layout, need: MemoryEst
     )
 
 
-def _host_bytes(spec: Spec, need: MemoryEstimate) -> int:
+def _host_bytes(spec: Spec, need: MemoryEstimate | Footprint) -> int:
     # /dev/shm is memory-backed and counts against the pod's limit.
     return need.host_bytes_per_pod + bytes_of(spec.resources.shared_memory)
 
 
-def _fits_host(spec: Spec, need: MemoryEstimate) -> bool:
+def _fits_host(spec: Spec, need: MemoryEstimate | Footprint) -> bool:
     return spec.resources.memory is None or _host_bytes(spec, need) <= bytes_of(spec.resources.memory)
 
 
@@ -251,8 +251,7 @@ def _fit(shape: ModelShape | None, spec: Spec) -> Fit | None:
     sizes = layout(spec.parallelism, spec.resources.gpus_per_node)
     if shape is None:
         return Fit(sizes.gpus, sizes.nodes, None)
-    limit = memory_limit_bytes(spec.resources)
-    if limit is not None and not fits(prepared(spec, shape, sizes), limit):
+    need = footprint(prepared(spec, shape, sizes), memory_limit_bytes(spec.resources))
+    if need is None or not _fits_host(spec, need):
         return None
-    need = estimate(spec, shape, sizes)
-    return Fit(sizes.gpus, sizes.nodes, need.bytes) if _fits_host(spec, need) else None
+    return Fit(sizes.gpus, sizes.nodes, need.bytes)

@@ -88,23 +88,47 @@ def estimate(spec: Spec, shape: ModelShape, layout: Layout) -> MemoryEstimate:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """The sums of an estimate, without its words: for layouts that are tried by the dozen."""
+
+    bytes: int
+    host_bytes_per_pod: int
+
+
+def footprint(case: Case, limit_bytes: int | None) -> Footprint | None:
+    """Return the sums that `estimate` explains; None where they are beyond the limit of a GPU."""
+    loads = _loads_within(case, limit_bytes)
+    if loads is None:
+        return None
+    peak = max(map(_peak, loads))
+    return Footprint(peak, _host_bytes(case, loads, peak))
+
+
 def fits(case: Case, limit_bytes: int) -> bool:
-    """Return whether every stage is within the limit in every phase; the estimate without its words, for searches."""
-    layers = layer_bytes(case)
+    """Return whether every stage is within the limit in every phase, and the engine has room for a sequence."""
+    return _loads_within(case, limit_bytes) is not None
+
+
+def _loads_within(case: Case, limit_bytes: int | None) -> tuple[StageBytes, ...] | None:
+    """Return the load of every stage; None at the first that is beyond the limit."""
+    layers, loads = layer_bytes(case), list[StageBytes]()
     for stage in case.stages:
         of = load(case, stage, layers)
-        if of.engine is not None and not of.engine.runs:
-            return False
-        if any(sum(amounts.values()) > limit_bytes for _, amounts in phases(of)):
-            return False
-    return True
+        if limit_bytes is not None and ((of.engine is not None and not of.engine.runs) or _peak(of) > limit_bytes):
+            return None
+        loads.append(of)
+    return tuple(loads)
+
+
+def _peak(of: StageBytes) -> int:
+    return max(sum(amounts.values()) for _, amounts in phases(of))
 
 
 def peak_bytes(case: Case) -> int:
     """The highest peak alone, without its words, for searches."""
     layers = layer_bytes(case)
-    loads = (load(case, stage, layers) for stage in case.stages)
-    return max(sum(amounts.values()) for of in loads for _, amounts in phases(of))
+    return max(_peak(load(case, stage, layers)) for stage in case.stages)
 
 
 def _fullest(loads: tuple[StageBytes, ...]) -> Iterator[tuple[MemoryPhase, StageBytes, Amounts]]:
