@@ -107,7 +107,8 @@ def test_a_damaged_review_is_refused_or_is_one_of_a_job() -> None:
         except NotAReview:
             continue
         read += 1
-        assert "uid" not in (found["request"]["object"].get("metadata") or {})
+        for name in ("object", "oldObject"):
+            assert set((found.shown["request"][name] or {}).get("metadata", {})) <= {"name", "namespace"}
     assert read > 0
 
 

@@ -38,11 +38,9 @@ async def job_event(event: kopf.RawEvent, memo: kopf.Memo, **_: Any) -> None:
 
 
 @kopf.on.validate(GROUP, VERSION, PLURAL, id=review.HANDLER)
-def validate(
-    warnings: list[str], memo: kopf.Memo, operation: str = "", old: Any = None, new: Any = None, **_: Any
-) -> None:
+def validate(warnings: list[str], memo: kopf.Memo, operation: str = "", **_: Any) -> None:
     """Deny a job that cannot work. Runs in a thread: a check may take a while, and a Lease is renewed in the loop."""
-    review.validate(operation, old, new, warnings, _operator(memo).limits)
+    review.validate(operation, warnings, _operator(memo).limits)
 
 
 @kopf.on.probe(id="operator", errors=_ONCE)

@@ -28,31 +28,43 @@ _WARNINGS = 15
 
 
 @dataclass
-class Denial:
-    """The status of a denial. kopf keeps only message and code of it, so its reason and causes go past kopf."""
+class ReviewAtHand:
+    """What is reviewed, and the status of a denial: both go past kopf.
 
+    kopf would compare the old object with the new one in the event loop, which takes as long as a stranger likes, and
+    of a denial it keeps message and code only.
+    """
+
+    old: Mapping[str, Any] | None = None
+    new: Mapping[str, Any] | None = None
     status: dict[str, Any] = field(default_factory=dict)
 
 
-# Of the review at hand; kopf hands the context of a request on to the thread of its handler.
-denial: ContextVar[Denial] = ContextVar("denial")
+# kopf hands the context of a request on to the thread of its handler.
+at_hand: ContextVar[ReviewAtHand] = ContextVar("at_hand")
 
 
-def validate(operation: str, old: Any, new: Any, warnings: list[str], limits: JobLimits) -> None:
-    """Warn of what is unwise; raise when the job is denied."""
-    found = reviewed(operation, _plain(old), _plain(new), limits)
+def validate(operation: str, warnings: list[str], limits: JobLimits) -> None:
+    """Warn of what is unwise in the review at hand; raise when the job is denied."""
+    asked = at_hand.get()
+    found = reviewed(operation, asked.old, asked.new, limits)
     warnings += warnings_of(found)
     if not found.problems:
         return
-    status = status_of(found)
-    said = denial.get(None)
-    if said is not None:
-        said.status = status
-    raise kopf.AdmissionError(status["message"], code=status["code"])
+    asked.status = status_of(found)
+    raise kopf.AdmissionError(asked.status["message"], code=asked.status["code"])
 
 
 def reviewed(operation: object, old: object, new: object, limits: JobLimits = DEFAULT_LIMITS) -> Validation:
     """Return the answer to a review request."""
+    try:
+        return _reviewed(operation, old, new, limits)
+    except RecursionError:
+        # The API server prunes what no job has, so this comes from someone else.
+        return Validation((Problem(Rule.FIELD, "", "is nested deeper than any job"),))
+
+
+def _reviewed(operation: object, old: object, new: object, limits: JobLimits) -> Validation:
     if operation not in ("CREATE", "UPDATE"):
         return Validation()
     if not isinstance(old, Mapping):
@@ -88,10 +100,6 @@ def status_of(found: Validation) -> dict[str, Any]:
 def warnings_of(found: Validation) -> list[str]:
     """Return the warnings that the API server passes on."""
     return [text[:_WARNING_CHARACTERS] for text in _warnings(found)][:_WARNINGS]
-
-
-def _plain(body: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    return None if body is None else dict(body)
 
 
 def _has_same_spec(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:

@@ -19,17 +19,17 @@ import kopf
 from aiohttp import web
 
 from moejob_api.job import GROUP, PLURAL, VERSION
-from moejob_operator.admission.review import HANDLER, PATH, Denial, denial
+from moejob_operator.admission.review import HANDLER, PATH, ReviewAtHand, at_hand
 from moejob_operator.runtime.listener import BoundedServer, ListenerLimits, listening
 
 # Two objects of the most that etcd holds, as JSON in JSON.
 BODY_BYTES = 4 * 1024 * 1024
 # What every review may have whatever others hold: jobs have a few kilobytes. What is longer shares the room of all.
 OWN_BYTES = 64 * 1024
-_ALL_BODIES_BYTES = 16 * 1024 * 1024
-# Values in a body, by the marks before and between them; some 30 ms of a core, in which nothing else runs: Python reads
+_ALL_BODIES_BYTES = 2 * BODY_BYTES
+# Values in a body, by the marks before and between them; some 20 ms of a core, in which nothing else runs: Python reads
 # JSON in one go. A job with every field set, sent twice with all that Kubernetes notes about it, has a tenth.
-VALUES = 100_000
+VALUES = 50_000
 _RESOURCE = {"group": GROUP, "version": VERSION, "resource": PLURAL}
 
 
@@ -133,8 +133,17 @@ class _Refused(Exception):
         self.status = status
 
 
-def read_review(body: bytes | bytearray) -> Any:
-    """Return the AdmissionReview in a body, as kopf needs it; NotAReview when it is none of a job."""
+@dataclass(frozen=True, slots=True)
+class JobReview:
+    """The AdmissionReview of a job, and as much of it as kopf is shown."""
+
+    shown: Mapping[str, Any]
+    old: Mapping[str, Any] | None
+    new: Mapping[str, Any] | None
+
+
+def read_review(body: bytes | bytearray) -> JobReview:
+    """Return the AdmissionReview in a body; NotAReview when it is none of a job."""
     try:
         found = json.loads(body)
     # ValueError is all of: not UTF-8, not JSON, and a number of more digits than Python reads.
@@ -146,37 +155,40 @@ def read_review(body: bytes | bytearray) -> Any:
     resource = request.get("resource")
     if resource != _RESOURCE or not isinstance(request.get("userInfo"), Mapping):
         raise NotAReview(f"the review is not of a user's request about {_RESOURCE}, but about {str(resource)[:200]}")
-    objects = {name: _anonymous(request.get(name)) for name in ("object", "oldObject")}
-    if objects["object"] is None and objects["oldObject"] is None:
+    old, new = _object(request.get("oldObject")), _object(request.get("object"))
+    if old is None and new is None:
         raise NotAReview("the review is of no object")
-    return {**found, "request": {**request, **objects}}
+    objects = {"oldObject": _shown(old), "object": _shown(new)}
+    return JobReview({**found, "request": {**request, **objects}}, old, new)
 
 
-def _anonymous(raw: object) -> dict[str, Any] | None:
-    """Return an object without its UID: kopf would remember each UID that it was ever asked about."""
+def _object(raw: object) -> Mapping[str, Any] | None:
     if raw is None:
         return None
     if not isinstance(raw, Mapping):
         raise NotAReview("the object in the review is none")
-    metadata = raw.get("metadata")
-    if metadata is None:
-        return dict(raw)
-    if not isinstance(metadata, Mapping):
+    if not isinstance(raw.get("metadata", {}), Mapping | None):
         raise NotAReview("the metadata of the object in the review are none")
-    return {**raw, "metadata": {name: value for name, value in metadata.items() if name != "uid"}}
+    return raw
 
 
-async def _answered(found: Any, fn: kopf.WebhookFn) -> Any:
+def _shown(raw: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return an object's names: kopf logs these, and would remember each UID that it was ever asked about."""
+    if raw is None:
+        return None
+    metadata = raw.get("metadata") or {}
+    names = {name: metadata[name] for name in ("name", "namespace") if name in metadata}
+    return {name: raw[name] for name in ("apiVersion", "kind") if name in raw} | {"metadata": names}
+
+
+async def _answered(found: JobReview, fn: kopf.WebhookFn) -> Any:
     """Return kopf's answer, with all of the denial's status."""
-    said = Denial()
-    token = denial.set(said)
+    asked = ReviewAtHand(found.old, found.new)
+    token = at_hand.set(asked)
     try:
-        answered: Any = await fn(found, webhook=HANDLER)
-    except RecursionError:
-        # kopf copies what it is shown. The API server prunes what no job has, so this comes from someone else.
-        raise NotAReview("the object in the review is nested too deeply") from None
+        answered: Any = await fn(found.shown, webhook=HANDLER)  # type: ignore[arg-type]  # it reads a mapping
     finally:
-        denial.reset(token)
-    if said.status:
-        answered["response"]["status"] = said.status
+        at_hand.reset(token)
+    if asked.status:
+        answered["response"]["status"] = asked.status
     return answered
