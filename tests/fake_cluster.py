@@ -105,6 +105,10 @@ class FakeCluster:
             raise InTheWay(manifest)
         self._after()
 
+    async def lacks(self, manifest: Manifest) -> bool:
+        about = manifest["metadata"]
+        return (Kind(manifest["kind"]), about["namespace"], about["name"]) not in self.objects
+
     async def delete(self, ref: Ref, *, grace_seconds: int | None) -> None:
         self._before(f"{'force-' * (grace_seconds == 0)}delete {ref.kind} {ref.name}")
         self.graces[ref.name] = grace_seconds

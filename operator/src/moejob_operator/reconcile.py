@@ -68,6 +68,7 @@ async def reconcile(key: JobKey, cluster: Cluster, reconciler: Reconciler) -> fl
     planned = decide(seen, validation, reconciler.setting, now)
     if planned.needs_live:
         seen = await _live(key, raw, cluster, seen, reconciler)
+        seen = replace(seen, lacks_secret=await _lacks_secret(planned, seen, cluster))
         planned = decide(seen, validation, reconciler.setting, now)
     refusal = await _performed(planned, seen.job, cluster, reconciler)
     if refusal is not None:
@@ -98,6 +99,14 @@ async def _live(key: JobKey, raw: Raw, cluster: Cluster, seen: Observed, reconci
         has_access=seen.has_access,
         progress=seen.progress,
     )
+
+
+async def _lacks_secret(planned: Reconciliation, seen: Observed, cluster: Cluster) -> bool:
+    """Ask before the Secret is created once more: with another value, which pods that run would turn away."""
+    secret = next((action for action in planned.actions if _kind(action) is Kind.SECRET), None)
+    if not isinstance(secret, Ensure) or not seen.holds_secret:
+        return False
+    return await cluster.lacks(secret.manifest)
 
 
 async def _performed(planned: Reconciliation, job: Job, cluster: Cluster, reconciler: Reconciler) -> str | None:

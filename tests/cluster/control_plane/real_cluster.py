@@ -118,6 +118,9 @@ class RealCluster(FakeCluster):
         await self._server.ensure(manifest)
         self._after()
 
+    async def lacks(self, manifest: Manifest) -> bool:
+        return await self._server.lacks(manifest)
+
     async def delete(self, ref: Ref, *, grace_seconds: int | None) -> None:
         self._before(f"{'force-' * (grace_seconds == 0)}delete {ref.kind} {ref.name}")
         self.has_garbage |= ref.kind is Kind.JOB

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from fake_world import World
+from moejob_api.contract import Role
 from moejob_operator.actions import WRITE_ONLY, Kind
 from moejob_operator.children.blueprint import JobNetwork
 
@@ -141,6 +143,71 @@ def test_engines_that_know_the_value_of_a_lost_secret_are_replaced_before_it_is_
     world.settle()
     assert not before & {pod["metadata"]["uid"] for pod in world.cluster.pods()}
     assert created_since_secret(world) == 4 * ["create Pod"], "two engines, and the next gang"
+
+
+def test_engines_are_replaced_with_a_gang_that_is_replaced_for_another_reason_than_the_lost_secret() -> None:
+    """The next gang gets another value, and no kubelet misses the one before."""
+    world = World(network=JobNetwork("moejob-system"))
+    world.apply(method="GRPO", grpo=SEPARATE)
+    world.settle()
+    world.run()
+    world.settle()
+    before = {pod["metadata"]["uid"] for pod in world.cluster.pods()}
+    delete_access(world)
+    world.end(0, 137)
+    world.settle()
+    assert not before & {pod["metadata"]["uid"] for pod in world.cluster.pods()}
+    assert created_since_secret(world) == 4 * ["create Pod"]
+
+
+def test_engines_outlive_a_gang_whose_secret_is_there() -> None:
+    world = World(network=JobNetwork("moejob-system"))
+    world.apply(method="GRPO", grpo=SEPARATE)
+    world.settle()
+    world.run()
+    world.settle()
+    engines = {pod["metadata"]["uid"] for pod in world.cluster.pods(Role.ROLLOUT)}
+    world.end(0, 137)
+    world.settle()
+    assert {pod["metadata"]["uid"] for pod in world.cluster.pods(Role.ROLLOUT)} == engines
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        pytest.param({}, id="a pod of the gang"),
+        pytest.param({"method": "GRPO", "grpo": SEPARATE}, id="beside engines"),
+    ],
+)
+def test_another_process_of_the_operator_mixes_no_values_either(sections: dict[str, Any]) -> None:
+    """It has created nothing yet, and would create the Secret with the first pod that it replaces."""
+    world = World(network=JobNetwork("moejob-system"))
+    world.apply(**sections)
+    world.settle()
+    world.run()
+    world.settle()
+    before = {pod["metadata"]["uid"] for pod in world.cluster.pods()}
+    delete_access(world)
+    world.restart_operator()
+    world.end(1, 137)
+    world.settle()
+    assert not before & {pod["metadata"]["uid"] for pod in world.cluster.pods()}
+    assert set(created_since_secret(world)) == {"create Pod"}
+
+
+def test_an_engine_that_another_process_replaces_mixes_no_values() -> None:
+    world = World(network=JobNetwork("moejob-system"))
+    world.apply(method="GRPO", grpo=SEPARATE)
+    world.settle()
+    world.run()
+    world.settle()
+    before = {pod["metadata"]["uid"] for pod in world.cluster.pods()}
+    delete_access(world)
+    world.restart_operator()
+    world.delete_pod(0, Role.ROLLOUT)
+    world.settle()
+    assert not before & {pod["metadata"]["uid"] for pod in world.cluster.pods()}
+    assert set(created_since_secret(world)) == {"create Pod"}
 
 
 def test_another_secret_that_a_kubelet_misses_is_the_users() -> None:

@@ -190,6 +190,26 @@ def test_each_secret_gets_a_value_of_its_own_which_is_not_kept_here() -> None:
     played(story)
 
 
+@pytest.mark.parametrize(
+    ("answer", "lacks"),
+    [
+        pytest.param((201, None), True, id="it could be created"),
+        pytest.param(refused(409, "AlreadyExists"), False, id="there is one"),
+        pytest.param(refused(403, "Forbidden"), False, id="a quota says nothing about it"),
+    ],
+)
+def test_whether_a_secret_is_there_is_asked_by_a_creation_that_changes_nothing(answer: Answer, lacks: bool) -> None:
+    async def story(here: World) -> None:
+        here.server.say(f"POST {SECRETS}", answer)
+        manifest = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "job-1", "namespace": "default"}}
+        assert await here.cluster.lacks(manifest) is lacks
+        [asked] = here.server.asked
+        assert (str(asked), asked.query["dryRun"]) == (f"POST {SECRETS}", "All")
+        assert "stringData" not in asked.body
+
+    played(story)
+
+
 def test_a_secret_that_is_there_is_neither_read_nor_replaced() -> None:
     async def story(here: World) -> None:
         here.server.say(f"POST {SECRETS}", refused(409, "AlreadyExists"))

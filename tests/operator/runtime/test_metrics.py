@@ -8,7 +8,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from moejob_operator.runtime.health import application, served
+from moejob_operator.runtime.health import answers, served
 from moejob_operator.runtime.metrics import Metrics
 from moejob_operator.runtime.work_queue import WorkOutcome
 from stand_in_api import stored
@@ -108,7 +108,7 @@ def test_alive_is_who_has_no_trouble_and_ready_who_lacks_nothing() -> None:
 
     async def story() -> None:
         async with (
-            served(application(Metrics(), lambda: troubles, lambda: lacks), 0, "127.0.0.1") as port,
+            served(answers(Metrics(), lambda: troubles, lambda: lacks), 0, "127.0.0.1") as port,
             aiohttp.ClientSession() as session,
         ):
 

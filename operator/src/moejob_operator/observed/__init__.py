@@ -64,7 +64,8 @@ class Observed:
     `earlier_pods` belong to another job of the same name that is still being cleaned away. Objects that only look like
     the job's are none of these. `is_live` says that the objects were listed now and not taken from the watch cache;
     `was_polled` that every trainer pod was asked, and `progress` is what they answered, by pod UID; `has_access`
-    that this process has created the Secret and the policy of the job, which are never read, for the present attempt.
+    that this process has created the Secret and the policy of the job, which are never read, for the present attempt,
+    and `lacks_secret` that the Secret is known not to be there.
     """
 
     job: Job
@@ -77,7 +78,13 @@ class Observed:
     is_live: bool
     was_polled: bool = False
     has_access: bool = False
+    lacks_secret: bool = False
     progress: Mapping[str, PodProgress] = field(default_factory=lambda: _SILENCE)
+
+    @property
+    def holds_secret(self) -> bool:
+        """Return whether pods run, and so know a value of the Secret."""
+        return any(pod.phase is PodPhase.RUNNING for pod in self.pods)
 
 
 class PodReadings:

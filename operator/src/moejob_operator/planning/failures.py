@@ -126,12 +126,14 @@ def misses_secret(pod: Pod, s: ObservedState) -> bool:
 
 def _lost_secret(s: ObservedState) -> Iterator[Loss]:
     """Yield the loss of the Secret from which pods that run have a value: made again, it has another."""
+    holder = next((pod for pod in s.trainers.values() if pod.phase is PodPhase.RUNNING), None)
     missing = next((pod for pod in (*s.trainers.values(), *s.rollouts) if misses_secret(pod, s)), None)
-    if missing is None or all(pod.phase is not PodPhase.RUNNING for pod in s.trainers.values()):
+    if holder is None or (missing is None and not s.seen.lacks_secret):
         return
     message = f"Secret {blueprint(s).access} is gone, and pods that run hold a value that no new pod gets"
-    index = missing.index if missing.role is Role.TRAINER else 0
-    yield Loss(Failure(index, Cause.SECRET_LOST, message=message), missing.name, missing)
+    named = missing or holder
+    index = named.index if named.role is Role.TRAINER else 0
+    yield Loss(Failure(index, Cause.SECRET_LOST, message=message), named.name, named)
 
 
 def _cause(pod: Pod, s: ObservedState) -> Cause | None:

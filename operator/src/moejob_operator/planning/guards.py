@@ -210,7 +210,10 @@ def present(s: ObservedState) -> Decision | None:
         restarts=_settled(s, is_whole=is_whole),
         pods_created=is_whole,
         # The first gang of all can have no other beside it.
-        needs_live=bool(spent) or (is_restart and started > 0),
+        # Whether the Secret is still there is asked, too, where pods hold its value.
+        needs_live=bool(spent)
+        or (is_restart and started > 0)
+        or (s.seen.holds_secret and objects.makes_secret(created)),
         requeue_after_seconds=0.0 if is_more else _requeue_seconds(s, is_running=is_running),
         events=_events(spent, s),
     )

@@ -56,8 +56,13 @@ def outdated_engines(s: ObservedState) -> tuple[Pod, ...]:
 
 
 def is_secret_missed(s: ObservedState) -> bool:
-    """Return whether a kubelet waits for the job's Secret."""
-    return any(misses_secret(pod, s) for pod in (*s.trainers.values(), *s.rollouts))
+    """Return whether the job's Secret is not there: a kubelet waits for it, or the API server was asked."""
+    return s.seen.lacks_secret or any(misses_secret(pod, s) for pod in (*s.trainers.values(), *s.rollouts))
+
+
+def makes_secret(actions: Iterable[Action]) -> bool:
+    """Return whether the job's Secret is created, should it not be there."""
+    return any(isinstance(action, Ensure) and action.manifest["kind"] == Kind.SECRET for action in actions)
 
 
 def is_lost_engine(pod: Pod, s: ObservedState) -> bool:

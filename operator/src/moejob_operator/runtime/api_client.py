@@ -168,6 +168,10 @@ class ApiClient:
         """Add to the collection at a path; Exists when there is one of that name. Answers with the metadata."""
         return await self._call(_Request(Verb.CREATE, _as_given(path), body, accept=METADATA), within)
 
+    async def try_to_create(self, path: str, body: Raw) -> None:
+        """Answer as `create` would, and add nothing: a dry run."""
+        await self._call(_Request(Verb.CREATE, f"{_as_given(path)}&dryRun=All", body, accept=METADATA))
+
     async def replace(self, path: str, body: Raw, within: float | None = None) -> Raw:
         """Put an object in place of the one whose version it carries, else Conflict. Answers with the metadata."""
         return await self._call(_Request(Verb.UPDATE, _as_given(path), body, accept=METADATA), within)

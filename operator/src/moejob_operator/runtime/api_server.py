@@ -113,6 +113,15 @@ class ApiServer:
         # What its kubelet or a controller adds, the watch will tell.
         self.cache.seen(kind, {**manifest, "metadata": created["metadata"]})
 
+    async def lacks(self, manifest: Manifest) -> bool:
+        """Ask by a creation that changes nothing: a right to read Secrets would be one to read all there are."""
+        kind, metadata = Kind(manifest["kind"]), manifest["metadata"]
+        try:
+            await self.api.try_to_create(collection(kind, metadata["namespace"], manifest["apiVersion"]), manifest)
+        except (Exists, Absent, Conflict, Forbidden):
+            return False
+        return True
+
     async def _ours(self, path: str, manifest: Manifest) -> Raw:
         try:
             found = await self.api.get(path)
