@@ -83,9 +83,9 @@ lint: $(operator_built) ## Check format, style, words and the import rules
 
 types: $(operator_built) $(trainer_built) $(rollout_built) ## Check types, strictly, against what each package runs with
 	@$(call quietly,$(operator)/mypy --cache-dir .mypy_cache/operator $(wildcard crds/src operator/src cli/src scripts images \
-		benchmarks/*.py benchmarks/contest tests/*.py $(patsubst %,tests/%,api operator cli chart cluster builds)))
+		benchmarks/*.py benchmarks/contest benchmarks/hostile/[!l]*.py tests/*.py $(patsubst %,tests/%,api operator cli chart cluster builds)))
 	@$(call quietly,$(trainer)/mypy --cache-dir .mypy_cache/trainer trainer/src tests/trainer tests/bridge tests/gpu benchmarks/trainer benchmarks/rollout \
-		examples/ask.py)
+		benchmarks/hostile/launcher_listeners.py examples/ask.py)
 	@$(call quietly,$(rollout)/mypy --cache-dir .mypy_cache/rollout rollout/src tests/rollout)
 
 generate: $(operator_built) ## Write the CRD that the models describe, and the manifests that the operator makes
@@ -178,6 +178,10 @@ bench-operator: $(operator_built) ## Measure the operator beside its peers, JobS
 bench-recovery: $(operator_built) $(trainer_built) ## Measure how long a job over two nodes stands still after a fault
 	@PYTHONPATH=tests:scripts $(operator)/python -m benchmarks.recovery $(ARGS)
 
+# Some ten minutes. ARGS=--quick attacks for a second each and records nothing.
+bench-hostile: $(operator_built) $(trainer_built) ## Measure hostile reviews, and each listener under attack
+	@PYTHONPATH=tests $(operator)/python -W ignore -m benchmarks.hostile $(ARGS)
+
 bench-trainer: $(trainer_built) ## Measure training on this CPU beside Transformers
 	@$(trainer)/python -W ignore -m benchmarks.trainer.cpu_step
 
@@ -248,4 +252,4 @@ clean: ## Remove the environments and all build output; the cache stays
 		$(foreach dist,crds operator trainer rollout cli,$(dist)/dist $(dist)/build)
 	@find $(wildcard crds operator trainer rollout cli tests benchmarks scripts) -name __pycache__ -prune -exec rm -rf {} +
 
-.PHONY: help setup fmt lint types generate verify test test-operator test-trainer test-bridge test-learning matrix test-gate test-rollout test-cluster test-faults test-images gpu-test control-plane bench bench-operator bench-recovery bench-trainer bench-grpo demo demo-grpo cluster-demo docs pictures images kind-demo lock audit clean
+.PHONY: help setup fmt lint types generate verify test test-operator test-trainer test-bridge test-learning matrix test-gate test-rollout test-cluster test-faults test-images gpu-test control-plane bench bench-operator bench-recovery bench-hostile bench-trainer bench-grpo demo demo-grpo cluster-demo docs pictures images kind-demo lock audit clean

@@ -1,0 +1,1 @@
+"""Hostile input: how long reviews take, and what listeners of operator and launcher hold and delay meanwhile."""
