@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from moejob_api.contract import TERMINATION_BYTES, LastWord, Outcome
+from moejob_api.contract import TERMINATION_BYTES, LastWord, Outcome, RunProgress
+from moejob_api.job.status import HubCommit, RepositoryKind
 from moejob_api.restarts import Cause
 from moejob_trainer.launcher.ending import (
     Ending,
@@ -96,3 +97,30 @@ def test_a_last_word_fits_into_what_kubernetes_keeps(letter: str) -> None:
     kept = LastWord.model_validate_json(text).message
     assert word.message.startswith(kept)
     assert len(kept) >= 600
+
+
+def commits(count: int, name: str = "team/data-set-of-some-length") -> tuple[HubCommit, ...]:
+    return tuple(
+        HubCommit(kind=RepositoryKind.DATASET, name=f"{name}-{number}", commit="a" * 40) for number in range(count)
+    )
+
+
+@pytest.mark.parametrize(
+    ("message", "count", "kept"),
+    [
+        pytest.param("all ranks are done", 30, 30, id="a run that is done leaves its model and 29 data sets"),
+        pytest.param("all ranks are done", 64, 0, id="what does not fit leaves none, for some would be taken for all"),
+        pytest.param("x" * 2048, 4, 4, id="a long message is cut to make room"),
+        pytest.param("\x1b" * 2048, 4, 0, id="a message of escapes is not given up for commits"),
+    ],
+)
+def test_a_termination_message_has_all_commits_of_the_hub_or_none(message: str, count: int, kept: int) -> None:
+    word = LastWord.model_construct(
+        outcome=Outcome.COMPLETED, message=message, run=RunProgress(step=7, total_steps=7, hub_commits=commits(count))
+    )
+    text = truncated(word)
+    assert len(text) <= TERMINATION_BYTES
+    read = LastWord.model_validate_json(text)
+    assert read.run is not None
+    assert (read.run.step, len(read.run.hub_commits or ())) == (7, kept)
+    assert len(read.message) >= min(len(message), 512)

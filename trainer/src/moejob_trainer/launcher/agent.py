@@ -62,8 +62,6 @@ _MARGIN_SECONDS, _MARGIN_SHARE = 5.0, 0.2
 _LAST_TO_LEAVE_SECONDS = 5.0
 _RANKS_NAMED = 8
 _FILES_NAMED = 4
-# Commits of the hub in a termination message.
-_COMMITS_LEFT = 4
 _STARVED = ", out of memory; raise resources.memory"
 _LASTING = (errno.EEXIST, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOSPC, errno.EDQUOT)
 
@@ -445,9 +443,7 @@ class Agent:
         if run is None:
             return None
         needed = {name.value: run.measures[name] for name in StatusMeasure if name in run.measures}
-        # The operator has heard of many commits while the run lasted.
-        commits = run.hub_commits if len(run.hub_commits or ()) <= _COMMITS_LEFT else None
-        return run.model_copy(update={"measures": needed, "hub_commits": commits})
+        return run.model_copy(update={"measures": needed})
 
     def _step(self) -> int | None:
         return None if self._board is None else max(row.step for row in self._board.read())
