@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Barrier
@@ -14,6 +15,7 @@ from moejob_trainer.errors import Superseded
 from moejob_trainer.runtime.fencing import Fence, FenceToken, claim_key
 
 KEY = claim_key("secret", "uid")
+Act = Callable[[], object] | None
 
 
 def names(folder: Path) -> list[str]:
@@ -102,6 +104,66 @@ def test_a_start_before_its_secret_was_lost_commits_nothing_and_starts_no_ranks_
         lost.acquire(1, 1, before)
     assert fence.is_ours(later)
     assert [name.rpartition(".")[0] for name in names(tmp_path)] == ["0000000002.0000000000"]
+
+
+class Interrupted(Fence):
+    """A fence of which another process gets ahead: before it makes a token, or once it knows which others there are."""
+
+    def __init__(self, folder: Path, key: bytes, *, before_token: Act = None, after_looking: Act = None) -> None:
+        super().__init__(folder, key)
+        # Frozen, as its base.
+        object.__setattr__(self, "acts", {"token": before_token, "looked twice": after_looking})
+        object.__setattr__(self, "looks", [])
+
+    def _path(self, mine: FenceToken) -> Path:
+        self._act("token")
+        return super()._path(mine)
+
+    def _names(self) -> list[str]:
+        found = super()._names()
+        looks: list[list[str]] = self.__dict__["looks"]
+        looks.append(found)
+        # First whether it is the newest, then for older ones to remove.
+        if len(looks) == 2:
+            self._act("looked twice")
+        return found
+
+    def _act(self, moment: str) -> None:
+        acts: dict[str, Act] = self.__dict__["acts"]
+        act = acts.pop(moment, None)
+        if act is not None:
+            act()
+
+
+def test_a_launcher_that_starts_ranks_again_just_as_the_next_attempt_claims_with_another_secret_is_kept_out(
+    tmp_path: Path,
+) -> None:
+    fence, key = Fence(tmp_path, KEY), claim_key("lost", "uid")
+    before = Fence(tmp_path, key).acquire(1, 0)
+    lost = Interrupted(tmp_path, key, before_token=lambda: fence.acquire(2, 0))
+    with pytest.raises(Superseded, match="attempt 1, restart 1 is too late"):
+        lost.acquire(1, 1, before)
+    assert fence.is_ours(FenceToken(2, 0))
+    assert [name.rpartition(".")[0] for name in names(tmp_path)] == ["0000000002.0000000000"]
+
+
+def test_a_launcher_that_starts_ranks_again_while_the_next_attempt_removes_its_token_commits_nothing(
+    tmp_path: Path,
+) -> None:
+    lost, again = Fence(tmp_path, claim_key("lost", "uid")), list[FenceToken]()
+    before = lost.acquire(1, 0)
+    fence = Interrupted(tmp_path, KEY, after_looking=lambda: again.append(lost.acquire(1, 1, before)))
+    later = fence.acquire(2, 0)
+    assert [lost.is_ours(again[0]), fence.is_ours(later)] == [False, True]
+
+
+def test_a_first_start_with_a_lost_secret_is_over_when_the_newer_one_commits(tmp_path: Path) -> None:
+    """It reads no proof of the newer one, and that one could not remove what was not there."""
+    lost, fence = Fence(tmp_path, claim_key("lost", "uid")), Fence(tmp_path, KEY)
+    newer = fence.acquire(2, 0)
+    older = lost.acquire(1, 0)
+    assert fence.is_ours(newer)
+    assert not lost.is_ours(older)
 
 
 def test_a_launcher_starts_its_ranks_again_beside_foreign_claims(tmp_path: Path) -> None:

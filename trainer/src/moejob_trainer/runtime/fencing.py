@@ -24,6 +24,8 @@ from moejob_trainer.errors import Superseded
 
 TOKENS = RunFile.CLAIMS.value
 RESTART = "TORCHELASTIC_RESTART_COUNT"
+# A stranger who makes tokens without end may not keep a start here.
+_PASSES = 100
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -81,8 +83,11 @@ class Fence:
         if seen[-1] != mine:
             path.unlink(missing_ok=True)
             raise Superseded(f"{self.folder} belongs to {seen[-1]} now; {mine} is too late and writes nothing")
-        for older in (name for name in self._names() if (number := claimed(name)) and FenceToken(*number) < mine):
-            (path.parent / older).unlink(missing_ok=True)
+        # Once more: a start with another secret cannot read this token, and may have removed that one just now.
+        if held is not None and held not in seen:
+            path.unlink(missing_ok=True)
+            raise Superseded(f"{self.folder} was taken from {held} just now; {mine} is too late and writes nothing")
+        self._remove_older(mine)
         return mine
 
     def is_ours(self, mine: FenceToken) -> bool:
@@ -92,7 +97,10 @@ class Fence:
         with suppress(FileNotFoundError):
             touched.touch()
             touched.unlink()
-        return self.newest() == mine
+        if self.newest() != mine:
+            return False
+        self._remove_older(mine)
+        return True
 
     def newest(self) -> FenceToken | None:
         """The claim that holds the run folder; None when there is none."""
@@ -101,6 +109,19 @@ class Fence:
     def foreign(self) -> list[str]:
         """Names like those of tokens, without this job's proof."""
         return sorted(name for name in self._names() if claimed(name) and self._proven(name) is None)
+
+    def _remove_older(self, mine: FenceToken) -> None:
+        """Remove all tokens of lower numbers, until there are none: one of them may be replaced by the next meanwhile.
+
+        A start of before either made its next token before the last look, and it goes, or finds afterwards that the
+        one it held is gone.
+        """
+        for _ in range(_PASSES):
+            older = [name for name in self._names() if (number := claimed(name)) and FenceToken(*number) < mine]
+            if not older:
+                return
+            for name in older:
+                (self.folder / TOKENS / name).unlink(missing_ok=True)
 
     def _tokens(self) -> list[FenceToken]:
         return sorted(token for token in map(self._proven, self._names()) if token is not None)
