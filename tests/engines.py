@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from builders import spec
-from moejob_api.contract import Environment, HttpPath, Role
+from moejob_api.contract import Environment, HttpPath, Role, engine_key
 from moejob_api.pod_environment import spec_text
 
 ROOT = Path(__file__).parent.parent
@@ -131,7 +131,7 @@ class Engine:
     def _asked(self, path: str, body: bytes | None, secret: str | None) -> Reply:
         headers = {"Content-Type": "application/json"}
         if secret is not None:
-            headers["Authorization"] = f"Bearer {secret}"
+            headers["Authorization"] = f"Bearer {engine_key(secret)}"
         request = urllib.request.Request(self.url + path, body, headers)  # noqa: S310  # always http
         try:
             with _opener.open(request, timeout=_ANSWER_SECONDS) as answer:

@@ -5,6 +5,8 @@ The operator passes a trainer pod nothing but this environment; the launcher in 
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import re
 import unicodedata
 from enum import IntEnum, StrEnum
@@ -64,6 +66,15 @@ class Environment(StrEnum):
     ROLLOUT_PYTHON = "MOEJOB_ROLLOUT_PYTHON"
     # Known to the processes of the job alone: they ask one another for it, and prove their claims on the run folder.
     SECRET = "MOEJOB_SECRET"
+
+
+def engine_key(secret: str) -> str:
+    """Return what engines of a job ask for, derived from its secret.
+
+    It is sent with every request, to whichever pod has the address of the engine: one who reads it there can neither
+    join the rendezvous nor claim the run folder.
+    """
+    return hmac.digest(secret.encode(), b"moejob engines", hashlib.sha256).hex()
 
 
 class Port(IntEnum):

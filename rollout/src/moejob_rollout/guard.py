@@ -1,4 +1,4 @@
-"""The door of the server: it asks for the secret of the attempt, and answers probes.
+"""The door of the server: it asks for a key of the job's secret, and answers probes.
 
 vLLM's own --api-key guards some paths only, and anyone who can reach the others could put other weights in.
 """
@@ -12,7 +12,7 @@ from http import HTTPStatus
 from typing import Any
 from uuid import uuid4
 
-from moejob_api.contract import Environment, HttpPath
+from moejob_api.contract import Environment, HttpPath, engine_key
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -30,7 +30,7 @@ class Guard:
     def __init__(self, app: App) -> None:
         self._app = app
         secret = os.environ.get(Environment.SECRET)
-        self._expected = None if secret is None else f"Bearer {secret}".encode()
+        self._expected = None if secret is None else f"Bearer {engine_key(secret)}".encode()
         self._has_generated = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -40,7 +40,7 @@ class Guard:
         elif scope.get("path") == HttpPath.READY:
             await self._ready(scope, send)
         elif self._is_refused(scope):
-            await _answer(send, HTTPStatus.UNAUTHORIZED, "the secret of this attempt is missing or wrong")
+            await _answer(send, HTTPStatus.UNAUTHORIZED, "the key of this job is missing or wrong")
         else:
             await self._app(scope, receive, send)
 

@@ -36,9 +36,10 @@ _NUMA = Path("/lib/x86_64-linux-gnu/libnuma.so.1")
 # Ends when vLLM computes answers, and says how many. In the pod: nothing else may speak to an engine.
 _AWAIT_WORK = f"""
 import os, re, time, urllib.request
+from moejob_api.contract import engine_key
 asked = urllib.request.Request(
     "http://127.0.0.1:{Port.ROLLOUT.value}/metrics",
-    headers={{"Authorization": "Bearer " + os.environ["{Environment.SECRET.value}"]}},
+    headers={{"Authorization": "Bearer " + engine_key(os.environ["{Environment.SECRET.value}"])}},
 )
 until = time.monotonic() + {TRAINING_SECONDS}
 while time.monotonic() < until:

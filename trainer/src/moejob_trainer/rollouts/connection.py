@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 
 import aiohttp
 
+from moejob_api.contract import engine_key
+
 T = TypeVar("T")
 _CONNECT_SECONDS = 10.0
 
@@ -27,7 +29,7 @@ class Connection:
     """An event loop in a thread, and the requests that it makes. Close it when there is nothing more to ask."""
 
     def __init__(self, secret: str | None) -> None:
-        self._headers = {} if secret is None else {"Authorization": f"Bearer {secret}"}
+        self._headers = {} if secret is None else {"Authorization": f"Bearer {engine_key(secret)}"}
         self._loop = asyncio.new_event_loop()
         self._session: aiohttp.ClientSession | None = None
         self._thread = threading.Thread(target=self._loop.run_forever, name="engines", daemon=True)
