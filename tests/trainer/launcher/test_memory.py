@@ -1,12 +1,16 @@
-"""Kills for memory are read where the kernel counts them."""
+"""Kills for memory are read where the kernel counts them, and what may be pinned where it limits that."""
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import pytest
 
-from moejob_trainer.launcher.memory import kills_for_memory
+from builders import spec
+from moejob_trainer.launcher.memory import kills_for_memory, pinning_trouble
+
+CARDS = {"rdma": {"resource": "rdma/hca", "count": 8}}
 
 
 @pytest.mark.parametrize(
@@ -23,3 +27,19 @@ def test_kills_are_read_from_the_cgroup_of_the_container(tmp_path: Path, file: s
     path.parent.mkdir(exist_ok=True)
     path.write_text(text)
     assert kills_for_memory(tmp_path) == kills
+
+
+@pytest.mark.parametrize(
+    ("resources", "limit_bytes", "warns"),
+    [
+        pytest.param(CARDS, 8 << 20, True, id="cards and the usual limit of systemd"),
+        pytest.param(CARDS, resource.RLIM_INFINITY, False, id="cards and no limit"),
+        pytest.param({}, 8 << 20, False, id="no cards"),
+    ],
+)
+def test_a_node_that_limits_pinned_memory_is_named_where_cards_need_it(
+    resources: dict[str, object], limit_bytes: int, warns: bool
+) -> None:
+    trouble = pinning_trouble(spec(resources=resources), limit_bytes)
+    assert (trouble is not None) is warns
+    assert trouble is None or ("8.0 MiB" in trouble and "LimitMEMLOCK=infinity" in trouble)

@@ -161,7 +161,13 @@ class Resources(ApiModel):
     service_account: Annotated[
         ObjectName | None, Field(description="ServiceAccount of the pods; its token is not mounted.")
     ] = None
-    rdma: Annotated[Rdma | None, Field(description="Network cards for traffic between nodes.")] = None
+    rdma: Annotated[
+        Rdma | None,
+        Field(
+            description="Network cards for traffic between nodes, whose container runtime must let processes pin "
+            "memory (LimitMEMLOCK=infinity)."
+        ),
+    ] = None
     topology_key: Annotated[
         QualifiedName | None,
         Field(description="Node label of a network domain; pods that talk most are kept inside one domain."),

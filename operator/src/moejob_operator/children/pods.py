@@ -127,9 +127,6 @@ def _pod_spec(blueprint: Blueprint, role: Role, index: int) -> dict[str, Any]:
 def _container(blueprint: Blueprint, role: Role, index: int, container: dict[str, Any]) -> dict[str, Any]:
     spec = blueprint.spec
     sources = environment_sources(spec)
-    # Registering memory with a network card pins it. No Pod Security profile but `privileged` allows that: only jobs
-    # that ask for RDMA get it.
-    added = {"add": ["IPC_LOCK"]} if spec.resources.rdma is not None else {}
     return (
         {"name": role.value}
         | container
@@ -142,7 +139,9 @@ def _container(blueprint: Blueprint, role: Role, index: int, container: dict[str
             "securityContext": {
                 "allowPrivilegeEscalation": False,
                 "readOnlyRootFilesystem": True,
-                "capabilities": {"drop": ["ALL"]} | added,
+                # No IPC_LOCK for RDMA either: a user that is not root gets nothing of a capability that is added, and
+                # no namespace but a privileged one admits the pod. How much may be pinned is the node's to say.
+                "capabilities": {"drop": ["ALL"]},
             },
             "volumeMounts": mounts(blueprint),
         }

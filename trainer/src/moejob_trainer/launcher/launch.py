@@ -10,12 +10,15 @@ from moejob_api.contract import ExitCode, LastWord, Outcome
 from moejob_trainer.launcher.ending import ExitReport
 from moejob_trainer.launcher.engine_processes import PodEngines, engine_commands
 from moejob_trainer.launcher.http_server import ProgressServer
-from moejob_trainer.launcher.log import start_logging
+from moejob_trainer.launcher.log import LauncherLog, start_logging
+from moejob_trainer.launcher.memory import pinned_limit_bytes, pinning_trouble
 from moejob_trainer.launcher.options import Options
 from moejob_trainer.launcher.pod import BadEnvironment, TrainerPod, pod_of
 from moejob_trainer.launcher.rank_processes import RankProcesses
 from moejob_trainer.launcher.stop import StopRequest
 from moejob_trainer.launcher.termination_message import write
+
+log = LauncherLog()
 
 
 def launch(environ: Mapping[str, str], options: Options, stop: StopRequest) -> int:
@@ -23,6 +26,9 @@ def launch(environ: Mapping[str, str], options: Options, stop: StopRequest) -> i
     start_logging()
     try:
         pod = pod_of(environ)
+        trouble = pinning_trouble(pod.spec, pinned_limit_bytes())
+        if trouble is not None:
+            log.warning(trouble)
         engines = PodEngines(engine_commands(pod, environ), options.logs)
         try:
             report = _run(pod, options, stop, engines)

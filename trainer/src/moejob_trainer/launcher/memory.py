@@ -1,8 +1,12 @@
-"""Count of the processes in this container that the kernel killed for memory."""
+"""Memory of this container: the processes that the kernel killed for it, and how much of it may be pinned."""
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
+
+from moejob_api.job import Spec
+from moejob_api.quantities import readable
 
 # Of the second version of cgroups and of the first, as a container sees its own.
 _COUNTERS = ("memory.events", "memory/memory.oom_control")
@@ -18,3 +22,21 @@ def kills_for_memory(root: Path = Path("/sys/fs/cgroup")) -> int:
             continue
         return next((int(line.split()[1]) for line in lines if line.startswith(f"{_NAME} ")), 0)
     return 0
+
+
+def pinning_trouble(spec: Spec, limit_bytes: int) -> str | None:
+    """Return what keeps NCCL from registering memory with the cards of a job; None without cards, and without a limit.
+
+    No capability of the pod mends it: its user is not root, and gets nothing of one that is added.
+    """
+    if spec.resources.rdma is None or limit_bytes == resource.RLIM_INFINITY:
+        return None
+    return (
+        f"a process may pin {readable(limit_bytes)} of memory, and NCCL pins what cards for RDMA read; set "
+        "LimitMEMLOCK=infinity for the container runtime of this node"
+    )
+
+
+def pinned_limit_bytes() -> int:
+    """Return how much of its memory a process here may pin."""
+    return resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
