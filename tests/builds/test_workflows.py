@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,36 @@ def test_a_make_target_that_a_step_runs_is_there(workflow: Path) -> None:
     ran = "\n".join(step.get("run", "") for step in steps(workflow))
     for target in re.findall(r"^\s*make ([a-z-]+)", ran, re.MULTILINE):
         assert f"\n{target}:" in makefile
+
+
+DIGEST = f"docker.io/library/python@sha256:{'a' * 64}"
+
+
+@pytest.mark.parametrize(
+    ("docker", "resolved"),
+    [
+        pytest.param(f"echo {DIGEST}", f"BASE={DIGEST}\nRUNTIME={DIGEST}\n", id="digests"),
+        pytest.param("echo", None, id="an image without a digest"),
+        pytest.param("echo python:3.11-slim-bookworm", None, id="a tag"),
+        pytest.param("exit 1", None, id="a registry that cannot be reached"),
+    ],
+)
+def test_a_release_builds_from_digests_or_not_at_all(tmp_path: Path, docker: str, resolved: str | None) -> None:
+    found = steps(ROOT / ".github" / "workflows" / "release.yaml")
+    [script] = [step["run"] for step in found if step.get("name") == "Resolve the bases"]
+    (tmp_path / "docker").write_text(f"#!/bin/sh\n{docker}\n")
+    (tmp_path / "docker").chmod(0o755)
+    variables = tmp_path / "variables"
+    variables.touch()
+    # As GitHub runs it.
+    ended = subprocess.run(
+        ["bash", "-e", "-c", script],
+        check=False,
+        capture_output=True,
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin", "GITHUB_ENV": str(variables)},
+    )
+    assert (ended.returncode == 0) is (resolved is not None)
+    assert variables.read_text() == (resolved or "")
 
 
 def test_every_image_that_is_released_is_attested() -> None:
