@@ -247,9 +247,13 @@ audit: ## Look up every pin among known vulnerabilities; needs PyPI itself
 			--require-hashes --progress-spinner off --requirement "$$closure" || failed=1; \
 	done; exit $${failed:-0}
 
+# Of images that are in docker, or in podman with ENGINE=podman; by the lists of parts in them. Needs grype.
+audit-images: ## Look up what is in images, Debian's packages too: IMAGES="operator trainer" PREFIX=... TAG=...
+	@scripts/audit-images $(or $(IMAGES),operator trainer rollout)
+
 clean: ## Remove the environments and all build output; the cache stays
 	@rm -rf .venv .hypothesis .mypy_cache .pytest_cache .ruff_cache \
 		$(foreach dist,crds operator trainer rollout cli,$(dist)/dist $(dist)/build)
 	@find $(wildcard crds operator trainer rollout cli tests benchmarks scripts) -name __pycache__ -prune -exec rm -rf {} +
 
-.PHONY: help setup fmt lint types generate verify test test-operator test-trainer test-bridge test-learning matrix test-gate test-rollout test-cluster test-faults test-images gpu-test control-plane bench bench-operator bench-recovery bench-hostile bench-trainer bench-grpo demo demo-grpo cluster-demo docs pictures images kind-demo lock audit clean
+.PHONY: help setup fmt lint types generate verify test test-operator test-trainer test-bridge test-learning matrix test-gate test-rollout test-cluster test-faults test-images gpu-test control-plane bench bench-operator bench-recovery bench-hostile bench-trainer bench-grpo demo demo-grpo cluster-demo docs pictures images kind-demo lock audit audit-images clean

@@ -47,8 +47,15 @@ def _packages(root: Path) -> Iterator[dict[str, Any]]:
             "type": "library",
             "name": name,
             "version": version,
-            "purl": f"{place}?arch={about['Architecture']}&distro={suite}",
+            "purl": f"{place}?arch={about['Architecture']}&distro={suite}{_upstream(about)}",
         }
+
+
+def _upstream(about: dict[str, str]) -> str:
+    """The source package, by which Debian tells of vulnerabilities, where it has another name or version."""
+    source, _, version = about.get("Source", "").partition(" ")
+    named = source + (f"@{version.strip('()')}" if version else "")
+    return f"&upstream={quote(named, safe='')}" if source else ""
 
 
 def _paragraphs(root: Path) -> Iterator[str]:

@@ -46,6 +46,21 @@ def test_installed_packages_are_listed_once_and_removed_ones_are_not(tmp_path: P
     }
 
 
+@pytest.mark.parametrize(
+    ("source", "upstream"),
+    [
+        pytest.param("", "", id="of the same name"),
+        pytest.param("Source: glibc\n", "&upstream=glibc", id="another name"),
+        pytest.param("Source: gcc-defaults (1.203)\n", "&upstream=gcc-defaults%401.203", id="another version too"),
+    ],
+)
+def test_the_source_of_a_package_is_named_by_which_vulnerabilities_are_known(
+    tmp_path: Path, source: str, upstream: str
+) -> None:
+    _, found = listed(tmp_path, {"var/lib/dpkg/status": f"Package: libc6\n{STATUS}{source}Version: 2.36\n"})
+    assert found["purl"] == f"pkg:deb/debian/libc6@2.36?arch=amd64&distro=debian-12{upstream}"
+
+
 def test_packages_that_were_only_unpacked_are_listed(tmp_path: Path) -> None:
     status = {"base": BASE_FILES, "base.md5sums": "0123  usr/lib/os-release\n"}
     files = {f"var/lib/dpkg/status.d/{name}": content for name, content in status.items()}

@@ -56,7 +56,7 @@ def test_a_release_builds_from_digests_or_not_at_all(tmp_path: Path, docker: str
     variables.touch()
     # As GitHub runs it.
     ended = subprocess.run(
-        ["bash", "-e", "-c", script],
+        ["/bin/bash", "-e", "-c", script],
         check=False,
         capture_output=True,
         env={"PATH": f"{tmp_path}:/usr/bin:/bin", "GITHUB_ENV": str(variables)},
