@@ -74,7 +74,7 @@ class Cluster(Protocol):
         """Create an object. One that exists and is as it was created is fine; another one is Forbidden."""
 
     async def lacks(self, manifest: Manifest) -> bool:
-        """Return whether an object that is never read is not there; False where that cannot be told."""
+        """Return whether an object that is never read is not there; False where that cannot be known."""
 
     async def delete(self, ref: Ref, *, grace_seconds: int | None) -> None:
         """Delete the object with exactly this UID; one that is gone or was replaced is fine."""

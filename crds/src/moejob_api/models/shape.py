@@ -117,7 +117,7 @@ class ModelShape:
     _experts: Experts | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        # Most layers are one object, which is told by less than its equality.
+        # Most layers are one object, which is seen faster than that it equals another.
         layers = {id(layer): layer for layer in (*self.layers, *self.mtp_layers)}.values()
         object.__setattr__(self, "_attentions", tuple(dict.fromkeys(layer.attention for layer in layers)))
         object.__setattr__(self, "_mlps", tuple(dict.fromkeys(layer.mlp for layer in layers)))

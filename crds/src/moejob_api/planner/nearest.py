@@ -90,7 +90,7 @@ _Entry = tuple[tuple[float, int, tuple[int, ...], int, int], _PartialLayout]
 class _Search:
     spec: Spec
     shape: ModelShape | None
-    # Asked for, in the order in which sizes are chosen; and the products of those still open after so many choices.
+    # Asked for, in the order in which sizes are chosen; and the products of those still open after each choice.
     sizes: tuple[int, ...]
     open_products: tuple[int, ...]
     split: StageSplit

@@ -29,7 +29,7 @@ _WARNINGS = 15
 
 @dataclass
 class ReviewAtHand:
-    """What is reviewed, and the status of a denial: both go past kopf.
+    """Old and new object of a review, and the status of a denial: both go past kopf.
 
     kopf would compare the old object with the new one in the event loop, which takes as long as a stranger likes, and
     of a denial it keeps message and code only.

@@ -4,7 +4,8 @@ A node that is cut off is not gone: its ranks may wake up and write. A token is 
 proof, HMAC(key, number); nothing is ever rewritten, so no two processes can lose each other's claim. The key is derived
 from the job's secret, which all its attempts share: others who write to the volume see tokens and can make none, and
 what they make is no token. A secret that was lost is made again with another value, and then two starts cannot read
-each other's proofs; so a start removes every token of a lower number, and one whose own token is gone is superseded.
+each other's proofs; so a start removes every token of a lower number, again whenever it commits, and one whose own
+token is gone is superseded.
 The launcher of pod 0 claims before any rank starts; a rank that commits a checkpoint asks `Fence.is_ours(token)` just
 before the marker is written. Knows nothing of what is committed.
 """
@@ -91,7 +92,7 @@ class Fence:
         return mine
 
     def is_ours(self, mine: FenceToken) -> bool:
-        """Return whether that token is still the newest one."""
+        """Return whether that token is still the newest one; then older ones, which it may not be able to read, go."""
         # A network file system may answer from memory until the folder is changed from here.
         touched = self.folder / TOKENS / f"probe-{mine.attempt}.{mine.restart}-{os.getpid()}"
         with suppress(FileNotFoundError):
