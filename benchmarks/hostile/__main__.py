@@ -195,10 +195,8 @@ async def _measured(  # noqa: PLR0913  # one attack from its begin to its number
     measured = await asyncio.to_thread(listener.measured)
     name = f"{listens}: {case.name}"
     found = _results(name, measured, is_operators=listens in ("webhook", "metrics"))
-    if target.honest:
+    if honest is not None:
         found.append(_result(f"{name}, an honest answer beside", 1000 * max(target.honest), "ms", ANSWER_MS))
-    elif honest is not None:
-        found.append(_result(f"{name}, an honest answer beside: none within", 1000 * seconds, "ms", 0.0))
     return found
 
 

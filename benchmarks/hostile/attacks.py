@@ -62,9 +62,20 @@ async def _ask(target: Target, sent: bytes) -> None:
     await asyncio.sleep(0.5)
     while True:
         started = time.perf_counter()
-        await answered(target, sent)
-        target.honest.append(time.perf_counter() - started)
+        try:
+            # One that was cut off is asked again.
+            while b" 200 " not in (await _answer_or_none(target, sent))[:20]:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        finally:
+            # The last is cut off by the end of the attack.
+            target.honest.append(time.perf_counter() - started)
         await asyncio.sleep(0.05)
+
+
+async def _answer_or_none(target: Target, sent: bytes) -> bytes:
+    with suppress(*_FAILURES):
+        return await answered(target, sent)
+    return b""
 
 
 async def answered(target: Target, sent: bytes) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import threading
@@ -51,6 +52,8 @@ def main(name: str) -> None:
     def begin() -> None:
         probe.gap_seconds = 0.0
 
+    # As the launcher does once all is imported.
+    gc.freeze()
     chosen = {"store": store, "progress": progress}[name]
     with chosen(probe) as port:
         serve_until_told(port, lambda: probe.gap_seconds, begin)

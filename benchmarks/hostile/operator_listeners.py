@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import kopf
+import uvloop
 
 from benchmarks.hostile.probe import GapProbe, serve_until_told
 from moejob_api.job import GROUP, PLURAL, VERSION
@@ -24,9 +25,9 @@ from moejob_operator.handlers import validate
 from moejob_operator.runtime import health
 from moejob_operator.runtime.assembly import REVIEWERS
 from moejob_operator.runtime.kopf_settings import configure
-from moejob_operator.runtime.lifecycle import SWITCH_SECONDS
 from moejob_operator.runtime.metrics import Metrics
 from moejob_operator.runtime.pod_client import Mute, PodClient
+from moejob_operator.runtime.process import keep_loop_prompt
 from stand_in_api import listed, stand_in
 
 HOSTS = hosts_of("moejob-webhook", "moejob-system")
@@ -111,5 +112,6 @@ async def main(name: str, argument: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.setswitchinterval(SWITCH_SECONDS)
-    asyncio.run(main(sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else ""))
+    keep_loop_prompt()
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main(sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else ""))

@@ -52,6 +52,6 @@ def audited(folder: Path, programs: dict[str, str]) -> tuple[subprocess.Complete
     log = folder / "log"
     log.touch()
     environment = {"PATH": f"{folder}:/usr/bin:/bin", "LOG": str(log), "PREFIX": "example.com", "TAG": "1"}
-    command = [ROOT / "scripts/audit-images", "operator", "trainer"]
+    command = [str(ROOT / "scripts/audit-images"), "operator", "trainer"]
     ended = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
     return ended, log.read_text().splitlines()

@@ -30,8 +30,8 @@ from moejob_operator.runtime.settings import Settings, unique
 from moejob_operator.runtime.work_queue import RateLimiter, WorkQueue
 from moejob_operator.validation import Validator, validation_of
 
-# Reviews come one at a time, when a person applies something.
-REVIEWERS = 2
+# Threads share the interpreter: a second one would answer no more, and take turns that the event loop waits for.
+REVIEWERS = 1
 
 
 @dataclass(frozen=True, slots=True)

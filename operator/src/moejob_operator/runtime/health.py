@@ -12,7 +12,7 @@ from moejob_operator.runtime.listener import BoundedServer, Handler, ListenerLim
 from moejob_operator.runtime.metrics import Metrics
 
 # The kubelet and Prometheus are two.
-LIMITS = ListenerLimits(connections=32)
+LIMITS = ListenerLimits()
 
 # What is not yet so is said in words: {"certificate": "the Secret x has none yet"}.
 Lacks = Callable[[], Mapping[str, str]]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Coroutine, Mapping
 from contextlib import AsyncExitStack
 from typing import Any, Self
@@ -22,9 +21,6 @@ from moejob_operator.runtime.settings import Settings, read_settings
 log = Log(__name__)
 
 CLOSING_SECONDS = 5.0
-# How long the event loop waits for a thread that validates jobs, each time that it has let go of the interpreter: with
-# Python's 5 ms, and dozens of connections in one turn of the loop, half a second passes in which nothing is answered.
-SWITCH_SECONDS = 0.001
 
 
 class Operator:
@@ -42,7 +38,6 @@ class Operator:
     @classmethod
     async def start(cls, settings_of_kopf: kopf.OperatorSettings, memo: kopf.Memo) -> Self:
         """Build and start every part, and set kopf up."""
-        sys.setswitchinterval(SWITCH_SECONDS)
         settings: Settings = memo.get("settings") or read_settings(())
         _check_namespaces(settings, is_clusterwide=settings_of_kopf.peering.clusterwide)
         stack = AsyncExitStack()

@@ -26,7 +26,7 @@ _CLOSING_SECONDS = 2.0
 class ListenerLimits:
     """Bounds of a listener: a connection without a whole request is closed after `idle_seconds`."""
 
-    connections: int = 64
+    connections: int = 32
     handshake_seconds: float = 5.0
     idle_seconds: float = 30.0
 

@@ -20,6 +20,8 @@ from typing import Any
 
 # No message of a launcher comes near it; what a length prefix says is not allocated unread.
 FRAME_BYTES = 1 << 18
+# Connections that wait to be accepted: all launchers of a gang may come at once.
+BACKLOG = 1024
 _NONCE_BYTES = 32
 _PREFIX_BYTES = 4
 _SPLICE_BYTES = 1 << 16
@@ -121,5 +123,5 @@ class LoopThread:
 def listener(address: str, port: int) -> socket.socket:
     """Return a socket that listens; without an address on all of them, IPv4 and IPv6."""
     if address or not socket.has_dualstack_ipv6():
-        return socket.create_server((address, port), backlog=1024)
-    return socket.create_server((address, port), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True)
+        return socket.create_server((address, port), backlog=BACKLOG)
+    return socket.create_server((address, port), family=socket.AF_INET6, backlog=BACKLOG, dualstack_ipv6=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -52,6 +53,8 @@ def _run(pod: TrainerPod, options: Options, stop: StopRequest, engines: PodEngin
         # Imports torch, for seconds, and so does the fork server: the one need not wait for the other.
         from moejob_trainer.launcher.agent import Agent  # noqa: PLC0415
 
+        # What torch brings stays: looking through it for garbage takes a tenth of a second, and no peer is answered.
+        gc.freeze()
         agent = Agent(pod, options, stop, ranks)
         server = ProgressServer(pod.listens_on, pod.progress_port, agent.progress)
         try:

@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch._C._distributed_c10d import TCPStore
 
 from moejob_trainer.launcher.channel import (
+    BACKLOG,
     LoopThread,
     Stranger,
     Streams,
@@ -37,6 +38,8 @@ from moejob_trainer.launcher.channel import (
 _ANSWER_SECONDS = 20.0
 # A peer that knows the secret proves it in two packets.
 _ADMIT_SECONDS = 5.0
+# Of those that arrive together; launchers that are in are answered in between.
+_ACCEPTED_AT_ONCE = 8
 # Connections that have not proved anything yet; more are closed at once.
 _UNPROVED_CONNECTIONS = 256
 # Names and texts together; a job of a thousand restarts on a thousand pods stays below.
@@ -121,7 +124,9 @@ class StoreServer:
 
     async def listen(self, on: socket.socket) -> None:
         """Serve until the loop ends."""
-        await asyncio.start_server(self._serve, sock=on)
+        await asyncio.start_server(self._serve, sock=on, backlog=_ACCEPTED_AT_ONCE)
+        # That was the length of the queue as well, and a large gang arrives together.
+        on.listen(BACKLOG)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with closing(writer), suppress(OSError, ValueError, TimeoutError, asyncio.IncompleteReadError, Stranger):
