@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import tracemalloc
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
@@ -61,6 +63,63 @@ def test_connections_that_say_nothing_give_way_to_a_probe() -> None:
                 assert await asyncio.wait_for(reader.read(), 60) == b""
         for _, writer in silent:
             writer.transport.abort()
+
+    played(story)
+
+
+ASKED = b"GET /healthz HTTP/1.1\r\nHost: x\r\n"
+MUCH = 256 * 1024
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        pytest.param(ASKED + b"a: b\r\n" * (MUCH // 6), id="headers without end"),
+        pytest.param(b"\xff" * MUCH, id="no request at all"),
+        pytest.param(b"no request\r\n\r\n" + b"\xff" * MUCH, id="no request, and more"),
+        pytest.param(ASKED + b"\r\n" + b"\xff" * MUCH, id="a request, and more"),
+        pytest.param(ASKED + b"Transfer-Encoding: chunked\r\n\r\n" + b"\xff" * MUCH, id="a body of no known length"),
+        pytest.param(ASKED + b"Content-Length: 4\r\n\r\n" + b"\xff" * MUCH, id="more than the body"),
+    ],
+)
+def test_little_is_kept_of_what_is_no_request(sent: bytes) -> None:
+    """What a parser raised holds what it was given, until the collector comes by, which in the operator is seldom."""
+
+    async def story(port: int) -> None:
+        async def send() -> None:
+            with suppress(ConnectionError):
+                reader, writer = await asyncio.open_connection(HOST, port)
+                writer.write(sent)
+                await reader.read()
+                writer.transport.abort()
+
+        for _ in range(20):
+            await asyncio.wait_for(send(), 60)
+        assert b" 200 " in await asked(port, "/healthz")
+
+    gc.collect()
+    gc.disable()
+    tracemalloc.start()
+    try:
+        played(story)
+        kept = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+        gc.enable()
+    assert kept < 20 * MUCH / 4
+
+
+def test_a_request_whose_body_comes_in_pieces_and_another_after_it_are_answered() -> None:
+    async def story(port: int) -> None:
+        reader, writer = await asyncio.open_connection(HOST, port)
+        for _ in range(2):
+            for piece in (ASKED[:20], ASKED[20:], b"content-length: 4\r\n\r", b"\nab", b"cd"):
+                writer.write(piece)
+                await writer.drain()
+                await asyncio.sleep(0)
+            answer = await asyncio.wait_for(reader.readuntil(b"ok\n"), 60)
+            assert b" 200 " in answer
+        writer.close()
 
     played(story)
 

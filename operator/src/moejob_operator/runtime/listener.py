@@ -7,6 +7,7 @@ way: connections that say nothing keep neither an API server nor a probe out.
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -19,6 +20,11 @@ from aiohttp import web
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 _BACKLOG = 128
+# API servers, kubelets and Prometheus send a kilobyte.
+_HEAD_BYTES = 16 * 1024
+_END_OF_HEAD = b"\r\n\r\n"
+# Bodies in chunks have no length, and no client that is served here sends any.
+_BODY_LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d{1,10})[ \t]*\r\n", re.IGNORECASE)
 _CLOSING_SECONDS = 2.0
 
 
@@ -31,17 +37,75 @@ class ListenerLimits:
     idle_seconds: float = 30.0
 
 
+class Intake:
+    """Takes the bytes of one request at a time: a head of bounded length, and a body of the length that it says.
+
+    What an HTTP parser raises holds what it was given, ten times over, until Python's collector comes by. So it is
+    given the bytes of requests alone, and the connection of a client that sends others is ended.
+    """
+
+    def __init__(self) -> None:
+        self._head = b""
+        # Of the body of the request at hand; None while its head is awaited.
+        self._left: int | None = None
+        self._is_answered = False
+
+    def answered(self) -> None:
+        """Expect the next request, behind what is left of this one's body: some are answered before it is read."""
+        self._is_answered = True
+        self._begin_again()
+
+    def takes(self, data: bytes) -> bool:
+        """Return whether all of these bytes belong to a request that may be sent now."""
+        if self._left is not None:
+            self._left -= len(data)
+            is_body = self._left >= 0
+            self._begin_again()
+            return is_body
+        before = len(self._head)
+        self._head += data[: _HEAD_BYTES + 1 - before]
+        end = self._head.find(_END_OF_HEAD)
+        if end < 0:
+            return len(self._head) <= _HEAD_BYTES
+        head = self._head[: end + len(_END_OF_HEAD)]
+        length = _BODY_LENGTH.search(head)
+        self._head, self._left = b"", 0 if length is None else int(length[1])
+        return self.takes(data[len(head) - before :])
+
+    def _begin_again(self) -> None:
+        if self._is_answered and self._left == 0:
+            self._left, self._is_answered = None, False
+
+
+class _BoundedHandler(web.RequestHandler):
+    """aiohttp's, which is given no more than one request at a time."""
+
+    def __init__(self, server: BoundedServer) -> None:
+        super().__init__(server, loop=asyncio.get_running_loop(), access_log=None)  # type: ignore[arg-type]  # no log
+        self.intake = Intake()
+
+    def data_received(self, data: bytes) -> None:
+        if self.intake.takes(data):
+            super().data_received(data)
+        else:
+            _abort(self)
+
+
 class BoundedServer(web.Server):
     """Hands requests on, and closes connections on which nothing is asked."""
 
     def __init__(self, handler: Handler, limits: ListenerLimits) -> None:
-        super().__init__(self._handled, access_log=None)
+        super().__init__(self._handled)
         self.limits = limits
         self._room = asyncio.Semaphore(limits.connections)
         self._handler = handler
         self._deadlines: dict[web.RequestHandler, asyncio.TimerHandle] = {}
         # How to end each connection that has not asked anything, the oldest first.
         self._waiting: dict[web.RequestHandler, Callable[[], object]] = {}
+
+    def __call__(self) -> web.RequestHandler:
+        """Return the protocol of a new connection."""
+        return _BoundedHandler(self)
 
     def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
         """Give a connection time for a request."""
@@ -100,6 +164,8 @@ class BoundedServer(web.Server):
         finally:
             if connection.transport is not None:
                 self._await_request(connection)
+                if isinstance(connection, _BoundedHandler):
+                    connection.intake.answered()
 
 
 @asynccontextmanager

@@ -1,0 +1,46 @@
+"""What of a connection's bytes is handed to an HTTP parser, wherever they are cut."""
+
+from __future__ import annotations
+
+import pytest
+
+from moejob_operator.runtime.listener import Intake
+
+GET = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
+POST = b"POST / HTTP/1.1\r\nContent-Length: 5\r\n\r\n"
+
+
+def taken(data: bytes, size: int) -> bool:
+    """Whether all of it is taken, in pieces of this size."""
+    intake = Intake()
+    return all(intake.takes(data[start : start + size]) for start in range(0, len(data), size))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 40, 100_000])
+@pytest.mark.parametrize(
+    ("data", "is_taken"),
+    [
+        pytest.param(GET, True, id="a head"),
+        pytest.param(GET[:-2], True, id="a part of a head"),
+        pytest.param(POST + b"12345", True, id="a body"),
+        pytest.param(POST + b"123", True, id="a part of a body"),
+        pytest.param(POST + b"123456", False, id="more than the body"),
+        pytest.param(GET + b"1", False, id="more than a head"),
+        pytest.param(GET + GET, False, id="another request before the answer"),
+        pytest.param(b"\r\n\r\n" + GET, False, id="an empty head"),
+        pytest.param(GET[:-2] + b"a: " + b"b" * 16_384, False, id="a head that is too long"),
+        pytest.param(POST.replace(b"5", b"9" * 11) + b"1", False, id="a length beyond all sense"),
+    ],
+)
+def test_one_request_is_taken_and_nothing_beside_it(data: bytes, is_taken: bool, size: int) -> None:
+    assert taken(data, size) is is_taken
+
+
+@pytest.mark.parametrize("read", [0, 3, 5])
+def test_the_next_request_is_taken_behind_a_body_that_was_answered_early(read: int) -> None:
+    intake = Intake()
+    assert intake.takes(POST + b"12345"[:read])
+    intake.answered()
+    assert intake.takes(b"12345"[read:])
+    assert intake.takes(GET)
+    assert not intake.takes(GET)
