@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from builders import SFT, merged
 from calls import calls_of
-from moejob_operator.admission.review import reviewed, status_of, verdict, warnings_of
+from moejob_operator.admission.review import ReviewTurns, reviewed, status_of, verdict, warnings_of
 
 
 def body(name: str = "job", **sections: Any) -> dict[str, Any]:
@@ -97,6 +97,15 @@ def test_what_is_suggested_is_accepted_as_it_is_printed(refused: dict[str, Any])
         assert found.layout is not None
         assert found.layout.gpus == int(gpus)
         assert not re.search("True|False", layout), "as people write YAML"
+
+
+def test_a_job_that_can_work_waits_for_no_search_and_one_that_cannot_only_for_a_while() -> None:
+    turns = ReviewTurns(search_seconds=0.01)
+    with turns.search:
+        assert reviewed("CREATE", None, body(**FITTING), turns=turns).problems == ()
+        refused = reviewed("CREATE", None, body(**NO_LAYOUT), turns=turns)
+    assert (bool(refused.problems), refused.suggestions) == (True, ())
+    assert reviewed("CREATE", None, body(**NO_LAYOUT), turns=turns).suggestions
 
 
 def test_an_update_takes_the_work_of_one_search_for_layouts() -> None:

@@ -8,6 +8,7 @@ import json
 import ssl
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -22,8 +23,10 @@ from moejob_api.job import GROUP, PLURAL, VERSION
 from moejob_api.limits import DEFAULT_LIMITS, JobLimits
 from moejob_operator.admission import review
 from moejob_operator.admission.certificates import KeyPair, hosts_of, load, made, utc_now
+from moejob_operator.admission.review import ReviewTurns
 from moejob_operator.admission.server import BODY_BYTES, OWN_BYTES, VALUES, AdmissionServer, NotAReview, read_review
 from moejob_operator.handlers import validate
+from moejob_operator.runtime.assembly import REVIEWERS
 from moejob_operator.runtime.kopf_settings import configure
 from moejob_operator.runtime.listener import ListenerLimits
 from stand_in_api import listed, stand_in
@@ -115,15 +118,24 @@ async def served(
     body_seconds: float = 5.0,
     handler: Any = validate,
     job_limits: JobLimits = DEFAULT_LIMITS,
+    turns: ReviewTurns | None = None,
 ) -> AsyncIterator[Served]:
     context, certified, metrics = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), asyncio.Event(), Reviews()
     load(context, FIRST)
     certified.set()
     server = AdmissionServer(
-        context, certified, 0, metrics, host="127.0.0.1", limits=limits or ListenerLimits(), body_seconds=body_seconds
+        context,
+        certified,
+        0,
+        metrics,
+        host="127.0.0.1",
+        limits=limits or ListenerLimits(),
+        body_seconds=body_seconds,
+        turns=turns or ReviewTurns(),
     )
+    reviewers = ThreadPoolExecutor(REVIEWERS)
     registry, settings = kopf.OperatorRegistry(), kopf.OperatorSettings()
-    configure(settings, settings.execution.executor, server)
+    configure(settings, reviewers, server)
     kopf.on.validate(GROUP, VERSION, PLURAL, id=review.HANDLER, registry=registry)(handler)
     async with stand_in() as (api, _), aiohttp.ClientSession() as client:
         api.serve_jobs()
@@ -143,6 +155,7 @@ async def served(
         finally:
             running.cancel()
             await asyncio.wait({running})
+            reviewers.shutdown(wait=False)
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -192,6 +205,19 @@ def test_reviews_at_the_same_time_keep_their_own_causes() -> None:
         assert fields[0].isdisjoint(fields[2])
 
     played(story)
+
+
+def test_any_number_of_searches_for_layouts_keeps_no_job_waiting_that_can_work() -> None:
+    async def story(here: Served) -> None:
+        here.server.turns.search.acquire()
+        refused = [asyncio.ensure_future(here.review(body(**NO_LAYOUT))) for _ in range(8)]
+        assert (await here.review(body(**FITTING)))["allowed"] is True
+        assert not any(review.done() for review in refused)
+        here.server.turns.search.release()
+        answers = await asyncio.gather(*refused)
+        assert all("What would be accepted" in answer["status"]["message"] for answer in answers)
+
+    played(story, turns=ReviewTurns(search_seconds=600.0))
 
 
 def test_what_is_unwise_is_allowed_with_a_warning() -> None:

@@ -83,7 +83,7 @@ MUCH = 256 * 1024
     ],
 )
 def test_little_is_kept_of_what_is_no_request(sent: bytes) -> None:
-    """What a parser raised holds what it was given, until the collector comes by, which in the operator is seldom."""
+    """The error of a parser holds what it was given, until the collector comes by, which in the operator is seldom."""
 
     async def story(port: int) -> None:
         async def send() -> None:

@@ -1,4 +1,4 @@
-"""What of a connection's bytes is handed to an HTTP parser, wherever they are cut."""
+"""The bytes of a connection that an HTTP parser is given, wherever they are cut."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ POST = b"POST / HTTP/1.1\r\nContent-Length: 5\r\n\r\n"
 
 
 def taken(data: bytes, size: int) -> bool:
-    """Whether all of it is taken, in pieces of this size."""
+    """Return whether all of it is taken, in pieces of this size."""
     intake = Intake()
     return all(intake.takes(data[start : start + size]) for start in range(0, len(data), size))
 

@@ -6,8 +6,10 @@ What is validated here is validated again by the reconciler: a webhook can be do
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from threading import Lock
 from typing import Any
 
 import kopf
@@ -27,6 +29,29 @@ _WARNING_CHARACTERS = 256
 _WARNINGS = 15
 
 
+@dataclass(frozen=True)
+class ReviewTurns:
+    """Lets one review at a time validate a job, and one look for layouts that would do; none waits for long for these.
+
+    Looking for layouts takes most of the time that a stranger can make a review take, and only what is refused needs
+    it: a job that can work is not kept waiting by any number of those that cannot.
+    """
+
+    search_seconds: float = 2.0
+    validation: Lock = field(default_factory=Lock)
+    search: Lock = field(default_factory=Lock)
+
+    @contextmanager
+    def for_search(self) -> Iterator[bool]:
+        """Wait for the turn to look for layouts; False when it does not come in time."""
+        is_mine = self.search.acquire(timeout=self.search_seconds)
+        try:
+            yield is_mine
+        finally:
+            if is_mine:
+                self.search.release()
+
+
 @dataclass
 class ReviewAtHand:
     """Old and new object of a review, and the status of a denial: both go past kopf.
@@ -37,6 +62,7 @@ class ReviewAtHand:
 
     old: Mapping[str, Any] | None = None
     new: Mapping[str, Any] | None = None
+    turns: ReviewTurns = field(default_factory=ReviewTurns)
     status: dict[str, Any] = field(default_factory=dict)
 
 
@@ -47,7 +73,7 @@ at_hand: ContextVar[ReviewAtHand] = ContextVar("at_hand")
 def validate(operation: str, warnings: list[str], limits: JobLimits) -> None:
     """Warn of what is unwise in the review at hand; raise when the job is denied."""
     asked = at_hand.get()
-    found = reviewed(operation, asked.old, asked.new, limits)
+    found = reviewed(operation, asked.old, asked.new, limits, asked.turns)
     warnings += warnings_of(found)
     if not found.problems:
         return
@@ -55,24 +81,36 @@ def validate(operation: str, warnings: list[str], limits: JobLimits) -> None:
     raise kopf.AdmissionError(asked.status["message"], code=asked.status["code"])
 
 
-def reviewed(operation: object, old: object, new: object, limits: JobLimits = DEFAULT_LIMITS) -> Validation:
-    """Return the answer to a review request."""
+def reviewed(
+    operation: object,
+    old: object,
+    new: object,
+    limits: JobLimits = DEFAULT_LIMITS,
+    turns: ReviewTurns | None = None,
+) -> Validation:
+    """Return the answer to a review request; without layouts that would do where others look for theirs for long."""
+    turns = turns or ReviewTurns()
     try:
-        return _reviewed(operation, old, new, limits)
+        with turns.validation:
+            found = _validated(operation, old, new, limits)
+        if not found.problems:
+            return found
+        with turns.for_search() as is_mine:
+            return replace(found, suggestions=verdict(new, limits).suggestions if is_mine else ())
     except RecursionError:
         # The API server prunes what no job has, so this comes from someone else.
         return Validation((Problem(Rule.FIELD, "", "is nested deeper than any job"),))
 
 
-def _reviewed(operation: object, old: object, new: object, limits: JobLimits) -> Validation:
+def _validated(operation: object, old: object, new: object, limits: JobLimits) -> Validation:
     if operation not in ("CREATE", "UPDATE"):
         return Validation()
     if not isinstance(old, Mapping):
-        return verdict(new, limits)
+        return verdict(new, limits, with_suggestions=False)
     # A job that is labelled, finished or being deleted may be of a time when other rules held.
     if isinstance(new, Mapping) and _has_same_spec(old, new):
         return Validation()
-    found = verdict(new, limits)
+    found = verdict(new, limits, with_suggestions=False)
     # Nor does suspending such a job ask for a repair of what was wrong with it before.
     known = set(verdict(old, limits, with_suggestions=False).problems) if found.problems else set()
     return replace(found, problems=tuple(problem for problem in found.problems if problem not in known))

@@ -19,7 +19,7 @@ import kopf
 from aiohttp import web
 
 from moejob_api.job import GROUP, PLURAL, VERSION
-from moejob_operator.admission.review import HANDLER, PATH, ReviewAtHand, at_hand
+from moejob_operator.admission.review import HANDLER, PATH, ReviewAtHand, ReviewTurns, at_hand
 from moejob_operator.runtime.listener import BoundedServer, ListenerLimits, listening
 
 # Two objects of the most that etcd holds, as JSON in JSON.
@@ -56,6 +56,7 @@ class AdmissionServer:
     host: str | None = None
     limits: ListenerLimits = field(default_factory=ListenerLimits)
     body_seconds: float = 5.0
+    turns: ReviewTurns = field(default_factory=ReviewTurns)
     served_port: int | None = field(default=None, init=False)
     # Of all bodies at hand.
     held_bytes: int = field(default=0, init=False)
@@ -87,7 +88,7 @@ class AdmissionServer:
         try:
             await self._read(request, held)
             async with self._one_large if len(held) > OWN_BYTES else nullcontext():
-                answered = await _answered(await asyncio.to_thread(read_review, held), fn)
+                answered = await _answered(await asyncio.to_thread(read_review, held), fn, self.turns)
             answer = "allowed" if answered["response"]["allowed"] else "denied"
             return web.json_response(answered)
         except NotAReview as refused:
@@ -96,6 +97,7 @@ class AdmissionServer:
             return web.Response(status=refused.status, text=f"{refused}\n")
         finally:
             self.held_bytes -= len(held)
+            held.clear()
             self.metrics.reviewed(answer, time.monotonic() - started)
 
     async def _read(self, request: web.BaseRequest, held: bytearray) -> None:
@@ -181,9 +183,9 @@ def _shown(raw: Mapping[str, Any] | None) -> dict[str, Any] | None:
     return {name: raw[name] for name in ("apiVersion", "kind") if name in raw} | {"metadata": names}
 
 
-async def _answered(found: JobReview, fn: kopf.WebhookFn) -> Any:
+async def _answered(found: JobReview, fn: kopf.WebhookFn, turns: ReviewTurns) -> Any:
     """Return kopf's answer, with all of the denial's status."""
-    asked = ReviewAtHand(found.old, found.new)
+    asked = ReviewAtHand(found.old, found.new, turns)
     token = at_hand.set(asked)
     try:
         answered: Any = await fn(found.shown, webhook=HANDLER)  # type: ignore[arg-type]  # it reads a mapping

@@ -23,6 +23,7 @@ from moejob_operator.runtime.job_watch import JobWatch
 from moejob_operator.runtime.kopf_session import KopfSession
 from moejob_operator.runtime.leader_duties import Leader
 from moejob_operator.runtime.leader_election import ApiLeaseStore, Election, Leadership, Sole
+from moejob_operator.runtime.listener import ListenerLimits
 from moejob_operator.runtime.lists import GangApis, Lists
 from moejob_operator.runtime.metrics import Metrics
 from moejob_operator.runtime.pod_client import PodClient
@@ -30,8 +31,8 @@ from moejob_operator.runtime.settings import Settings, unique
 from moejob_operator.runtime.work_queue import RateLimiter, WorkQueue
 from moejob_operator.validation import Validator, validation_of
 
-# Threads share the interpreter: a second one would answer no more, and take turns that the event loop waits for.
-REVIEWERS = 1
+# One for each connection: most of them only wait for their turn, of which there is one for each part of a review.
+REVIEWERS = ListenerLimits().connections
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,8 @@ _END_OF_HEAD = b"\r\n\r\n"
 # Bodies in chunks have no length, and no client that is served here sends any.
 _BODY_LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d{1,10})[ \t]*\r\n", re.IGNORECASE)
 _CLOSING_SECONDS = 2.0
+# What a client that means to ask has for handshake and request, however many others come meanwhile.
+_REQUEST_SECONDS = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,14 @@ class ListenerLimits:
     connections: int = 32
     handshake_seconds: float = 5.0
     idle_seconds: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A connection that has not asked anything since a time, and how to end it."""
+
+    since: float
+    end: Callable[[], object]
 
 
 class Intake:
@@ -81,7 +91,13 @@ class _BoundedHandler(web.RequestHandler):
     """aiohttp's, which is given no more than one request at a time."""
 
     def __init__(self, server: BoundedServer) -> None:
-        super().__init__(server, loop=asyncio.get_running_loop(), access_log=None)  # type: ignore[arg-type]  # no log
+        # A body that no handler reads is not waited for: what arrives of it meanwhile takes a megabyte a connection.
+        super().__init__(
+            server,
+            loop=asyncio.get_running_loop(),
+            access_log=None,  # type: ignore[arg-type]  # no log
+            lingering_time=0.0,
+        )
         self.intake = Intake()
 
     def data_received(self, data: bytes) -> None:
@@ -100,8 +116,8 @@ class BoundedServer(web.Server):
         self._room = asyncio.Semaphore(limits.connections)
         self._handler = handler
         self._deadlines: dict[web.RequestHandler, asyncio.TimerHandle] = {}
-        # How to end each connection that has not asked anything, the oldest first.
-        self._waiting: dict[web.RequestHandler, Callable[[], object]] = {}
+        # Connections that have not asked anything, the oldest first.
+        self._waiting: dict[web.RequestHandler, _Waiting] = {}
 
     def __call__(self) -> web.RequestHandler:
         """Return the protocol of a new connection."""
@@ -119,13 +135,11 @@ class BoundedServer(web.Server):
         self._room.release()
 
     async def greet(self, connection: socket.socket, context: ssl.SSLContext | None, group: asyncio.TaskGroup) -> None:
-        """Begin to serve a connection, when there is room: the one that has waited longest makes it."""
-        if self._room.locked() and self._waiting:
-            next(iter(self._waiting.values()))()
-        await self._room.acquire()
+        """Begin to serve a connection, when there is room."""
+        await self._take_room()
         handler = self()
         greeting = group.create_task(self._greet(handler, connection, context))
-        self._waiting[handler] = greeting.cancel
+        self._wait(handler, greeting.cancel)
 
         def ended(_: object) -> None:
             # Of one that succeeded, connection_lost makes the room.
@@ -135,6 +149,21 @@ class BoundedServer(web.Server):
                 self._room.release()
 
         greeting.add_done_callback(ended)
+
+    async def _take_room(self) -> None:
+        """Wait for room: the connection that has waited longest makes it, once it has had time for a request."""
+        while self._room.locked():
+            oldest = next(iter(self._waiting.values()), None)
+            since = asyncio.get_running_loop().time()
+            left = _REQUEST_SECONDS if oldest is None else oldest.since + _REQUEST_SECONDS - since
+            if oldest is not None and left <= 0:
+                oldest.end()
+                break
+            with suppress(TimeoutError):
+                async with asyncio.timeout(left):
+                    await self._room.acquire()
+                    return
+        await self._room.acquire()
 
     async def _greet(
         self, handler: web.RequestHandler, connection: socket.socket, context: ssl.SSLContext | None
@@ -149,7 +178,13 @@ class BoundedServer(web.Server):
     def _await_request(self, handler: web.RequestHandler) -> None:
         loop = asyncio.get_running_loop()
         self._deadlines[handler] = loop.call_later(self.limits.idle_seconds, _abort, handler)
-        self._waiting[handler] = partial(_abort, handler)
+        self._wait(handler, partial(_abort, handler))
+
+    def _wait(self, handler: web.RequestHandler, end: Callable[[], object]) -> None:
+        # Since it came: the end of its handshake is no request yet.
+        before = self._waiting.get(handler)
+        since = asyncio.get_running_loop().time() if before is None else before.since
+        self._waiting[handler] = _Waiting(since, end)
 
     def _stop_waiting(self, handler: web.RequestHandler) -> None:
         self._waiting.pop(handler, None)
