@@ -17,8 +17,9 @@ log = Log(__name__)
 
 # kopf's task that ends when it is asked to stop, by a signal or by a flag.
 _STOPPING = "stop-flag checker"
-# Objects made and not yet freed.
-_COLLECTED_AFTER = 50_000
+# Objects made and not yet freed before young ones are looked through, which takes some 10 ms where all are garbage; and
+# how often that is done before all objects are looked through: every five million.
+_COLLECTED_AFTER, _YOUNG, _OLD = 10_000, 10, 50
 # How long the event loop waits for a thread that validates jobs, each time that it has let go of the interpreter: with
 # Python's 5 ms, and dozens of connections in one turn of the loop, half a second passes in which nothing is answered.
 _SWITCH_SECONDS = 0.0005
@@ -31,7 +32,7 @@ def keep_loop_prompt() -> None:
     What is imported stays, and need not be gone through.
     """
     gc.freeze()
-    gc.set_threshold(_COLLECTED_AFTER, *gc.get_threshold()[1:])
+    gc.set_threshold(_COLLECTED_AFTER, _YOUNG, _OLD)
     sys.setswitchinterval(_SWITCH_SECONDS)
 
 
