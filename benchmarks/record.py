@@ -108,7 +108,7 @@ def _row(results: Sequence[Result], peers: Iterable[str]) -> str:
     mine = f"{shown(ours.value)} {ours.unit}".strip() + _range(ours.spread)
     cells = [ours.case, mine, *(_beside(ours, beside.get(peer)) for peer in peers)]
     words = {None: "", True: "yes", False: "**no**"}
-    target = "" if ours.target is None else f"{ours.target:.4g} {ours.unit}"
+    target = "" if ours.target is None else f"{shown(ours.target)} {ours.unit}"
     return f"| {' | '.join(map(str.strip, [*cells, target, words[ours.meets_target]]))} |"
 
 
