@@ -34,6 +34,16 @@ def running() -> World:
     return world
 
 
+def running_with_engines() -> World:
+    """A job of GRPO with pods for its engines, all of which run."""
+    world = World(network=JobNetwork("moejob-system"))
+    world.apply(method="GRPO", grpo=SEPARATE)
+    world.settle()
+    world.run()
+    world.settle()
+    return world
+
+
 def created(world: World) -> tuple[int, int]:
     """Return how often creation was asked for, of the Secret and of the policy."""
     secret, policy = (world.cluster.log.count(f"create {kind} {ACCESS}") for kind in (Kind.SECRET, Kind.NETWORK_POLICY))
@@ -130,11 +140,7 @@ def test_a_secret_that_is_lost_while_pods_run_replaces_the_gang_and_says_why() -
 
 
 def test_engines_that_know_the_value_of_a_lost_secret_are_replaced_before_it_is_made_again() -> None:
-    world = World(network=JobNetwork("moejob-system"))
-    world.apply(method="GRPO", grpo=SEPARATE)
-    world.settle()
-    world.run()
-    world.settle()
+    world = running_with_engines()
     before = {pod["metadata"]["uid"] for pod in world.cluster.pods()}
     delete_access(world)
     world.delete_pod(1)
@@ -147,11 +153,7 @@ def test_engines_that_know_the_value_of_a_lost_secret_are_replaced_before_it_is_
 
 def test_engines_are_replaced_with_a_gang_that_is_replaced_for_another_reason_than_the_lost_secret() -> None:
     """The next gang gets another value, and no kubelet misses the one before."""
-    world = World(network=JobNetwork("moejob-system"))
-    world.apply(method="GRPO", grpo=SEPARATE)
-    world.settle()
-    world.run()
-    world.settle()
+    world = running_with_engines()
     before = {pod["metadata"]["uid"] for pod in world.cluster.pods()}
     delete_access(world)
     world.end(0, 137)
@@ -161,11 +163,7 @@ def test_engines_are_replaced_with_a_gang_that_is_replaced_for_another_reason_th
 
 
 def test_engines_outlive_a_gang_whose_secret_is_there() -> None:
-    world = World(network=JobNetwork("moejob-system"))
-    world.apply(method="GRPO", grpo=SEPARATE)
-    world.settle()
-    world.run()
-    world.settle()
+    world = running_with_engines()
     engines = {pod["metadata"]["uid"] for pod in world.cluster.pods(Role.ROLLOUT)}
     world.end(0, 137)
     world.settle()
@@ -196,11 +194,7 @@ def test_another_process_of_the_operator_mixes_no_values_either(sections: dict[s
 
 
 def test_an_engine_that_another_process_replaces_mixes_no_values() -> None:
-    world = World(network=JobNetwork("moejob-system"))
-    world.apply(method="GRPO", grpo=SEPARATE)
-    world.settle()
-    world.run()
-    world.settle()
+    world = running_with_engines()
     before = {pod["metadata"]["uid"] for pod in world.cluster.pods()}
     delete_access(world)
     world.restart_operator()

@@ -37,9 +37,6 @@ class Values(Protocol):
     def write(self, values: Tensor) -> None:
         """Set the numbers, and the weights rounded from them."""
 
-    def take_weights(self) -> None:
-        """Set the numbers to the weights, which were set from outside."""
-
     def part(self, start: int, stop: int) -> Values:
         """Return some of them; writing to it sets these."""
 
@@ -60,9 +57,6 @@ class Whole:
     def write(self, values: Tensor) -> None:
         if values is not self.tensor:
             self.tensor.copy_(values)
-
-    def take_weights(self) -> None:
-        """Weights are the numbers."""
 
     def part(self, start: int, stop: int) -> Whole:
         return Whole(self.tensor[start:stop])
@@ -87,9 +81,6 @@ class Copied:
             self.main.copy_(values)
         self.weight.copy_(self.main)
 
-    def take_weights(self) -> None:
-        self.main.copy_(self.weight)
-
     def part(self, start: int, stop: int) -> Copied:
         return Copied(self.weight[start:stop], self.main[start:stop])
 
@@ -112,9 +103,6 @@ class Split:
         weight, remainder = split(values)
         self.weight.copy_(weight)
         self.remainder.copy_(remainder)
-
-    def take_weights(self) -> None:
-        self.remainder.zero_()
 
     def part(self, start: int, stop: int) -> Split:
         return Split(self.weight[start:stop], self.remainder[start:stop])

@@ -94,11 +94,6 @@ class ShardedAdamW:
         """Every replica gets to know the weights that others hold."""
         self.replicas.gather()
 
-    def read_weights(self) -> None:
-        """Set the master weights to the weights: after these were set from outside."""
-        for piece in self.pieces:
-            piece.master.take_weights()
-
     @property
     def _device(self) -> torch.device:
         return next(self.replicas.chunks[0].parameters()).device
