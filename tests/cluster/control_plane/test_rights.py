@@ -92,6 +92,13 @@ class Lives:
         found: list[Any] = self.api.get(f"/api/v1/namespaces/{self.home.namespace}/pods?{query}")["items"]
         return found
 
+    def uids(self, name: str) -> set[str]:
+        return {pod["metadata"]["uid"] for pod in self.pods(name)}
+
+    def secrets(self) -> list[str]:
+        found = self.api.get(f"/api/v1/namespaces/{self.home.namespace}/secrets")["items"]
+        return [secret["metadata"]["name"] for secret in found]
+
     def status(self, name: str) -> Any:
         return self.api.get(path(self.home.namespace, name)).get("status", {})
 
@@ -102,15 +109,20 @@ class Lives:
         self.reaches(name, lambda status: status.get("phase") in ("Running", "Pending"))
         until(lambda: self.pods(name), waiting_for=lambda: f"pods of {name}: {self.status(name)}")
 
+    def start(self, pod: str) -> None:
+        """Let a pod run as its kubelet would say it."""
+        self._say(pod, "Running", {"running": {"startedAt": "2026-01-01T00:00:00Z"}}, is_ready=True)
+
     def end(self, pod: str, code: int) -> None:
         """Let a pod end as its kubelet would say it."""
-        ended = {"terminated": {"exitCode": code, "reason": "Error" if code else "Completed"}}
-        status = {
-            "phase": "Failed" if code else "Succeeded",
-            "containerStatuses": [
-                {"name": "trainer", "image": "i", "imageID": "", "ready": False, "restartCount": 0, "state": ended}
-            ],
-        }
+        ended = {"exitCode": code, "reason": "Error" if code else "Completed"}
+        self._say(pod, "Failed" if code else "Succeeded", {"terminated": ended}, is_ready=False)
+
+    def _say(self, pod: str, phase: str, state: Body, *, is_ready: bool) -> None:
+        container = {"name": "trainer", "image": "i", "imageID": "", "restartCount": 0}
+        conditions = [{"type": "Ready", "status": str(is_ready)}]
+        said = [container | {"ready": is_ready, "state": state}]
+        status = {"phase": phase, "conditions": conditions, "containerStatuses": said}
         self.home.plane.kubectl(
             "patch", "pod", pod, f"--namespace={self.home.namespace}", "--subresource=status", "--type=merge",
             f"--patch={json.dumps({'status': status})}",
@@ -127,6 +139,7 @@ def live(home: Home) -> None:
         until(lambda: lives.pods(f"gang-{gang.lower()}"), waiting_for=home.tails)  # noqa: B023
     in_the_way(lives)
     on_a_lost_node(lives)
+    with_and_without_its_secret(lives)
     without_a_lease(lives)
 
 
@@ -201,6 +214,32 @@ def on_a_lost_node(lives: Lives) -> None:
     wanted = Right("get", "", "nodes")
     until(lambda: is_used(lives.home, wanted), waiting_for=lives.home.tails)
     lives.api.merge(pod, {"metadata": {"finalizers": None}})
+
+
+def with_and_without_its_secret(lives: Lives) -> None:
+    """A process that has created nothing yet may read no Secret, and finds out by a dry run whether one is there."""
+    first = {name: f"{name}-trainer-0-00001" for name in ("kept", "robbed")}
+    for name in first:
+        lives.apply(job(name, resources={"gpusPerNode": 1}, lifecycle={"gang": "None"}))
+        until(lambda: len(lives.pods(name)) == 2, waiting_for=lives.home.tails)  # noqa: B023
+        for index in range(2):
+            lives.start(f"{name}-trainer-0-{index:05}")
+        lives.reaches(name, lambda status: status.get("phase") == "Running")
+    before = {name: lives.uids(name) for name in first}
+    [secret] = [found for found in lives.secrets() if found.startswith("robbed-")]
+    lives.api.delete(f"/api/v1/namespaces/{lives.home.namespace}/secrets/{secret}")
+    [operator] = lives.home.replicas
+    operator.process.stop()
+    for pod in first.values():
+        lives.end(pod, 137)
+    operator.start()
+    until(lambda: secret in lives.secrets(), waiting_for=lives.home.tails)
+    lives.reaches("robbed", lambda status: status.get("lastFailure", {}).get("reason") == "SecretLost")
+    until(
+        lambda: [len(lives.pods(name)) for name in first] == [2, 2] and not lives.uids("robbed") & before["robbed"],
+        waiting_for=lives.home.tails,
+    )
+    assert len(lives.uids("kept") & before["kept"]) == 1, "the one that failed, and no other, is replaced"
 
 
 def without_a_lease(lives: Lives) -> None:
