@@ -56,13 +56,17 @@ class ControlPlane:
         self.helm = Helm(programs["helm"], site.folder / "helm")
 
     def audited(self, since: int = 0) -> list[dict[str, Any]]:
-        """Return the entries of the audit log that began after it had a length, and are whole."""
+        """Return the entries of the audit log that began after it had a length, and are whole.
+
+        A client that is gone before it is known who asks, as on a busy machine, leaves an entry without a user: nobody's.
+        """
         with self.audit_log.open("rb") as log:
             log.seek(max(0, since - 1))
             content = log.read()
         # A line may have been on its way then, and another may be now.
         begun = content.partition(b"\n")[2] if since else content
-        return [json.loads(line) for line in begun.rpartition(b"\n")[0].splitlines()]
+        found = (json.loads(line) for line in begun.rpartition(b"\n")[0].splitlines())
+        return [entry for entry in found if "username" in entry["user"]]
 
     def start(self, *components: Component) -> None:
         """Run components side by side and return when all are ready."""
