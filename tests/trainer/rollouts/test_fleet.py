@@ -236,7 +236,8 @@ def test_engines_are_not_outdated_while_one_has_the_weights(serve: Serve) -> Non
 
 
 def test_only_the_first_publication_waits_for_all_engines(serve: Serve) -> None:
-    served = serve()
+    # No engine has been given weights before, so none is said to return.
+    served = serve(limits=replace(LIMITS, return_seconds=0))
     late, _ = served.engines
     late.failing["/ready"] = 503
     starting = threading.Thread(target=served.serve)
@@ -249,6 +250,54 @@ def test_only_the_first_publication_waits_for_all_engines(serve: Serve) -> None:
     late.failing["/ready"] = 503
     served.serve()
     assert [engine.url for engine in served.fleet.serving] == [served.engines[1].url]
+
+
+@pytest.mark.parametrize(
+    "known",
+    [
+        pytest.param("7.before", id="weights"),
+        pytest.param("0.before", id="weights before the first step"),
+        pytest.param("unfinished", id="weights that were not given to the end"),
+    ],
+)
+def test_ranks_that_start_beside_engines_of_earlier_ones_go_on_without_those_that_are_gone(
+    known: str, serve: Serve
+) -> None:
+    served = serve(limits=replace(LIMITS, return_seconds=0))
+    gone, living = served.engines
+    gone.stop()
+    living.version = known
+    served.fleet.label = None
+    served.serve()
+    assert [engine.url for engine in served.fleet.serving] == [living.url]
+    assert "cannot be reached" in served.fleet.engines[0].reason
+
+
+def test_ranks_that_start_beside_engines_of_earlier_ones_wait_a_while_for_the_others(serve: Serve) -> None:
+    served = serve(limits=replace(LIMITS, return_seconds=60))
+    returning, living = served.engines
+    returning.failing["/ready"] = 503
+    living.version = "7.before"
+    served.fleet.label = None
+    starting = threading.Thread(target=served.serve)
+    starting.start()
+    until(lambda: returning.asked.count("/ready") >= 3, "nothing waits for the engine")
+    del returning.failing["/ready"]
+    starting.join()
+    assert len(served.fleet.serving) == 2
+
+
+def test_an_engine_that_does_not_say_which_weights_it_has_is_as_good_as_a_fresh_one(serve: Serve) -> None:
+    served = serve(limits=replace(LIMITS, return_seconds=0))
+    late, unclear = served.engines
+    late.failing["/ready"] = unclear.failing["/weight_info"] = 503
+    served.fleet.label = None
+    starting = threading.Thread(target=served.serve)
+    starting.start()
+    until(lambda: unclear.asked.count("/weight_info") >= 3, "nothing asks the engine")
+    del late.failing["/ready"], unclear.failing["/weight_info"]
+    starting.join()
+    assert len(served.fleet.serving) == 2
 
 
 def test_a_request_that_is_wrong_is_not_asked_again(serve: Serve) -> None:

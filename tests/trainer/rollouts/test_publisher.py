@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +38,19 @@ class Run:
 
     def __init__(self, folder: Path, count: int = 2, trainers: float = SAID, seconds: float = 60) -> None:
         self.engines = [StandIn(probe=SAID) for _ in range(count)]
-        self.connection = Connection("secret")
-        self.fleet = Fleet([engine.url for engine in self.engines], self.connection, LIMITS)
         self.transport = DiskTransport(folder, None, seconds)
-        self.publisher = Publisher(self.fleet, None, self.transport, trial(trainers))
+        self.trainers = trainers
+        self.start(LIMITS)
+
+    def start(self, limits: FleetLimits) -> None:
+        self.connection = Connection("secret")
+        self.fleet = Fleet([engine.url for engine in self.engines], self.connection, limits)
+        self.publisher = Publisher(self.fleet, None, self.transport, trial(self.trainers))
+
+    def restart(self, limits: FleetLimits) -> None:
+        """Start the trainer again beside its engines."""
+        self.publisher.close()
+        self.start(limits)
 
     def close(self) -> None:
         self.publisher.close()
@@ -140,6 +150,21 @@ def test_without_engines_it_says_so(make: Make) -> None:
     run.engines[0].failing["/ready"] = 503
     with pytest.raises(NoEngine, match=r"no engine is ready after 0\.2 s: .* answered 503"):
         run.publisher.publish(2, weights())
+
+
+def test_ranks_that_start_again_without_an_engine_go_on_and_bring_it_to_their_weights_later(make: Make) -> None:
+    run = make()
+    run.publisher.publish(5, weights())
+    gone, living = run.engines
+    gone.stop()
+    before = gone.version
+    run.restart(replace(LIMITS, return_seconds=0))
+    run.publisher.publish(5, weights())
+    assert [engine.url for engine in run.fleet.serving] == [living.url]
+    assert (living.version, gone.version) == (str(run.fleet.label), before)
+    gone.start()
+    until(lambda: len(run.fleet.serving) == 2, "the engine does not serve again")
+    assert gone.version == living.version
 
 
 def test_a_full_volume_is_named_and_engines_keep_what_they_have(make: Make, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from moejob_api.contract import HttpPath
 from moejob_trainer.rollouts.connection import Connection, EngineLost, RequestRefused
-from moejob_trainer.rollouts.wire import WeightInfo, WeightsLabel
+from moejob_trainer.rollouts.wire import WeightInfo, WeightsLabel, were_given
 
 T = TypeVar("T")
 
@@ -31,6 +31,9 @@ class FleetLimits:
 
     # Engines are awaited for this long, at the start and when none is left.
     start_seconds: float = 1800.0
+    # At the start of ranks beside engines that earlier ones gave weights, the others are awaited for this long only:
+    # all have loaded the model before, and one that is silent for so long counts as lost in the middle of a run, too.
+    return_seconds: float = 120.0
     # An engine that does not say its version for this long hangs.
     silence_seconds: float = 120.0
     # One answer, from being asked to its last token.
@@ -217,18 +220,32 @@ class Fleet:
         """Return the engines that are ready: at the start all of them, if they are within this time; later any.
 
         In the middle of a run those that are away may be away for good, and those that return get the weights then, or
-        with the next publication.
+        with the next publication. Ranks that start in the middle of a run wait a while for all.
         """
-        until = time.monotonic() + seconds
+        began = time.monotonic()
         while True:
-            found = await asyncio.gather(*(self._is_ready(engine) for engine in self.engines))
-            ready = tuple(engine for engine, is_ready in zip(self.engines, found, strict=True) if is_ready)
-            is_late = time.monotonic() >= until
-            if len(ready) == len(self.engines) or (ready and (is_late or self.label is not None)):
+            ready = await _those(self.engines, self._is_ready)
+            waited = time.monotonic() - began
+            if len(ready) == len(self.engines):
                 return ready
-            if is_late:
+            if ready and waited >= min(seconds, await self._patience(ready, seconds)):
+                return ready
+            if waited >= seconds:
                 raise NoEngine(f"no engine is ready after {seconds:g} s: {self.reasons()}")
             await asyncio.sleep(self.limits.look_seconds)
+
+    async def _patience(self, ready: Sequence[RolloutEngine], seconds: float) -> float:
+        """Return the seconds for which ready engines wait for the others."""
+        if self.label is not None:
+            return 0.0
+        return self.limits.return_seconds if await _those(ready, self._has_been_given_weights) else seconds
+
+    async def _has_been_given_weights(self, engine: RolloutEngine) -> bool:
+        """Return whether ranks before these gave an engine weights: the run has begun, then with every engine."""
+        try:
+            return were_given(await self.label_of(engine))
+        except (EngineLost, RequestRefused):
+            return False
 
     async def _is_ready(self, engine: RolloutEngine) -> bool:
         try:
@@ -237,3 +254,11 @@ class Fleet:
             engine.reason = str(error)
             return False
         return True
+
+
+async def _those(
+    engines: Sequence[RolloutEngine], are_so: Callable[[RolloutEngine], Awaitable[bool]]
+) -> tuple[RolloutEngine, ...]:
+    """Ask all engines at once; return those of which it is so."""
+    found = await asyncio.gather(*(are_so(engine) for engine in engines))
+    return tuple(engine for engine, is_so in zip(engines, found, strict=True) if is_so)

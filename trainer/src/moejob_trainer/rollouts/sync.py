@@ -9,10 +9,9 @@ from typing import Any, TypeVar
 from moejob_trainer.rollouts.connection import EngineLost, RequestRefused
 from moejob_trainer.rollouts.fleet import Fleet, RolloutEngine
 from moejob_trainer.rollouts.interface import Floats, Tokens
-from moejob_trainer.rollouts.wire import GENERATE, BadAnswer, WeightsLabel, probe_body, read_probe
+from moejob_trainer.rollouts.wire import GENERATE, UNFINISHED, BadAnswer, WeightsLabel, probe_body, read_probe
 
 T = TypeVar("T")
-_UNFINISHED = "unfinished"
 # Sends one engine its weights, between start and finish.
 Load = Callable[[RolloutEngine], Awaitable[None]]
 
@@ -112,7 +111,7 @@ class WeightSync:
         except EngineLost:
             # It may wait for the end of an update by a trainer that was killed. What that left is no version.
             seconds = self._fleet.limits.update_seconds
-            await self._fleet.post(engine, "/finish_weight_update", {"weight_version": _UNFINISHED}, seconds)
+            await self._fleet.post(engine, "/finish_weight_update", {"weight_version": UNFINISHED}, seconds)
             await self._fleet.post(engine, "/start_weight_update")
 
     async def _loaded(self, engine: RolloutEngine, label: WeightsLabel) -> None:

@@ -16,6 +16,8 @@ from moejob_trainer.rollouts.interface import Answer, FinishReason, Floats, Requ
 from moejob_trainer.rollouts.routed_experts import Array, BadRouting, routed_experts
 
 GENERATE = "/inference/v1/generate"
+# The name of weights that a trainer did not give to the end; vLLM calls those that it started with `default`.
+UNFINISHED = "unfinished"
 _FINISHED = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
 
@@ -76,6 +78,11 @@ class WeightInfo(_Model):
     """The answer of /weight_info."""
 
     weight_version: str
+
+
+def were_given(name: str) -> bool:
+    """Return whether weights of this name are a trainer's, whichever start of it they are of."""
+    return name == UNFINISHED or name.partition(".")[0].isdigit()
 
 
 def generate_body(request: Request, sampling: Sampling) -> dict[str, Any]:
