@@ -101,8 +101,11 @@ verify: lint types ## All of that, and that nothing generated is stale
 # $(call tested,ENVIRONMENT,TESTS). With MOEJOB_SECOND_CHANCE, which CI sets, what failed beside other tests runs once more
 # alone, up to the first that fails again: thousands of tests of processes, nodes and clocks share a machine that others
 # use too. What passes then is listed under "failed once": a defect to mend, in the test or in what it tests.
-tested = $(1)/pytest $(2) $(ARGS) || { [ -n "$${MOEJOB_SECOND_CHANCE:-}" ] && echo "=== failed once, again alone" && \
-	$(1)/pytest $(2) $(ARGS) --last-failed --last-failed-no-failures none -n 0 -x -rp; }
+tested = $(1)/pytest $(2) $(remembered) $(ARGS) || { [ -n "$${MOEJOB_SECOND_CHANCE:-}" ] && echo "=== failed once, again alone" && \
+	$(1)/pytest $(2) $(remembered) $(ARGS) --last-failed --last-failed-no-failures none -n 0 -x -rp; }
+
+# Those of one target: two may run at a time.
+remembered = -o cache_dir=.pytest_cache/$@
 
 test: test-operator test-trainer test-bridge test-rollout test-cluster ## Run every test that needs no GPU
 
@@ -111,7 +114,11 @@ test-operator: $(operator_built) ## Test api, operator, cli, chart and how image
 
 # moejob run, which starts the trainer, lives in the operator's environment; peers that it is compared with in their own.
 test-trainer: $(trainer_built) $(operator_built) $(peft_built) $(trl_built) ## Test the trainer
-	@$(call tested,$(trainer),tests/trainer -n 3 --dist loadfile)
+	@$(call tested,$(trainer),tests/trainer -m "not thorough" -n 3 --dist loadfile)
+
+# Ten minutes: other families and layouts of the tests that take longest, of which test-trainer does some.
+test-thorough: $(trainer_built) $(operator_built) ## Test the rows that test-trainer leaves out
+	@$(trainer)/pytest tests/trainer -m thorough -n 3 --dist loadfile $(ARGS)
 
 # test-trainer does one seed.
 test-learning: $(trainer_built) ## Test that GRPO learns from rewards, on three seeds

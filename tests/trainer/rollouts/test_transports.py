@@ -94,8 +94,8 @@ def _served(name: str, folder: Path) -> Served:
     ("family", "name"),
     [
         *((Family.QWEN3_MOE, name) for name in LAYOUTS),
-        *((Family.MIXTRAL, name) for name in ("TP2", "EP2", "FSDP over DP2")),
-        *((Family.QWEN2, name) for name in ("TP2", "PP2", "FSDP over DP2")),
+        *(pytest.param(Family.MIXTRAL, name, marks=pytest.mark.thorough) for name in ("TP2", "EP2", "FSDP over DP2")),
+        *(pytest.param(Family.QWEN2, name, marks=pytest.mark.thorough) for name in ("TP2", "PP2", "FSDP over DP2")),
     ],
 )
 def test_an_engine_computes_what_the_ranks_do_before_and_after_twenty_updates(
