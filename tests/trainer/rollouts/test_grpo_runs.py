@@ -21,6 +21,8 @@ from builders import merged
 from engines import PYTHON, ROOT, SECRET, Engine
 from moejob_api.contract import Environment, ExitCode
 from moejob_api.models import catalog
+from moejob_trainer.checkpoint_export.export import Wanted, export_run
+from moejob_trainer.checkpoint_export.run import stored_run
 from moejob_trainer.checkpoints.manifest import EvaluationFacts, read_manifest
 from moejob_trainer.data import tiny
 from moejob_trainer.rollouts.wire import GENERATE
@@ -221,13 +223,15 @@ def test_a_run_that_is_suspended_goes_on_in_another_layout_with_the_same_answers
     assert_like(again.folder, undisturbed)
 
 
-def test_the_checkpoint_of_the_best_answers_is_kept_beside_the_last(beside: Beside) -> None:
+def test_the_checkpoint_of_the_best_answers_is_kept_beside_the_last_and_exported(
+    beside: Beside, tmp_path: Path
+) -> None:
     run = beside.finished(
         "best",
         data={"eval": [{"source": "moejob/tiny-sums", "format": "Prompts", "split": "test"}]},
         training={"evalEvery": 1},
         grpo={"evaluation": {"samples": 2}},
-        checkpoint={"everySteps": 1000, "keep": 1, "keepBest": 1},
+        checkpoint={"everySteps": 1000, "keep": 1, "keepBest": 1, "exportHuggingFace": True},
     )
     told = lines(run.folder)
     scores = [told[step]["evalMean@2"] for step in sorted(told)]
@@ -242,6 +246,16 @@ def test_the_checkpoint_of_the_best_answers_is_kept_beside_the_last(beside: Besi
         f"step-{best}": EvaluationFacts(measure="evalMean@2", value=max(scores)),
         f"step-{STEPS}": None,
     }
+    exported = _tensors(run.folder / "export")
+    by_step = {step: _tensors(_exported(run.folder, step, tmp_path)) for step in (best, STEPS)}
+    assert [name for name, tensor in exported.items() if not torch.equal(by_step[best][name], tensor)] == []
+    assert not torch.equal(by_step[STEPS]["lm_head.weight"], exported["lm_head.weight"])
+
+
+def _exported(run: Path, step: int, folder: Path) -> Path:
+    """Export one step of a run by the command that people use."""
+    export_run(stored_run(run, step), Wanted(folder / f"step-{step}"))
+    return folder / f"step-{step}"
 
 
 def test_weights_pass_from_sft_through_grpo_in_another_layout_to_vllm(
