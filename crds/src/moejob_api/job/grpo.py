@@ -1,7 +1,5 @@
 """Group relative policy optimization: rollouts, rewards and the loss."""
 
-from __future__ import annotations
-
 from enum import StrEnum
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """The MoETrainingJob itself: what a person writes and what the cluster says about it."""
 
-from __future__ import annotations
-
 from enum import StrEnum
 from typing import Annotated, Literal
 

@@ -1,7 +1,5 @@
 """Start, stop and retries of a job, and the trackers of its numbers."""
 
-from __future__ import annotations
-
 from enum import StrEnum
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """The model that is trained, and its data."""
 
-from __future__ import annotations
-
 from enum import StrEnum
 from typing import Annotated, Literal
 

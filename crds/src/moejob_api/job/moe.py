@@ -1,7 +1,5 @@
 """Settings of Mixture-of-Experts models, and the placement of tensors in memory."""
 
-from __future__ import annotations
-
 from enum import StrEnum
 from typing import Annotated, Literal
 

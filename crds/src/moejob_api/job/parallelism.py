@@ -1,7 +1,5 @@
 """The spread of model and batch over GPUs."""
 
-from __future__ import annotations
-
 from enum import StrEnum
 from typing import Annotated
 

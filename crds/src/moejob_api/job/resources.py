@@ -1,7 +1,5 @@
 """The pods: GPUs, images, placement."""
 
-from __future__ import annotations
-
 from enum import StrEnum
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """The status of a job. Recomputed as a whole, never patched from memory."""
 
-from __future__ import annotations
-
 from enum import StrEnum
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """Checkpoints and the volume they live on."""
 
-from __future__ import annotations
-
 from enum import StrEnum
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """Length of the training, and the update of weights."""
 
-from __future__ import annotations
-
 from enum import StrEnum
 from typing import Annotated, Literal
 
