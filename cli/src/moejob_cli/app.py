@@ -1,6 +1,7 @@
-"""The commands of `moejob`. Each reads its input, asks moejob_api and prints the answer."""
+"""The commands of `moejob`. Each reads its input, asks moejob_api and prints the answer.
 
-from __future__ import annotations
+Annotations are no text, so none are imported from __future__: typer would evaluate those of every command four times.
+"""
 
 import json
 import sys
@@ -168,7 +169,7 @@ def _plan(file: str, output: OutputFormat, gpus: int | None, ranks: bool) -> Non
     raise typer.Exit(Exit.ACCEPTED if answer.plan.accepted else Exit.REFUSED)
 
 
-def _choose(wishes: Wishes, output: OutputFormat, write: Path | None) -> None:
+def _choose(wishes: "Wishes", output: OutputFormat, write: Path | None) -> None:
     from moejob_cli.choices_report import choices_report
     from moejob_cli.choosing import choices_document, chosen, write_job
 
@@ -304,7 +305,7 @@ def export_model(
     _finish(act(run, out, wanted))
 
 
-def _finish(done: Conversion) -> NoReturn:
+def _finish(done: "Conversion") -> NoReturn:
     """Print the end of a conversion, and exit with its code."""
     typer.echo(f"error: {done.message}" if done.exit_code else done.message, err=bool(done.exit_code))
     raise typer.Exit(done.exit_code)
@@ -326,7 +327,7 @@ def version() -> None:
     typer.echo(f"moejob {installed('moejob')}")
 
 
-def show(answer: RenderableType) -> None:
+def show(answer: "RenderableType") -> None:
     """Print for a person; plain and unwrapped when the output is no terminal."""
     from rich.console import Console
 
