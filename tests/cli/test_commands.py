@@ -244,6 +244,16 @@ def test_a_word_is_completed_without_what_reads_jobs(words: str, completed: list
     assert answer.stderr.split() == []
 
 
+def test_no_time_of_a_plan_is_spent_on_a_search_for_garbage() -> None:
+    command = "import gc, sys; from moejob_cli.__main__ import main; before = gc.get_stats()\n"
+    command += "try: main()\nfinally: print(*(now['collections'] - was['collections'] "
+    command += "for now, was in zip(gc.get_stats(), before)), file=sys.stderr)"
+    answer = subprocess.run(
+        [sys.executable, "-c", command, "plan", str(ACCEPTED)], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert (answer.returncode, answer.stderr.split()) == (0, ["0", "0", "0"])
+
+
 def test_a_reader_that_goes_away_is_no_error() -> None:
     job = EXAMPLES / "llama-405b-grpo-256gpu.yaml"
     command = f"{sys.executable} -m moejob_cli plan {job} --ranks | head -1; exit ${{PIPESTATUS[0]}}"

@@ -58,7 +58,7 @@ class ControlPlane:
     def audited(self, since: int = 0) -> list[dict[str, Any]]:
         """Return the entries of the audit log that began after it had a length, and are whole.
 
-        A client that is gone before it is known who asks leaves an entry without a user, on a busy machine: nobody's.
+        A client that is gone before it is known who asks leaves an entry without a user, which is left out.
         """
         with self.audit_log.open("rb") as log:
             log.seek(max(0, since - 1))
