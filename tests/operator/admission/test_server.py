@@ -378,6 +378,25 @@ def test_connections_that_say_nothing_give_way_to_a_review(speaks_tls: bool) -> 
     played(story, limits=ListenerLimits(connections=2, handshake_seconds=600.0, idle_seconds=600.0))
 
 
+@pytest.mark.parametrize("is_known", [False, True])
+def test_connections_whose_bodies_do_not_end_give_way_to_a_review(is_known: bool) -> None:
+    """Also those that have asked something before and were answered."""
+
+    async def story(here: Served) -> None:
+        head = "POST /validate HTTP/1.1\r\nHost: x\r\nContent-Length: {}\r\n\r\n{{"
+        hogs = [await here.connect() for _ in range(2)]
+        for reader, writer in hogs:
+            if is_known:
+                writer.write(head.format(1).encode())
+                await reader.readuntil(b"\r\n\r\n")
+            writer.write(head.format(1000).encode())
+        assert (await asyncio.wait_for(here.review(body(**FITTING)), 60))["allowed"] is True
+        for _, writer in hogs:
+            writer.transport.abort()
+
+    played(story, body_seconds=600.0, limits=ListenerLimits(connections=2, idle_seconds=600.0))
+
+
 def test_of_more_reviews_than_there_is_room_for_none_is_ended_and_the_rest_waits() -> None:
     begun, lasts = threading.Semaphore(0), threading.Event()
 

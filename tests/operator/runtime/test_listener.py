@@ -36,6 +36,16 @@ def test_one_request_is_taken_and_nothing_beside_it(data: bytes, is_taken: bool,
     assert taken(data, size) is is_taken
 
 
+@pytest.mark.parametrize(
+    ("data", "awaits_body"),
+    [(b"", False), (GET[:-2], False), (GET, False), (POST, True), (POST + b"1234", True), (POST + b"12345", False)],
+)
+def test_it_is_known_whether_a_body_is_there(data: bytes, awaits_body: bool) -> None:
+    intake = Intake()
+    assert intake.takes(data)
+    assert intake.awaits_body is awaits_body
+
+
 @pytest.mark.parametrize("read", [0, 3, 5])
 def test_the_next_request_is_taken_behind_a_body_that_was_answered_early(read: int) -> None:
     intake = Intake()

@@ -1,7 +1,7 @@
 """A listener for HTTP that strangers may reach: it bounds connections and closes those that only wait.
 
-When there is no room for another, the one that has waited longest for the end of its handshake or for a request gives
-way: connections that say nothing keep neither an API server nor a probe out.
+When there is no room for another, the one that has waited longest for the end of its handshake, for a request or for
+the rest of one gives way: connections that say nothing, or little, keep neither an API server nor a probe out.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ListenerLimits:
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """A connection that has not asked anything since a time, and how to end it."""
+    """A connection that has not asked anything, or not to the end, since a time, and how to end it."""
 
     since: float
     end: Callable[[], object]
@@ -59,6 +59,11 @@ class Intake:
         # Of the body of the request at hand; None while its head is awaited.
         self._left: int | None = None
         self._is_answered = False
+
+    @property
+    def awaits_body(self) -> bool:
+        """Return whether the head of a request is there, and its body is not."""
+        return self._left is not None and self._left > 0
 
     def answered(self) -> None:
         """Expect the next request, behind what is left of this one's body: some are answered before it is read."""
@@ -99,12 +104,16 @@ class _BoundedHandler(web.RequestHandler):
             lingering_time=0.0,
         )
         self.intake = Intake()
+        self._server = server
 
     def data_received(self, data: bytes) -> None:
-        if self.intake.takes(data):
-            super().data_received(data)
-        else:
+        awaited_body = self.intake.awaits_body
+        if not self.intake.takes(data):
             _abort(self)
+            return
+        super().data_received(data)
+        if awaited_body and not self.intake.awaits_body:
+            self._server.received_body(self)
 
 
 class BoundedServer(web.Server):
@@ -116,7 +125,7 @@ class BoundedServer(web.Server):
         self._room = asyncio.Semaphore(limits.connections)
         self._handler = handler
         self._deadlines: dict[web.RequestHandler, asyncio.TimerHandle] = {}
-        # Connections that have not asked anything, the oldest first.
+        # Connections that have not asked anything, or not to the end, the oldest first.
         self._waiting: dict[web.RequestHandler, _Waiting] = {}
 
     def __call__(self) -> web.RequestHandler:
@@ -133,6 +142,11 @@ class BoundedServer(web.Server):
         super().connection_lost(handler, exc)
         self._stop_waiting(handler)
         self._room.release()
+
+    def received_body(self, handler: web.RequestHandler) -> None:
+        """Let one that is being answered keep its place."""
+        if handler not in self._deadlines:
+            self._waiting.pop(handler, None)
 
     async def greet(self, connection: socket.socket, context: ssl.SSLContext | None, group: asyncio.TaskGroup) -> None:
         """Begin to serve a connection, when there is room."""
@@ -194,6 +208,8 @@ class BoundedServer(web.Server):
     async def _handled(self, request: web.BaseRequest) -> web.StreamResponse:
         connection = request.protocol
         self._stop_waiting(connection)
+        if isinstance(connection, _BoundedHandler) and connection.intake.awaits_body:
+            self._wait(connection, partial(_abort, connection))
         try:
             return await self._handler(request)
         finally:

@@ -16,7 +16,7 @@ from contextlib import closing, contextmanager, suppress
 from datetime import timedelta
 from enum import StrEnum
 from threading import Lock
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch._C._distributed_c10d import TCPStore
@@ -120,7 +120,8 @@ class StoreServer:
     def __init__(self, entries: Entries, key: bytes) -> None:
         self._entries, self._key = entries, key
         self.ranks_ports: set[int] = set()
-        self._unproved = 0
+        # Connections that have proved nothing yet, the oldest first.
+        self._unproved: dict[asyncio.Task[Any], None] = {}
 
     async def listen(self, on: socket.socket) -> None:
         """Serve until the loop ends."""
@@ -130,18 +131,26 @@ class StoreServer:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with closing(writer), suppress(OSError, ValueError, TimeoutError, asyncio.IncompleteReadError, Stranger):
-            if await self._is_admitted(reader, writer):
-                await self._answer(reader, writer)
+            await self._admit(reader, writer)
+            await self._answer(reader, writer)
 
-    async def _is_admitted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        if self._unproved >= _UNPROVED_CONNECTIONS:
-            return False
-        self._unproved += 1
+    async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Return when a peer has proved that it knows the key.
+
+        Where there is no room for another, the oldest that has not gives way: one that knows the key needs milliseconds.
+        """
+        if len(self._unproved) >= _UNPROVED_CONNECTIONS:
+            oldest = next(iter(self._unproved))
+            # At once: it ends later than others come.
+            del self._unproved[oldest]
+            oldest.cancel()
+        serving = asyncio.current_task()
+        assert serving is not None, "a coroutine that is awaited runs in a task"
+        self._unproved[serving] = None
         try:
             await asyncio.wait_for(admit(reader, writer, self._key), _ADMIT_SECONDS)
         finally:
-            self._unproved -= 1
-        return True
+            self._unproved.pop(serving, None)
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while True:

@@ -15,6 +15,8 @@ from moejob_api.contract import engine_key
 
 T = TypeVar("T")
 _CONNECT_SECONDS = 10.0
+# One answer: 128k tokens with the experts of 94 layers, eight of them each, take 130 MB.
+_ANSWER_BYTES = 512 * 1024**2
 
 
 class EngineLost(Exception):
@@ -62,7 +64,7 @@ class Connection:
         timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=_CONNECT_SECONDS)
         try:
             async with self._client().request(method, url, json=body, timeout=timeout) as answer:
-                content = await answer.read()
+                content = await _body(url, answer)
         except TimeoutError:
             raise EngineLost(f"{url} has not answered in {seconds:g} s") from None
         except (aiohttp.ClientError, OSError) as error:
@@ -84,6 +86,16 @@ class Connection:
         await asyncio.gather(*others, return_exceptions=True)
         if self._session is not None:
             await self._session.close()
+
+
+async def _body(url: str, answer: aiohttp.ClientResponse) -> bytes:
+    """Read an answer to its end, however it is cut, and not beyond all sense."""
+    content = bytearray()
+    async for part in answer.content.iter_any():
+        content += part
+        if len(content) > _ANSWER_BYTES:
+            raise EngineLost(f"{url} answers with more than {_ANSWER_BYTES} bytes; no engine of ours does")
+    return bytes(content)
 
 
 def _check(url: str, status: int, content: bytes) -> None:
