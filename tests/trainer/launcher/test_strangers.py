@@ -27,7 +27,7 @@ from moejob_trainer.launcher.store import (
     StoreRequest,
     ranks_store,
 )
-from trainer.launcher.launchers import Gang, eventually, free_port
+from trainer.launcher.launchers import Gang, free_port
 
 KEY = attempt_key("secret", "uid", 2)
 BAD_END = Ending(pod=1, token="a stranger", cause=Cause.BAD_CONFIGURATION, message="gone for good")

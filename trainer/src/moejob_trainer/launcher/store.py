@@ -16,7 +16,7 @@ from contextlib import closing, contextmanager, suppress
 from datetime import timedelta
 from enum import StrEnum
 from threading import Lock
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch._C._distributed_c10d import TCPStore
@@ -121,7 +121,7 @@ class StoreServer:
         self._entries, self._key = entries, key
         self.ranks_ports: set[int] = set()
         # Connections that have proved nothing yet, the oldest first.
-        self._unproved: dict[asyncio.Task[Any], None] = {}
+        self._unproved: dict[asyncio.StreamWriter, None] = {}
 
     async def listen(self, on: socket.socket) -> None:
         """Serve until the loop ends."""
@@ -137,20 +137,18 @@ class StoreServer:
     async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Return when a peer has proved that it knows the key.
 
-        Where there is no room for another, the oldest that has not gives way: one that knows the key needs milliseconds.
+        Where there is no room for another, the oldest that has not gives way: a launcher needs milliseconds.
         """
         if len(self._unproved) >= _UNPROVED_CONNECTIONS:
             oldest = next(iter(self._unproved))
-            # At once: it ends later than others come.
+            # Off the list at once: it ends later than others come.
             del self._unproved[oldest]
-            oldest.cancel()
-        serving = asyncio.current_task()
-        assert serving is not None, "a coroutine that is awaited runs in a task"
-        self._unproved[serving] = None
+            oldest.transport.abort()
+        self._unproved[writer] = None
         try:
             await asyncio.wait_for(admit(reader, writer, self._key), _ADMIT_SECONDS)
         finally:
-            self._unproved.pop(serving, None)
+            self._unproved.pop(writer, None)
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while True:
