@@ -1,4 +1,4 @@
-"""What an engine may answer, and what is made of an answer that none of ours gives."""
+"""Answers of engines: read whole, and no further than any of ours would go."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _Answers(BaseHTTPRequestHandler):
         except ConnectionError:
             return
 
-    def log_message(self, format: str, *arguments: object) -> None:
+    def log_message(self, *_: object) -> None:
         """Say nothing."""
 
 
