@@ -181,7 +181,9 @@ def _memory_table(plan: Plan, need: MemoryEstimate) -> RenderableType:
         Text("together", style="bold"), Text(readable(need.bytes), style="bold"), "", _limit_words(plan, need)
     )
     if need.host_bytes_per_pod:
-        table.add_row("host memory of a pod", readable(need.host_bytes_per_pod), "", "")
+        replay = need.replay_bytes_per_pod
+        of_it = Text(f"{readable(replay)} of it for grpo.routingReplay" if replay else "", style="dim")
+        table.add_row("host memory of a pod", readable(need.host_bytes_per_pod), "", of_it)
     return Padding(table, (0, 0, 0, 2))
 
 

@@ -107,6 +107,11 @@ def counts_choices(spec: Spec) -> bool:
     return balancing(spec) is Balancing.GLOBAL_AUX_LOSS and spec.moe.aux_loss_coefficient > 0
 
 
+def choice_bytes(experts: int) -> int:
+    """Return the bytes of a replayed choice of an expert: room for one number more than there are."""
+    return 1 if experts < 2**8 else 2
+
+
 def router_is_frozen(spec: Spec) -> bool:
     """Return whether the router keeps its weights."""
     if spec.training.lora is not None:

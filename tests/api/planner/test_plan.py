@@ -136,6 +136,27 @@ def test_host_memory_that_would_kill_the_pod_is_refused() -> None:
     assert problem.path == "spec.resources.memory"
 
 
+@pytest.mark.parametrize(
+    ("replay", "problems"),
+    [
+        pytest.param(False, [], id="without replay"),
+        pytest.param(True, ["spec.resources.memory"], id="with replay"),
+    ],
+)
+def test_host_memory_without_room_for_replayed_routing_is_refused(replay: bool, problems: list[str]) -> None:
+    grpo = {"groupSize": 16, "promptsPerStep": 512, "routingReplay": replay}
+    resources = {"memory": "600Gi", "gpuType": "H200"}
+    sections = {"training": {"globalBatchSize": None}, "data": {"maxLength": 8192}, "grpo": grpo}
+    result = plan(
+        spec(method="GRPO", parallelism={"expert": 8, "data": 2}, resources=resources, **sections), moe_model()
+    )
+    assert [problem.path for problem in result.problems] == problems
+    # 512 x 16 answers of 8,192 tokens, 48 layers of 8 choices of a byte: 24 GiB; 5 times in the first rank, twice in 7.
+    said = "".join(problem.message for problem in result.problems)
+    assert ("and 456.0 GiB for grpo.routingReplay included" in said) == replay
+    assert said.endswith("or grpo.routingReplay to false") == replay
+
+
 def test_a_volume_too_small_for_its_checkpoints_is_refused() -> None:
     (problem,) = plan(spec(parallelism={"expert": 8}, storage={"size": "500Gi"}), moe_model()).problems
     # 30.5 B parameters of 14 bytes, three times, and 2 bytes each for an export and for the downloaded model.

@@ -147,12 +147,16 @@ def _host_problems(spec: Spec, shape: ModelShape, sizes: Layout, need: MemoryEst
     needed = _host_bytes(spec, need)
     waiting = spec.model_copy(update={"checkpoint": spec.checkpoint.model_copy(update={"asynchronous": False})})
     fits_when_waiting = _fits_host(spec, estimate(waiting, shape, sizes))
+    replay = need.replay_bytes_per_pod
+    fits_without_replay = needed - replay <= bytes_of(spec.resources.memory)
     yield Problem(
         Rule.MEMORY,
         "spec.resources.memory",
-        f"a pod needs {readable(needed)} of host memory, sharedMemory {spec.resources.shared_memory} included, "
-        f"and would be killed at {spec.resources.memory}; set memory to {ceil_div(needed, GIB)}Gi"
-        + (", or checkpoint.async to false" if fits_when_waiting else ""),
+        f"a pod needs {readable(needed)} of host memory, sharedMemory {spec.resources.shared_memory} "
+        + (f"and {readable(replay)} for grpo.routingReplay included, " if replay else "included, ")
+        + f"and would be killed at {spec.resources.memory}; set memory to {ceil_div(needed, GIB)}Gi"
+        + (", or checkpoint.async to false" if fits_when_waiting else "")
+        + (", or grpo.routingReplay to false" if replay and fits_without_replay else ""),
     )
 
 

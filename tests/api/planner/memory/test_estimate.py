@@ -317,6 +317,36 @@ def test_a_checkpoint_of_adapters_holds_weights_that_another_job_may_have_traine
     assert 0 < apart < beside / 10
 
 
+@pytest.mark.parametrize(
+    ("experts", "more", "size", "copies"),
+    [
+        pytest.param(255, {}, 1, 5, id="a byte names an expert"),
+        pytest.param(256, {}, 2, 5, id="two bytes name an expert"),
+        pytest.param(4, {"dynamicSampling": {"overSampling": 4.0}}, 1, 5, id="no more is asked than is held anyway"),
+        pytest.param(4, {"dynamicSampling": {"overSampling": 8.5}}, 1, 10, id="more is asked until a step is full"),
+    ],
+)
+@pytest.mark.parametrize("accelerator", ["GPU", "CPU"])
+def test_replayed_routing_takes_host_memory_in_every_rank(
+    accelerator: str, experts: int, more: dict[str, Any], size: int, copies: int
+) -> None:
+    first, second = TINY_MIXTURE.layers
+    mixed = (replace(first, mlp=DenseMLP(16)), replace(second, mlp=Experts(experts, 2, 16)))
+    shape = replace(TINY_MIXTURE, layers=mixed)
+
+    def need(replay: bool) -> MemoryEstimate:
+        grpo = {"groupSize": 4, "promptsPerStep": 8, "maxNewTokens": 100, "routingReplay": replay}
+        sections = {"data": {"maxLength": 128}, "resources": {"accelerator": accelerator}, "grpo": grpo | more}
+        return needs(spec(method="GRPO", parallelism={"data": 4}, **sections), shape)
+
+    # 32 answers; 2 experts of each token in the one layer that has some. Three ranks beside the first have 2 copies.
+    by_hand = 4 * 8 * 128 * 1 * 2 * size * (copies + 3 * 2)
+    without, replayed = need(False), need(True)
+    assert (without.replay_bytes_per_pod, replayed.replay_bytes_per_pod) == (0, by_hand)
+    assert replayed.host_bytes_per_pod - without.host_bytes_per_pod == by_hand
+    assert replayed.bytes == without.bytes
+
+
 def test_an_engine_without_room_for_a_sequence_does_not_fit() -> None:
     job = spec(
         method="GRPO",

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from moejob_api.derived import choice_bytes
 from moejob_trainer.rollouts.interface import RoutedLayers
 
 Array = npt.NDArray[Any]
@@ -46,7 +47,7 @@ def routed_experts(text: str, tokens: int, of: RoutedLayers) -> Array:
 
 def smallest_type(experts: int) -> type[np.uint8 | np.int16]:
     """Return the type of a choice of experts, with room for one number more than there are."""
-    return np.uint8 if experts <= np.iinfo(np.uint8).max else np.int16
+    return np.uint8 if choice_bytes(experts) == 1 else np.int16
 
 
 def _decoded(text: str, tokens: int, of: RoutedLayers) -> bytes:

@@ -16,6 +16,7 @@ from moejob_api.planner.memory.constants import HOST_PROCESS_BYTES
 from moejob_api.planner.memory.engine import EngineMemory
 from moejob_api.planner.memory.explained import why
 from moejob_api.planner.memory.phases import Amounts, MemoryPhase, Name, StageBytes, load, phases
+from moejob_api.planner.memory.routing_replay import replay_bytes
 from moejob_api.planner.memory.storage import checkpoint_bytes
 
 
@@ -46,12 +47,14 @@ class PhasePeak:
 class MemoryEstimate:
     """Memory of one GPU where it is fullest. phases holds the peak of every phase, `peak` is the highest of them.
 
-    host_bytes_per_pod: what the ranks of one pod keep in host memory. On CPU everything is there.
+    host_bytes_per_pod: what the ranks of one pod keep in host memory. On CPU everything is there. replay_bytes_per_pod:
+    the part of it that is routing to replay.
     """
 
     peak: PhasePeak
     phases: tuple[PhasePeak, ...]
     host_bytes_per_pod: int
+    replay_bytes_per_pod: int
     engine: EngineMemory | None
 
     @property
@@ -84,6 +87,7 @@ def estimate(spec: Spec, shape: ModelShape, layout: Layout) -> MemoryEstimate:
         peak=max(peaks, key=lambda peak: peak.bytes),
         phases=peaks,
         host_bytes_per_pod=_host_bytes(case, loads, max(peak.bytes for peak in peaks)),
+        replay_bytes_per_pod=replay_bytes(case),
         engine=loads[0].engine,
     )
 
@@ -144,15 +148,18 @@ def _explained(phase: MemoryPhase, of: StageBytes, amounts: Amounts) -> PhasePea
 
 
 def _host_bytes(case: Case, loads: tuple[StageBytes, ...], peak: int) -> int:
-    """Host memory of a pod: its ranks' own, what is offloaded, and the copy of a checkpoint that is being written."""
-    ranks = case.layout.gpus_per_pod
+    """Host memory of a pod: what its ranks have there, and the routing that is replayed."""
+    return case.layout.gpus_per_pod * _host_bytes_of_rank(case, loads, peak) + replay_bytes(case)
+
+
+def _host_bytes_of_rank(case: Case, loads: tuple[StageBytes, ...], peak: int) -> int:
+    """Return a rank's own host memory, what is offloaded, and the copy of a checkpoint that is being written."""
     if case.spec.resources.accelerator is Accelerator.CPU:
-        return ranks * peak
+        return peak
     fullest = max(of.states.host + of.activations.offloaded + _parked(of) for of in loads)
     if not case.spec.checkpoint.asynchronous:
-        return ranks * (HOST_PROCESS_BYTES + fullest)
-    copy = ceil_div(checkpoint_bytes(case.shape, case.spec), case.layout.gpus)
-    return ranks * (HOST_PROCESS_BYTES + fullest + copy)
+        return HOST_PROCESS_BYTES + fullest
+    return HOST_PROCESS_BYTES + fullest + ceil_div(checkpoint_bytes(case.shape, case.spec), case.layout.gpus)
 
 
 def _parked(of: StageBytes) -> int:
