@@ -331,10 +331,11 @@ def show(answer: "RenderableType") -> None:
     """Print for a person; plain and unwrapped when the output is no terminal."""
     from rich.console import Console
 
+    # No answer has an emoji, and the names of all take as long to load as an answer takes to print.
     if sys.stdout.isatty():
-        Console(highlight=False).print(answer)
+        Console(highlight=False, emoji=False).print(answer)
         return
-    console = Console(highlight=False, color_system=None, width=200, soft_wrap=True)
+    console = Console(highlight=False, emoji=False, color_system=None, width=200, soft_wrap=True)
     with console.capture() as captured:
         console.print(answer)
     # Tables pad their last column to the full width, which is noise in a file.
