@@ -33,6 +33,8 @@ def main() -> None:
         Result(
             "planning", "`moejob validate`, whole process", process_seconds("validate", str(JOB)), "s", Better.LOWER
         ),
+        Result("planning", "help of `moejob`, whole process", process_seconds("--help"), "s", Better.LOWER, 0.2),
+        Result("planning", "completing a word, whole process", completion_seconds(), "s", Better.LOWER, 0.15),
         Result("planning", "Python that does nothing", process_seconds(), "s", Better.LOWER),
         Result("planning", "reading the YAML", milliseconds(lambda: read_file(str(JOB))), "ms", Better.LOWER),
         Result("planning", "planning an accepted job", planning_milliseconds(JOB), "ms", Better.LOWER, 20.0),
@@ -84,11 +86,16 @@ def milliseconds(action: Callable[[], object], runs: int = 30) -> float:
     return statistics.median(timed(action) for _ in range(runs)) * 1000
 
 
-def process_seconds(*arguments: str, runs: int = 11) -> float:
-    """Median of whole processes; without arguments, of a bare interpreter."""
+def completion_seconds() -> float:
+    """Median of what bash waits for after `moejob plan --ou` and a tab."""
+    return process_seconds("plan", _MOEJOB_COMPLETE="complete_bash", COMP_WORDS="moejob plan --ou", COMP_CWORD="2")
+
+
+def process_seconds(*arguments: str, runs: int = 11, **variables: str) -> float:
+    """Median of whole processes, with further variables; without arguments, of a bare interpreter."""
     command = [sys.executable, "-m", "moejob_cli", *arguments] if arguments else [sys.executable, "-c", ""]
     # The packages are compiled once, as an installed environment has them.
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"} | variables
 
     def run() -> None:
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environment)

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from typer.models import CommandInfo
+
+from moejob_cli.app import app
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 ACCEPTED = EXAMPLES / "mixtral-8x7b-sft-16gpu.yaml"
@@ -21,6 +24,24 @@ def moejob(*arguments: str, stdin: str = "", **environment: str) -> subprocess.C
     command = [sys.executable, "-m", "moejob_cli", *arguments]
     return subprocess.run(
         command, input=stdin, capture_output=True, text=True, check=False, timeout=60, env=os.environ | environment
+    )
+
+
+def ended(last: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run the command and, as it ends, a statement."""
+    command = f"""import gc, sys
+from moejob_cli.__main__ import main
+sys.argv = ["moejob", *{arguments}]
+before = gc.get_stats()
+try: main()
+finally: {last}"""
+    return subprocess.run(
+        [sys.executable, "-c", command],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
     )
 
 
@@ -235,23 +256,40 @@ def test_completion_can_be_shown_for_a_shell() -> None:
 )
 def test_a_word_is_completed_without_what_reads_jobs(words: str, completed: list[str]) -> None:
     asked = {"COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1), "_MOEJOB_COMPLETE": "complete_bash"}
-    command = "import sys; from moejob_cli.__main__ import main; sys.argv = ['moejob']\n"
-    command += "try: main()\nfinally: print(*sorted({'pydantic', 'yaml', 'rich'} & {*sys.modules}), file=sys.stderr)"
-    answer = subprocess.run(
-        [sys.executable, "-c", command], env=os.environ | asked, capture_output=True, text=True, check=False, timeout=60
-    )
+    answer = ended("print(*sorted({'pydantic', 'yaml', 'rich'} & {*sys.modules}), file=sys.stderr)", **asked)
     assert answer.stdout.split() == completed
     assert answer.stderr.split() == []
 
 
-def test_no_time_of_a_plan_is_spent_on_a_search_for_garbage() -> None:
-    command = "import gc, sys; from moejob_cli.__main__ import main; before = gc.get_stats()\n"
-    command += "try: main()\nfinally: print(*(now['collections'] - was['collections'] "
-    command += "for now, was in zip(gc.get_stats(), before)), file=sys.stderr)"
-    answer = subprocess.run(
-        [sys.executable, "-c", command, "plan", str(ACCEPTED)], capture_output=True, text=True, check=False, timeout=60
-    )
-    assert (answer.returncode, answer.stderr.split()) == (0, ["0", "0", "0"])
+SEARCH = "moejob_api.planner.search"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "unneeded"),
+    [
+        pytest.param(["--help"], {"moejob_api.job", "pydantic", "rich", "yaml"}, id="help"),
+        pytest.param(["plan", "--help"], {"moejob_api.job", "rich", "yaml"}, id="help of a command"),
+        pytest.param(["validate", str(ACCEPTED)], {"rich", SEARCH}, id="validate"),
+        pytest.param(["plan", str(ACCEPTED), "--output", "json"], {"rich", SEARCH}, id="a plan for programs"),
+        pytest.param(["plan", str(ACCEPTED)], {"rich._emoji_codes", SEARCH}, id="a plan for people"),
+    ],
+)
+def test_a_command_waits_for_no_import_that_it_does_not_need(arguments: list[str], unneeded: set[str]) -> None:
+    answer = ended(f"print(*sorted({unneeded} & {{*sys.modules}}), file=sys.stderr)", *arguments)
+    assert answer.returncode == 0
+    assert answer.stderr.split() == []
+
+
+def test_a_plan_ends_before_garbage_is_collected() -> None:
+    answer = ended("print([before, gc.get_stats()], file=sys.stderr)", "plan", str(ACCEPTED))
+    before, after = json.loads(answer.stderr.replace("'", '"'))
+    assert after == before
+
+
+@pytest.mark.parametrize("command", app.registered_commands, ids=lambda command: command.callback.__name__)
+def test_the_types_of_options_are_no_text_that_typer_would_evaluate(command: CommandInfo) -> None:
+    assert command.callback is not None
+    assert not [name for name, kind in command.callback.__annotations__.items() if isinstance(kind, str)]
 
 
 def test_a_reader_that_goes_away_is_no_error() -> None:
