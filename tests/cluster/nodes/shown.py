@@ -24,7 +24,7 @@ _MOVING_FIELDS = {
     *("Best Score", "Eval Score", "Eval Loss"),
     *("Productive Seconds", "Lost Seconds", "Starting Seconds", "Suspended Seconds", "Lost Gpu Hours"),
     *("Last Checkpoint Step", "Checkpoint Step", "Node"),
-    # Follows the planner's formulas, whose own tests hold it.
+    # Follows the planner's formulas: tests/operator/status holds it against their answer.
     "Memory Per Gpu Bytes",
 }
 _SAVED = re.compile(r"step \d+ is saved")
