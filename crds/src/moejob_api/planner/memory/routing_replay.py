@@ -9,7 +9,6 @@ import math
 
 from moejob_api.derived import choice_bytes
 from moejob_api.job.grpo import Grpo
-from moejob_api.models.shape import Experts
 from moejob_api.planner.memory.case import Case
 
 # Copies of a step's choices that a rank has at once: what rank 0 sent and the arrays read of it, later these and micro
@@ -25,13 +24,8 @@ def replay_bytes(case: Case) -> int:
         return 0
     # The longest answers that the job allows.
     tokens = grpo.answers_per_step * case.spec.data.max_length
-    choices = tokens * _routed_layers(case) * experts.per_token * choice_bytes(experts.count)
+    choices = tokens * len(case.shape.routed_layers) * experts.per_token * choice_bytes(experts.count)
     return choices * (_first_rank_copies(grpo) + (case.layout.gpus_per_pod - 1) * COPIES)
-
-
-def _routed_layers(case: Case) -> int:
-    kinds = zip(case.kinds.layers, case.kinds.before, strict=True)
-    return sum(until[-1] for layer, until in kinds if isinstance(layer.mlp, Experts))
 
 
 def _first_rank_copies(grpo: Grpo) -> int:
