@@ -144,7 +144,8 @@ class BoundedServer(web.Server):
         self._room.release()
 
     def received_body(self, handler: web.RequestHandler) -> None:
-        """Let one that is being answered keep its place."""
+        """Let one whose request is whole and not answered keep its place."""
+        # One with a deadline has its answer: its body came behind that, and it waits for another request.
         if handler not in self._deadlines:
             self._waiting.pop(handler, None)
 
