@@ -104,7 +104,7 @@ verify: lint types ## All of that, and that nothing generated is stale
 tested = $(1)/pytest $(2) $(remembered) $(ARGS) || { [ -n "$${MOEJOB_SECOND_CHANCE:-}" ] && echo "=== failed once, again alone" && \
 	$(1)/pytest $(2) $(remembered) $(ARGS) --last-failed --last-failed-no-failures none -n 0 -x -rp; }
 
-# Those of one target: two may run at a time.
+# Which tests failed last, of each target by itself: two targets may run at a time.
 remembered = -o cache_dir=.pytest_cache/$@
 
 test: test-operator test-trainer test-bridge test-rollout test-cluster ## Run every test that needs no GPU

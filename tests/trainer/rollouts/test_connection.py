@@ -50,6 +50,6 @@ def test_an_answer_is_read_whole(asking: Connection, url: str) -> None:
     assert len(asking.run(asking.get(f"{url}/{LIMIT}", 60))) == LIMIT
 
 
-def test_an_answer_without_end_is_not_read_to_its_end(asking: Connection, url: str) -> None:
+def test_an_answer_that_no_engine_gives_is_not_read_to_its_end(asking: Connection, url: str) -> None:
     with pytest.raises(EngineLost, match="more than 100000 bytes"):
-        asking.run(asking.get(f"{url}/{10**12}", 60))
+        asking.run(asking.get(f"{url}/{10 * LIMIT}", 60))

@@ -253,7 +253,7 @@ def test_the_checkpoint_of_the_best_answers_is_kept_beside_the_last_and_exported
 
 
 def _exported(run: Path, step: int, folder: Path) -> Path:
-    """Export one step of a run by the command that people use."""
+    """Export one step of a run, as `moejob export --step` does."""
     export_run(stored_run(run, step), Wanted(folder / f"step-{step}"))
     return folder / f"step-{step}"
 
