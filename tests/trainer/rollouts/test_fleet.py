@@ -270,6 +270,7 @@ def test_ranks_that_start_beside_engines_of_earlier_ones_go_on_without_those_tha
     served.fleet.label = None
     served.serve()
     assert [engine.url for engine in served.fleet.serving] == [living.url]
+    assert living.asked.count("/ready") == 1, "it waited for the other, though not for ever"
     assert "cannot be reached" in served.fleet.engines[0].reason
 
 
