@@ -26,7 +26,15 @@ _LONGEST_SECONDS, _ENDING_SECONDS = 420, 30
 # Logs are copied so often: what the machine did is known although it was taken away in the middle.
 _LOOK_SECONDS = 2.0
 _SHOWN = ("syncSeconds", "syncBytes", "probeMean", "probeMaximum", "generateSeconds", "outputsSeconds", "learnSeconds")
-_MORE = ("mismatchMean", "mismatchMaximum", "generationTokensPerSecond", "reward", "loss", "gradNorm")
+_MORE = (
+    "mismatchMean",
+    "mismatchMaximum",
+    "generationTokensPerSecond",
+    "reward",
+    "loss",
+    "gradNorm",
+    "routingDisagreement",
+)
 
 
 @dataclass(frozen=True)
@@ -36,6 +44,7 @@ class Case:
     rollout: Mapping[str, Any]
     gpus: str
     expert: int = 1
+    replays: bool = False
 
 
 CASES: Mapping[str, Case] = {
@@ -43,6 +52,9 @@ CASES: Mapping[str, Case] = {
     "colocated-ipc": Case({"placement": "Colocated", "sync": "IPC", "gpuMemoryUtilization": 0.4}, "0"),
     "separate-nccl": Case({"placement": "Separate", "sync": "NCCL", "gpuMemoryUtilization": 0.6}, "0,1"),
     "colocated-ipc-ep2": Case({"placement": "Colocated", "sync": "IPC", "gpuMemoryUtilization": 0.4}, "0,1", expert=2),
+    "colocated-ipc-ep2-replay": Case(
+        {"placement": "Colocated", "sync": "IPC", "gpuMemoryUtilization": 0.4}, "0,1", expert=2, replays=True
+    ),
 }
 
 
@@ -109,6 +121,7 @@ def _job(case: Case, model: Path, steps: int) -> dict[str, Any]:
                 "maxNewTokens": 128,
                 "rewards": [{"name": "length"}],
                 "rollout": dict(case.rollout),
+                "routingReplay": case.replays,
             },
             "checkpoint": {"everySteps": 1000, "exportHuggingFace": False},
             "storage": {"size": "100Gi"},

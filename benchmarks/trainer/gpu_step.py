@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
@@ -25,6 +25,12 @@ from moejob_trainer.engine import UpdateResult
 from moejob_trainer.layers.kernels import attention
 
 STEPS, WARM = 8, 3
+_BEHIND = {"overlapGradientReduction": False, "overlapParameterGather": False, "overlapOptimizerCopies": False}
+OVERLAPS: Mapping[str, Mapping[str, bool]] = {
+    "all": {"overlapParameterGather": True},
+    "sums": {},
+    "none": _BEHIND,
+}
 
 
 def main() -> None:
@@ -109,9 +115,10 @@ def _spec(chosen: argparse.Namespace) -> Spec:
                     "microBatchSize": chosen.micro,
                     "precision": {"gradients": chosen.gradients, "moments": chosen.moments},
                     "recompute": {"granularity": chosen.recompute, "modules": chosen.modules},
+                    "communication": OVERLAPS[chosen.overlaps],
                 },
                 "moe": {"balancing": "None"},
-                "memory": {"sharding": chosen.sharding},
+                "memory": {"sharding": chosen.sharding, "offloadOptimizer": chosen.offload},
                 "storage": {"size": "1Gi"},
                 "resources": {"gpuType": "H200"},
             }
@@ -127,6 +134,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--recompute", default="None")
     parser.add_argument("--modules", nargs="*", default=[], help="of --recompute Selective; its own choice without")
     parser.add_argument("--sharding", default="DistributedOptimizer")
+    parser.add_argument("--overlaps", choices=[*OVERLAPS], default="sums", help="exchanges beside the computation")
+    parser.add_argument("--offload", type=float, default=0.0, help="share of the optimizer in host memory")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--uneven", action="store_true", help="documents of any length from half of --length on")
     for name, default in (

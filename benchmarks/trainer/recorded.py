@@ -29,6 +29,8 @@ TARGETS = {
     "Qwen3-30B-A3B, 12 layers, 4x2, tensor 2, expert 2, gradients in bfloat16: speed": 35_000,
 }
 
+OVERLAPS = {"all": ", weights gathered beside the next step", "sums": "", "none": ", nothing overlapped"}
+
 # Cases were measured by and by.
 _OF_EACH = {"stack": "bfloat16, torch", "commit": "of each case in results/training-gpu.jsonl"}
 
@@ -62,6 +64,8 @@ def _results(line: dict[str, Any]) -> Iterator[Result]:
     name += ", gradients in bfloat16" if case["gradients"] == "bfloat16" else ""
     name += ", moments in bfloat16" if case["moments"] == "bfloat16" else ""
     name += "" if case["recompute"] == "None" else f", {' '.join(case['modules']) or case['recompute']} recomputed"
+    name += f", {case['offload']:.0%} of the optimizer offloaded" if case.get("offload") else ""
+    name += OVERLAPS[case.get("overlaps", "sums")]
     name += ", flash-attn-4" if case["attention"] == "flash-attn-4" else ""
     yield Result(BENCH, f"{name}: speed", line["tokensPerSecondPerGpu"], "tokens/s/GPU", Better.HIGHER)
     yield Result(BENCH, f"{name}: arithmetic", line["teraflops"], "TFLOP/s", Better.HIGHER)

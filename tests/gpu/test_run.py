@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -33,12 +35,12 @@ LONGEST_SECONDS = 300.0
 _STARTED = re.compile(r"ranks started ranks=\[0[^\]]*\] pids=\[(\d+)")
 
 
-def job(folder: Path, gpus: int) -> Path:
+def job(folder: Path, gpus: int, **training: object) -> Path:
     """The example for laptops, on GPUs."""
     made = yaml.safe_load((ROOT / "examples" / "tiny-sft.yaml").read_text())
     spec = made["spec"]
     spec["parallelism"] = {"expert": gpus}
-    spec["training"] |= {"maxSteps": STEPS, "evalEvery": STEPS}
+    spec["training"] |= {"maxSteps": STEPS, "evalEvery": STEPS} | training
     spec["checkpoint"] |= {"everySteps": 2, "async": False}
     spec["resources"] |= {"accelerator": "GPU", "gpuType": "H200", "gpusPerNode": gpus, "memory": "12Gi"}
     file = folder / "job.yaml"
@@ -99,3 +101,27 @@ def test_an_export_from_a_gpu_is_loaded_by_transformers(tmp_path: Path) -> None:
     assert not loading["missing_keys"]
     assert not loading["unexpected_keys"]
     assert torch.isfinite(model(torch.arange(16)[None]).logits).all()
+
+
+def test_a_deterministic_run_on_a_gpu_computes_the_same_bits_again(tmp_path: Path) -> None:
+    file = job(tmp_path, 1, deterministic=True, profile={"memory": True})
+    for name in ("once", "again"):
+        assert "deterministic algorithms: True" in ended(started(file, tmp_path / name)) + logs(tmp_path / name)
+    once, again = tmp_path / "once", tmp_path / "again"
+    assert losses(once) == losses(again)
+    assert exported(once)
+    assert exported(once) == exported(again)
+    traced = sorted(path.name for path in (once / "profile").iterdir())
+    assert traced == ["step-2-rank-0.json.gz", "step-2-rank-0.memory.pickle"]
+    with (once / "profile" / traced[1]).open("rb") as snapshot:
+        assert pickle.load(snapshot)["device_traces"]  # noqa: S301 written by this test's own run
+
+
+def logs(run: Path) -> str:
+    return "".join(path.read_text() for path in sorted((run / "logs").iterdir()))
+
+
+def exported(run: Path) -> dict[str, str]:
+    """Digests of the exported weights."""
+    files = sorted((run / "export").glob("*.safetensors"))
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}

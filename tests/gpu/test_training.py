@@ -60,6 +60,25 @@ LAYOUTS: dict[str, dict[str, object]] = {
 }
 
 
+# With two replicas gradients are summed and weights gathered beside the computation.
+OVER_TWO: dict[str, tuple[dict[str, object], dict[str, object]]] = {
+    "DP2": ({"data": 2}, {}),
+    "EP2": ({"expert": 2}, {}),
+    "TP2": ({"tensor": 2}, {}),
+    "PP2": ({"pipeline": 2}, {}),
+    "CP2": ({"context": 2}, {}),
+    "DP2, optimizer offloaded": ({"data": 2}, {"offloadOptimizer": 1.0}),
+    "DP2, ZeRO-2": ({"data": 2}, {"sharding": "ZeRO2"}),
+    "DP2, FSDP": ({"data": 2}, {"sharding": "FSDP"}),
+}
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("layout", OVER_TWO)
+def test_a_layout_over_two_gpus_trains_what_one_cpu_trains(layout: str) -> None:
+    _trains_what_one_cpu_trains(*OVER_TWO[layout], ranks=2)
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_layout_over_four_gpus_trains_what_one_cpu_trains(layout: str) -> None:
@@ -80,8 +99,8 @@ def test_fsdp_over_four_gpus_trains_what_one_cpu_trains(layout: str) -> None:
     _trains_what_one_cpu_trains(SHARES[layout], {"sharding": "FSDP"})
 
 
-def _trains_what_one_cpu_trains(parallelism: dict[str, object], memory: dict[str, object]) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4"]
+def _trains_what_one_cpu_trains(parallelism: dict[str, object], memory: dict[str, object], ranks: int = 4) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     program = [str(PROGRAM.with_name("layouts.py")), json.dumps(parallelism), json.dumps(memory)]
     done = subprocess.run([*command, *program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

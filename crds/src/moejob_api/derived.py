@@ -12,7 +12,7 @@ from moejob_api.job import Method, Spec
 from moejob_api.job.base import Dtype
 from moejob_api.job.grpo import Placement
 from moejob_api.job.moe import Balancing
-from moejob_api.job.resources import GpuType
+from moejob_api.job.resources import Accelerator, GpuType
 from moejob_api.job.training import Recompute, RecomputeGranularity, RecomputeModule
 from moejob_api.layout.sizes import Layout
 from moejob_api.models.shape import ModelShape
@@ -141,6 +141,18 @@ def sums_in_products(spec: Spec) -> bool:
     is_able = spec.resources.gpu_type in SUMMING_GPUS and not spec.training.deterministic
     is_summed = spec.training.lora is None and not spec.memory.sharding.divides_weights
     return is_able and is_summed and spec.model.dtype is Dtype.BFLOAT16
+
+
+def overlaps_gradient_reduction(spec: Spec) -> bool:
+    """Return whether replicas sum gradients beside the backward pass; gloo would need the cores that compute it."""
+    given = spec.training.communication.overlap_gradient_reduction
+    return spec.resources.accelerator is Accelerator.GPU if given is None else given
+
+
+def overlaps_parameter_gather(spec: Spec) -> bool:
+    """Return whether updated weights arrive beside the next forward pass; GRPO publishes them before it."""
+    is_wanted = spec.training.communication.overlap_parameter_gather and spec.method is Method.SFT
+    return is_wanted and overlaps_gradient_reduction(spec) and not spec.memory.sharding.divides_weights
 
 
 def kept_slope_bytes(spec: Spec, tokens: int, words: int, element_bytes: int) -> int:

@@ -20,6 +20,10 @@ def grpo(**settings: Any) -> dict[str, Any]:
     return {"method": "GRPO", "grpo": settings}
 
 
+def communication(**settings: Any) -> dict[str, Any]:
+    return {"training": {"communication": settings}}
+
+
 @pytest.mark.parametrize(
     ("model", "sections", "path", "says"),
     [
@@ -93,6 +97,36 @@ def grpo(**settings: Any) -> dict[str, Any]:
         (moe_model(), {"storage": {**CLAIM, "accessModes": ["ReadWriteOnce"]}}, "storage.accessModes", "claim a"),
         (moe_model(), {"resources": {"accelerator": "CPU", "gpuResource": "a"}}, "resources.gpuResource", "no GPUs"),
         (moe_model(), {"parallelism": {"sequence": True}}, "parallelism.sequence", "tensor 1"),
+        (
+            moe_model(),
+            communication(overlapGradientReduction=False) | {"memory": {"sharding": "FSDP"}},
+            "training.communication.overlapGradientReduction",
+            "FSDP gathers weights and sums gradients",
+        ),
+        (
+            moe_model(),
+            communication(overlapParameterGather=True) | {"memory": {"sharding": "ZeRO2"}},
+            "training.communication.overlapParameterGather",
+            "ZeRO2 gathers weights",
+        ),
+        (
+            moe_model(),
+            communication(overlapParameterGather=True, overlapGradientReduction=False),
+            "training.communication.overlapParameterGather",
+            "in one bucket",
+        ),
+        (
+            moe_model(),
+            grpo() | communication(overlapParameterGather=True),
+            "training.communication.overlapParameterGather",
+            "GRPO publishes",
+        ),
+        (
+            moe_model(),
+            communication(overlapOptimizerCopies=False),
+            "training.communication.overlapOptimizerCopies",
+            "offloadOptimizer is 0",
+        ),
         (
             moe_model(),
             {"parallelism": {"lossCountsAsLayer": True}},

@@ -154,6 +154,29 @@ class Profile(ApiModel):
     ] = False
 
 
+class Communication(ApiModel):
+    """Exchanges beside the computation, or between two parts of it. Results are the same."""
+
+    overlap_gradient_reduction: Annotated[
+        bool | None,
+        Field(description="Sum gradients over replicas beside the step's last backward pass. Absent: on GPUs."),
+    ] = None
+    overlap_parameter_gather: Annotated[
+        bool,
+        Field(
+            description="Gather updated weights from replicas beside the next forward pass, for replicas on several "
+            "nodes. SFT only, with overlapGradientReduction."
+        ),
+    ] = False
+    overlap_optimizer_copies: Annotated[
+        bool,
+        Field(
+            description="With memory.offloadOptimizer: copy gradients and weights of some parameters while the host "
+            "updates others."
+        ),
+    ] = True
+
+
 class EarlyStop(ApiModel):
     """The end of a run whose evaluations no longer improve."""
 
@@ -206,6 +229,9 @@ class Training(ApiModel):
     seed: Annotated[CountOrZero, Field(description="Seed of initialisation, dropout and sampling.")] = 42
     precision: Annotated[Precision, Field(description="Types of gradients and moments.")] = Precision()
     recompute: Annotated[Recompute, Field(description="Recompute activations to save memory.")] = Recompute()
+    communication: Annotated[Communication, Field(description="Exchanges that run beside the computation.")] = (
+        Communication()
+    )
     eval_every: Annotated[Count | None, Field(description="Steps between evaluations. Absent: only at the end.")] = None
     best_by: Annotated[
         ShortText | None,

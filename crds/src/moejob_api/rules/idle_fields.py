@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pydantic import BaseModel
 from pydantic.alias_generators import to_camel
 
-from moejob_api.derived import balancing
+from moejob_api.derived import balancing, overlaps_gradient_reduction
 from moejob_api.evaluations import prompt_sets
 from moejob_api.job import Method, Spec
 from moejob_api.job.grpo import Grpo, PolicyLoss, Reward
@@ -31,6 +31,7 @@ def idle_fields(spec: Spec, shape: ModelShape | None) -> Iterator[Problem]:
     yield from _of_eval_answers(spec)
     yield from _of_places(spec)
     yield from _of_layout(spec)
+    yield from _of_communication(spec)
     yield from _of_multi_token_prediction(spec, shape)
     if spec.grpo is not None:
         yield from _of_policy(spec, spec.grpo)
@@ -149,6 +150,32 @@ def _of_layout(spec: Spec) -> Iterator[Problem]:
     for name in ("embedding_counts_as_layer", "loss_counts_as_layer"):
         if _is_given(sizes, name):
             yield _idle(f"parallelism.{to_camel(name)}", "pipeline 1 has one stage, which takes all layers")
+
+
+def _of_communication(spec: Spec) -> Iterator[Problem]:
+    sharding = spec.memory.sharding
+    of_shares = (
+        sharding.divides_weights,
+        f"{sharding} gathers weights and sums gradients beside the computation anyway",
+    )
+    cases = {
+        "overlap_gradient_reduction": [of_shares],
+        "overlap_parameter_gather": [
+            of_shares,
+            (spec.method is Method.GRPO, "GRPO publishes the weights of an update before it computes with them"),
+            (
+                not overlaps_gradient_reduction(spec),
+                "without overlapGradientReduction all weights lie in one bucket, which the first layer needs",
+            ),
+        ],
+        "overlap_optimizer_copies": [
+            (spec.memory.offload_optimizer == 0, "memory.offloadOptimizer is 0, nothing is copied")
+        ],
+    }
+    for name, whys in cases.items():
+        why = next((why for is_so, why in whys if is_so), None)
+        if why is not None and _is_given(spec.training.communication, name):
+            yield _idle(f"training.communication.{to_camel(name)}", why)
 
 
 def _of_multi_token_prediction(spec: Spec, shape: ModelShape | None) -> Iterator[Problem]:

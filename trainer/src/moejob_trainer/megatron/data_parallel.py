@@ -14,9 +14,10 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from torch import Tensor, nn
 
+from moejob_api.derived import overlaps_gradient_reduction, overlaps_parameter_gather
 from moejob_api.job.base import Dtype
 from moejob_api.job.job import Spec
-from moejob_api.job.resources import Accelerator
+from moejob_trainer.megatron.parameter_gather import ParameterGather, exchanged_buckets
 from moejob_trainer.megatron.sharding import own_part, reshard, sharded_as
 from moejob_trainer.model.stage import Stage
 
@@ -53,7 +54,10 @@ class DataParallel(Protocol):
         """Yield the parts that this rank updates."""
 
     def gather(self) -> None:
-        """Every replica gets to know the others' updated shares."""
+        """Every replica gets to know the others' updated shares, at the latest when a layer computes with them."""
+
+    def finish_gather(self) -> None:
+        """Wait for what is still on its way: weights are read outside of their layers."""
 
     def rest(self) -> None:
         """Nothing is computed for now."""
@@ -71,6 +75,7 @@ class BufferedDataParallel:
 
     def __init__(self, chunks: Sequence[DistributedDataParallel]) -> None:
         self.chunks = chunks
+        self._gathers = [ParameterGather(chunk) for chunk in chunks]
 
     def begin(self) -> None:
         """Empty the buffers."""
@@ -79,8 +84,9 @@ class BufferedDataParallel:
 
     def sum(self) -> None:
         """Sums those that were not summed beside the backward pass."""
+        self.finish_gather()
         for chunk in self.chunks:
-            for buckets in _exchanged(chunk):
+            for buckets in _summed(chunk):
                 buckets.finish_grad_sync()
 
     def gradient(self, parameter: nn.Parameter) -> Tensor:
@@ -99,9 +105,13 @@ class BufferedDataParallel:
 
     def gather(self) -> None:
         """Shares of weights travel as they lie in the buffers."""
-        for chunk in self.chunks:
-            for buckets in _exchanged(chunk):
-                buckets.start_param_sync(force_sync=True)
+        for gather in self._gathers:
+            gather.begin()
+
+    def finish_gather(self) -> None:
+        """All layers have their weights."""
+        for gather in self._gathers:
+            gather.finish()
 
     def rest(self) -> None:
         """Whole weights stay."""
@@ -140,6 +150,9 @@ class ShardedDataParallel:
     def gather(self) -> None:
         """Shares are gathered when they are needed."""
 
+    def finish_gather(self) -> None:
+        """Nothing is on its way between the layers."""
+
     def rest(self) -> None:
         """Free the buffers for further passes."""
         for stage in self.chunks:
@@ -155,8 +168,8 @@ def _buffered(stages: Sequence[Stage], spec: Spec) -> list[DistributedDataParall
     config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=spec.training.precision.gradients is Dtype.FLOAT32,
         use_distributed_optimizer=True,
-        # gloo would do the same work at the same time on the same cores.
-        overlap_grad_reduce=spec.resources.accelerator is Accelerator.GPU,
+        overlap_grad_reduce=overlaps_gradient_reduction(spec),
+        overlap_param_gather=overlaps_parameter_gather(spec),
     )
     chunks = [
         DistributedDataParallel(stage.config, config, stage, disable_bucketing=index > 0)
@@ -167,11 +180,10 @@ def _buffered(stages: Sequence[Stage], spec: Spec) -> list[DistributedDataParall
     return chunks
 
 
-def _exchanged(chunk: DistributedDataParallel) -> list[Any]:
-    """The bucket groups that replicas exchange. gloo copies those of a lone replica to and fro, a tenth of a step."""
-    groups = [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
+def _summed(chunk: DistributedDataParallel) -> list[Any]:
+    """The bucket groups that replicas sum. gloo copies those of a lone replica to and fro, a tenth of a step."""
     is_begun = chunk.ddp_config.overlap_grad_reduce
-    return [buckets for buckets in groups if is_begun or buckets.intra_distributed_optimizer_instance_size > 1]
+    return [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups] if is_begun else exchanged_buckets(chunk)
 
 
 def _cut(buffer: Any) -> Iterator[tuple[nn.Parameter, int, int, int]]:

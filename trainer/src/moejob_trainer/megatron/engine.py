@@ -76,22 +76,26 @@ class MegatronEngine:
         placement: EnginePlacement,
         learning_rate: Callable[[int], float],
     ) -> None:
-        self.model, self.spec, self.stages = model, spec, [*stages]
+        self.model, self.spec, self._stages = model, spec, [*stages]
         self.placement, self.groups, self.device = placement, placement.groups, placement.device
         self.learning_rate = learning_rate
-        self.measures = UpdateMetrics(model, spec.moe, self.stages, placement.groups, placement.device)
+        self.measures = UpdateMetrics(model, spec.moe, self._stages, placement.groups, placement.device)
         self.updates = 0
         self._skipped = 0
         # The last loss that was asked for, whether forward only, and the names of what it measures.
         self._told: tuple[tuple[Loss, bool], list[str]] | None = None
         self._freeze()
-        self.replicas = replicas(self.stages, spec)
+        self.replicas = replicas(self._stages, spec)
         # Weights have moved into buffers, and nothing has been learned or resumed.
         is_compared = spec.grpo is not None and spec.grpo.kl.coefficient > 0
-        self.reference = ReferenceWeights(self.stages) if is_compared else None
-        training = spec.training
-        kept = moments(training.precision.moments, spec.memory.offload_optimizer)
-        self.optimizer = ShardedAdamW(self.replicas, self.groups, training.optimizer, kept)
+        self.reference = ReferenceWeights(self._stages) if is_compared else None
+        self.optimizer = ShardedAdamW(self.replicas, self.groups, spec.training.optimizer, moments(spec))
+
+    @property
+    def stages(self) -> Sequence[Stage]:
+        """The stages of this rank, with all their weights: none is on its way from a replica any more."""
+        self.replicas.finish_gather()
+        return self._stages
 
     # --- what the loop asks for ------------------------------------------------------------------------------------
 
@@ -102,7 +106,7 @@ class MegatronEngine:
             self.replicas.begin()
             result = self._run(batches, loss, forward_only=False)
         with named_range("gradients"):
-            finish_gradients(self.stages, self.replicas, self.groups)
+            finish_gradients(self._stages, self.replicas, self.groups)
             norm = self.optimizer.gradient_norm()
         rate = self.learning_rate(self.updates)
         is_applied = math.isfinite(norm) and math.isfinite(result.loss)
@@ -149,7 +153,7 @@ class MegatronEngine:
     @contextmanager
     def at_temperature(self, temperature: float) -> Iterator[None]:
         """Let outputs be those of another temperature than the job's."""
-        heads = [stage.output for stage in self.stages if stage.place.is_last]
+        heads = [stage.output for stage in self._stages if stage.place.is_last]
         trained = [head.temperature for head in heads]
         for head in heads:
             head.temperature = temperature
@@ -227,7 +231,7 @@ class MegatronEngine:
 
     def _row_input(self, number: int, batch: MicroBatch, counts_choices: bool) -> StageInput:
         sequence_parallel = self.spec.parallelism.sequence_parallel
-        held = [index for stage in self.stages for index in stage.place.layers]
+        held = [index for stage in self._stages for index in stage.place.layers]
         made = stage_input(batch, self.model, self.groups, held, sequence_parallel=sequence_parallel)
         packed = replace(made.packed, number=number, update=self.updates, counts_choices=counts_choices)
         return replace(made, packed=packed)
@@ -353,12 +357,12 @@ class MegatronEngine:
             )
 
     def _moe_layers(self) -> Iterator[MoELayer]:
-        return (module for stage in self.stages for module in stage.modules() if isinstance(module, MoELayer))
+        return (module for stage in self._stages for module in stage.modules() if isinstance(module, MoELayer))
 
     def _balances(self) -> Iterator[tuple[int, Balance]]:
         """Those of this rank, each with how many tokens further on its module looks: 0 for the model's own layers."""
         layers = len(self.model.shape.layers)
-        for stage in self.stages:
+        for stage in self._stages:
             for index, layer in stage.numbered_layers():
                 yield from (
                     (max(0, index - layers + 1), module.balance)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from moejob_api.job.base import Dtype
+from moejob_api.job.job import Spec
 from moejob_api.job.training import Optimizer as AdamNumbers
 from moejob_api.planner.memory.constants import UPDATE_ELEMENTS
 from moejob_trainer.distributed.groups import Groups
@@ -55,6 +55,8 @@ class Moments:
     dtype: torch.dtype
     # Share of all elements whose state lives and is updated in host memory.
     offloaded: float
+    # Whether copies to and from host memory run beside the update of other pieces.
+    overlaps_copies: bool = True
 
 
 class ShardedAdamW:
@@ -62,7 +64,8 @@ class ShardedAdamW:
 
     def __init__(self, replicas: DataParallel, groups: Groups, numbers: AdamNumbers, moments: Moments) -> None:
         self.replicas, self.groups, self.numbers = replicas, groups, numbers
-        self.pieces = _offloaded([_piece(share, moments.dtype) for share in replicas.shards()], moments.offloaded)
+        self.pieces = _offloaded([_piece(share, moments.dtype) for share in replicas.shards()], moments)
+        self._overlaps_copies = moments.overlaps_copies
         self.steps = 0
 
     def gradient_norm(self, scale: float = 1.0) -> float:
@@ -85,9 +88,13 @@ class ShardedAdamW:
         for piece in self.pieces:
             if _has_kernel(piece):
                 self._update_at_once(piece, learning_rate, gradient_scale)
-        for decayed in (True, False):
-            for group in _grouped([piece for piece in others if piece.is_decayed is decayed]):
-                self._update(group, learning_rate, gradient_scale)
+        groups = [
+            group
+            for decayed in (True, False)
+            for group in _grouped([piece for piece in others if piece.is_decayed is decayed])
+        ]
+        for group, gradients in with_gradients(groups, is_overlapped=self._overlaps_copies):
+            self._update(group, gradients, learning_rate, gradient_scale)
         self.replicas.gather()
 
     def gather_weights(self) -> None:
@@ -112,9 +119,15 @@ class ShardedAdamW:
         )
         fused.update(*_tensors(piece), numbers)
 
-    def _update(self, pieces: Sequence[OptimizerShard], learning_rate: float, gradient_scale: float) -> None:
+    def _update(
+        self,
+        pieces: Sequence[OptimizerShard],
+        arrived: Sequence[Tensor],
+        learning_rate: float,
+        gradient_scale: float,
+    ) -> None:
         mains = [piece.master.read() for piece in pieces]
-        gradients = [piece.gradient.to(_device(piece), torch.float32) * gradient_scale for piece in pieces]
+        gradients = [gradient.float() * gradient_scale for gradient in arrived]
         firsts = [piece.first_moment.float() for piece in pieces]
         seconds = [piece.second_moment.float() for piece in pieces]
         adamw(
@@ -159,9 +172,37 @@ def _tensors(piece: OptimizerShard) -> tuple[Tensor, ...]:
     return piece.weight, piece.gradient, piece.master.storage, piece.first_moment, piece.second_moment
 
 
-def moments(precision: Dtype, offloaded: float) -> Moments:
+def with_gradients(
+    groups: Sequence[Sequence[OptimizerShard]], *, is_overlapped: bool
+) -> Iterator[tuple[Sequence[OptimizerShard], list[Tensor]]]:
+    """Yield each group with its gradients where it is updated; those of the next are on their way meanwhile."""
+    coming = [_Coming(group, is_overlapped=is_overlapped) for group in groups[:1]]
+    for number, group in enumerate(groups):
+        coming += [_Coming(later, is_overlapped=is_overlapped) for later in groups[number + 1 : number + 2]]
+        yield group, coming.pop(0).arrived()
+
+
+class _Coming:
+    """Gradients on their way to where their pieces are updated; on a GPU they are there already."""
+
+    def __init__(self, pieces: Sequence[OptimizerShard], *, is_overlapped: bool) -> None:
+        self._event: torch.cuda.Event | None = None
+        # Torch takes pinned memory for a copy that is not waited for.
+        self._gradients = [piece.gradient.to(_device(piece), non_blocking=is_overlapped) for piece in pieces]
+        if is_overlapped and any(piece.gradient.device != _device(piece) for piece in pieces):
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def arrived(self) -> list[Tensor]:
+        if self._event is not None:
+            self._event.synchronize()
+        return self._gradients
+
+
+def moments(spec: Spec) -> Moments:
     """Return the storage that a job asks for."""
-    return Moments(getattr(torch, precision.value), offloaded)
+    dtype = getattr(torch, spec.training.precision.moments.value)
+    return Moments(dtype, spec.memory.offload_optimizer, spec.training.communication.overlap_optimizer_copies)
 
 
 def _piece(share: ParameterShard, dtype: torch.dtype) -> OptimizerShard:
@@ -192,15 +233,18 @@ def is_decayed(name: str) -> bool:
     return not (last == "bias" or last.endswith("_bias") or last == "sinks" or owner.endswith("norm"))
 
 
-def _offloaded(pieces: list[OptimizerShard], share: float) -> list[OptimizerShard]:
-    """The pieces, `share` of all elements with their state in host memory."""
-    moved = moved_to_host([piece.weight.numel() for piece in pieces], share)
-    return [_on_host(piece) if index in moved and piece.weight.is_cuda else piece for index, piece in enumerate(pieces)]
+def _offloaded(pieces: list[OptimizerShard], moments: Moments) -> list[OptimizerShard]:
+    """The pieces, a share of all elements with their state in host memory."""
+    moved = moved_to_host([piece.weight.numel() for piece in pieces], moments.offloaded)
+    return [
+        _on_host(piece, moments.overlaps_copies) if index in moved and piece.weight.is_cuda else piece
+        for index, piece in enumerate(pieces)
+    ]
 
 
-def _on_host(piece: OptimizerShard) -> OptimizerShard:
+def _on_host(piece: OptimizerShard, overlaps_copies: bool) -> OptimizerShard:
     first, second = (moment.to("cpu").pin_memory() for moment in (piece.first_moment, piece.second_moment))
-    master = Copied(piece.weight, piece.master.read().to("cpu").pin_memory())
+    master = Copied(piece.weight, piece.master.read().to("cpu").pin_memory(), is_waited_for=not overlaps_copies)
     return replace(piece, master=master, first_moment=first, second_moment=second)
 
 
