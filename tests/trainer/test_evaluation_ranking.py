@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 import pytest
 from pydantic import TypeAdapter
 
-from builders import spec
 from moejob_trainer.evaluation_ranking import Ranking, RankingTerms, ranked
-from moejob_trainer.setup.evaluation import RankedEvaluations
-from trainer.checkpoints.worlds import ThreadCoordinator, ThreadCoordinators
-
-EVALUATED = {"eval": [{"source": "/data/held-out.jsonl", "format": "Chat"}]}
 
 
 def after(scores: list[float | None], keep: int = 1, measure: str = "evalLoss", least: float = 0.0) -> Ranking:
@@ -65,28 +59,6 @@ def test_evaluations_without_an_improvement_are_counted(
     assert after(scores, measure=measure, least=least).without_improvement == without
 
 
-def test_a_run_stops_early_on_all_ranks_when_its_patience_is_at_an_end() -> None:
-    def act(rank: ThreadCoordinator) -> tuple[object, ...]:
-        stop = {"patience": 2, "minimumImprovement": 0.5}
-        job = spec(data=EVALUATED, training={"evalEvery": 10, "earlyStop": stop})
-        found = iter([3.0, 2.9, 2.8])
-        mine = RankedEvaluations(job, 100, rank, lambda _: {"evalLoss": next(found)} if rank.rank == 0 else {})
-        told = [(mine.metrics(step).get("evaluationsWithoutImprovement"), mine.stopped_at) for step in (10, 20, 30)]
-        return told, mine.as_fields().get("stoppedEarly"), mine.verdict()
-
-    said = "stopped early at step 30 of 100: 2 evaluations in a row without a better evalLoss than 3 by 0.5"
-    assert ThreadCoordinators(2).together(act) == [([(0, None), (1, None), (2, 30)], True, said)] * 2
-
-
-def test_a_run_at_its_end_does_not_stop_early() -> None:
-    def act(rank: ThreadCoordinator) -> object:
-        job = spec(data=EVALUATED, training={"evalEvery": 50, "earlyStop": {"patience": 1}})
-        mine = RankedEvaluations(job, 100, rank, lambda step: {"evalLoss": float(step)})
-        return [mine.metrics(step).get("stoppedEarly") for step in (50, 100)]
-
-    assert ThreadCoordinators(1).together(act) == [[None, None]]
-
-
 def test_a_step_that_is_evaluated_again_counts_once() -> None:
     again = ranked(after([3.0, 1.0], keep=2), 20, 4.0, RankingTerms(2))
     assert [(one.step, one.value) for one in again.best] == [(10, 3.0), (20, 4.0)]
@@ -107,35 +79,3 @@ def test_a_line_names_the_newest_score_and_the_best(scores: list[float | None], 
 def test_a_ranking_survives_the_checkpoint_that_it_is_in() -> None:
     ranking, kind = after([3.0, math.nan], keep=2), TypeAdapter(Ranking)
     assert kind.validate_json(kind.dump_json(ranking, by_alias=True, exclude_none=True)) == ranking
-
-
-def evaluations(rank: ThreadCoordinator, found: Mapping[str, float], **sections: object) -> RankedEvaluations:
-    job = spec(data=EVALUATED, training={"evalEvery": 10}, **sections)
-    return RankedEvaluations(job, 100, rank, lambda step: found if step % 10 == 0 else {})
-
-
-def test_all_ranks_know_what_the_first_alone_has_measured() -> None:
-    def act(rank: ThreadCoordinator) -> tuple[object, ...]:
-        mine = evaluations(rank, {"evalLoss": 2.0} if rank.rank == 0 else {}, checkpoint={"keepBest": 1})
-        return mine.metrics(9), mine.is_among_best(9), mine.metrics(10).get("bestStep"), mine.is_among_best(10)
-
-    assert ThreadCoordinators(2).together(act) == [({}, False, 10, True)] * 2
-
-
-def test_without_keep_best_no_checkpoint_is_kept_for_its_evaluation() -> None:
-    def act(rank: ThreadCoordinator) -> tuple[object, ...]:
-        mine = evaluations(rank, {"evalLoss": 2.0})
-        return mine.metrics(10).get("bestStep"), mine.is_among_best(10)
-
-    assert ThreadCoordinators(1).together(act) == [(10, False)]
-
-
-def test_scores_by_another_measure_say_nothing_about_those_to_come() -> None:
-    def act(rank: ThreadCoordinator) -> list[Mapping[str, float]]:
-        mine = evaluations(rank, {})
-        mine.load_state_dict({"measure": "evalLoss/other", "best": [{"step": 10, "value": 1.0}]})
-        before = mine.as_fields()
-        mine.load_state_dict({"measure": "evalLoss", "best": [{"step": 10, "value": 1.0}]})
-        return [before, mine.as_fields()]
-
-    assert ThreadCoordinators(1).together(act) == [[{}, {"bestStep": 10, "bestScore": 1.0}]]

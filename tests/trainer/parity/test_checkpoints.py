@@ -15,12 +15,12 @@ import torch
 from builders import merged
 from moejob_api.models.shape import Family
 from trainer.parity.balancing import Expected
-from trainer.parity.cells import LAYOUTS, Cell, Steps
+from trainer.parity.cells import LAYOUTS, Cell
 from trainer.parity.checkpoints import WEIGHTS, Resumption, Saved, apart, resumed, saved, state_in, unequal
 from trainer.parity.matrix import MATRIX, Entry
+from trainer.parity.references import Reference
 from trainer.worlds import Worlds
 
-Reference = Callable[[Family], tuple[Path, Steps]]
 Further = Callable[[Family], tuple[Path, Expected]]
 # A way of training, and where its first weights lie.
 LauncherTiming = tuple[Cell, Path]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,10 @@ from moejob_api.models.shape import Family
 from moejob_trainer.conversion.families import table
 from moejob_trainer.megatron.cpu import use_cpu
 from moejob_trainer.megatron.topology import stop_groups
-from trainer.parity.cells import ALIKE, FOLDED, Cell, Steps, assert_like, loss_of, micro_batches, started, trained
+from trainer.parity.cells import ALIKE, FOLDED, Cell, assert_like, loss_of, micro_batches, started, trained
 from trainer.parity.checkpoints import Resumption, resumed, saved, state_in, unequal
+from trainer.parity.references import Reference
 from trainer.worlds import Worlds
-
-Reference = Callable[[Family], tuple[Path, Steps]]
 
 WITHIN = 1e-5
 SHARDED: dict[str, Any] = {"memory": {"sharding": "FSDP"}}

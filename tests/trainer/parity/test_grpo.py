@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from moejob_api.models.shape import Family
-from trainer.parity.cells import FOLDED, LAYOUTS, Cell, Steps
+from trainer.parity.cells import FOLDED, LAYOUTS, Cell
 from trainer.parity.grpo import SECTIONS, Learned, by_transformers, learned, recorded, replayed
+from trainer.parity.references import Reference
 from trainer.worlds import Worlds
 
-Reference = Callable[[Family], tuple[Path, Steps]]
 LearnedIn = Callable[[Family, str], Sequence[Learned]]
 
 WITHIN = 1e-5

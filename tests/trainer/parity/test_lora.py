@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,11 +23,10 @@ from moejob_trainer.megatron.topology import stop_groups
 from moejob_trainer.megatron.weights import named_weights, start_adapters, whole_adapters
 from moejob_trainer.model.adapters import adapters
 from moejob_trainer.model.parameters import parameters
-from trainer.parity.cells import STEPS, Cell, Steps, assert_like, loss_of, micro_batches, started, trained, updated
+from trainer.parity.cells import STEPS, Cell, assert_like, loss_of, micro_batches, started, trained, updated
 from trainer.parity.lora import ALPHA, LORA, RANK
+from trainer.parity.references import Reference
 from trainer.worlds import Worlds
-
-LoraReference = Callable[[Family], tuple[Path, Steps]]
 
 WITHIN = 1e-5
 FOLDED: dict[str, Any] = {"expertLayout": "Folded"}
@@ -48,7 +46,7 @@ def _cell(family: Family, layout: dict[str, Any], **training: Any) -> Cell:
     return Cell(family, {"training": {"lora": LORA, **training}, "parallelism": layout})
 
 
-def _holds(worlds: Worlds, lora_reference: LoraReference, cell: Cell) -> None:
+def _holds(worlds: Worlds, lora_reference: Reference, cell: Cell) -> None:
     folder, expected = lora_reference(cell.family)
     assert_like(worlds.run(cell.ranks(), trained, cell, folder), expected, within=WITHIN)
 
@@ -56,7 +54,7 @@ def _holds(worlds: Worlds, lora_reference: LoraReference, cell: Cell) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_adapters_train_as_the_merged_model_says(
-    worlds: Worlds, lora_reference: LoraReference, family: Family, layout: str
+    worlds: Worlds, lora_reference: Reference, family: Family, layout: str
 ) -> None:
     _holds(worlds, lora_reference, _cell(family, LAYOUTS[layout]))
 
@@ -80,7 +78,7 @@ def _shared(family: Family, layout: dict[str, Any], sharding: str = "FSDP", **tr
 @pytest.mark.parametrize("layout", SHARED)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_replicas_that_divide_the_frozen_weights_train_the_same_adapters(
-    worlds: Worlds, lora_reference: LoraReference, family: Family, layout: str
+    worlds: Worlds, lora_reference: Reference, family: Family, layout: str
 ) -> None:
     _holds(worlds, lora_reference, _shared(family, SHARED[layout]))
 
@@ -94,7 +92,7 @@ def test_replicas_that_divide_the_frozen_weights_train_the_same_adapters(
     ],
 )
 def test_divided_frozen_weights_are_gathered_in_every_way(
-    worlds: Worlds, lora_reference: LoraReference, sharding: str, training: dict[str, Any]
+    worlds: Worlds, lora_reference: Reference, sharding: str, training: dict[str, Any]
 ) -> None:
     _holds(worlds, lora_reference, _shared(Family.QWEN3_MOE, {"tensor": 2, "data": 2}, sharding, **training))
 
@@ -111,7 +109,7 @@ def types(cell: Cell, folder: Path) -> tuple[list[float], set[tuple[bool, str]]]
     return losses, held
 
 
-def test_frozen_shares_take_the_bytes_of_the_models_type(worlds: Worlds, lora_reference: LoraReference) -> None:
+def test_frozen_shares_take_the_bytes_of_the_models_type(worlds: Worlds, lora_reference: Reference) -> None:
     folder, _ = lora_reference(Family.QWEN3_MOE)
     bfloat16 = {"model": {"dtype": "bfloat16"}}
     cells = [_cell(Family.QWEN3_MOE, {"data": 2}), _shared(Family.QWEN3_MOE, {"data": 2})]
@@ -122,18 +120,18 @@ def test_frozen_shares_take_the_bytes_of_the_models_type(worlds: Worlds, lora_re
     assert shares == pytest.approx(whole, rel=5e-3)
 
 
-def test_ranks_that_share_keys_and_values_share_their_adapter(worlds: Worlds, lora_reference: LoraReference) -> None:
+def test_ranks_that_share_keys_and_values_share_their_adapter(worlds: Worlds, lora_reference: Reference) -> None:
     _holds(worlds, lora_reference, _cell(Family.QWEN3_MOE, {"tensor": 4, "expert": 4, **FOLDED}))
 
 
 @pytest.mark.parametrize("recompute", [{"granularity": "Full"}, {"granularity": "Selective", "modules": ["Experts"]}])
 def test_adapters_train_the_same_when_layers_are_computed_again(
-    worlds: Worlds, lora_reference: LoraReference, recompute: dict[str, Any]
+    worlds: Worlds, lora_reference: Reference, recompute: dict[str, Any]
 ) -> None:
     _holds(worlds, lora_reference, _cell(Family.QWEN3_MOE, {"tensor": 2, "expert": 2, **FOLDED}, recompute=recompute))
 
 
-def test_nothing_but_adapters_is_updated(worlds: Worlds, lora_reference: LoraReference) -> None:
+def test_nothing_but_adapters_is_updated(worlds: Worlds, lora_reference: Reference) -> None:
     folder, _ = lora_reference(Family.QWEN3_MOE)
     (names,) = worlds.run(1, updated, _cell(Family.QWEN3_MOE, {}), folder)
     assert names
@@ -160,7 +158,7 @@ def fresh(cell: Cell, folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("is_shared", [False, True], ids=["whole stages", "shares"])
 def test_adapters_begin_alike_in_every_layout_and_add_nothing(
-    worlds: Worlds, lora_reference: LoraReference, is_shared: bool
+    worlds: Worlds, lora_reference: Reference, is_shared: bool
 ) -> None:
     folder, _ = lora_reference(Family.QWEN3_MOE)
     (expected,) = worlds.run(1, fresh, _cell(Family.QWEN3_MOE, {}), folder)
@@ -205,7 +203,7 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("way", PUBLISHED)
 def test_adapters_are_published_as_they_are_held(
-    worlds: Worlds, lora_reference: LoraReference, way: str, tmp_path: Path
+    worlds: Worlds, lora_reference: Reference, way: str, tmp_path: Path
 ) -> None:
     cell = PUBLISHED[way]
     folder, _ = lora_reference(cell.family)
@@ -234,7 +232,7 @@ def _expect_merged(weights: dict[str, torch.Tensor], held: dict[str, torch.Tenso
 # --- masks and checkpoints ------------------------------------------------------------------------------------------
 
 
-def test_what_is_computed_again_leaves_out_the_same_inputs(worlds: Worlds, lora_reference: LoraReference) -> None:
+def test_what_is_computed_again_leaves_out_the_same_inputs(worlds: Worlds, lora_reference: Reference) -> None:
     folder, without = lora_reference(Family.QWEN3_MOE)
     half = {"lora": LORA | {"dropout": 0.5}}
     ways: tuple[dict[str, Any], ...] = ({}, {"recompute": {"granularity": "Full"}})
@@ -287,7 +285,7 @@ def _files(engine: MegatronEngine, background: ThreadPoolExecutor) -> StateFiles
     ],
 )
 def test_adapters_alone_are_saved_and_go_on_in_another_layout(
-    worlds: Worlds, lora_reference: LoraReference, cell: Cell, tmp_path: Path
+    worlds: Worlds, lora_reference: Reference, cell: Cell, tmp_path: Path
 ) -> None:
     folder, expected = lora_reference(Family.DEEPSEEK_V3)
     counters = worlds.run(cell.ranks(), saved, cell, folder, tmp_path)[0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,16 +14,15 @@ from trainer.parity.cells import (
     LAYOUTS,
     MODELS,
     Cell,
-    Steps,
     assert_like,
     measured,
     relative_errors,
     trained,
 )
 from trainer.parity.matrix import MATRIX, Entry
+from trainer.parity.references import Reference
 from trainer.worlds import Worlds
 
-Reference = Callable[[Family], tuple[Path, Steps]]
 Recorded = Callable[[str, object], None]
 
 # Relative, of losses and gradient norms in float32.

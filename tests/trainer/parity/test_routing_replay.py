@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 
 from moejob_api.models.shape import Family
 from trainer.parity.cells import ALIKE, FOLDED, LAYOUTS, Cell, Steps, assert_like, documents, reference_model
+from trainer.parity.references import Reference
 from trainer.parity.routing_replay import (
     MISTAKEN,
     given_log_probabilities,
@@ -25,8 +25,6 @@ from trainer.parity.routing_replay import (
     write_replayed_reference,
 )
 from trainer.worlds import Worlds
-
-Reference = Callable[[Family], tuple[Path, Steps]]
 
 WITHIN = 1e-5
 SHARED: dict[str, dict[str, Any]] = {

@@ -13,11 +13,11 @@ from safetensors.numpy import load_file
 
 from moejob_api.models.shape import Family
 from moejob_trainer.loop import LoopOutcome
-from trainer.parity.cells import FOLDED, LAYOUTS, Cell, Steps
+from trainer.parity.cells import FOLDED, LAYOUTS, Cell
+from trainer.parity.references import Reference
 from trainer.parity.seams import STEPS, Learned, learned, said_by_transformers
 from trainer.worlds import Worlds
 
-Reference = Callable[[Family], tuple[Path, Steps]]
 LearnedIn = Callable[[Family, str], Sequence[Learned]]
 
 WITHIN = 1e-5

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,10 @@ from moejob_trainer.data.stream import BatchShare
 from moejob_trainer.megatron.cpu import use_cpu
 from moejob_trainer.megatron.topology import stop_groups
 from moejob_trainer.objectives.answering import Bounds, answers
-from trainer.parity.cells import LAYOUTS, Cell, Steps, loss_of, micro_batches, started
+from trainer.parity.cells import LAYOUTS, Cell, loss_of, micro_batches, started
 from trainer.parity.lora import LORA, merge_into
+from trainer.parity.references import Reference
 from trainer.worlds import Worlds
-
-Reference = Callable[[Family], tuple[Path, Steps]]
 
 MOST = 9
 # More than ranks, and none as long as another.

@@ -31,7 +31,6 @@ from trainer.parity.cells import (
     LAYOUTS,
     MODELS,
     Cell,
-    Steps,
     assert_like,
     loss_of,
     micro_batches,
@@ -41,9 +40,8 @@ from trainer.parity.cells import (
     write_reference,
 )
 from trainer.parity.lora import ALPHA, LORA, RANK
+from trainer.parity.references import Reference
 from trainer.worlds import Worlds
-
-Reference = Callable[[Family], tuple[Path, Steps]]
 
 RANKS_PER_NODE = 2
 SETTINGS: dict[str, dict[str, Any]] = {

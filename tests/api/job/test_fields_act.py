@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from api.field_readers import Read, Readers, fields, readers
+from api.job.field_readers import Read, Readers, fields, readers
 
 # A field that only these read changes what is said about a job, never what it does.
 PLANNING = (

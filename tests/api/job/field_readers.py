@@ -20,7 +20,7 @@ from mypy.options import Options
 from moejob_api.job import Spec
 from moejob_api.job.base import ApiModel
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 _JOB = ROOT / "crds/src/moejob_api/job"
 # `"Lora" has no attribute "rank"`, `Item "Lora" of "Lora | None" has no attribute "rank"`.
 _ACCESS = re.compile(r'^(\S+?):\d+.*?"(?:[\w.]*\.)?(\w+)"(?: of "[^"]*")? has no attribute "(\w+)"')

@@ -24,7 +24,7 @@ PLACE = "chats.jsonl, line 3"
 
 
 def published(name: str) -> str:
-    return (Path(__file__).parent / "templates" / f"{name}.jinja").read_text()
+    return (Path(__file__).parents[1] / "templates" / f"{name}.jinja").read_text()
 
 
 def tokenizer(template: str) -> PreTrainedTokenizerBase:
