@@ -15,7 +15,7 @@ from fake_cluster import NAMESPACE, Body, Crash, FakeCluster, at
 from moejob_api.contract import Label, LastWord, PodProgress, RankFault, ReportedHeartbeat, Role, RunProgress
 from moejob_api.job.status import ConditionType, Status
 from moejob_operator.actions import WRITE_ONLY, Kind
-from moejob_operator.children.blueprint import Images, JobNetwork
+from moejob_operator.children.attempt import Images, JobNetwork
 from moejob_operator.children.gangs import GangApi
 from moejob_operator.cluster import Conflict, JobKey
 from moejob_operator.expiring_cache import ExpiringCache

@@ -13,7 +13,7 @@ import yaml
 from builders import GRPO, SFT, merged
 from moejob_api.contract import Environment
 from moejob_operator.actions import Ensure
-from moejob_operator.children.blueprint import Images, JobNetwork
+from moejob_operator.children.attempt import Images, JobNetwork
 from moejob_operator.children.gangs import GangApi
 from moejob_operator.cluster import Children
 from moejob_operator.decide import decide

@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from moejob_trainer.checkpoint_export.export import Wanted, export_run
 from moejob_trainer.checkpoint_export.run import BEST, stored_run
+from moejob_trainer.checkpoint_export.run_export import Wanted, export_run
 from moejob_trainer.checkpoints.manifest import EvaluationFacts, read_manifest
 from moejob_trainer.checkpoints.names import step_folder
 from trainer.held_out_loss import held_out_loss

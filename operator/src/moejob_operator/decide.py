@@ -9,7 +9,7 @@ from moejob_api.job.status import Phase, Status
 from moejob_operator.actions import Action, Delete, Event
 from moejob_operator.observed import Observed
 from moejob_operator.planning.decision import Decision
-from moejob_operator.planning.guards import GUARDS, seconds_to_deadline
+from moejob_operator.planning.guard_clauses import GUARDS, seconds_to_deadline
 from moejob_operator.planning.observed_state import ObservedState, Setting, observed_state
 from moejob_operator.planning.timestamps import soonest
 from moejob_operator.status.events import events

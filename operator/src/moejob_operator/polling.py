@@ -10,7 +10,7 @@ from datetime import datetime
 from moejob_api.contract import Role
 from moejob_api.restarts import LAUNCHER_FIRST_SECONDS
 from moejob_operator.observed import Observed, Pod, PodPhase
-from moejob_operator.planning.guards import FIRST_POLL_SECONDS, POLL_SECONDS
+from moejob_operator.planning.guard_clauses import FIRST_POLL_SECONDS, POLL_SECONDS
 from moejob_operator.planning.timestamps import read, seconds_since
 
 

@@ -28,7 +28,7 @@ from moejob_operator.runtime.api_client import ApiClient
 from moejob_operator.runtime.api_server import ApiServer
 from moejob_operator.runtime.cache import Cache
 from moejob_operator.runtime.informers import WATCHED
-from moejob_operator.runtime.lists import GangApis, Lists, collection
+from moejob_operator.runtime.live_lists import GangApis, LiveLists, collection
 from moejob_operator.runtime.pod_client import PodClient
 
 KINDS = (Kind.JOB, *WATCHED)
@@ -61,7 +61,7 @@ class RealCluster(FakeCluster):
         """A new process of the operator knows nothing."""
         self.answers = self.voices.answers
         self._cache = Cache()
-        self._lists = Lists(self.api, self._cache, self.namespace, GangApis(self.api))
+        self._lists = LiveLists(self.api, self._cache, self.namespace, GangApis(self.api))
         self._server = ApiServer(
             api=self.api,
             cache=self._cache,

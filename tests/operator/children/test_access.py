@@ -10,7 +10,7 @@ import pytest
 from fake_world import World
 from moejob_api.contract import Role
 from moejob_operator.actions import WRITE_ONLY, Kind
-from moejob_operator.children.blueprint import JobNetwork
+from moejob_operator.children.attempt import JobNetwork
 
 ACCESS = "job-uid-1"
 # Two engines beside the gang.

@@ -15,7 +15,7 @@ from moejob_api.contract import Environment, Role
 from moejob_api.job import MAX_NAME
 from moejob_api.job.status import ConditionType, Phase
 from moejob_operator.actions import Kind
-from moejob_operator.children.blueprint import service_of
+from moejob_operator.children.attempt import service_of
 
 FORMER, PRESENT = "job", "job-moejob"
 ENGINES: dict[str, Any] = {

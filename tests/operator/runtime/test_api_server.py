@@ -17,7 +17,7 @@ from moejob_operator.children.gangs import GangApi
 from moejob_operator.cluster import Conflict, Forbidden, JobKey, Retryable
 from moejob_operator.runtime.api_server import ApiServer
 from moejob_operator.runtime.cache import Cache
-from moejob_operator.runtime.lists import GangApis, Lists
+from moejob_operator.runtime.live_lists import GangApis, LiveLists
 from moejob_operator.runtime.pod_client import PodClient
 from stand_in_api import Answer, StandIn, listed, refused, stand_in, stored
 
@@ -49,7 +49,7 @@ async def world(*gangs: GangApi, progress_seconds: float = 0.5) -> AsyncIterator
         cluster = ApiServer(
             api=api,
             cache=cache,
-            lists=Lists(api, cache, None, GangApis(api, frozenset(gangs))),
+            lists=LiveLists(api, cache, None, GangApis(api, frozenset(gangs))),
             pods=PodClient(progress_seconds),
             identity="replica-1",
             remaining_seconds=lambda: here.remaining,

@@ -15,7 +15,7 @@ from moejob_operator.actions import Kind
 from moejob_operator.cluster import JobKey
 from moejob_operator.runtime.cache import Cache
 from moejob_operator.runtime.informers import WATCHED, Informer, receive, watches
-from moejob_operator.runtime.lists import GangApis, Lists
+from moejob_operator.runtime.live_lists import GangApis, LiveLists
 from stand_in_api import Answer, StandIn, listed, refused, stand_in, stored
 
 KEY = JobKey("default", "job")
@@ -64,7 +64,7 @@ def test_every_event_reaches_the_cache_and_asks_for_a_reconcile(story: list[Any]
 class Watched:
     """A watch of pods that runs against a stand-in."""
 
-    def __init__(self, server: StandIn, lists: Lists, watch: Informer, requests: list[JobKey]) -> None:
+    def __init__(self, server: StandIn, lists: LiveLists, watch: Informer, requests: list[JobKey]) -> None:
         self.server, self.lists, self.watch, self.requests = server, lists, watch, requests
         self.task = asyncio.ensure_future(watch.run())
 
@@ -94,7 +94,7 @@ async def watched(*, lists: list[Answer], watch: list[Answer]) -> AsyncIterator[
         # When all is said, a watch stays open.
         server.say(WATCH, *watch, (-1, ""))
         requests: list[JobKey] = []
-        found = Lists(api, Cache(), None, GangApis(api))
+        found = LiveLists(api, Cache(), None, GangApis(api))
         story = Watched(server, found, Informer(Kind.POD, api, found, requests.append), requests)
         try:
             yield story
@@ -213,7 +213,7 @@ def test_an_event_of_a_megabyte_is_read_whole() -> None:
 def test_of_an_operator_for_one_namespace_all_watches_are_of_that_namespace() -> None:
     async def story() -> None:
         async with stand_in() as (server, api):
-            lists = Lists(api, Cache(), "default", GangApis(api))
+            lists = LiveLists(api, Cache(), "default", GangApis(api))
             tasks = [asyncio.ensure_future(watch.run()) for watch in watches(api, lists, lambda _: None)]
             await asyncio.sleep(0.1)
             for task in tasks:

@@ -18,7 +18,7 @@ from moejob_operator.runtime.cache import Cache
 from moejob_operator.runtime.job_watch import DEAD_SECONDS, JobWatch, receive
 from moejob_operator.runtime.kopf_session import KopfSession
 from moejob_operator.runtime.kopf_settings import configure
-from moejob_operator.runtime.lists import GangApis, Lists
+from moejob_operator.runtime.live_lists import GangApis, LiveLists
 from stand_in_api import Answer, StandIn, api_groups, api_resources, listed, refused, stand_in, stored
 
 API = f"{GROUP}/{VERSION}"
@@ -47,7 +47,7 @@ class Watched:
     """kopf, watching jobs of a stand-in through our session."""
 
     def __init__(
-        self, server: StandIn, lists: Lists, session: KopfSession, watch: JobWatch, requests: list[JobKey]
+        self, server: StandIn, lists: LiveLists, session: KopfSession, watch: JobWatch, requests: list[JobKey]
     ) -> None:
         self.server, self.lists, self.watch, self.requests = server, lists, watch, requests
         registry, settings = kopf.OperatorRegistry(), kopf.OperatorSettings()
@@ -106,7 +106,7 @@ async def watched(
         server.say(path, *lists)
         # When all is said, a watch stays open.
         server.say(f"{path}?watch", *watch, (-1, ""))
-        places = Lists(api, Cache(), namespace, GangApis(api))
+        places = LiveLists(api, Cache(), namespace, GangApis(api))
         requests = list[JobKey]()
         kept = JobWatch(places, requests.append)
         story = Watched(server, places, KopfSession(api, [kept], server.metrics), kept, requests)
@@ -200,7 +200,7 @@ def test_after_an_expired_watch_what_vanished_unseen_is_gone_and_looked_at(expir
 
 def test_an_event_that_waited_in_kopf_brings_no_job_back_that_a_list_has_shown_to_be_gone() -> None:
     cache = Cache()
-    lists = Lists(None, cache, None, GangApis(None))  # type: ignore[arg-type]
+    lists = LiveLists(None, cache, None, GangApis(None))  # type: ignore[arg-type]
     cache.seen(Kind.JOB, job(5))
     lists.replace(Kind.JOB, [job(15, "b")], 20)
     receive(kopf.RawEvent(type="MODIFIED", object=job(12)), cache, lambda _: None)  # type: ignore[typeddict-item]

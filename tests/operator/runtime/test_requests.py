@@ -9,13 +9,13 @@ from datetime import UTC, datetime
 from builders import SFT, merged
 from fake_world import IMAGES, SMALL
 from moejob_operator.actions import Kind
-from moejob_operator.children.blueprint import JobNetwork
+from moejob_operator.children.attempt import JobNetwork
 from moejob_operator.cluster import JobKey
 from moejob_operator.planning.observed_state import Setting
 from moejob_operator.reconcile import Reconciler, reconcile
 from moejob_operator.runtime.api_server import ApiServer
 from moejob_operator.runtime.cache import Cache
-from moejob_operator.runtime.lists import JOBS, GangApis, Lists
+from moejob_operator.runtime.live_lists import JOBS, GangApis, LiveLists
 from moejob_operator.runtime.pod_client import PodClient
 from moejob_operator.validation import Validator
 from stand_in_api import StandIn, listed, stand_in, stored
@@ -27,7 +27,7 @@ STATUS = f"/apis/moejob.dev/v1alpha1{NAMESPACE}/moetrainingjobs/job/status"
 CREATED = {name: f"POST {CORE}/{name}" for name in ("services", "persistentvolumeclaims", "secrets", "pods")}
 
 
-def cluster(server: StandIn, lists: Lists, cache: Cache) -> ApiServer:
+def cluster(server: StandIn, lists: LiveLists, cache: Cache) -> ApiServer:
     for call in (*CREATED.values(), f"POST {POLICIES}", f"POST /apis/events.k8s.io/v1{NAMESPACE}/events"):
         server.say(call, (201, None))
     server.say(f"PUT {STATUS}", (200, None))
@@ -53,7 +53,7 @@ def test_a_job_of_two_pods_asks_for_its_secret_and_policy_once_however_often_a_p
     async def story() -> Counter[str]:
         async with stand_in() as (server, api):
             cache = Cache()
-            here = cluster(server, Lists(api, cache, None, GangApis(api)), cache)
+            here = cluster(server, LiveLists(api, cache, None, GangApis(api)), cache)
             cache.seen(Kind.JOB, stored("MoETrainingJob", "job", spec=merged(SFT, SMALL)) | {"apiVersion": JOBS})
             setting = Setting(IMAGES, network=JobNetwork("moejob-system"))
             reconciler = Reconciler(Validator(), setting, lambda: datetime.now(UTC))

@@ -21,8 +21,8 @@ from model_configs import config as small_config
 from moejob_api.models.families import shape_of
 from moejob_api.models.shape import Family
 from moejob_api.pod_environment import spec_text
-from moejob_trainer.checkpoint_export.export import Wanted, export_run
 from moejob_trainer.checkpoint_export.run import Best, StoredRun, stored_run
+from moejob_trainer.checkpoint_export.run_export import Wanted, export_run
 from moejob_trainer.checkpoints.commit import commit
 from moejob_trainer.checkpoints.manifest import Facts, entries, manifest
 from moejob_trainer.checkpoints.verification import Found, latest

@@ -15,11 +15,11 @@ from moejob_api.job.parallelism import Parallelism
 from moejob_api.layout.ranks import ParallelGroup, members, place
 from moejob_api.layout.sizes import Layout, layout
 from moejob_api.models.families import shape_of
-from moejob_trainer.conversion.export import ExportReport, Target, export
 from moejob_trainer.conversion.families import Table, table
 from moejob_trainer.conversion.gathering import hugging_face_tensors
 from moejob_trainer.conversion.groups import ModelGroups
 from moejob_trainer.conversion.loading import import_weights, opened
+from moejob_trainer.conversion.model_export import ExportReport, Target, export
 from moejob_trainer.model.parameters import Coordinates, local_shape
 
 

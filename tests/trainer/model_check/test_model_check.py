@@ -15,8 +15,8 @@ from moejob_api.layout.sizes import layout
 from moejob_api.models.shape import Family
 from moejob_api.problems import InvalidSpec
 from moejob_trainer.conversion.adapters import AdapterTarget, adapter_table, export_adapters
-from moejob_trainer.conversion.export import Target, export
 from moejob_trainer.conversion.families import table
+from moejob_trainer.conversion.model_export import Target, export
 from moejob_trainer.errors import BadConfiguration
 from moejob_trainer.megatron.cpu import use_cpu
 from moejob_trainer.megatron.engine import MegatronEngine

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from builders import merged
 from moejob_api.models.families import shape_of
 from moejob_api.models.shape import Family
-from moejob_trainer.conversion.export import Target, export
 from moejob_trainer.conversion.families import table
+from moejob_trainer.conversion.model_export import Target, export
 from moejob_trainer.megatron.cpu import use_cpu
 from moejob_trainer.megatron.topology import stop_groups
 from moejob_trainer.megatron.weights import named_weights

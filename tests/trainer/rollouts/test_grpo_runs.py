@@ -21,8 +21,8 @@ from builders import merged
 from engines import PYTHON, ROOT, SECRET, Engine
 from moejob_api.contract import Environment, ExitCode
 from moejob_api.models import catalog
-from moejob_trainer.checkpoint_export.export import Wanted, export_run
 from moejob_trainer.checkpoint_export.run import stored_run
+from moejob_trainer.checkpoint_export.run_export import Wanted, export_run
 from moejob_trainer.checkpoints.manifest import EvaluationFacts, read_manifest
 from moejob_trainer.data import tiny
 from moejob_trainer.rollouts.wire import GENERATE

@@ -31,7 +31,7 @@ from moejob_trainer.runtime.stopping import AgreedStop
 from moejob_trainer.setup.checkpoints import build_checkpoints, last_save
 from moejob_trainer.setup.context import RankContext, joined
 from moejob_trainer.setup.engine import build_engine
-from moejob_trainer.setup.export import export_model
+from moejob_trainer.setup.final_export import export_finished_model
 from moejob_trainer.setup.model import RunModel, load_model
 from moejob_trainer.setup.objective import build_objective, load_inputs
 from moejob_trainer.tracking import TrackedRun, tracker
@@ -136,4 +136,4 @@ def _export(
 ) -> None:
     checkpoints.take_best()
     is_beside_pretrained = not checkpoints.writer.adapter_facts.holds_weights
-    export_model(context, model, engine, checks, is_beside_pretrained=is_beside_pretrained)
+    export_finished_model(context, model, engine, checks, is_beside_pretrained=is_beside_pretrained)

@@ -1,1 +1,1 @@
-"""Manifests of everything a job consists of. Pure: the same blueprint gives the same objects, byte for byte."""
+"""Manifests of everything a job consists of. Pure: the same attempt gives the same objects, byte for byte."""

@@ -9,19 +9,19 @@ from moejob_api.engines import colocated_per_pod, engine_urls
 from moejob_api.job import Spec
 from moejob_api.job.resources import EnvSource, EnvVar, KeyReference
 from moejob_api.pod_environment import Address, PodOrders, contract_environment
-from moejob_operator.children.blueprint import Blueprint
+from moejob_operator.children.attempt import Attempt
 from moejob_operator.children.shared import SECRET_KEY
 
 
-def environment(blueprint: Blueprint, role: Role, index: int) -> list[dict[str, Any]]:
+def environment(attempt: Attempt, role: Role, index: int) -> list[dict[str, Any]]:
     """Variables of one pod: the job's own first, so that the contract's may refer to none of them and win over all."""
-    contract = _contract(blueprint, role, index)
+    contract = _contract(attempt, role, index)
     return [
-        *(_variable(given) for given in blueprint.spec.resources.env),
+        *(_variable(given) for given in attempt.spec.resources.env),
         *({"name": name.value, "value": value} for name, value in contract.items()),
         {
             "name": Environment.SECRET.value,
-            "valueFrom": {"secretKeyRef": {"name": blueprint.access, "key": SECRET_KEY}},
+            "valueFrom": {"secretKeyRef": {"name": attempt.access, "key": SECRET_KEY}},
         },
     ]
 
@@ -31,44 +31,44 @@ def environment_sources(spec: Spec) -> list[dict[str, Any]]:
     return [_source(given) for given in spec.resources.env_from]
 
 
-def _contract(blueprint: Blueprint, role: Role, index: int) -> dict[Environment, str]:
+def _contract(attempt: Attempt, role: Role, index: int) -> dict[Environment, str]:
     orders = PodOrders(
-        job=blueprint.name,
-        namespace=blueprint.namespace,
-        uid=blueprint.uid,
-        spec=blueprint.spec,
+        job=attempt.name,
+        namespace=attempt.namespace,
+        uid=attempt.uid,
+        spec=attempt.spec,
         role=role,
-        attempt=blueprint.attempt_of(role),
+        attempt=attempt.number_of(role),
         index=index,
-        nodes=blueprint.layout.nodes if role is Role.TRAINER else blueprint.engines,
-        ranks=ranks_per_pod(blueprint, role),
+        nodes=attempt.layout.nodes if role is Role.TRAINER else attempt.engines,
+        ranks=ranks_per_pod(attempt, role),
         address=Address(
-            host=blueprint.host(role, index),
-            rendezvous_host=blueprint.host(Role.TRAINER, 0),
+            host=attempt.host(role, index),
+            rendezvous_host=attempt.host(Role.TRAINER, 0),
             rendezvous_port=Port.RENDEZVOUS,
             progress_port=Port.PROGRESS,
         ),
-        run_folder=f"{blueprint.spec.storage.mount_path.rstrip('/')}/{blueprint.name}",
-        grace_seconds=blueprint.grace_seconds(role),
+        run_folder=f"{attempt.spec.storage.mount_path.rstrip('/')}/{attempt.name}",
+        grace_seconds=attempt.grace_seconds(role),
     )
     said = contract_environment(orders)
     # Kubernetes would expand $(NAME) in a value; a chat template may well hold one.
-    return said | {Environment.SPEC: said[Environment.SPEC].replace("$", "$$")} | _engines(blueprint)
+    return said | {Environment.SPEC: said[Environment.SPEC].replace("$", "$$")} | _engines(attempt)
 
 
-def ranks_per_pod(blueprint: Blueprint, role: Role) -> int:
+def ranks_per_pod(attempt: Attempt, role: Role) -> int:
     """GPUs of a pod; on CPU, ranks."""
-    if role is Role.ROLLOUT and blueprint.rollout is not None:
-        return blueprint.rollout.tensor
-    return blueprint.layout.gpus_per_pod
+    if role is Role.ROLLOUT and attempt.rollout is not None:
+        return attempt.rollout.tensor
+    return attempt.layout.gpus_per_pod
 
 
-def _engines(blueprint: Blueprint) -> dict[Environment, str]:
-    colocated = colocated_per_pod(blueprint.spec, blueprint.layout.gpus_per_pod)
+def _engines(attempt: Attempt) -> dict[Environment, str]:
+    colocated = colocated_per_pod(attempt.spec, attempt.layout.gpus_per_pod)
     urls = (
-        engine_urls(blueprint.hosts(Role.TRAINER), colocated, Port.ROLLOUT)
+        engine_urls(attempt.hosts(Role.TRAINER), colocated, Port.ROLLOUT)
         if colocated
-        else engine_urls(blueprint.hosts(Role.ROLLOUT), 1, Port.ROLLOUT)
+        else engine_urls(attempt.hosts(Role.ROLLOUT), 1, Port.ROLLOUT)
     )
     return {Environment.ROLLOUT_URLS: ",".join(urls)} if urls else {}
 

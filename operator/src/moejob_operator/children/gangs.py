@@ -13,7 +13,7 @@ from typing import Any
 from moejob_api.contract import Label, Role
 from moejob_api.job.lifecycle import Gang, Lifecycle
 from moejob_operator.actions import Kind
-from moejob_operator.children.blueprint import Blueprint, metadata
+from moejob_operator.children.attempt import Attempt, metadata
 from moejob_operator.children.placement import pods_per_group
 
 
@@ -61,103 +61,103 @@ def missing_api(gang: Gang, apis: frozenset[GangApi]) -> GangApi | None:
     return None if needed is None or needed in apis else needed
 
 
-def pod_group(blueprint: Blueprint) -> dict[str, Any] | None:
+def pod_group(attempt: Attempt) -> dict[str, Any] | None:
     """The gang's object; None where pods alone say it."""
-    match blueprint.gang:
+    match attempt.gang:
         case Gang.NATIVE:
-            return _object(blueprint, GangApi.NATIVE, _native(blueprint))
+            return _object(attempt, GangApi.NATIVE, _native(attempt))
         case Gang.VOLCANO:
-            return _object(blueprint, GangApi.VOLCANO, _volcano(blueprint))
+            return _object(attempt, GangApi.VOLCANO, _volcano(attempt))
         case Gang.COSCHEDULING:
-            return _object(blueprint, GangApi.COSCHEDULING, {"minMember": blueprint.layout.nodes})
+            return _object(attempt, GangApi.COSCHEDULING, {"minMember": attempt.layout.nodes})
         case Gang.KUEUE | Gang.NONE | Gang.AUTO:
             return None
 
 
-def gang_marks(blueprint: Blueprint, role: Role) -> GangMarks:
+def gang_marks(attempt: Attempt, role: Role) -> GangMarks:
     """Return the marks by which the gang scheduler knows a pod's gang."""
     if role is Role.ROLLOUT:
-        return _marks_of_engine(blueprint)
-    scheduler = _scheduler(blueprint)
-    match blueprint.gang:
+        return _marks_of_engine(attempt)
+    scheduler = _scheduler(attempt)
+    match attempt.gang:
         case Gang.NATIVE:
-            return GangMarks(spec={"schedulingGroup": {"podGroupName": blueprint.pod_group}})
+            return GangMarks(spec={"schedulingGroup": {"podGroupName": attempt.pod_group}})
         case Gang.VOLCANO:
             # The second is what later versions read first.
             names = ("scheduling.k8s.io/group-name", "scheduling.volcano.sh/group-name")
-            return GangMarks(annotations=dict.fromkeys(names, blueprint.pod_group), spec=scheduler)
+            return GangMarks(annotations=dict.fromkeys(names, attempt.pod_group), spec=scheduler)
         case Gang.COSCHEDULING:
-            return GangMarks(labels={"scheduling.x-k8s.io/pod-group": blueprint.pod_group}, spec=scheduler)
+            return GangMarks(labels={"scheduling.x-k8s.io/pod-group": attempt.pod_group}, spec=scheduler)
         case Gang.KUEUE:
-            return _kueue(blueprint)
+            return _kueue(attempt)
         case Gang.NONE | Gang.AUTO:
             return GangMarks()
 
 
-def _object(blueprint: Blueprint, api: GangApi, spec: dict[str, Any]) -> dict[str, Any]:
+def _object(attempt: Attempt, api: GangApi, spec: dict[str, Any]) -> dict[str, Any]:
     return {
         "apiVersion": api.value,
         "kind": Kind.POD_GROUP.value,
-        "metadata": metadata(blueprint, blueprint.pod_group),
+        "metadata": metadata(attempt, attempt.pod_group),
         "spec": spec,
     }
 
 
-def _native(blueprint: Blueprint) -> dict[str, Any]:
-    key = blueprint.spec.resources.topology_key
-    priority = blueprint.spec.resources.priority_class_name
+def _native(attempt: Attempt) -> dict[str, Any]:
+    key = attempt.spec.resources.topology_key
+    priority = attempt.spec.resources.priority_class_name
     # The constraint holds for the whole group: it fits only a gang that is one domain's worth of talk.
-    in_one_domain = key is not None and pods_per_group(blueprint.layout) == blueprint.layout.nodes
+    in_one_domain = key is not None and pods_per_group(attempt.layout) == attempt.layout.nodes
     return {
-        "schedulingPolicy": {"gang": {"minCount": blueprint.layout.nodes}},
+        "schedulingPolicy": {"gang": {"minCount": attempt.layout.nodes}},
         **({"schedulingConstraints": {"topology": [{"key": key}]}} if in_one_domain else {}),
         **({"priorityClassName": priority} if priority is not None else {}),
     }
 
 
-def _volcano(blueprint: Blueprint) -> dict[str, Any]:
-    priority = blueprint.spec.resources.priority_class_name
-    queue = blueprint.spec.lifecycle.queue
+def _volcano(attempt: Attempt) -> dict[str, Any]:
+    priority = attempt.spec.resources.priority_class_name
+    queue = attempt.spec.lifecycle.queue
     return {
-        "minMember": blueprint.layout.nodes,
+        "minMember": attempt.layout.nodes,
         **({"queue": queue} if queue is not None else {}),
         **({"priorityClassName": priority} if priority is not None else {}),
     }
 
 
-def _marks_of_engine(blueprint: Blueprint) -> GangMarks:
+def _marks_of_engine(attempt: Attempt) -> GangMarks:
     """Engines come and go: they are in no gang, but in its queue, and never left to a second scheduler of its nodes."""
-    queue = blueprint.spec.lifecycle.queue
-    match blueprint.gang:
+    queue = attempt.spec.lifecycle.queue
+    match attempt.gang:
         case Gang.KUEUE:
-            return GangMarks(labels=_queue(blueprint))
+            return GangMarks(labels=_queue(attempt))
         case Gang.VOLCANO:
             annotations = {} if queue is None else {"scheduling.volcano.sh/queue-name": queue}
-            return GangMarks(annotations=annotations, spec=_scheduler(blueprint))
+            return GangMarks(annotations=annotations, spec=_scheduler(attempt))
         case _:
-            return GangMarks(spec=_scheduler(blueprint))
+            return GangMarks(spec=_scheduler(attempt))
 
 
-def _kueue(blueprint: Blueprint) -> GangMarks:
+def _kueue(attempt: Attempt) -> GangMarks:
     return GangMarks(
         # A group that has ended stays ended for Kueue: every attempt is a group of its own.
-        labels=_queue(blueprint) | {"kueue.x-k8s.io/pod-group-name": f"{blueprint.name}-{blueprint.attempt}"},
+        labels=_queue(attempt) | {"kueue.x-k8s.io/pod-group-name": f"{attempt.name}-{attempt.number}"},
         annotations={
-            "kueue.x-k8s.io/pod-group-total-count": str(blueprint.layout.nodes),
+            "kueue.x-k8s.io/pod-group-total-count": str(attempt.layout.nodes),
             "kueue.x-k8s.io/pod-group-pod-index-label": Label.INDEX.value,
             # Kueue holds an ended pod by a finalizer until another takes its place in the group, which no pod of ours
             # does. With it, Kueue lets go of all of them once the last has ended, and of their quota.
             "kueue.x-k8s.io/retriable-in-group": "false",
         }
-        | _kueue_topology(blueprint),
+        | _kueue_topology(attempt),
     )
 
 
-def _kueue_topology(blueprint: Blueprint) -> dict[str, str]:
-    key, nodes = blueprint.spec.resources.topology_key, blueprint.layout.nodes
+def _kueue_topology(attempt: Attempt) -> dict[str, str]:
+    key, nodes = attempt.spec.resources.topology_key, attempt.layout.nodes
     if key is None:
         return {}
-    size = pods_per_group(blueprint.layout)
+    size = pods_per_group(attempt.layout)
     if size == nodes:
         return {"kueue.x-k8s.io/podset-required-topology": key}
     whole_gang = {"kueue.x-k8s.io/podset-preferred-topology": key}
@@ -170,12 +170,12 @@ def _kueue_topology(blueprint: Blueprint) -> dict[str, str]:
     }
 
 
-def _queue(blueprint: Blueprint) -> dict[str, str]:
-    queue = blueprint.spec.lifecycle.queue
+def _queue(attempt: Attempt) -> dict[str, str]:
+    queue = attempt.spec.lifecycle.queue
     return {} if queue is None else {"kueue.x-k8s.io/queue-name": queue}
 
 
-def _scheduler(blueprint: Blueprint) -> dict[str, Any]:
+def _scheduler(attempt: Attempt) -> dict[str, Any]:
     # One that the job names wins: both schedulers may run under other names.
-    given = blueprint.spec.resources.scheduler_name
-    return {"schedulerName": given or _SCHEDULERS[blueprint.gang]} if blueprint.gang in _SCHEDULERS else {}
+    given = attempt.spec.resources.scheduler_name
+    return {"schedulerName": given or _SCHEDULERS[attempt.gang]} if attempt.gang in _SCHEDULERS else {}

@@ -9,16 +9,16 @@ from moejob_api.contract import Label, Role
 from moejob_api.job.lifecycle import Gang
 from moejob_api.job.resources import Toleration
 from moejob_api.layout.sizes import Layout
-from moejob_operator.children.blueprint import Blueprint
+from moejob_operator.children.attempt import Attempt
 
 # A node that is not heard of is given this long to come back before its pods are started elsewhere.
 LOST_NODE_SECONDS = 30
 _LOST_NODE_TAINTS = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
 
 
-def tolerations(blueprint: Blueprint) -> list[dict[str, Any]]:
+def tolerations(attempt: Attempt) -> list[dict[str, Any]]:
     """The job's own, and short ones for lost nodes where the job does not say otherwise."""
-    given = blueprint.spec.resources.tolerations
+    given = attempt.spec.resources.tolerations
     named = {toleration.key for toleration in given}
     return [
         *(_toleration(toleration) for toleration in given),
@@ -30,21 +30,21 @@ def tolerations(blueprint: Blueprint) -> list[dict[str, Any]]:
     ]
 
 
-def affinity(blueprint: Blueprint, role: Role, index: int) -> dict[str, Any] | None:
+def affinity(attempt: Attempt, role: Role, index: int) -> dict[str, Any] | None:
     """Pods that talk most in one domain, the others near it; None without a topology key."""
-    key = blueprint.spec.resources.topology_key
-    if key is None or role is not Role.TRAINER or blueprint.layout.nodes == 1:
+    key = attempt.spec.resources.topology_key
+    if key is None or role is not Role.TRAINER or attempt.layout.nodes == 1:
         return None
     # Kueue places by its own annotations, and takes pods that differ in affinity for roles, of which it allows eight.
-    if blueprint.gang is Gang.KUEUE:
+    if attempt.gang is Gang.KUEUE:
         return None
-    near = {"weight": 100, "podAffinityTerm": _term(blueprint, key, None)}
+    near = {"weight": 100, "podAffinityTerm": _term(attempt, key, None)}
     terms: dict[str, Any] = {"preferredDuringSchedulingIgnoredDuringExecution": [near]}
-    size = pods_per_group(blueprint.layout)
+    size = pods_per_group(attempt.layout)
     if size > 1:
         first = index // size * size
-        members = range(first, min(first + size, blueprint.layout.nodes))
-        terms["requiredDuringSchedulingIgnoredDuringExecution"] = [_term(blueprint, key, members)]
+        members = range(first, min(first + size, attempt.layout.nodes))
+        terms["requiredDuringSchedulingIgnoredDuringExecution"] = [_term(attempt, key, members)]
     return {"podAffinity": terms}
 
 
@@ -54,12 +54,12 @@ def pods_per_group(layout: Layout) -> int:
     return min(layout.nodes, ceil_div(talking, layout.gpus_per_pod))
 
 
-def _term(blueprint: Blueprint, key: str, members: range | None) -> dict[str, Any]:
+def _term(attempt: Attempt, key: str, members: range | None) -> dict[str, Any]:
     selector: dict[str, Any] = {
         "matchLabels": {
-            Label.JOB_UID.value: blueprint.uid,
+            Label.JOB_UID.value: attempt.uid,
             Label.ROLE.value: Role.TRAINER.value,
-            Label.ATTEMPT.value: str(blueprint.attempt),
+            Label.ATTEMPT.value: str(attempt.number),
         }
     }
     if members is not None:

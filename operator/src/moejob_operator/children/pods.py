@@ -9,7 +9,7 @@ from moejob_api.engines import colocated_per_pod
 from moejob_api.job import Spec
 from moejob_api.job.resources import Accelerator
 from moejob_operator.actions import Kind
-from moejob_operator.children.blueprint import Blueprint, metadata
+from moejob_operator.children.attempt import Attempt, metadata
 from moejob_operator.children.environment import environment, environment_sources, ranks_per_pod
 from moejob_operator.children.gangs import gang_marks
 from moejob_operator.children.placement import affinity, tolerations
@@ -24,21 +24,21 @@ _LOADING_PROBES, _LIVING_PROBES = 180, 10
 _NETWORKS = "k8s.v1.cni.cncf.io/networks"
 
 
-def trainer_pod(blueprint: Blueprint, index: int) -> dict[str, Any]:
+def trainer_pod(attempt: Attempt, index: int) -> dict[str, Any]:
     """One pod of the gang. It never restarts by itself: whether a failed one is replaced is decided for the gang."""
-    shared = colocated_per_pod(blueprint.spec, blueprint.layout.gpus_per_pod)
-    own = blueprint.images.trainer_colocated if shared else blueprint.images.trainer
-    image = blueprint.spec.resources.image or own
+    shared = colocated_per_pod(attempt.spec, attempt.layout.gpus_per_pod)
+    own = attempt.images.trainer_colocated if shared else attempt.images.trainer
+    image = attempt.spec.resources.image or own
     ready = {"httpGet": {"path": HttpPath.READY.value, "port": Port.PROGRESS.value}, "periodSeconds": 2}
     ports = [_port("progress", Port.PROGRESS), _port("rendezvous", Port.RENDEZVOUS)]
     container = {"image": image, "ports": ports, "readinessProbe": ready, "terminationMessagePolicy": "File"}
     spec = {"restartPolicy": "Never"}
-    return _pod(blueprint, Role.TRAINER, index, container, spec)
+    return _pod(attempt, Role.TRAINER, index, container, spec)
 
 
-def rollout_pod(blueprint: Blueprint, index: int) -> dict[str, Any]:
+def rollout_pod(attempt: Attempt, index: int) -> dict[str, Any]:
     """One engine. The kubelet restarts it in its place; only one that lost its place is replaced."""
-    image = blueprint.spec.resources.rollout_image or blueprint.images.rollout
+    image = attempt.spec.resources.rollout_image or attempt.images.rollout
     # The one path that asks for no secret; vLLM's own says that it is healthy before it can generate.
     health = {"httpGet": {"path": HttpPath.READY.value, "port": Port.ROLLOUT.value}}
     container = {
@@ -51,19 +51,17 @@ def rollout_pod(blueprint: Blueprint, index: int) -> dict[str, Any]:
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }
     spec = {"restartPolicy": "Always"}
-    return _pod(blueprint, Role.ROLLOUT, index, container, spec)
+    return _pod(attempt, Role.ROLLOUT, index, container, spec)
 
 
-def _pod(
-    blueprint: Blueprint, role: Role, index: int, container: dict[str, Any], spec: dict[str, Any]
-) -> dict[str, Any]:
-    marks = gang_marks(blueprint, role)
-    about = metadata(blueprint, blueprint.pod(role, index))
+def _pod(attempt: Attempt, role: Role, index: int, container: dict[str, Any], spec: dict[str, Any]) -> dict[str, Any]:
+    marks = gang_marks(attempt, role)
+    about = metadata(attempt, attempt.pod(role, index))
     about["labels"] = (
-        dict(blueprint.spec.resources.labels) | about["labels"] | _own_labels(blueprint, role, index) | marks.labels
+        dict(attempt.spec.resources.labels) | about["labels"] | _own_labels(attempt, role, index) | marks.labels
     )
     stays = _STAYS if role is Role.TRAINER else {}
-    annotations = stays | _annotations(blueprint.spec) | marks.annotations
+    annotations = stays | _annotations(attempt.spec) | marks.annotations
     if annotations:
         about["annotations"] = annotations
     return {
@@ -71,20 +69,20 @@ def _pod(
         "kind": Kind.POD.value,
         "metadata": about,
         "spec": spec
-        | {"terminationGracePeriodSeconds": blueprint.grace_seconds(role)}
-        | _pod_spec(blueprint, role, index)
+        | {"terminationGracePeriodSeconds": attempt.grace_seconds(role)}
+        | _pod_spec(attempt, role, index)
         | marks.spec
         | {
-            "containers": [_container(blueprint, role, index, container)],
-            "volumes": volumes(blueprint),
+            "containers": [_container(attempt, role, index, container)],
+            "volumes": volumes(attempt),
         },
     }
 
 
-def _own_labels(blueprint: Blueprint, role: Role, index: int) -> dict[str, str]:
+def _own_labels(attempt: Attempt, role: Role, index: int) -> dict[str, str]:
     return {
         Label.ROLE.value: role.value,
-        Label.ATTEMPT.value: str(blueprint.attempt_of(role)),
+        Label.ATTEMPT.value: str(attempt.number_of(role)),
         Label.INDEX.value: str(index),
     }
 
@@ -95,9 +93,9 @@ def _annotations(spec: Spec) -> dict[str, str]:
     return dict(spec.resources.annotations) | networks
 
 
-def _pod_spec(blueprint: Blueprint, role: Role, index: int) -> dict[str, Any]:
-    resources = blueprint.spec.resources
-    near = affinity(blueprint, role, index)
+def _pod_spec(attempt: Attempt, role: Role, index: int) -> dict[str, Any]:
+    resources = attempt.spec.resources
+    near = affinity(attempt, role, index)
     optional = {
         "nodeSelector": dict(resources.node_selector),
         "affinity": near,
@@ -108,8 +106,8 @@ def _pod_spec(blueprint: Blueprint, role: Role, index: int) -> dict[str, Any]:
         "imagePullSecrets": [{"name": name} for name in resources.image_pull_secrets],
     }
     return {
-        "hostname": blueprint.pod(role, index),
-        "subdomain": blueprint.service,
+        "hostname": attempt.pod(role, index),
+        "subdomain": attempt.service,
         "automountServiceAccountToken": False,
         # Hundreds of variables for Services of others, which no pod here asks for.
         "enableServiceLinks": False,
@@ -120,21 +118,21 @@ def _pod_spec(blueprint: Blueprint, role: Role, index: int) -> dict[str, Any]:
             # Walking through terabytes of checkpoints at every start would take hours.
             "fsGroupChangePolicy": "OnRootMismatch",
         },
-        "tolerations": tolerations(blueprint),
+        "tolerations": tolerations(attempt),
     } | {name: value for name, value in optional.items() if value}
 
 
-def _container(blueprint: Blueprint, role: Role, index: int, container: dict[str, Any]) -> dict[str, Any]:
-    spec = blueprint.spec
+def _container(attempt: Attempt, role: Role, index: int, container: dict[str, Any]) -> dict[str, Any]:
+    spec = attempt.spec
     sources = environment_sources(spec)
     return (
         {"name": role.value}
         | container
         | {
             "imagePullPolicy": spec.resources.image_pull_policy.value,
-            "env": environment(blueprint, role, index),
+            "env": environment(attempt, role, index),
             **({"envFrom": sources} if sources else {}),
-            "resources": _resources(spec, ranks_per_pod(blueprint, role)),
+            "resources": _resources(spec, ranks_per_pod(attempt, role)),
             "terminationMessagePath": Path.TERMINATION.value,
             "securityContext": {
                 "allowPrivilegeEscalation": False,
@@ -143,7 +141,7 @@ def _container(blueprint: Blueprint, role: Role, index: int, container: dict[str
                 # no namespace but a privileged one admits the pod. How much may be pinned is the node's to say.
                 "capabilities": {"drop": ["ALL"]},
             },
-            "volumeMounts": mounts(blueprint),
+            "volumeMounts": mounts(attempt),
         }
     )
 

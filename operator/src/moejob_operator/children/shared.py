@@ -6,7 +6,7 @@ from typing import Any
 
 from moejob_api.contract import Label, Port
 from moejob_operator.actions import Kind
-from moejob_operator.children.blueprint import Blueprint, JobNetwork, metadata
+from moejob_operator.children.attempt import Attempt, JobNetwork, metadata
 
 # The key of the Secret whose value pods get as MOEJOB_SECRET.
 SECRET_KEY = "secret"
@@ -14,17 +14,17 @@ SECRET_KEY = "secret"
 OPERATOR_LABELS = {"app.kubernetes.io/name": "moejob", "app.kubernetes.io/component": "operator"}
 
 
-def service(blueprint: Blueprint) -> dict[str, Any]:
+def service(attempt: Attempt) -> dict[str, Any]:
     """The headless Service: a DNS name for every pod."""
     return {
         "apiVersion": "v1",
         "kind": Kind.SERVICE.value,
-        "metadata": metadata(blueprint, blueprint.service),
+        "metadata": metadata(attempt, attempt.service),
         "spec": {
             "clusterIP": "None",
             # Ranks meet before any of them is ready, and get ready only by meeting.
             "publishNotReadyAddresses": True,
-            "selector": {Label.JOB.value: blueprint.name, Label.JOB_UID.value: blueprint.uid},
+            "selector": {Label.JOB.value: attempt.name, Label.JOB_UID.value: attempt.uid},
             "ports": [
                 {"name": "progress", "port": Port.PROGRESS.value},
                 {"name": "rendezvous", "port": Port.RENDEZVOUS.value},
@@ -33,15 +33,15 @@ def service(blueprint: Blueprint) -> dict[str, Any]:
     }
 
 
-def claim(blueprint: Blueprint) -> dict[str, Any] | None:
+def claim(attempt: Attempt) -> dict[str, Any] | None:
     """The claim; None when the job brings its own."""
-    storage = blueprint.spec.storage
+    storage = attempt.spec.storage
     if storage.claim_name is not None:
         return None
     return {
         "apiVersion": "v1",
         "kind": Kind.CLAIM.value,
-        "metadata": metadata(blueprint, blueprint.claim),
+        "metadata": metadata(attempt, attempt.claim),
         "spec": {
             "accessModes": [mode.value for mode in storage.access_modes],
             "resources": {"requests": {"storage": storage.size}},
@@ -50,7 +50,7 @@ def claim(blueprint: Blueprint) -> dict[str, Any] | None:
     }
 
 
-def secret(blueprint: Blueprint) -> dict[str, Any]:
+def secret(attempt: Attempt) -> dict[str, Any]:
     """The Secret that the pods of a job ask one another for, without its data: the value is made as it is created.
 
     One for a job, for engines outlive attempts. Launchers derive the key of an attempt from it.
@@ -58,34 +58,34 @@ def secret(blueprint: Blueprint) -> dict[str, Any]:
     return {
         "apiVersion": "v1",
         "kind": Kind.SECRET.value,
-        "metadata": metadata(blueprint, blueprint.access),
+        "metadata": metadata(attempt, attempt.access),
         "type": "Opaque",
         "immutable": True,
     }
 
 
-def network_policy(blueprint: Blueprint) -> dict[str, Any] | None:
+def network_policy(attempt: Attempt) -> dict[str, Any] | None:
     """The policy that keeps all but the job's own pods away from them; None where the operator makes none."""
-    if blueprint.network is None:
+    if attempt.network is None:
         return None
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": Kind.NETWORK_POLICY.value,
-        "metadata": metadata(blueprint, blueprint.access),
+        "metadata": metadata(attempt, attempt.access),
         "spec": {
-            "podSelector": _own(blueprint),
+            "podSelector": _own(attempt),
             "policyTypes": ["Ingress"],
             "ingress": [
                 # All ports: gloo and NCCL listen on whichever are free.
-                {"from": [{"podSelector": _own(blueprint)}]},
-                {"from": _observers(blueprint.network), "ports": [{"port": Port.PROGRESS.value, "protocol": "TCP"}]},
+                {"from": [{"podSelector": _own(attempt)}]},
+                {"from": _observers(attempt.network), "ports": [{"port": Port.PROGRESS.value, "protocol": "TCP"}]},
             ],
         },
     }
 
 
-def _own(blueprint: Blueprint) -> dict[str, Any]:
-    return {"matchLabels": {Label.JOB_UID.value: blueprint.uid}}
+def _own(attempt: Attempt) -> dict[str, Any]:
+    return {"matchLabels": {Label.JOB_UID.value: attempt.uid}}
 
 
 def _observers(network: JobNetwork) -> list[dict[str, Any]]:

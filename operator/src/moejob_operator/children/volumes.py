@@ -6,38 +6,38 @@ from typing import Any
 
 from moejob_api.claims import named_claims
 from moejob_api.contract import Path
-from moejob_operator.children.blueprint import Blueprint
+from moejob_operator.children.attempt import Attempt
 
 _STORAGE = "storage"
 # Compiled kernels take a few GiB. Without a limit one pod fills its node's disk, and the kubelet evicts others for it.
 _TEMPORARY_SIZE = "100Gi"
 
 
-def volumes(blueprint: Blueprint) -> list[dict[str, Any]]:
+def volumes(attempt: Attempt) -> list[dict[str, Any]]:
     """The volumes of a pod."""
-    shared = {"medium": "Memory", "sizeLimit": blueprint.spec.resources.shared_memory}
+    shared = {"medium": "Memory", "sizeLimit": attempt.spec.resources.shared_memory}
     return [
         {"name": "shared-memory", "emptyDir": shared},
         {"name": "temporary", "emptyDir": {"sizeLimit": _TEMPORARY_SIZE}},
-        *({"name": name, "persistentVolumeClaim": {"claimName": claim}} for claim, name in _claims(blueprint).items()),
+        *({"name": name, "persistentVolumeClaim": {"claimName": claim}} for claim, name in _claims(attempt).items()),
     ]
 
 
-def mounts(blueprint: Blueprint) -> list[dict[str, Any]]:
+def mounts(attempt: Attempt) -> list[dict[str, Any]]:
     """Return the mount paths in the container. A volume that a source names is read and never written."""
-    storage = blueprint.spec.storage.mount_path
+    storage = attempt.spec.storage.mount_path
     return [
         {"name": "shared-memory", "mountPath": Path.SHARED_MEMORY.value},
         {"name": "temporary", "mountPath": Path.TEMPORARY.value},
         {"name": _STORAGE, "mountPath": storage},
         *(
-            {"name": _claims(blueprint)[claim], "mountPath": f"{Path.CLAIMS.value}/{claim}", "readOnly": True}
-            for claim in named_claims(blueprint.spec)
+            {"name": _claims(attempt)[claim], "mountPath": f"{Path.CLAIMS.value}/{claim}", "readOnly": True}
+            for claim in named_claims(attempt.spec)
         ),
     ]
 
 
-def _claims(blueprint: Blueprint) -> dict[str, str]:
+def _claims(attempt: Attempt) -> dict[str, str]:
     """Claim to volume. A claim that is also the job's own is one volume: a node cannot always attach it twice."""
-    others = (claim for claim in named_claims(blueprint.spec) if claim != blueprint.claim)
-    return {blueprint.claim: _STORAGE} | {claim: f"claim-{number}" for number, claim in enumerate(others)}
+    others = (claim for claim in named_claims(attempt.spec) if claim != attempt.claim)
+    return {attempt.claim: _STORAGE} | {claim: f"claim-{number}" for number, claim in enumerate(others)}

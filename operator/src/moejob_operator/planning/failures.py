@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from moejob_api.contract import ExitCode, PodProgress, RankFault, Role, pod_name
 from moejob_api.restarts import LAUNCHER_FIRST_SECONDS, Cause, Failure, cause_of_exit, restarted_in_place
 from moejob_operator.observed import TAKEN_BY_TAINT, Pod, PodPhase
-from moejob_operator.planning.observed_state import ObservedState, blueprint, spec_and_layout
+from moejob_operator.planning.observed_state import ObservedState, present_attempt, spec_and_layout
 from moejob_operator.planning.timestamps import later, seconds_since
 
 # A kubelet that lives deletes a pod within its grace period; this much later it does not live.
@@ -121,7 +121,7 @@ def _refused_engines(s: ObservedState) -> Iterator[Loss]:
 def misses_secret(pod: Pod, s: ObservedState) -> bool:
     """Return whether a kubelet cannot start a pod because the job's Secret is not there."""
     wait = pod.waiting
-    return wait is not None and wait.reason == _CONFIG_ERROR and f'"{blueprint(s).access}"' in wait.message
+    return wait is not None and wait.reason == _CONFIG_ERROR and f'"{present_attempt(s).access}"' in wait.message
 
 
 def _lost_secret(s: ObservedState) -> Iterator[Loss]:
@@ -130,7 +130,7 @@ def _lost_secret(s: ObservedState) -> Iterator[Loss]:
     missing = next((pod for pod in (*s.trainers.values(), *s.rollouts) if misses_secret(pod, s)), None)
     if holder is None or (missing is None and not s.seen.lacks_secret):
         return
-    message = f"Secret {blueprint(s).access} is gone, and pods that run hold a value that no new pod gets"
+    message = f"Secret {present_attempt(s).access} is gone, and pods that run hold a value that no new pod gets"
     named = missing or holder
     index = named.index if named.role is Role.TRAINER else 0
     yield Loss(Failure(index, Cause.SECRET_LOST, message=message), named.name, named)

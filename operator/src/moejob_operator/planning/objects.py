@@ -7,13 +7,13 @@ from itertools import chain, islice
 
 from moejob_api.contract import Label, Role
 from moejob_operator.actions import Action, Delete, Ensure, Kind, Manifest, Ref
-from moejob_operator.children.blueprint import Blueprint
+from moejob_operator.children.attempt import Attempt
 from moejob_operator.children.gangs import pod_group
 from moejob_operator.children.pods import rollout_pod, trainer_pod
 from moejob_operator.children.shared import claim, network_policy, secret, service
 from moejob_operator.observed import Pod, PodPhase
 from moejob_operator.planning.failures import is_on_lost_node, misses_secret
-from moejob_operator.planning.observed_state import ObservedState, blueprint
+from moejob_operator.planning.observed_state import ObservedState, present_attempt
 from moejob_operator.planning.timestamps import seconds_since, seconds_until
 
 # Nothing else is done while manifests are made, half a millisecond each: a larger gang is created in several looks.
@@ -26,7 +26,7 @@ ENGINE_LIFE_SECONDS = 30.0
 
 def missing(s: ObservedState) -> tuple[Ensure, ...]:
     """Return the objects to create next, in the order in which they are needed."""
-    plan = blueprint(s)
+    plan = present_attempt(s)
     pods = chain(_missing_trainers(s, plan), _missing_engines(s, plan))
     wanted = chain(_missing_shared(s, plan), _with_access(s, plan, pods))
     return tuple(islice(wanted, CREATED_AT_ONCE))
@@ -75,7 +75,7 @@ def engine_wait_seconds(pod: Pod, s: ObservedState) -> float:
     return max(0.0, ENGINE_LIFE_SECONDS - seconds_since(pod.created_at, s.now))
 
 
-def _missing_shared(s: ObservedState, plan: Blueprint) -> Iterator[Ensure]:
+def _missing_shared(s: ObservedState, plan: Attempt) -> Iterator[Ensure]:
     wanted_claim, wanted_group = claim(plan), pod_group(plan)
     if plan.service not in s.seen.services:
         yield Ensure(service(plan))
@@ -85,7 +85,7 @@ def _missing_shared(s: ObservedState, plan: Blueprint) -> Iterator[Ensure]:
         yield Ensure(wanted_group)
 
 
-def _with_access(s: ObservedState, plan: Blueprint, pods: Iterator[Ensure]) -> Iterator[Ensure]:
+def _with_access(s: ObservedState, plan: Attempt, pods: Iterator[Ensure]) -> Iterator[Ensure]:
     """Yield pods behind what they need and what guards them, which the operator cannot see.
 
     That is created once for the pods of an attempt, so that a new gang finds what another client has deleted, and when
@@ -102,14 +102,14 @@ def _with_access(s: ObservedState, plan: Blueprint, pods: Iterator[Ensure]) -> I
         yield from pods
 
 
-def _missing_trainers(s: ObservedState, plan: Blueprint) -> Iterator[Ensure]:
+def _missing_trainers(s: ObservedState, plan: Attempt) -> Iterator[Ensure]:
     if seconds_until(s.ladder.start_after, s.now) > 0:
         return
     # A pod that still ends keeps its name; it will be missing when it is gone.
     yield from (Ensure(trainer_pod(plan, index)) for index in range(plan.layout.nodes) if index not in s.trainers)
 
 
-def _missing_engines(s: ObservedState, plan: Blueprint) -> Iterator[Ensure]:
+def _missing_engines(s: ObservedState, plan: Attempt) -> Iterator[Ensure]:
     there = {pod.name for pod in s.rollouts}
     for index in range(plan.engines):
         if plan.pod(Role.ROLLOUT, index) not in there:

@@ -13,7 +13,7 @@ from moejob_api.job.lifecycle import Gang
 from moejob_api.job.status import Ladder, Phase, Restarts, Status
 from moejob_api.layout.sizes import Layout
 from moejob_api.recovery import renewed
-from moejob_operator.children.blueprint import Blueprint, Images, JobNetwork, former_service_of, service_of
+from moejob_operator.children.attempt import Attempt, Images, JobNetwork, former_service_of, service_of
 from moejob_operator.children.gangs import GangApi, chosen_gang
 from moejob_operator.observed import Observed, Pod, PodPhase
 from moejob_operator.planning.recovery_state import fresh_gang, recovery_state, with_state
@@ -168,11 +168,11 @@ def gang_of(s: ObservedState) -> Gang:
     return chosen_gang(spec.lifecycle, s.setting.gang_apis)
 
 
-def blueprint(s: ObservedState) -> Blueprint:
+def present_attempt(s: ObservedState) -> Attempt:
     """Return the facts from which the manifests of the present attempt follow."""
     spec, layout = spec_and_layout(s)
     job = s.seen.job
-    return Blueprint(
+    return Attempt(
         name=job.name,
         namespace=job.namespace,
         uid=job.uid,
@@ -180,7 +180,7 @@ def blueprint(s: ObservedState) -> Blueprint:
         layout=layout,
         rollout=s.validation.rollout,
         service=_service(s),
-        attempt=s.attempt,
+        number=s.attempt,
         gang=gang_of(s),
         images=s.setting.images,
         trainer_grace_seconds=grace_seconds(s.status),

@@ -18,7 +18,7 @@ from moejob_operator.cluster import Children, Conflict, Forbidden, InTheWay, Job
 from moejob_operator.observed import is_as_made, is_unheard, taken_by_taint
 from moejob_operator.runtime.api_client import Absent, ApiClient, Exists
 from moejob_operator.runtime.cache import CHILD_KINDS, Cache
-from moejob_operator.runtime.lists import JOBS, Lists, collection
+from moejob_operator.runtime.live_lists import JOBS, LiveLists, collection
 from moejob_operator.runtime.logs import Log
 from moejob_operator.runtime.pod_client import Mute, PodClient
 
@@ -40,7 +40,7 @@ class ApiServer:
 
     api: ApiClient
     cache: Cache
-    lists: Lists
+    lists: LiveLists
     pods: PodClient
     identity: str
     remaining_seconds: Callable[[], float]

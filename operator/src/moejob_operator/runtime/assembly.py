@@ -11,7 +11,7 @@ from functools import partial
 from moejob_operator.admission.certificate_keeper import CertificateKeeper
 from moejob_operator.admission.certificates import CertificateStore, hosts_of
 from moejob_operator.admission.server import AdmissionServer, IdleServer
-from moejob_operator.children.blueprint import Images, JobNetwork
+from moejob_operator.children.attempt import Images, JobNetwork
 from moejob_operator.cluster import Conflict, Forbidden, JobKey, Retryable
 from moejob_operator.planning.observed_state import Setting
 from moejob_operator.reconcile import Reconciler
@@ -24,7 +24,7 @@ from moejob_operator.runtime.kopf_session import KopfSession
 from moejob_operator.runtime.leader_duties import Leader
 from moejob_operator.runtime.leader_election import ApiLeaseStore, Election, Leadership, Sole
 from moejob_operator.runtime.listener import ListenerLimits
-from moejob_operator.runtime.lists import GangApis, Lists
+from moejob_operator.runtime.live_lists import GangApis, LiveLists
 from moejob_operator.runtime.metrics import Metrics
 from moejob_operator.runtime.pod_client import PodClient
 from moejob_operator.runtime.settings import Settings, unique
@@ -59,7 +59,7 @@ async def assemble(stack: AsyncExitStack, settings: Settings) -> ReplicaParts:
     leadership = await _leadership(stack, settings, metrics)
     metrics.count(lambda: cache.jobs() if leadership.remaining_seconds() > 0 else ())
     gangs = GangApis(api)
-    lists = [Lists(api, cache, namespace, gangs) for namespace in settings.namespaces or (None,)]
+    lists = [LiveLists(api, cache, namespace, gangs) for namespace in settings.namespaces or (None,)]
     cluster = ApiServer(
         api=api,
         cache=cache,

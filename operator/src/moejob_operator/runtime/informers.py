@@ -19,7 +19,7 @@ from moejob_operator.actions import Kind
 from moejob_operator.cluster import Forbidden, JobKey, Raw, Retryable
 from moejob_operator.runtime.api_client import Absent, ApiClient, Expired
 from moejob_operator.runtime.cache import Cache
-from moejob_operator.runtime.lists import Lists, selected
+from moejob_operator.runtime.live_lists import LiveLists, selected
 from moejob_operator.runtime.logs import Log
 
 log = Log(__name__)
@@ -51,7 +51,7 @@ class Informer:
 
     kind: Kind
     api: ApiClient
-    lists: Lists
+    lists: LiveLists
     reconcile: Callable[[JobKey], None]
     listed: asyncio.Event = field(default_factory=asyncio.Event)
     pauses: Pauses = field(default_factory=Pauses)
@@ -114,6 +114,6 @@ def receive(kind: Kind, event: Raw, cache: Cache, reconcile: Callable[[JobKey], 
         reconcile(key)
 
 
-def watches(api: ApiClient, lists: Lists, reconcile: Callable[[JobKey], None]) -> tuple[Informer, ...]:
+def watches(api: ApiClient, lists: LiveLists, reconcile: Callable[[JobKey], None]) -> tuple[Informer, ...]:
     """One for each kind. `api` is theirs alone: each holds a connection for as long as it lives."""
     return tuple(Informer(kind, api, lists, reconcile) for kind in WATCHED)

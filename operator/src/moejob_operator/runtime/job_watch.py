@@ -18,7 +18,7 @@ from moejob_operator.cluster import JobKey, Raw
 from moejob_operator.runtime.api_client import Listing
 from moejob_operator.runtime.cache import Cache, slim
 from moejob_operator.runtime.informers import Pauses
-from moejob_operator.runtime.lists import Lists
+from moejob_operator.runtime.live_lists import LiveLists
 from moejob_operator.runtime.logs import Log
 
 log = Log(__name__)
@@ -33,7 +33,7 @@ DEAD_SECONDS = 120.0
 class JobWatch:
     """kopf's watch of jobs in one namespace or in all. `listed` is set once the cache holds all of them."""
 
-    lists: Lists
+    lists: LiveLists
     reconcile: Callable[[JobKey], None]
     clock: Callable[[], float] = time.monotonic
     listed: asyncio.Event = field(default_factory=asyncio.Event)

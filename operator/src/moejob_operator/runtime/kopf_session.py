@@ -31,7 +31,7 @@ from moejob_operator.runtime.api_client import (
 )
 from moejob_operator.runtime.informers import Pauses
 from moejob_operator.runtime.job_watch import JobWatch
-from moejob_operator.runtime.lists import JOBS
+from moejob_operator.runtime.live_lists import JOBS
 from moejob_operator.runtime.logs import Log
 
 log = Log(__name__)

@@ -12,7 +12,7 @@ from moejob_operator.cluster import Forbidden, JobKey, Retryable
 from moejob_operator.runtime.api_client import Absent
 from moejob_operator.runtime.informers import Informer
 from moejob_operator.runtime.job_watch import JobWatch
-from moejob_operator.runtime.lists import Lists
+from moejob_operator.runtime.live_lists import LiveLists
 from moejob_operator.runtime.logs import Log
 from moejob_operator.runtime.work_queue import WorkQueue
 
@@ -26,7 +26,7 @@ class Leader:
     """Leads for as long as it is let. All lists are of one cache and know the same gang schedulers."""
 
     queue: WorkQueue[JobKey]
-    lists: Sequence[Lists]
+    lists: Sequence[LiveLists]
     watches: Sequence[Informer | JobWatch]
     resync_seconds: float
     leads: Callable[[bool], None]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from moejob_api.job.status import Condition, ConditionStatus, ConditionType, Phase, Progress, Status
-from moejob_operator.children.blueprint import claim_of
+from moejob_operator.children.attempt import claim_of
 from moejob_operator.planning.decision import Decision, Reason
 from moejob_operator.planning.observed_state import ObservedState
 from moejob_operator.planning.timestamps import written

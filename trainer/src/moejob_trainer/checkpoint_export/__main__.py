@@ -16,8 +16,8 @@ import torch
 
 from moejob_api.contract import ExitCode
 from moejob_api.problems import InvalidSpec
-from moejob_trainer.checkpoint_export.export import Wanted, export_run
 from moejob_trainer.checkpoint_export.run import BEST, Best, stored_run
+from moejob_trainer.checkpoint_export.run_export import Wanted, export_run
 from moejob_trainer.errors import BadConfiguration
 
 

@@ -19,10 +19,10 @@ from moejob_api.job.training import Lora, LoraTarget
 from moejob_api.models.reader import refused
 from moejob_api.models.shape import ModelShape
 from moejob_api.problems import Rule
-from moejob_trainer.conversion.export import Check, unchecked
 from moejob_trainer.conversion.families import ROWS, Table, located
 from moejob_trainer.conversion.gathering import hugging_face_tensors
 from moejob_trainer.conversion.groups import ModelGroups
+from moejob_trainer.conversion.model_export import Check, unchecked
 from moejob_trainer.conversion.safetensors_writer import CorruptExport
 from moejob_trainer.conversion.tensor_table import Piece, TensorRule, pieces
 from moejob_trainer.distributed import messages

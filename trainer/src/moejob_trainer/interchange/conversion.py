@@ -16,10 +16,10 @@ from torch import Tensor
 from moejob_api.models.families import shape_of
 from moejob_api.models.shape import Experts
 from moejob_trainer.conversion.checkpoint import StoredTensor, listed, unusable
-from moejob_trainer.conversion.export import ExportReport, Target, export
 from moejob_trainer.conversion.families import Table, table
 from moejob_trainer.conversion.groups import ModelGroups
 from moejob_trainer.conversion.loading import Source, opened
+from moejob_trainer.conversion.model_export import ExportReport, Target, export
 from moejob_trainer.conversion.quantized import TensorSource
 from moejob_trainer.conversion.safetensors_writer import CorruptExport
 from moejob_trainer.conversion.templates import CONFIG_FILE

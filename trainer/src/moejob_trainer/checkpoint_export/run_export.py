@@ -16,7 +16,10 @@ import torch
 from moejob_trainer.checkpoint_export.run import StoredRun
 from moejob_trainer.checkpoint_export.tensors import CheckpointTensors, MergedTensors, PublishedTensors
 from moejob_trainer.conversion.adapters import AdapterTarget, adapter_table, write_adapters
-from moejob_trainer.conversion.export import (
+from moejob_trainer.conversion.families import Table, table
+from moejob_trainer.conversion.gathering import names
+from moejob_trainer.conversion.loading import Source, opened
+from moejob_trainer.conversion.model_export import (
     MOST_SHARD_BYTES,
     ExportReport,
     Target,
@@ -25,9 +28,6 @@ from moejob_trainer.conversion.export import (
     file_names,
     prepare,
 )
-from moejob_trainer.conversion.families import Table, table
-from moejob_trainer.conversion.gathering import names
-from moejob_trainer.conversion.loading import Source, opened
 from moejob_trainer.conversion.safetensors_writer import TensorEntry, planned, shard_writer, verify
 from moejob_trainer.conversion.tensor_table import Piece
 from moejob_trainer.data import tiny

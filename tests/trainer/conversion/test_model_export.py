@@ -18,10 +18,10 @@ from transformers import AutoModelForCausalLM
 
 from moejob_api.job.parallelism import ExpertLayout, Parallelism
 from moejob_api.models.shape import Family
-from moejob_trainer.conversion.export import ExportReport, Target, export
 from moejob_trainer.conversion.gathering import TensorGathering, hugging_face_tensors
 from moejob_trainer.conversion.groups import ModelGroups
 from moejob_trainer.conversion.loading import import_weights, opened
+from moejob_trainer.conversion.model_export import ExportReport, Target, export
 from moejob_trainer.conversion.safetensors_writer import CorruptExport, TensorEntry, planned, shard_writer, verify
 from moejob_trainer.conversion.tensor_table import Piece
 from moejob_trainer.model.parameters import Coordinates

@@ -66,7 +66,7 @@ class GangApis:
 
 
 @dataclass(frozen=True, slots=True)
-class Lists:
+class LiveLists:
     """Lists jobs and what belongs to them, in one namespace or in all."""
 
     api: ApiClient

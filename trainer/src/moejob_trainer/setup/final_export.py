@@ -8,7 +8,7 @@ import torch
 
 from moejob_api.contract import RunFile
 from moejob_trainer.conversion.adapters import AdapterTarget, adapter_table, export_adapters
-from moejob_trainer.conversion.export import Target, export, unchecked
+from moejob_trainer.conversion.model_export import Target, export, unchecked
 from moejob_trainer.megatron.engine import MegatronEngine
 from moejob_trainer.megatron.weights import whole_adapters, whole_weights
 from moejob_trainer.model_check.checks import Checks
@@ -17,7 +17,7 @@ from moejob_trainer.setup.context import RankContext
 from moejob_trainer.setup.model import RunModel
 
 
-def export_model(
+def export_finished_model(
     context: RankContext, model: RunModel, engine: MegatronEngine, checks: Checks, *, is_beside_pretrained: bool
 ) -> None:
     """Export the trained model, and check that Transformers computes the same from it."""

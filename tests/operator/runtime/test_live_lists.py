@@ -10,7 +10,7 @@ from moejob_operator.actions import Kind
 from moejob_operator.children.gangs import GangApi
 from moejob_operator.cluster import JobKey, Raw
 from moejob_operator.runtime.cache import CHILD_KINDS, Cache
-from moejob_operator.runtime.lists import GangApis, Lists, collection
+from moejob_operator.runtime.live_lists import GangApis, LiveLists, collection
 from stand_in_api import StandIn, listed, refused, stand_in, stored
 
 JOBS = "/apis/moejob.dev/v1alpha1/moetrainingjobs"
@@ -42,7 +42,7 @@ def test_filling_takes_in_what_is_there_and_drops_what_is_not() -> None:
             cache = Cache()
             cache.seen(Kind.JOB, stored("MoETrainingJob", "deleted", 1))
             cache.seen(Kind.POD, pod("vanished", 2))
-            lists = Lists(api, cache, None, GangApis(api))
+            lists = LiveLists(api, cache, None, GangApis(api))
             for kind in (Kind.JOB, *CHILD_KINDS):
                 await lists.fill(kind)
             assert [job["metadata"]["name"] for job in cache.jobs()] == ["job"]
@@ -59,7 +59,7 @@ def test_an_operator_of_one_namespace_lists_that_one() -> None:
     async def story() -> None:
         async with stand_in() as (server, api):
             everything(server)
-            await Lists(api, Cache(), "default", GangApis(api)).fill(Kind.POD)
+            await LiveLists(api, Cache(), "default", GangApis(api)).fill(Kind.POD)
             assert server.calls == ["GET /api/v1/namespaces/default/pods"]
 
     asyncio.run(story())
@@ -79,7 +79,7 @@ def test_a_gang_scheduler_that_was_just_uninstalled_has_no_pod_groups() -> None:
             )
             server.say(f"GET {collection(Kind.POD_GROUP, None, GangApi.VOLCANO)}", refused(404, "NotFound"))
             cache = Cache()
-            lists = Lists(api, cache, None, GangApis(api, frozenset({GangApi.NATIVE, GangApi.VOLCANO})))
+            lists = LiveLists(api, cache, None, GangApis(api, frozenset({GangApi.NATIVE, GangApi.VOLCANO})))
             assert await lists.fill(Kind.POD_GROUP) == 100
             assert len(cache.children(KEY).pod_groups) == 1
 
@@ -93,7 +93,7 @@ def test_what_is_in_another_namespace_is_not_missed_in_this_one() -> None:
             cache = Cache()
             cache.seen(Kind.JOB, stored("MoETrainingJob", "vanished"))
             cache.seen(Kind.JOB, stored("MoETrainingJob", "job", metadata={"namespace": "elsewhere"}))
-            await Lists(api, cache, "default", GangApis(api)).fill(Kind.JOB)
+            await LiveLists(api, cache, "default", GangApis(api)).fill(Kind.JOB)
             assert cache.all_keys() == [JobKey("elsewhere", "job")]
 
     asyncio.run(story())
@@ -103,7 +103,7 @@ def test_the_version_of_a_list_is_where_a_watch_begins() -> None:
     async def story() -> None:
         async with stand_in() as (server, api):
             everything(server, version="1234")
-            assert await Lists(api, Cache(), None, GangApis(api)).fill(Kind.POD) == 1234
+            assert await LiveLists(api, Cache(), None, GangApis(api)).fill(Kind.POD) == 1234
 
     asyncio.run(story())
 
@@ -119,7 +119,7 @@ def test_of_several_lists_the_oldest_says_what_is_gone() -> None:
                 )
             cache = Cache()
             cache.seen(Kind.POD_GROUP, stored("PodGroup", "created between", 20, labels={Label.JOB.value: "job"}))
-            lists = Lists(api, cache, None, GangApis(api, frozenset({GangApi.NATIVE, GangApi.VOLCANO})))
+            lists = LiveLists(api, cache, None, GangApis(api, frozenset({GangApi.NATIVE, GangApi.VOLCANO})))
             assert await lists.fill(Kind.POD_GROUP) == 10
             assert len(cache.children(KEY).pod_groups) == 1
 
@@ -129,7 +129,7 @@ def test_of_several_lists_the_oldest_says_what_is_gone() -> None:
 def test_without_gang_schedulers_there_is_nothing_to_list() -> None:
     async def story() -> None:
         async with stand_in() as (server, api):
-            await Lists(api, Cache(), None, GangApis(api)).fill(Kind.POD_GROUP)
+            await LiveLists(api, Cache(), None, GangApis(api)).fill(Kind.POD_GROUP)
             assert server.asked == []
 
     asyncio.run(story())

@@ -38,7 +38,7 @@ class JobNetwork:
 
 
 @dataclass(frozen=True, slots=True)
-class Blueprint:
+class Attempt:
     """One attempt of one job. `gang` is decided: never Auto."""
 
     name: str
@@ -49,7 +49,7 @@ class Blueprint:
     rollout: RolloutLayout | None
     # The headless Service, which is also the subdomain of every pod.
     service: str
-    attempt: int
+    number: int
     gang: Gang
     images: Images
     trainer_grace_seconds: int
@@ -80,15 +80,15 @@ class Blueprint:
 
     def pod(self, role: Role, index: int) -> str:
         """The name of a pod, which is also its host name."""
-        return pod_name(self.name, role, self.attempt_of(role), index)
+        return pod_name(self.name, role, self.number_of(role), index)
 
     def grace_seconds(self, role: Role) -> int:
         """Return the time between a pod's SIGTERM and its SIGKILL."""
         return self.trainer_grace_seconds if role is Role.TRAINER else ENGINE_GRACE_SECONDS
 
-    def attempt_of(self, role: Role) -> int:
+    def number_of(self, role: Role) -> int:
         """The attempt that a pod of this role belongs to."""
-        return self.attempt if role is Role.TRAINER else ROLLOUT_ATTEMPT
+        return self.number if role is Role.TRAINER else ROLLOUT_ATTEMPT
 
     def host(self, role: Role, index: int) -> str:
         """A pod's name as the others can resolve it, whatever the cluster's domain is called."""
@@ -115,18 +115,18 @@ def claim_of(job: str, spec: Spec) -> str:
     return spec.storage.claim_name or f"{job}-storage"
 
 
-def metadata(blueprint: Blueprint, name: str) -> dict[str, Any]:
+def metadata(attempt: Attempt, name: str) -> dict[str, Any]:
     """The metadata of an object that lives and dies with the job."""
     return {
         "name": name,
-        "namespace": blueprint.namespace,
-        "labels": job_labels(blueprint),
+        "namespace": attempt.namespace,
+        "labels": job_labels(attempt),
         "ownerReferences": [
             {
                 "apiVersion": f"{GROUP}/{VERSION}",
                 "kind": KIND,
-                "name": blueprint.name,
-                "uid": blueprint.uid,
+                "name": attempt.name,
+                "uid": attempt.uid,
                 "controller": True,
                 # True would need a right to the job's finalizers, to delay a deletion that nothing here delays.
                 "blockOwnerDeletion": False,
@@ -135,10 +135,10 @@ def metadata(blueprint: Blueprint, name: str) -> dict[str, Any]:
     }
 
 
-def job_labels(blueprint: Blueprint) -> dict[str, str]:
+def job_labels(attempt: Attempt) -> dict[str, str]:
     """Labels that everything of the job carries."""
     return {
         Label.MANAGED_BY.value: MANAGED_BY,
-        Label.JOB.value: blueprint.name,
-        Label.JOB_UID.value: blueprint.uid,
+        Label.JOB.value: attempt.name,
+        Label.JOB_UID.value: attempt.uid,
     }
