@@ -14,7 +14,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 _BLOCK = re.compile(r"^( *)```console\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
-_MENTIONED = re.compile(r"`((?:moejob|make) [^`\n]+)`")
+_MENTIONED = re.compile(r"`((?:moejob|make|kubectl) [^`\n]+)`")
+_MODULE = re.compile(r"python (?:-W \w+ )?-m ([\w.]+)")
 _COMMAND = re.compile(r"^ *\$ ((?:.*\\\n)*.*)", re.MULTILINE)
 
 
@@ -62,3 +63,8 @@ def mentioned(*begin: str) -> list[Typed]:
         for command in _MENTIONED.findall(page.read_text(encoding="utf-8"))
     }
     return [one for _, one in sorted(found.items()) if one.command.startswith(begin)]
+
+
+def started_modules() -> set[str]:
+    """Modules that any page says to start with Python, wherever it does."""
+    return {module for page in pages() for module in _MODULE.findall(page.read_text(encoding="utf-8"))}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from documented import ROOT, Typed, typed, typed_into_shell
+from documented import ROOT, Typed, started_modules, typed, typed_into_shell
 from moejob_api.documents.reading import read_job
 
 PLANE = "tests/cluster/control_plane"
@@ -63,6 +63,17 @@ def test_a_proof_is_there(found: str) -> None:
     path, _, name = found.partition("::")
     text = (ROOT / path).read_text(encoding="utf-8")
     assert f"def {name}(" in text if name else text
+
+
+def test_a_module_that_a_page_starts_is_a_program() -> None:
+    folders = [ROOT, ROOT / "tests", *ROOT.glob("*/src")]
+    places = {module: [folder / module.replace(".", "/") for folder in folders] for module in started_modules()}
+    assert len(places) > 10
+    assert [
+        module
+        for module, found in places.items()
+        if not any((place / "__main__.py").exists() or place.with_suffix(".py").exists() for place in found)
+    ] == []
 
 
 def test_no_proof_is_for_a_command_that_no_page_has() -> None:

@@ -13,12 +13,14 @@ import pytest
 
 from cluster.control_plane import jobs
 from cluster.control_plane.plane import ControlPlane
-from documented import ROOT, Typed, typed, typed_into_shell
+from documented import ROOT, Typed, mentioned, typed, typed_into_shell
 from moejob_api.documents.reading import read_job
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("definition")]
 
 COMMANDS = [one for one in typed() if "kubectl " in one.command]
+# Whole questions within the text; what is cut short there names no object.
+QUESTIONS = mentioned("kubectl get ", "kubectl explain ", "kubectl version", "kubectl api-resources")
 # Follows forever, or ends what other tests need.
 ENDLESS = ("--watch", "--follow")
 KUBECTL = """#!/usr/bin/env bash
@@ -65,6 +67,14 @@ def test_the_commands_of_a_page_are_answered(
         assert answer.returncode == 0 or re.search(expected, answer.stderr), command + answer.stderr
 
 
+@pytest.mark.parametrize("one", QUESTIONS, ids=str)
+def test_a_question_within_the_text_is_answered(
+    kubectl: Callable[[str], subprocess.CompletedProcess[str]], one: Typed
+) -> None:
+    answer = kubectl(one.command)
+    assert answer.returncode == 0, answer.stderr
+
+
 def finish_jobs(plane: ControlPlane, namespace: str) -> None:
     """Say of all jobs that they have ended, for those who wait for that: no operator does."""
     for job in plane.api.get(jobs.path(namespace))["items"]:
@@ -104,3 +114,4 @@ def shown_files(page: str) -> dict[str, str]:
 
 def test_commands_are_found() -> None:
     assert {Typed("README.md", "kubectl get moetrainingjobs")} < set(COMMANDS)
+    assert {Typed("README.md", "kubectl explain moetrainingjob.spec")} < set(QUESTIONS)
