@@ -17,7 +17,6 @@ class Rule(StrEnum):
     EXACTLY_ONE = "ExactlyOne"
     CONFLICT = "Conflict"
     ENVIRONMENT = "Environment"
-    NAME_LENGTH = "NameLength"
     # Layout
     GPU_COUNT = "GpuCount"
     NODE_SIZE = "NodeSize"
@@ -38,7 +37,6 @@ class Rule(StrEnum):
     HEADS = "Heads"
     KEY_VALUE_HEADS = "KeyValueHeads"
     EXPERTS = "Experts"
-    VOCABULARY = "Vocabulary"
     WIDTH = "Width"
     LORA = "Lora"
     ROUTING = "Routing"

@@ -35,7 +35,6 @@ from moejob_trainer.layers.routing import (
     balancing_scores,
     capacity,
     document_counts,
-    expert_counts,
     load,
     routed,
     router_logits,
@@ -253,6 +252,11 @@ def test_renaming_experts_renames_choices(names: list[int], scoring: Scoring) ->
     renamed[:, order] = logits
     weights = by_expert(*routed(logits, routing))
     assert torch.allclose(by_expert(*routed(renamed, routing))[:, order], weights, atol=1e-6)
+
+
+def expert_counts(experts: Tensor, expert_count: int, counted: Tensor | None = None) -> Tensor:
+    """Choices that fell on each expert, as if all tokens were of one document."""
+    return document_counts(experts, torch.zeros_like(experts[:, 0]), 1, expert_count, counted)[0]
 
 
 def test_the_switch_loss_is_that_of_transformers_over_the_choices_of_a_token() -> None:

@@ -130,15 +130,13 @@ def balancing_scores(logits: Tensor, routing: Routing) -> Tensor:
     return scores / (scores.sum(-1, keepdim=True) + _smallest_sum(routing))
 
 
-def expert_counts(experts: Tensor, expert_count: int, counted: Tensor | None = None) -> Tensor:
-    """Count the choices [t, k] that fell on each expert, of the tokens that are `counted` (bool [t]). float32 [E]"""
-    return document_counts(experts, torch.zeros_like(experts[:, 0]), 1, expert_count, counted)[0]
-
-
 def document_counts(
     experts: Tensor, segments: Tensor, documents: int, expert_count: int, counted: Tensor | None = None
 ) -> Tensor:
-    """The same for each document, where `segments` [t] says which one a token belongs to. float32 [documents, E]"""
+    """Count the choices [t, k] that fell on each expert, of the tokens that are `counted` (bool [t]), in each document.
+
+    `segments` [t] says which one a token belongs to. float32 [documents, E]
+    """
     counts = torch.zeros(documents, expert_count + 1, device=experts.device)
     ones = torch.ones_like(segments) if counted is None else counted
     places = segments.long()[:, None] * (expert_count + 1) + experts

@@ -39,7 +39,7 @@ class NoLauncher(RuntimeError):
 class Heartbeat:
     """One rank's side of a board."""
 
-    def __init__(self, words: memoryview, run_file: Path | None) -> None:
+    def __init__(self, words: memoryview, run_file: Path) -> None:
         self._words, self._run_file = words, run_file
 
     @classmethod
@@ -52,11 +52,6 @@ class Heartbeat:
         words = _words(Path(folder) / _BEATS_FILE)[first : first + _WORDS]
         return cls(words, Path(folder) / _RUN_FILE)
 
-    @classmethod
-    def without_launcher(cls) -> Heartbeat:
-        """Return heartbeats that are not read, for a loop that runs without a launcher."""
-        return cls(memoryview(bytearray(_WORDS * _WORD_BYTES)).cast("q"), None)
-
     def beat(self, step: int) -> None:
         """Say that this rank is alive and has done that many steps."""
         self._words[_STEP] = step
@@ -65,8 +60,6 @@ class Heartbeat:
 
     def report(self, run: RunProgress) -> None:
         """Report the progress of the run; for rank 0."""
-        if self._run_file is None:
-            return
         written = self._run_file.with_suffix(".new")
         # What is shown may go stale when the disk is full; the run continues.
         with suppress(OSError):

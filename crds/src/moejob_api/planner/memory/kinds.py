@@ -49,14 +49,13 @@ def router_parameters(hidden: int, layer: Layer) -> int:
 class StageContents:
     """The contents of a pipeline stage: ranges of layers, one a chunk, and perhaps the embedding or the output.
 
-    alike: how many stages hold as much; this is the first of them, and the one with the most microbatches in flight.
+    The first of those that hold as much is the one with the most microbatches in flight.
     """
 
     index: int
     chunks: tuple[range, ...]
     embedding: bool
     output: bool
-    alike: int = 1
 
 
 def distinct_stages(parallelism: Parallelism, kinds: Kinds) -> tuple[StageContents, ...]:
@@ -90,12 +89,9 @@ def _distinct_stages(
     cut = stages(parallelism, depth)
     if cut is None:
         raise ValueError(f"{depth} layers do not divide over {pipeline} stages: moejob_api.rules refuses such a layout")
-    sorts: dict[object, list[StageContents]] = {}
+    sorts: dict[object, StageContents] = {}
     for index, stage in enumerate(cut):
         layers = tuple(tuple(of_kind[c.stop] - of_kind[c.start] for of_kind in before) for c in stage.chunks)
         one = StageContents(index, stage.chunks, embedding=index == 0, output=index == pipeline - 1)
-        sorts.setdefault((layers, one.embedding, one.output), []).append(one)
-    return tuple(
-        StageContents(same[0].index, same[0].chunks, same[0].embedding, same[0].output, len(same))
-        for same in sorts.values()
-    )
+        sorts.setdefault((layers, one.embedding, one.output), one)
+    return tuple(sorts.values())

@@ -62,9 +62,6 @@ class Name(StrEnum):
     FRAGMENTATION = "allocator"
 
 
-# What torch.cuda.max_memory_allocated() does not count.
-OUTSIDE_TENSORS = frozenset({Name.CONTEXT, Name.COMMUNICATORS, Name.FRAGMENTATION, Name.ENGINE_ASLEEP})
-
 Amounts = dict[Name, int]
 
 
