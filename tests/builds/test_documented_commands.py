@@ -24,7 +24,7 @@ CHART = "tests/chart/test_getting_started.py::test_what_is_installed_can_be_rend
 # The first pattern that a command begins with counts. A proof is a test, or `needs` and what no test has.
 PROOFS: dict[str, str] = {
     r"make demo$": DEMO,
-    r"make demo-grpo$": "needs three minutes and a vLLM engine: `make pictures` runs it, a test its dry run",
+    r"make demo-grpo$": "tests/trainer/test_demo.py::test_the_second_demo_teaches_sums_by_their_reward",
     r"make kind-demo$": KIND,
     r"make images\b": KIND,
     r"source \.venv/operator/bin/activate$": DEMO,
