@@ -28,6 +28,7 @@ from benchmarks.record import Better, Result, record
 from benchmarks.rollout.alone import MARK
 from benchmarks.rollout.models import write_model
 from engines import PYTHON, ROOT, SECRET, Engine
+from moejob_api.contract import weights_key
 from moejob_trainer.rollouts.connection import Connection
 from moejob_trainer.rollouts.fleet import Fleet, FleetLimits
 from moejob_trainer.rollouts.generator import FleetGenerator
@@ -114,7 +115,7 @@ def _transport(sync: str, folder: Path) -> Transport:
     if sync == "Disk":
         return DiskTransport(folder / "weights", None, LIMITS.start_seconds)
     alone = Ranks(None, None, torch.device("cpu"))
-    return BroadcastTransport(alone, EngineRendezvous("127.0.0.1", 1, gloo, LIMITS.start_seconds))
+    return BroadcastTransport(alone, EngineRendezvous("127.0.0.1", weights_key(SECRET), 1, gloo, LIMITS.start_seconds))
 
 
 def _through(

@@ -17,7 +17,9 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import BroadcastOptions, ProcessGroupGloo
 
-from engines import Engine, free_port
+from engines import SECRET, Engine, free_port
+from moejob_api.contract import weights_key
+from rollout.doors import opened
 from rollout.references import log_probabilities, model, published, published_tensors, without
 
 Start = Callable[..., Engine]
@@ -176,12 +178,12 @@ def _in_stacks(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _joined(engine: Engine, workers: int) -> ProcessGroupGloo:
-    port, world = free_port(), 1 + workers
-    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    inner, world = free_port(), 1 + workers
+    store = TCPStore("127.0.0.1", inner, is_master=True, wait_for_workers=False)
     where = {
         "master_address": "127.0.0.1",
-        "master_port": port,
-        "key": "weights",
+        "master_port": opened(weights_key(SECRET), inner),
+        "name": "weights",
         "rank_offset": 1,
         "world_size": world,
     }

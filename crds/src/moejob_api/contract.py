@@ -77,6 +77,14 @@ def engine_key(secret: str) -> str:
     return hmac.digest(secret.encode(), b"moejob engines", hashlib.sha256).hex()
 
 
+def weights_key(secret: str) -> bytes:
+    """Return the key that rank 0 and workers of engines prove to each other where they meet for weights.
+
+    Unlike the key of engines it is sent to no one.
+    """
+    return hmac.digest(secret.encode(), b"moejob weights", hashlib.sha256)
+
+
 class Port(IntEnum):
     """Ports inside a pod."""
 

@@ -15,11 +15,8 @@ from torch._C._distributed_c10d import TCPStore
 
 from moejob_api.contract import ExitCode
 from moejob_api.restarts import Cause
-from moejob_trainer.launcher.channel import FRAME_BYTES, attempt_key, introduce
 from moejob_trainer.launcher.ending import Ending
 from moejob_trainer.launcher.store import (
-    _UNPROVED_CONNECTIONS,
-    LOOPBACK,
     Entries,
     LostPeers,
     Operation,
@@ -27,6 +24,7 @@ from moejob_trainer.launcher.store import (
     StoreRequest,
     ranks_store,
 )
+from moejob_trainer.runtime.channel import FRAME_BYTES, LOOPBACK, UNPROVED_CONNECTIONS, attempt_key, introduce
 from trainer.launcher.launchers import Gang, free_port
 
 KEY = attempt_key("secret", "uid", 2)
@@ -136,7 +134,7 @@ def test_who_proves_nothing_is_closed_and_others_are_answered(store: Store, said
 
 def test_connections_that_prove_nothing_are_bounded_and_give_way(store: Store) -> None:
     with ExitStack() as open_ones:
-        for _ in range(2 * _UNPROVED_CONNECTIONS):
+        for _ in range(2 * UNPROVED_CONNECTIONS):
             open_ones.enter_context(socket.create_connection((LOOPBACK, store.port), timeout=60))
         for number in range(1, 9):
             assert _count_of(store.port) == number, "one that knows the key is not turned away"

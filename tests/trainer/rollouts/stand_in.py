@@ -6,11 +6,13 @@ import asyncio
 import threading
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from aiohttp import web
+
+from moejob_trainer.runtime.channel import BROKEN, LOOPBACK, LoopThread, introduce, splice
 
 # Says what to answer a request for tokens, given its body.
 Behaviour = Callable[[dict[str, Any]], Awaitable[web.Response]]
@@ -21,6 +23,20 @@ def until(is_so: Callable[[], bool], what: str) -> None:
     while not is_so():
         assert time.monotonic() < end, what
         time.sleep(0.01)
+
+
+def carried(host: str, port: int, key: bytes) -> int:
+    """Return a port of loopback, from where bytes reach one that asks for a proof of the key: as workers do it."""
+
+    async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with closing(writer), suppress(*BROKEN):
+            far = await asyncio.open_connection(host, port)
+            await introduce(*far, key)
+            await splice((reader, writer), far)
+
+    server: asyncio.Server = LoopThread().run(asyncio.start_server(carry, LOOPBACK, 0), 60)
+    found: int = server.sockets[0].getsockname()[1]
+    return found
 
 
 @dataclass

@@ -6,6 +6,7 @@ so that a thousand small tensors are one message.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -16,7 +17,9 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import BroadcastOptions, ProcessGroupGloo
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 
+from moejob_api.contract import Environment, weights_key
 from moejob_rollout.transfer.buckets import size_bytes, unpacked
+from moejob_rollout.transfer.channel import LOOPBACK, carried
 from moejob_rollout.transfer.checkpoint import CheckpointTransfer
 
 _PATIENCE = timedelta(minutes=10)
@@ -24,11 +27,11 @@ _PATIENCE = timedelta(minutes=10)
 
 @dataclass
 class BroadcastInit(WeightTransferInitInfo):
-    """The rendezvous of the group, and its key. `rank_offset` is the rank of the engine's first worker."""
+    """The rendezvous of the group, and its name there. `rank_offset` is the rank of the engine's first worker."""
 
     master_address: str
     master_port: int
-    key: str
+    name: str
     rank_offset: int
     world_size: int
 
@@ -53,11 +56,11 @@ class GlooTransfer(CheckpointTransfer[BroadcastInit, BroadcastUpdate]):
         """Join the trainer; a second time after the trainer has been restarted."""
         # A trainer that was killed has left its end of the group.
         self._group = None
-        store = TCPStore(
-            init_info.master_address, init_info.master_port, is_master=False, timeout=_PATIENCE, wait_for_workers=False
-        )
+        key = weights_key(os.environ.get(Environment.SECRET, ""))
+        port = carried(init_info.master_address, init_info.master_port, key)
+        store = TCPStore(LOOPBACK, port, is_master=False, timeout=_PATIENCE, wait_for_workers=False)
         rank = init_info.rank_offset + self.parallel_config.rank
-        self._group = self._joined(PrefixStore(init_info.key, store), rank, init_info.world_size)
+        self._group = self._joined(PrefixStore(init_info.name, store), rank, init_info.world_size)
         # NCCL connects when something is sent.
         self._received(1)
 

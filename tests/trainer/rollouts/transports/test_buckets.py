@@ -16,16 +16,19 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import BroadcastOptions, ProcessGroupGloo
 
+from moejob_api.contract import weights_key
 from moejob_trainer.rollouts.connection import Connection
 from moejob_trainer.rollouts.fleet import Fleet, FleetLimits
 from moejob_trainer.rollouts.publisher import Publisher, Trial
 from moejob_trainer.rollouts.transports.broadcast import BroadcastTransport, EngineRendezvous, gloo
 from moejob_trainer.rollouts.transports.buckets import Bucket, Ranks, all_gathered, gathered, parts
 from moejob_trainer.rollouts.transports.ipc import Handle, IpcTransport, handle
-from trainer.rollouts.stand_in import StandIn
+from moejob_trainer.runtime.channel import LOOPBACK
+from trainer.rollouts.stand_in import StandIn, carried
 from trainer.worlds import Worlds
 
 CPU = torch.device("cpu")
+KEY = weights_key("secret")
 ALONE = Ranks(None, None, CPU)
 LIMITS = FleetLimits(start_seconds=120, silence_seconds=60, answer_seconds=120, look_seconds=0.02)
 WHOLE = {
@@ -112,9 +115,10 @@ class Receiver:
 
     def _join(self, where: dict[str, Any]) -> None:
         def join() -> None:
-            store = TCPStore(where["master_address"], where["master_port"], is_master=False)
+            port = carried(where["master_address"], where["master_port"], KEY)
+            store = TCPStore(LOOPBACK, port, is_master=False)
             made = ProcessGroupGloo(
-                PrefixStore(where["key"], store), where["rank_offset"], where["world_size"], timedelta(minutes=5)
+                PrefixStore(where["name"], store), where["rank_offset"], where["world_size"], timedelta(minutes=5)
             )
             self._group = made
             self._received(1)
@@ -162,7 +166,7 @@ TRIAL = Trial(512, lambda tokens: np.full(len(tokens) - 1, -1.0, np.float32), 0.
 
 
 def broadcasting(fleet: Fleet) -> Publisher:
-    return Publisher(fleet, None, BroadcastTransport(ALONE, EngineRendezvous("127.0.0.1", 1, gloo, 60), 12), TRIAL)
+    return Publisher(fleet, None, BroadcastTransport(ALONE, EngineRendezvous("127.0.0.1", KEY, 1, gloo, 60), 12), TRIAL)
 
 
 def test_every_engine_gets_every_bucket_and_joins_once(receivers: list[Receiver], fleet: Fleet) -> None:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from engines import SECRET, Engine
+from moejob_api.contract import weights_key
 from moejob_api.layout.sizes import layout
 from moejob_api.models.shape import Family
 from moejob_trainer.data.packing import batch_plan
@@ -133,7 +134,7 @@ def published(cell: Cell, folder: Path, url: str) -> Published:
 def _publisher(control: dist.ProcessGroup, url: str, trial: Trial) -> Publisher:
     fleet = Fleet([url], Connection(SECRET), LIMITS) if control.rank() == 0 else None
     ranks = Ranks(control, control if control.size() > 1 else None, torch.device("cpu"))
-    meeting = EngineRendezvous("127.0.0.1", 1, gloo, LIMITS.start_seconds)
+    meeting = EngineRendezvous("127.0.0.1", weights_key(SECRET), 1, gloo, LIMITS.start_seconds)
     return Publisher(fleet, control, BroadcastTransport(ranks, meeting, ELEMENTS), trial)
 
 

@@ -14,7 +14,7 @@ from moejob_api.contract import Environment, Role
 from moejob_api.engines import colocated_per_pod
 from moejob_api.job import Spec
 from moejob_api.pod_environment import read_spec
-from moejob_trainer.launcher.channel import attempt_key
+from moejob_trainer.runtime.channel import attempt_key
 from moejob_trainer.runtime.fencing import Fence, claim_key
 
 _Name = Annotated[str, Field(min_length=1)]

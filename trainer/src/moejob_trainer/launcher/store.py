@@ -21,30 +21,28 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch._C._distributed_c10d import TCPStore
 
-from moejob_trainer.launcher.channel import (
+from moejob_trainer.runtime.channel import (
     BACKLOG,
+    BROKEN,
+    LOOPBACK,
+    Admission,
     LoopThread,
     Stranger,
     Streams,
-    admit,
     introduce,
     listener,
     read_frame,
     splice,
     write_frame,
 )
+from moejob_trainer.runtime.loopback_store import loopback_store
 
 # How long a store that does not answer is believed in.
 _ANSWER_SECONDS = 20.0
-# A peer that knows the secret proves it in two packets.
-_ADMIT_SECONDS = 5.0
 # Of those that arrive together; launchers that are in are answered in between.
 _ACCEPTED_AT_ONCE = 8
-# Connections that have not proved anything yet; more are closed at once.
-_UNPROVED_CONNECTIONS = 256
 # Names and texts together; a job of a thousand restarts on a thousand pods stays below.
 _STORE_BYTES = 256 << 20
-LOOPBACK = "127.0.0.1"
 
 
 class LostPeers(RuntimeError):
@@ -118,10 +116,8 @@ class StoreServer:
     """Answers launchers that know the key, and carries bytes of their ranks to a store in `ranks_ports`."""
 
     def __init__(self, entries: Entries, key: bytes) -> None:
-        self._entries, self._key = entries, key
+        self._entries, self._admission = entries, Admission(key)
         self.ranks_ports: set[int] = set()
-        # Connections that have proved nothing yet, the oldest first.
-        self._unproved: dict[asyncio.StreamWriter, None] = {}
 
     async def listen(self, on: socket.socket) -> None:
         """Serve until the loop ends."""
@@ -130,25 +126,9 @@ class StoreServer:
         on.listen(BACKLOG)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with closing(writer), suppress(OSError, ValueError, TimeoutError, asyncio.IncompleteReadError, Stranger):
-            await self._admit(reader, writer)
+        with closing(writer), suppress(*BROKEN):
+            await self._admission.admit(reader, writer)
             await self._answer(reader, writer)
-
-    async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Return when a peer has proved that it knows the key.
-
-        Where there is no room for another, the oldest that has not gives way: a launcher needs milliseconds.
-        """
-        if len(self._unproved) >= _UNPROVED_CONNECTIONS:
-            oldest = next(iter(self._unproved))
-            # Off the list at once: it ends later than others come.
-            del self._unproved[oldest]
-            oldest.transport.abort()
-        self._unproved[writer] = None
-        try:
-            await asyncio.wait_for(admit(reader, writer, self._key), _ADMIT_SECONDS)
-        finally:
-            self._unproved.pop(writer, None)
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while True:
@@ -185,7 +165,7 @@ class StoreClient:
         port: int = found.getsockname()[1]
 
         async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            with closing(writer), suppress(OSError, ValueError, TimeoutError, asyncio.IncompleteReadError, Stranger):
+            with closing(writer), suppress(*BROKEN):
                 streams = await asyncio.wait_for(self._connected(), _ANSWER_SECONDS)
                 request = StoreRequest(operation=Operation.CONNECT, number=ranks_port)
                 if not (await _asked(streams, request)).refused:
@@ -267,11 +247,8 @@ class Store:
 
 def ranks_store() -> TCPStore:
     """Return a new store for the ranks of one round, on this pod's loopback."""
-    with _reaching("the store of the ranks"), listener(LOOPBACK, 0) as found:
-        port = found.getsockname()[1]
-        # The store closes it.
-        taken, answer = found.detach(), timedelta(seconds=_ANSWER_SECONDS)
-        return TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, timeout=answer, master_listen_fd=taken)
+    with _reaching("the store of the ranks"):
+        return loopback_store(timedelta(seconds=_ANSWER_SECONDS))
 
 
 def is_listening(host: str, port: int) -> bool:

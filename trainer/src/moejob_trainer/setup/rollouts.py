@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from moejob_api.contract import Environment
+from moejob_api.contract import Environment, weights_key
 from moejob_api.engines import separate_engines, transport
 from moejob_api.job import Spec
 from moejob_api.job.grpo import Sync
@@ -81,7 +81,8 @@ def _alone_or(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
 def _rendezvous(spec: Spec, make_group: MakeGroup, start_seconds: float) -> EngineRendezvous:
     if spec.grpo is None:
         raise ValueError(f"method {spec.method} has no engines")
-    return EngineRendezvous(os.environ[Environment.HOST], spec.grpo.rollout.tensor, make_group, start_seconds)
+    host, key = os.environ[Environment.HOST], weights_key(os.environ.get(Environment.SECRET, ""))
+    return EngineRendezvous(host, key, spec.grpo.rollout.tensor, make_group, start_seconds)
 
 
 def _room(spec: Spec, engine: MegatronEngine) -> Room | None:

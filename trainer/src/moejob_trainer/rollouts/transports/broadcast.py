@@ -1,13 +1,12 @@
 """Weights by broadcast from rank 0 to the workers of each engine: over Gloo between CPUs, over NCCL between GPUs.
 
 An engine has a process group of its own with rank 0, so one that dies in the middle ends its own group and no other.
-The address and a key of the group travel over HTTP, which asks for the attempt's secret.
+Its address and name travel over HTTP, which asks for a key of the job's secret; the store at that address does so, too.
 """
 
 from __future__ import annotations
 
 import asyncio
-import socket
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -19,7 +18,7 @@ from uuid import uuid4
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import Backend, PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import Backend, PrefixStore, Store
 from torch.distributed import BroadcastOptions
 
 from moejob_trainer.rollouts.connection import EngineLost
@@ -27,6 +26,7 @@ from moejob_trainer.rollouts.fleet import RolloutEngine
 from moejob_trainer.rollouts.publisher import Sent
 from moejob_trainer.rollouts.sync import WeightSync
 from moejob_trainer.rollouts.transports.buckets import BUCKET_ELEMENTS, Bucket, Ranks, gathered, parts
+from moejob_trainer.rollouts.transports.group_store import GroupStore
 from moejob_trainer.rollouts.wire import WeightsLabel
 
 T = TypeVar("T")
@@ -39,9 +39,10 @@ _PATIENCE = timedelta(minutes=10)
 
 @dataclass(frozen=True, slots=True)
 class EngineRendezvous:
-    """Terms on which engines join rank 0: its address, and the workers of each engine."""
+    """Terms on which engines join rank 0: its address, the key that both prove, and the workers of each engine."""
 
     host: str
+    key: bytes
     workers: int
     make_group: MakeGroup
     start_seconds: float
@@ -49,10 +50,10 @@ class EngineRendezvous:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Joined:
-    """The group of one engine. Its store lives as long: NCCL asks it at the end."""
+    """The group of one engine, and its store."""
 
     group: Backend
-    store: Store
+    store: GroupStore
     # The weights that the engine had last; one that has others has been started since, and knows no group.
     label: str
 
@@ -99,17 +100,21 @@ class BroadcastTransport:
         return await sync.each(await sync.begin(self._rendezvous.start_seconds), join)
 
     async def _join(self, sync: WeightSync, engine: RolloutEngine) -> _Joined:
-        size, key = 1 + self._rendezvous.workers, f"weights-{uuid4()}"
-        store, port = _store(self._rendezvous.host)
+        size, name = 1 + self._rendezvous.workers, f"weights-{uuid4()}"
+        store = GroupStore(self._rendezvous.host, self._rendezvous.key, _PATIENCE)
         where = {
             "master_address": self._rendezvous.host,
-            "master_port": port,
-            "key": key,
+            "master_port": store.port,
+            "name": name,
             "rank_offset": 1,
             "world_size": size,
         }
-        made = _in_thread(lambda: self._rendezvous.make_group(PrefixStore(key, store), 0, size))
-        group = await _both(sync.join(engine, where), made, engine)
+        made = _in_thread(lambda: self._rendezvous.make_group(PrefixStore(name, store.store), 0, size))
+        try:
+            group = await _both(sync.join(engine, where), made, engine)
+        except BaseException:
+            store.close()
+            raise
         return _Joined(group, store, "")
 
     async def _sent(
@@ -132,6 +137,7 @@ class BroadcastTransport:
         if joined is not None:
             with suppress(RuntimeError):
                 joined.group.abort()
+            joined.store.close()
 
 
 def gloo(store: Store, rank: int, size: int) -> Backend:
@@ -165,22 +171,6 @@ def _broadcast(group: Any, data: Tensor) -> None:
     with torch.cuda.device(data.device):
         group.broadcast([data], options).wait()
         torch.cuda.current_stream().synchronize()
-
-
-def _store(host: str) -> tuple[TCPStore, int]:
-    """Listen on this address alone; torch by itself would listen on all of them."""
-    listening = socket.create_server((host, 0))
-    port: int = listening.getsockname()[1]
-    store = TCPStore(
-        host,
-        port,
-        is_master=True,
-        timeout=_PATIENCE,
-        wait_for_workers=False,
-        # The store closes it.
-        master_listen_fd=listening.detach(),
-    )
-    return store, port
 
 
 async def _both(asking: Any, working: asyncio.Future[T], engine: RolloutEngine) -> T:

@@ -1,9 +1,8 @@
-"""Connections between the launchers of one attempt, open only to a peer that knows the attempt's secret.
+"""Connections between processes of one job, open only to a peer that knows a key of its secret.
 
-The server sends a nonce S, the client answers with a nonce C and HMAC(key, "client" S C), the server with
-HMAC(key, "server" C S). Neither the secret nor anything that can be replayed is ever sent, and key is derived from
-secret, job and attempt, so a launcher of an older attempt is a stranger too. What follows is not encrypted: this keeps
-out those who can connect, not one who can rewrite packets between two pods.
+Both prove it as in moejob_api.handshake. Launchers' key is derived from secret, job and attempt, so a launcher of an
+older attempt is a stranger too. What follows is not encrypted: this keeps out those who can connect, not one who can
+rewrite packets between two pods.
 """
 
 from __future__ import annotations
@@ -18,17 +17,27 @@ from contextlib import suppress
 from threading import Thread
 from typing import Any
 
+from moejob_api.handshake import NONCE_BYTES, PROOF_BYTES, client_proof, is_equal, server_proof
+
 # No message of a launcher comes near it; what a length prefix says is not allocated unread.
 FRAME_BYTES = 1 << 18
 # Connections that wait to be accepted: all launchers of a gang may come at once.
 BACKLOG = 1024
-_NONCE_BYTES = 32
+LOOPBACK = "127.0.0.1"
+# Connections that have not proved anything yet; of more the oldest are closed.
+UNPROVED_CONNECTIONS = 256
+# A peer that knows the key proves it in two packets.
+_ADMIT_SECONDS = 5.0
 _PREFIX_BYTES = 4
 _SPLICE_BYTES = 1 << 16
 
 
 class Stranger(Exception):
-    """The peer does not know the secret of this attempt."""
+    """The peer does not know the key."""
+
+
+# What ends a connection, and nothing else: a peer that leaves, is silent, says nonsense or proves nothing.
+BROKEN = (OSError, ValueError, TimeoutError, asyncio.IncompleteReadError, Stranger)
 
 
 def attempt_key(secret: str, uid: str, attempt: int) -> bytes:
@@ -36,24 +45,48 @@ def attempt_key(secret: str, uid: str, attempt: int) -> bytes:
     return hmac.digest(secret.encode(), f"moejob launchers\0{uid}\0{attempt}".encode(), hashlib.sha256)
 
 
-async def admit(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes) -> None:
-    """Make a client prove that it knows the key, then prove it too; Stranger when it does not."""
-    ours = os.urandom(_NONCE_BYTES)
+class Admission:
+    """Admits clients that know a key; those that have proved nothing yet are bounded in number and time."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+        # The oldest first.
+        self._unproved: dict[asyncio.StreamWriter, None] = {}
+
+    async def admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Return when a client has proved that it knows the key; Stranger or TimeoutError when it does not.
+
+        Where there is no room for another, the oldest that has not gives way: one that knows it needs milliseconds.
+        """
+        if len(self._unproved) >= UNPROVED_CONNECTIONS:
+            oldest = next(iter(self._unproved))
+            # Off the list at once: it ends later than others come.
+            del self._unproved[oldest]
+            oldest.transport.abort()
+        self._unproved[writer] = None
+        try:
+            await asyncio.wait_for(_prove(reader, writer, self._key), _ADMIT_SECONDS)
+        finally:
+            self._unproved.pop(writer, None)
+
+
+async def _prove(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes) -> None:
+    ours = os.urandom(NONCE_BYTES)
     writer.write(ours)
-    theirs = await reader.readexactly(_NONCE_BYTES)
-    proof = await reader.readexactly(hashlib.sha256().digest_size)
-    if not hmac.compare_digest(proof, _proof(key, b"client", ours + theirs)):
+    theirs = await reader.readexactly(NONCE_BYTES)
+    proof = await reader.readexactly(PROOF_BYTES)
+    if not is_equal(proof, client_proof(key, ours, theirs)):
         raise Stranger("the client does not know the secret of this attempt")
-    writer.write(_proof(key, b"server", theirs + ours))
+    writer.write(server_proof(key, ours, theirs))
     await writer.drain()
 
 
 async def introduce(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes) -> None:
     """Prove to a server that this client knows the key; Stranger when the server does not know it."""
-    theirs, ours = await reader.readexactly(_NONCE_BYTES), os.urandom(_NONCE_BYTES)
-    writer.write(ours + _proof(key, b"client", theirs + ours))
-    proof = await reader.readexactly(hashlib.sha256().digest_size)
-    if not hmac.compare_digest(proof, _proof(key, b"server", ours + theirs)):
+    theirs, ours = await reader.readexactly(NONCE_BYTES), os.urandom(NONCE_BYTES)
+    writer.write(ours + client_proof(key, theirs, ours))
+    proof = await reader.readexactly(PROOF_BYTES)
+    if not is_equal(proof, server_proof(key, theirs, ours)):
         raise Stranger("the server does not know the secret of this attempt")
 
 
@@ -93,12 +126,8 @@ async def _carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
             await writer.drain()
 
 
-def _proof(key: bytes, side: bytes, nonces: bytes) -> bytes:
-    return hmac.digest(key, side + nonces, hashlib.sha256)
-
-
 class LoopThread:
-    """An event loop in a thread of its own: the launcher's thread waits for ranks, connections must not wait for it."""
+    """An event loop in a thread of its own: connections must not wait for what the process does."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()

@@ -1,0 +1,79 @@
+"""The way of a worker to the store of rank 0, which lets in only those that prove a key of the job's secret.
+
+torch's TCPStore can prove nothing. So it connects to a port of this process's loopback, whose bytes a connection to
+rank 0 carries after both ends have proved that they know the key, as in moejob_api.handshake.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from contextlib import suppress
+from threading import Thread
+
+from moejob_api.handshake import NONCE_BYTES, PROOF_BYTES, client_proof, is_equal, server_proof
+
+LOOPBACK = "127.0.0.1"
+_CONNECT_SECONDS = 20.0
+_PART_BYTES = 1 << 16
+
+
+class Unproven(ConnectionError):
+    """The other end and this one do not know the same key."""
+
+
+def carried(host: str, port: int, key: bytes) -> int:
+    """Return a port of loopback that carries the first connection to it to rank 0, and none after it."""
+    far = _proven(host, port, key)
+    near = socket.create_server((LOOPBACK, 0), backlog=1)
+    # The store connects at once, or has failed.
+    near.settimeout(_CONNECT_SECONDS)
+    found: int = near.getsockname()[1]
+    Thread(target=_carry_one, args=(near, far), name="weights store", daemon=True).start()
+    return found
+
+
+def _proven(host: str, port: int, key: bytes) -> socket.socket:
+    peer = socket.create_connection((host, port), timeout=_CONNECT_SECONDS)
+    try:
+        _prove(peer, key)
+    except OSError as error:
+        peer.close()
+        raise Unproven(f"{host}:{port} and this engine do not know one key: {error}") from None
+    peer.settimeout(None)
+    return peer
+
+
+def _prove(peer: socket.socket, key: bytes) -> None:
+    theirs, ours = _read(peer, NONCE_BYTES), os.urandom(NONCE_BYTES)
+    peer.sendall(ours + client_proof(key, theirs, ours))
+    if not is_equal(_read(peer, PROOF_BYTES), server_proof(key, theirs, ours)):
+        raise ConnectionError("its proof is wrong")
+
+
+def _read(peer: socket.socket, size: int) -> bytes:
+    content = peer.recv(size, socket.MSG_WAITALL)
+    if len(content) != size:
+        raise ConnectionError("it has closed the connection")
+    return content
+
+
+def _carry_one(listening: socket.socket, far: socket.socket) -> None:
+    with far, suppress(TimeoutError):
+        with listening:
+            near, _ = listening.accept()
+        with near:
+            back = Thread(target=_carry, args=(far, near), name="weights store", daemon=True)
+            back.start()
+            _carry(near, far)
+            back.join()
+
+
+def _carry(source: socket.socket, sink: socket.socket) -> None:
+    """Carry bytes one way until either side ends, then end both."""
+    with suppress(OSError):
+        while content := source.recv(_PART_BYTES):
+            sink.sendall(content)
+    for end in (source, sink):
+        with suppress(OSError):
+            end.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,42 @@
+"""The store at which rank 0 and the workers of one engine meet: on loopback, open to workers that know a key.
+
+torch's TCPStore authenticates no client: a stranger who reached it could read and falsify where the group meets, and
+fill the memory of rank 0. So a port of the pod asks for a proof first, and carries the store's bytes after it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import closing, suppress
+from datetime import timedelta
+
+from moejob_trainer.runtime.channel import BROKEN, LOOPBACK, Admission, LoopThread, splice
+from moejob_trainer.runtime.loopback_store import loopback_store
+
+_ANSWER_SECONDS = 20.0
+
+
+class GroupStore:
+    """One store, and the port at `host` behind which engines find it. NCCL asks the store at the end of its group."""
+
+    def __init__(self, host: str, key: bytes, patience: timedelta) -> None:
+        self.store = loopback_store(patience)
+        self._admission, self._loop = Admission(key), LoopThread()
+        self._server: asyncio.Server = self._loop.run(self._opened(host), _ANSWER_SECONDS)
+        self.port: int = self._server.sockets[0].getsockname()[1]
+
+    def close(self) -> None:
+        """Let no engine in any more, and end the connections of those that are."""
+        self._loop.run(self._closed(), _ANSWER_SECONDS)
+        self._loop.stop()
+
+    async def _opened(self, host: str) -> asyncio.Server:
+        return await asyncio.start_server(self._serve, host, 0)
+
+    async def _closed(self) -> None:
+        self._server.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with closing(writer), suppress(*BROKEN):
+            await self._admission.admit(reader, writer)
+            await splice((reader, writer), await asyncio.open_connection(LOOPBACK, self.store.port))
