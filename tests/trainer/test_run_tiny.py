@@ -10,7 +10,8 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from listening import Listening, watched
 from trainer.held_out_loss import held_out_loss
 
 ROOT = Path(__file__).parents[2]
@@ -35,6 +37,7 @@ class TinyRun:
 
     place: Path
     process: subprocess.Popen[str]
+    listening: Listening = field(default_factory=Listening)
 
     def lines(self) -> list[dict[str, Any]]:
         log = self.place / "steps.jsonl"
@@ -63,6 +66,10 @@ def started(folder: Path, name: str, **sections: Any) -> TinyRun:
     # In the background a save may take longer than the steps that are left.
     job["spec"]["checkpoint"] |= {"everySteps": 2, "async": False}
     job["spec"] |= sections
+    return _started(folder, name, job)
+
+
+def _started(folder: Path, name: str, job: dict[str, Any]) -> TinyRun:
     file = folder / f"{name}.yaml"
     file.write_text(yaml.safe_dump(job))
     process = subprocess.Popen(
@@ -70,8 +77,26 @@ def started(folder: Path, name: str, **sections: Any) -> TinyRun:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        env=os.environ | dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), _interface()),
     )
     return TinyRun(folder / name, process)
+
+
+@contextmanager
+def ended_by_force(*runs: TinyRun) -> Iterator[None]:
+    """Leave no process behind, however the block ends."""
+    try:
+        yield
+    finally:
+        for run in runs:
+            run.process.terminate()
+            run.process.wait()
+
+
+def _interface() -> str:
+    """The interface by which this machine reaches others, as a shell names it that is meant for a cluster."""
+    routes = Path("/proc/net/route").read_text().splitlines()[1:]
+    return routes[0].split()[0] if routes else "eth0"
 
 
 @pytest.fixture(scope="module")
@@ -79,18 +104,38 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TinyRun, Ti
     """One run that nothing happens to, and one whose second rank is killed after a few steps; both to their ends."""
     folder = tmp_path_factory.mktemp("runs")
     calm, killed = started(folder, "calm"), started(folder, "killed")
-    try:
-        until = time.monotonic() + LONGEST_SECONDS
-        while len(killed.lines()) < 3 and time.monotonic() < until and killed.process.poll() is None:
-            time.sleep(0.01)
-        os.kill(killed.second_rank(), signal.SIGKILL)
-        assert "its ranks were restarted in place" in killed.ended()
+    with ended_by_force(calm, killed):
+        with watched(killed.process.pid) as killed.listening:
+            until = time.monotonic() + LONGEST_SECONDS
+            while len(killed.lines()) < 3 and time.monotonic() < until and killed.process.poll() is None:
+                time.sleep(0.01)
+            os.kill(killed.second_rank(), signal.SIGKILL)
+            assert "its ranks were restarted in place" in killed.ended()
         calm.ended()
         yield calm, killed
-    finally:
-        for run in (calm, killed):
-            run.process.terminate()
-            run.process.wait()
+
+
+@pytest.mark.slow
+def test_no_process_of_a_run_can_be_reached_from_other_machines(runs: tuple[TinyRun, TinyRun]) -> None:
+    seen = runs[1].listening
+    assert seen.places[runs[1].second_rank()], "ranks listen for one another"
+    assert seen.reachable == set()
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+def test_no_engine_of_a_run_can_be_reached_from_other_machines(tmp_path: Path) -> None:
+    job = yaml.safe_load((ROOT / "examples" / "tiny-grpo.yaml").read_text())
+    job["spec"]["model"]["source"] = "moejob/tiny-moe"
+    job["spec"]["training"] = {"maxSteps": 2}
+    job["spec"]["parallelism"], job["spec"]["resources"]["gpusPerNode"] = {"data": 2}, 2
+    # Rank 0 and the engine's workers are a process group, as they are not with Disk.
+    job["spec"]["grpo"]["rollout"] = {"placement": "Separate", "sync": "Gloo", "tensor": 2}
+    run = _started(tmp_path, "reinforced", job)
+    with ended_by_force(run), watched(run.process.pid) as run.listening:
+        run.ended()
+    assert len(run.listening.places) > 2, "the trainer, the engine and its workers listen"
+    assert run.listening.reachable == set()
 
 
 @pytest.mark.slow
@@ -149,11 +194,8 @@ def test_replicas_that_divide_everything_learn_and_export_the_same(
     runs: tuple[TinyRun, TinyRun], tmp_path: Path
 ) -> None:
     calm, shares = runs[0], started(tmp_path, "shares", parallelism={"data": 2}, memory={"sharding": "FSDP"})
-    try:
+    with ended_by_force(shares):
         shares.ended()
-    finally:
-        shares.process.terminate()
-        shares.process.wait()
     assert shares.losses() == pytest.approx(calm.losses(), rel=1e-4)
     model, expected = (_exported(run) for run in (shares, calm))
     assert model.keys() == expected.keys()

@@ -182,6 +182,23 @@ def test_every_process_knows_all_engines(
     for environment in [order.environment for order in engines] + [order.environment for order in launchers]:
         assert environment["MOEJOB_ROLLOUT_URLS"].split(",") == [f"http://{url}" for url in urls]
         assert environment["MOEJOB_ROLLOUT_PYTHON"] == "/rollout"
+        assert environment["MOEJOB_SECRET"] == "secret", "an engine without one answers all users of the machine"
+
+
+def test_ranks_and_engines_listen_on_loopback_whatever_interface_shell_and_job_name() -> None:
+    named = {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth", "VLLM_HOST_IP": "192.0.2.2"}
+    wanted = spec(
+        method="GRPO",
+        parallelism={"data": 4},
+        resources={"accelerator": "CPU", "env": [{"name": name, "value": value} for name, value in named.items()]},
+        grpo={"rollout": {"placement": "Separate"}},
+    )
+    of = RunOf("job", "uid", wanted, layout(wanted.parallelism, 2), Path("/run"), "secret")
+    here = machine(environment=named, rollout_python=Path("/rollout"))
+    environments = [order.environment for order in engine_orders(of, here, Ports(1, 2, 8))]
+    environments.append(launcher_order(of, here, Ports(1, 2, 8), 1, 1).environment)
+    for environment in environments:
+        assert [environment[name] for name in named] == ["lo", "=lo", "127.0.0.1"]
 
 
 def test_separate_engines_get_the_gpus_behind_those_of_the_trainer() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from moejob_api.contract import Environment, Role
@@ -18,6 +18,9 @@ from moejob_cli.running.machine import LocalMachine, job_variables
 NAMESPACE = "local"
 # As in a cluster before the first save has been measured.
 GRACE_SECONDS = 600
+# By themselves gloo listens at the address of the host's name, NCCL and vLLM at one that other machines reach; a shell
+# or a job may name an interface of a cluster. NCCL takes the "=" for an exact name.
+_ON_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo", "VLLM_HOST_IP": "127.0.0.1"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +32,8 @@ class RunOf:
     spec: Spec
     layout: Layout
     folder: Path
-    # Opens the rendezvous to this run alone, for ports are for all users of a machine; proves claims on its folder.
+    # Opens the rendezvous and engines to this run alone, for ports are for all users of a machine; proves claims on its
+    # folder.
     secret: str = field(repr=False)
 
 
@@ -65,7 +69,7 @@ class LauncherOrder:
 def launcher_order(run: RunOf, machine: LocalMachine, ports: Ports, attempt: int, index: int) -> LauncherOrder:
     """The launcher of one simulated node."""
     address = Address(host(index), host(0), ports.rendezvous, ports.progress)
-    orders = replace(_orders(run, Role.TRAINER, address, attempt, index), secret=run.secret)
+    orders = _orders(run, Role.TRAINER, address, attempt, index)
     environment = _environment(run, machine, orders, ports.rollout) | _gpus(run, machine, index)
     return LauncherOrder(
         index, address.host, ports.progress, environment, _share(machine.cores, index, run.layout.nodes)
@@ -105,6 +109,7 @@ def _orders(run: RunOf, role: Role, address: Address, attempt: int, index: int) 
         address=address,
         run_folder=str(run.folder),
         grace_seconds=GRACE_SECONDS,
+        secret=run.secret,
     )
 
 
@@ -112,7 +117,8 @@ def _environment(run: RunOf, machine: LocalMachine, orders: PodOrders, rollout_p
     # A contract inherited from elsewhere (a pod that moejob run is typed in) must not mix with this one.
     inherited = {name: value for name, value in machine.environment.items() if name not in set(Environment)}
     contract = contract_environment(orders) | _engines(run, machine, rollout_port)
-    return inherited | job_variables(run.spec) | {name.value: value for name, value in contract.items()}
+    said = {name.value: value for name, value in contract.items()}
+    return inherited | job_variables(run.spec) | _ON_LOOPBACK | said
 
 
 def _engines(run: RunOf, machine: LocalMachine, first_port: int) -> dict[Environment, str]:
