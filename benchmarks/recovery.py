@@ -92,7 +92,7 @@ class Row:
 
 
 ROWS = (
-    Row("rank killed", rank_killed, 10.0),
+    Row("rank killed", rank_killed, 1.2),
     Row("rank killed, no warm start", rank_killed, is_cold=True),
     Row("pod killed", pod_killed, 20.0),
     Row("pod killed, no warm start", pod_killed, is_cold=True),
