@@ -26,8 +26,9 @@ _LONGEST_LINE = 16 * 1024
 _LAST_LINE_CHARACTERS = 2048
 # The pipe of a dead rank ends at once, unless a child of it holds it open.
 _LAST_WORD_SECONDS = 0.5
-# Progress bars go back to the start of the line instead of ending it.
-_LINE = re.compile(rb"[^\r\n]*[\r\n]+")
+# Progress bars go back to the start of the line instead of ending it. A pattern of whole lines would look for the end
+# of an unfinished one from each of its letters, and keep the launcher's other threads from running meanwhile.
+_LINE_END = re.compile(rb"[\r\n]+")
 
 
 @dataclass(slots=True)
@@ -110,11 +111,11 @@ class RankOutput:
                 self._ended[stream.rank].set()
             return
         stream.rest += text
-        end = 0
-        for line in _LINE.finditer(stream.rest):
-            self._pass_on(stream, line.group())
-            end = line.end()
-        stream.rest = stream.rest[end:]
+        begin = 0
+        for end in _LINE_END.finditer(stream.rest):
+            self._pass_on(stream, stream.rest[begin : end.end()])
+            begin = end.end()
+        stream.rest = stream.rest[begin:]
         if len(stream.rest) >= _LONGEST_LINE:
             self._flush(stream)
 
