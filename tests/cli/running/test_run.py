@@ -79,6 +79,28 @@ def test_the_secret_of_a_run_is_its_own_and_its_users_alone(run: MakeRun) -> Non
     assert one.life(0, 1)["MOEJOB_SECRET"] != one.life(0, 0)["MOEJOB_SECRET"]
 
 
+def test_logs_are_their_users_alone_also_in_a_folder_that_was_open(run: MakeRun) -> None:
+    one = run()
+    one.run([[DONE]])
+    logs = one.place / "logs"
+    assert logs.stat().st_mode & 0o777 == 0o700
+    logs.chmod(0o755)
+    assert one.run([[DONE]]).code == 0
+    assert logs.stat().st_mode & 0o777 == 0o700
+
+
+def test_logs_are_not_written_through_a_link(run: MakeRun, tmp_path: Path) -> None:
+    one, elsewhere = run(), tmp_path / "elsewhere"
+    one.run([[DONE]])
+    (one.place / "logs").rename(elsewhere)
+    elsewhere.chmod(0o755)
+    (one.place / "logs").symlink_to(elsewhere)
+    ended = one.run([[DONE]])
+    assert ended.code == 78
+    assert f"{one.place / 'logs'} cannot be kept from other users: Not a directory; delete it" in ended.stderr
+    assert elsewhere.stat().st_mode & 0o777 == 0o755
+
+
 def test_a_damaged_secret_is_no_secret(run: MakeRun) -> None:
     one = run()
     one.run([[DONE]])

@@ -54,7 +54,7 @@ def held(path: Path, job: str) -> Iterator[HeldRunFolder]:
             f"{path} cannot be used as a run folder: {error.strerror}; name another one with --run-dir"
         ) from None
     try:
-        (path / RunFile.LOGS).mkdir(mode=0o700, exist_ok=True)
+        _keep_from_others(path / RunFile.LOGS)
         yield HeldRunFolder(path, _owner(path, job), _secret(path), lock)
     finally:
         os.close(lock)
@@ -80,6 +80,23 @@ def _locked(path: Path) -> int:
             "give this one a folder of its own with --run-dir"
         ) from None
     return lock
+
+
+def _keep_from_others(folder: Path) -> None:
+    """Make a folder that its user alone can open, also where one is there already: logs may hold a job's secrets."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    try:
+        # A link could lead to a folder that others are meant to read.
+        found = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            os.fchmod(found, 0o700)
+        finally:
+            os.close(found)
+    except OSError as error:
+        raise CannotRun(
+            f"{folder} cannot be kept from other users: {error.strerror}; delete it, or name another folder with "
+            "--run-dir"
+        ) from None
 
 
 def _owner(path: Path, job: str) -> RunOwner:
