@@ -7,7 +7,7 @@ import json
 import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import pytest
 from moejob_api.job.grpo import Reward, RewardFailure
 from moejob_trainer.rewards.completion import Completion, RewardFailed
 from moejob_trainer.rewards.scorer import Score, Scorer
+from moejob_trainer.rewards.service import _MOST_ANSWER_BYTES
 
 FOLDER = str(Path(__file__).parent)
 
@@ -143,7 +144,9 @@ def _service(answers: list[tuple[int, object]]) -> Iterator[tuple[str, list[Any]
             self.send_response(status)
             self.send_header("content-length", str(len(written)))
             self.end_headers()
-            self.wfile.write(written)
+            # A client may have read enough.
+            with suppress(ConnectionError):
+                self.wfile.write(written)
 
         def log_message(self, *_: object) -> None:
             """Nothing."""
@@ -178,6 +181,14 @@ def test_a_service_that_gives_no_score_has_failed(answer: tuple[int, object], sa
         found, scorer = _scored([{"url": url, "retries": 1}], [_completion("7")])
     assert math.isnan(found[0].total)
     assert says in scorer.last_failure[url]
+
+
+def test_an_answer_of_a_service_is_read_up_to_a_bound_and_no_further() -> None:
+    longest = {"scores": [1], "more": " " * _MOST_ANSWER_BYTES}
+    with _service([(200, longest)]) as (url, _):
+        found, scorer = _scored([{"url": url, "retries": 0}], [_completion("7")])
+    assert math.isnan(found[0].total)
+    assert f"its answer is longer than {_MOST_ANSWER_BYTES} bytes" in scorer.last_failure[url]
 
 
 def test_a_service_gets_no_more_than_a_batch_at_once() -> None:

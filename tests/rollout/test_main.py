@@ -1,0 +1,24 @@
+"""An engine that others could reach does not start without the secret of its job."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from engines import PYTHON, environment
+from moejob_api.contract import Environment, ExitCode
+
+
+@pytest.mark.parametrize("secret", [pytest.param(None, id="none"), pytest.param("", id="an empty one")])
+def test_an_engine_without_a_secret_ends_with_78_where_others_reach_it(secret: str | None, tmp_path: Path) -> None:
+    said = environment(tmp_path, ["http://192.0.2.7:8000"]) | {Environment.HOST.value: "192.0.2.7"}
+    del said[Environment.SECRET]
+    environ = dict(os.environ) | said | ({} if secret is None else {Environment.SECRET.value: secret})
+    ended = subprocess.run(
+        [PYTHON, "-m", "moejob_rollout"], env=environ, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert ended.returncode == ExitCode.BAD_CONFIGURATION
+    assert "MOEJOB_SECRET is not set, and 192.0.2.7 can be reached by others" in ended.stderr
