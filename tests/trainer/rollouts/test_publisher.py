@@ -16,16 +16,18 @@ from safetensors import safe_open
 from torch import Tensor
 
 from moejob_trainer.rollouts.connection import Connection
-from moejob_trainer.rollouts.fleet import Fleet, FleetLimits, NoEngine
+from moejob_trainer.rollouts.fleet import Fleet, FleetLimits, NoEngine, RolloutEngine
 from moejob_trainer.rollouts.interface import SyncReport
-from moejob_trainer.rollouts.publisher import Publisher, Trial, WrongWeights, wrong
+from moejob_trainer.rollouts.publisher import Publisher, Trial, WrongWeights, left_out, wrong
 from moejob_trainer.rollouts.transports.disk import DiskTransport, NoRoom
+from moejob_trainer.rollouts.wire import WeightsLabel
 from trainer.rollouts.stand_in import StandIn, until
 from trainer.worlds import Worlds
 
 LIMITS = FleetLimits(start_seconds=120, silence_seconds=60, answer_seconds=120, look_seconds=0.02)
 # What stand-ins say of every token.
 SAID = -1.0
+LABEL = WeightsLabel(3, "here")
 
 
 def weights(rank: int = 0) -> Iterator[tuple[str, Tensor]]:
@@ -143,6 +145,35 @@ def test_an_engine_that_fails_on_the_way_serves_no_more_and_the_others_do(make: 
     assert [engine.url for engine in run.fleet.serving] == [working.url]
     del failing.failing[path]
     until(lambda: len(run.fleet.serving) == 2, "the engine does not serve again")
+
+
+def test_the_log_names_engines_that_a_publication_has_not_reached(
+    make: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make()
+    gone, _ = run.engines
+    run.publisher.publish(5, weights())
+    assert capsys.readouterr().err == ""
+    gone.stop()
+    until(lambda: len(run.fleet.serving) == 1, "the engine serves still")
+    run.publisher.publish(6, weights())
+    lost, missed = capsys.readouterr().err.splitlines()
+    assert lost.startswith(f"warning: engine {gone.url}/weight_info cannot be reached: ")
+    assert missed.startswith(
+        "warning: the weights of step 6 have reached 1 of 2 engines; each of the others gets no work"
+    )
+    assert f" reads them by itself once it answers: {gone.url}/ready cannot be reached: " in missed
+    gone.start()
+    until(lambda: len(run.fleet.serving) == 2, "the engine does not serve again")
+    assert capsys.readouterr().err == f"engine {gone.url} serves again, with weights {run.fleet.label}\n"
+
+
+def test_an_engine_that_cannot_read_weights_later_waits_for_the_next_publication() -> None:
+    said = left_out([RolloutEngine("http://a"), RolloutEngine("http://b", serves=True)], LABEL, is_read_later=False)
+    assert str(said).endswith(
+        "3 have reached 1 of 2 engines; each of the others gets no work and waits for the next publication: "
+        "http://a has not been heard yet"
+    )
 
 
 def test_without_engines_it_says_so(make: Make) -> None:

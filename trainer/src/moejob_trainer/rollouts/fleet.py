@@ -7,6 +7,7 @@ is assumed of one that was away. Members of a group go to one engine, whose pref
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
@@ -60,6 +61,11 @@ class RolloutEngine:
     proven: WeightsLabel | None = None
     # Done when it is lost, with everything that is in flight there.
     lost: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def problem(self) -> str:
+        """Return the reason with the engine's name in front; some reasons begin with it."""
+        return self.reason if self.reason.startswith(self.url) else f"{self.url} {self.reason}"
 
 
 # Brings an engine that was away to the published weights.
@@ -151,13 +157,15 @@ class Fleet:
 
     def reasons(self) -> str:
         """Return the reasons of engines that do not serve."""
-        return "; ".join(f"{engine.url} {engine.reason}" for engine in self.engines if not engine.serves)
+        return "; ".join(engine.problem for engine in self.engines if not engine.serves)
 
     # --- who serves ---------------------------------------------------------------------------------------------------
 
     async def enlist(self, engine: RolloutEngine) -> None:
         """Let an engine serve that has been proven to have the published weights."""
         async with self._changed:
+            if engine.proven is not None and not engine.serves:
+                _log(f"engine {engine.url} serves again, with weights {self.label}")
             engine.serves, engine.reason, engine.is_outdated = True, "", False
             engine.proven = self.label
             engine.lost.clear()
@@ -168,7 +176,10 @@ class Fleet:
         async with self._changed:
             if engine.serves and len(self.serving) == 1:
                 self._none_since = time.monotonic()
+            was_serving = engine.serves
             engine.serves, engine.reason, engine.is_outdated = False, reason, is_outdated
+            if was_serving:
+                _log(f"warning: engine {engine.problem}; it gets no work until it has proven the current weights")
             engine.lost.set()
             self._changed.notify_all()
 
@@ -254,6 +265,10 @@ class Fleet:
             engine.reason = str(error)
             return False
         return True
+
+
+def _log(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
 
 
 async def _those(

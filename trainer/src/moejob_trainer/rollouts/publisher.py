@@ -7,6 +7,7 @@ out for another kernel is seen there, and nowhere else: an engine with wrong wei
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -179,6 +180,7 @@ class Publisher:
             problem = self._problem(trainers, found)
             if problem is None:
                 await sync.serve(engines, self._again(sent, label, trainers))
+                _tell(left_out(fleet.engines, label, is_read_later=sent.catch_up is not None))
             return problem
 
         fleet = self._fleet
@@ -205,6 +207,23 @@ class Publisher:
     def _problem(self, trainers: Floats, found: Sequence[tuple[RolloutEngine, Floats]]) -> str | None:
         said = [(engine.url, theirs) for engine, theirs in found]
         return wrong(trainers, said, self.trial.tolerance)
+
+
+def left_out(engines: Sequence[RolloutEngine], label: WeightsLabel, *, is_read_later: bool) -> str | None:
+    """Return a sentence about the engines that a publication has not reached, None when there are none; pure."""
+    without = [engine.problem for engine in engines if not engine.serves]
+    if not without:
+        return None
+    then = "reads them by itself once it answers" if is_read_later else "waits for the next publication"
+    return (
+        f"warning: the weights of step {label.version} have reached {len(engines) - len(without)} of {len(engines)} "
+        f"engines; each of the others gets no work and {then}: {'; '.join(without)}"
+    )
+
+
+def _tell(line: str | None) -> None:
+    if line is not None:
+        sys.stderr.write(f"{line}\n")
 
 
 def wrong(trainers: Floats, found: Sequence[tuple[str, Floats]], tolerance: float) -> str | None:
