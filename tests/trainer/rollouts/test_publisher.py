@@ -189,8 +189,10 @@ def test_ranks_that_start_again_without_an_engine_go_on_and_bring_it_to_their_we
     gone, living = run.engines
     gone.stop()
     before = gone.version
+    living.asked.clear()
     run.restart(replace(LIMITS, return_seconds=0))
     run.publisher.publish(5, weights())
+    assert living.asked.count("/ready") == 1, "it waited for the other, though not for ever"
     assert [engine.url for engine in run.fleet.serving] == [living.url]
     assert (living.version, gone.version) == (str(run.fleet.label), before)
     gone.start()
