@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isnan
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from pydantic import TypeAdapter
 
 from moejob_trainer.distributed import messages
-from moejob_trainer.distributed.encoding import INTEGER, TEXT, BadMessage, decoded, encoded, packed, unpacked
+from moejob_trainer.distributed.encoding import INTEGER, TEXT, Array, BadMessage, decoded, encoded
 from moejob_trainer.distributed.messages import Dtype
 from trainer.worlds import Worlds
 
@@ -45,7 +46,6 @@ def _exchanged() -> None:
     assert messages.all_gather(_report(rank), REPORT, world) == expected
     assert messages.gather(_report(rank), REPORT, world) == (expected if rank == 0 else None)
     assert messages.broadcast(_report(rank), REPORT, world, source=1) == expected[1]
-    assert messages.broadcast_bytes(b"" if rank == 0 else None, world) == b""
     assert messages.gather_bytes(b"a" * rank, world) == ([b"", b"a"] if rank == 0 else None)
     messages.barrier(world)
 
@@ -108,18 +108,49 @@ def test_a_measurement_that_is_no_number_arrives_as_that() -> None:
     assert isnan(decoded(encoded([float("nan")], floats), floats)[0])
 
 
-def test_arrays_travel_as_bytes_that_are_checked() -> None:
-    arrays = {"a": np.arange(6, dtype=np.int32).reshape(2, 3).T, "b": np.array([0.5])}
-    data = packed(arrays)
-    for name, array in unpacked(data).items():
-        np.testing.assert_array_equal(array, arrays[name])
-    for broken in (
-        data[:-1],
-        data + b"\0",
-        data[:4],
-        data.replace(b'"I32"', b'"O64"'),
-        data.replace(b"[3,2]", b"[9,9]"),
-    ):
-        assert broken != data
-        with pytest.raises(BadMessage):
-            unpacked(broken)
+ARRAYS: Mapping[str, Array] = {
+    "matrix": np.arange(6, dtype=np.int32).reshape(2, 3).T,
+    "bytes": np.arange(5, dtype=np.uint8),
+    "number": np.array(0.5),
+    "nothing": np.zeros((0, 4), np.float32),
+}
+
+
+def _arrays_broadcast() -> None:
+    is_first, world = dist.get_rank() == 0, dist.group.WORLD
+    found = messages.broadcast_arrays(ARRAYS if is_first else None, world)
+    assert [*found] == [*ARRAYS]
+    for name, array in found.items():
+        assert array.dtype == ARRAYS[name].dtype
+        np.testing.assert_array_equal(array, ARRAYS[name])
+    # The rank that has them holds them once.
+    assert np.shares_memory(found["bytes"], ARRAYS["bytes"]) == is_first
+
+
+def test_arrays_arrive_as_they_were_sent_and_are_copied_on_no_rank(worlds: Worlds) -> None:
+    worlds.run(2, _arrays_broadcast)
+
+
+def test_a_rank_that_is_alone_has_its_own_arrays() -> None:
+    assert messages.broadcast_arrays(ARRAYS, None)["bytes"] is ARRAYS["bytes"]
+
+
+def _arrays_announced(name: str, dtype: str, shape: list[int]) -> None:
+    if dist.get_rank() == 0:
+        header: Any = [{"name": name, "dtype": dtype, "shape": shape}]
+        messages.broadcast(header, TypeAdapter(Any), dist.group.WORLD)
+        return
+    with pytest.raises(BadMessage):
+        messages.broadcast_arrays(None, dist.group.WORLD)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    [
+        pytest.param("|O", [2], id="objects"),
+        pytest.param("<f8", [2**20, 2**20], id="more than a rank may send"),
+        pytest.param("<f8", [-1], id="a negative size"),
+    ],
+)
+def test_arrays_that_no_rank_sends_take_no_memory(worlds: Worlds, dtype: str, shape: list[int]) -> None:
+    worlds.run(2, _arrays_announced, "one", dtype, shape)

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.numpy import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from moejob_api.layout.sizes import layout as layout_of
 from moejob_trainer.data.packing import batch_plan, global_batch
-from moejob_trainer.distributed.encoding import packed, unpacked
 from moejob_trainer.engine import Document, MicroBatch
 from moejob_trainer.engine.micro_batch import ROUTING, Array
 from moejob_trainer.megatron.cpu import use_cpu
@@ -65,13 +65,13 @@ def random_choices(number: int, tokens: Array, of: tuple[int, int, int]) -> Arra
 
 def replayed_documents(step: int, folder: Path) -> list[Document]:
     """The documents of a step, with the choices that the reference in the folder was given."""
-    kept = unpacked(_choices(folder, step).read_bytes())
+    kept = load_file(_choices(folder, step))
     return [replace(each, inputs={ROUTING: kept[str(each.id)]}) for each in documents(step)]
 
 
 def write_choices(folder: Path, step: int, chosen: Mapping[str, Array]) -> None:
     """Keep the choices of a step's documents, by number."""
-    _choices(folder, step).write_bytes(packed(chosen))
+    save_file({name: np.ascontiguousarray(each) for name, each in chosen.items()}, _choices(folder, step))
 
 
 def _choices(folder: Path, step: int) -> Path:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import pytest
@@ -61,6 +62,8 @@ class Scripted:
     asked: list[Request] = field(default_factory=list)
     # The layers whose experts each request asked for.
     routed: list[RoutedLayers | None] = field(default_factory=list)
+    # What was returned of these.
+    routings: list[ref[Array]] = field(default_factory=list)
     # Of these answers and those before them the weights are lost, once each.
     losses: set[int] = field(default_factory=set)
     published: list[int] = field(default_factory=list)
@@ -83,6 +86,8 @@ class Scripted:
         reason = FinishReason.STOP if tokens[-1] == END else FinishReason.LENGTH
         said = np.full(len(tokens), -0.5, np.float32)
         routing = None if sampling.routing is None else _routing(np.concatenate([request.prompt, tokens])[:-1])
+        if routing is not None:
+            self.routings.append(ref(routing))
         return Answer(request, tokens, said, np.full(len(tokens), self.version, np.int32), reason, routing)
 
     async def until_outdated(self) -> None:
@@ -244,6 +249,12 @@ def test_only_what_the_model_wrote_carries_weight(started: Callable[..., Run]) -
         weights = batch.weights[start : start + length].tolist()
         # Of two tokens of the prompt the first predicts the second, which the model did not write.
         assert weights == [0.0, *[1.0] * (length - 2), 0.0]
+
+
+def test_the_experts_of_engines_are_held_once_while_a_step_learns(started: Callable[..., Run]) -> None:
+    run = started(_grpo(), _first_is_right, routed=ROUTED)
+    next(run.objective.updates(0, run.engine))
+    assert [known() is None for known in run.engines.routings] == [True] * 4
 
 
 @pytest.mark.parametrize("updates", [1, 2])

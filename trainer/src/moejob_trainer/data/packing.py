@@ -91,6 +91,11 @@ def global_batch(documents: Sequence[Document], plan: BatchPlan) -> list[list[Mi
     return [rank_batch(documents, slots, plan) for slots in slots_of_ranks([len(d.tokens) for d in documents], plan)]
 
 
+def batch_of_rank(documents: Sequence[Document], plan: BatchPlan, rank: int) -> list[MicroBatch]:
+    """The micro batches of one data rank, without memory for those of the others."""
+    return rank_batch(documents, slots_of_ranks([len(d.tokens) for d in documents], plan)[rank], plan)
+
+
 def rank_batch(documents: Sequence[Document], slots: Sequence[Slots], plan: BatchPlan) -> list[MicroBatch]:
     """The micro batches of one rank; asks `documents` for no more than this rank needs, and for the first."""
     # A micro batch of padding alone must carry the same extras as every other.

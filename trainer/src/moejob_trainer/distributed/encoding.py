@@ -1,4 +1,4 @@
-"""Messages between ranks as bytes: JSON that pydantic validates, and arrays as safetensors. Knows no torch.
+"""Messages between ranks as bytes: JSON that pydantic validates. Knows no torch.
 
 The receiver names the type that it expects. Nothing is unpickled: a pickle runs code of its sender's choice.
 """
@@ -6,14 +6,10 @@ The receiver names the type that it expects. Nothing is unpickled: a pickle runs
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from typing import Any, Final, TypeVar
 
-import numpy as np
 import numpy.typing as npt
 from pydantic import TypeAdapter, ValidationError
-from safetensors import SafetensorError
-from safetensors.numpy import load, save
 
 T = TypeVar("T")
 
@@ -42,16 +38,3 @@ def decoded(content: bytes, kind: TypeAdapter[T]) -> T:
         return kind.validate_json(content)
     except ValidationError as error:
         raise BadMessage(f"a rank sent what this one does not expect: {error}") from error
-
-
-def packed(arrays: Mapping[str, Array]) -> bytes:
-    """Return arrays by name as safetensors."""
-    return save({name: np.ascontiguousarray(array) for name, array in arrays.items()})
-
-
-def unpacked(content: bytes) -> dict[str, Array]:
-    """Return the arrays of `packed`; BadMessage where sizes, shapes or types disagree."""
-    try:
-        return load(content)
-    except (SafetensorError, ValueError, KeyError) as error:
-        raise BadMessage(f"a rank sent what holds no arrays: {error}") from error

@@ -5,17 +5,19 @@ A size is checked before memory is taken for it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
 from typing import Annotated, Final, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from pydantic import PlainSerializer, PlainValidator, TypeAdapter
+from pydantic import Field, PlainSerializer, PlainValidator, TypeAdapter
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moejob_trainer.distributed.encoding import BadMessage, decoded, encoded
+from moejob_trainer.distributed.encoding import Array, BadMessage, decoded, encoded
 
 T = TypeVar("T")
 
@@ -34,6 +36,24 @@ def _dtype(name: object) -> torch.dtype:
 
 # A field of a message that is a dtype: "bfloat16".
 Dtype = Annotated[torch.dtype, PlainValidator(_dtype), PlainSerializer(lambda dtype: str(dtype).removeprefix("torch."))]
+
+
+@dataclass(frozen=True, slots=True)
+class _ArrayHeader:
+    """The name, type and shape of an array that follows."""
+
+    name: str
+    # In numpy's own spelling. Numbers of two bytes or more have an order of bytes, those of one have none.
+    dtype: Annotated[str, Field(pattern=r"^(<[iuf][248]|\|[iu]1)$")]
+    shape: tuple[Annotated[int, Field(ge=0)], ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """The memory that it takes."""
+        return prod(self.shape) * np.dtype(self.dtype).itemsize
+
+
+_HEADERS = TypeAdapter(tuple[_ArrayHeader, ...])
 
 # Every rank of the group calls the same, in the same order. A group of None is this rank alone.
 
@@ -62,7 +82,7 @@ def broadcast(value: T | None, kind: TypeAdapter[T], group: ProcessGroup | None,
     is_source = group is None or group.rank() == source
     # The source reads its own words too: a value of another type fails on every rank alike, and none waits for it.
     content = encoded(value, kind) if is_source else None
-    return decoded(broadcast_bytes(content, group, source, MOST_JSON_BYTES), kind)
+    return decoded(_broadcast_bytes(content, group, source), kind)
 
 
 def gather_bytes(
@@ -80,19 +100,32 @@ def gather_bytes(
     return [_bytes(one, size) for one, size in zip(everyones, sizes, strict=True)]
 
 
-def broadcast_bytes(
-    content: bytes | None, group: ProcessGroup | None, source: int = 0, most_bytes: int = MOST_ARRAY_BYTES
-) -> bytes:
-    """Return the bytes of the group's rank `source`, on every rank."""
+def _broadcast_bytes(content: bytes | None, group: ProcessGroup | None, source: int) -> bytes:
     if group is None:
         return _given(content)
     sent = _tensor(_given(content) if group.rank() == source else b"", group)
     size = torch.tensor([len(sent)], device=sent.device)
     dist.broadcast(size, group=group, group_src=source)
-    count = _checked(int(size), most_bytes)
+    count = _checked(int(size), MOST_JSON_BYTES)
     received = sent if group.rank() == source else sent.new_empty(count)
     dist.broadcast(received, group=group, group_src=source)
     return _bytes(received, count)
+
+
+def broadcast_arrays(
+    arrays: Mapping[str, Array] | None, group: ProcessGroup | None, source: int = 0
+) -> Mapping[str, Array]:
+    """Return the arrays of the group's rank `source` on every rank.
+
+    Each goes from its own memory into its own: a step of GRPO may take most of a host.
+    """
+    is_source = group is None or group.rank() == source
+    sent = {name: np.ascontiguousarray(array) for name, array in _given(arrays).items()} if is_source else {}
+    if group is None:
+        return sent
+    headers = broadcast(tuple(_header(name, array) for name, array in sent.items()), _HEADERS, group, source)
+    _checked(sum(header.size_bytes for header in headers), MOST_ARRAY_BYTES)
+    return {header.name: _broadcast_array(sent.get(header.name), header, group, source) for header in headers}
 
 
 def barrier(group: ProcessGroup | None) -> None:
@@ -101,7 +134,21 @@ def barrier(group: ProcessGroup | None) -> None:
         dist.barrier(group)
 
 
-def _given(content: bytes | None) -> bytes:
+def _header(name: str, array: Array) -> _ArrayHeader:
+    return _ArrayHeader(name, array.dtype.str, array.shape)
+
+
+def _broadcast_array(array: Array | None, header: _ArrayHeader, group: ProcessGroup, source: int) -> Array:
+    found = np.empty(header.shape, header.dtype) if array is None else array
+    content = torch.from_numpy(found.reshape(-1).view(np.uint8))
+    moved = content.to(_device(group))
+    dist.broadcast(moved, group=group, group_src=source)
+    if moved is not content:
+        content.copy_(moved)
+    return found
+
+
+def _given(content: T | None) -> T:
     if content is None:
         raise ValueError("the rank that speaks for the others has nothing to send")
     return content
@@ -120,9 +167,12 @@ def _checked(size: int, most_bytes: int) -> int:
 
 
 def _tensor(content: bytes, group: ProcessGroup) -> Tensor:
+    return torch.from_numpy(np.frombuffer(content, np.uint8).copy()).to(_device(group))
+
+
+def _device(group: ProcessGroup) -> str:
     # NCCL moves nothing but what lies on this rank's GPU.
-    device = "cuda" if dist.get_backend(group) == dist.Backend.NCCL else "cpu"
-    return torch.from_numpy(np.frombuffer(content, np.uint8).copy()).to(device)
+    return "cuda" if dist.get_backend(group) == dist.Backend.NCCL else "cpu"
 
 
 def _padded(content: Tensor, size: int) -> Tensor:

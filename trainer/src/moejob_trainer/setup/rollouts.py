@@ -16,7 +16,7 @@ from moejob_api.job import Spec
 from moejob_api.job.grpo import Sync
 from moejob_api.job.resources import Accelerator
 from moejob_api.models.shape import ModelShape
-from moejob_trainer.data.packing import BatchPlan, batch_plan, global_batch
+from moejob_trainer.data.packing import BatchPlan, batch_of_rank, batch_plan
 from moejob_trainer.engine import Document
 from moejob_trainer.errors import BadConfiguration
 from moejob_trainer.megatron.engine import MegatronEngine
@@ -140,7 +140,7 @@ class EngineProbe:
             Document(tokens.astype(np.int64), np.ones(len(tokens), np.float32), number)
             for number in range(self._data.size)
         ]
-        batches = global_batch(copies, self._plan)[self._data.rank]
+        batches = batch_of_rank(copies, self._plan, self._data.rank)
         # Engines say what their weights make of a text, before any temperature.
         with self._engine.at_temperature(1.0):
             outputs = self._engine.outputs(batches)

@@ -83,11 +83,12 @@ def estimate(spec: Spec, shape: ModelShape, layout: Layout) -> MemoryEstimate:
     layers = layer_bytes(case)
     loads = tuple(load(case, stage, layers) for stage in case.stages)
     peaks = tuple(_explained(*fullest) for fullest in _fullest(loads))
+    replay = replay_bytes(case)
     return MemoryEstimate(
         peak=max(peaks, key=lambda peak: peak.bytes),
         phases=peaks,
-        host_bytes_per_pod=_host_bytes(case, loads, max(peak.bytes for peak in peaks)),
-        replay_bytes_per_pod=replay_bytes(case),
+        host_bytes_per_pod=_host_bytes(case, loads, max(peak.bytes for peak in peaks)) + replay,
+        replay_bytes_per_pod=replay,
         engine=loads[0].engine,
     )
 
@@ -106,7 +107,7 @@ def footprint(case: Case, limit_bytes: int | None) -> Footprint | None:
     if loads is None:
         return None
     peak = max(map(_peak, loads))
-    return Footprint(peak, _host_bytes(case, loads, peak))
+    return Footprint(peak, _host_bytes(case, loads, peak) + replay_bytes(case))
 
 
 def fits(case: Case, limit_bytes: int) -> bool:
@@ -148,8 +149,8 @@ def _explained(phase: MemoryPhase, of: StageBytes, amounts: Amounts) -> PhasePea
 
 
 def _host_bytes(case: Case, loads: tuple[StageBytes, ...], peak: int) -> int:
-    """Host memory of a pod: what its ranks have there, and the routing that is replayed."""
-    return case.layout.gpus_per_pod * _host_bytes_of_rank(case, loads, peak) + replay_bytes(case)
+    """Host memory of a pod: what its ranks have there, without the routing that is replayed."""
+    return case.layout.gpus_per_pod * _host_bytes_of_rank(case, loads, peak)
 
 
 def _host_bytes_of_rank(case: Case, loads: tuple[StageBytes, ...], peak: int) -> int:

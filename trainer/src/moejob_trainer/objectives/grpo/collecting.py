@@ -79,7 +79,8 @@ class Collector:
         if not sampled.groups:
             told = "; ".join(f"{name}: {reason}" for name, reason in scorer.last_failure.items())
             raise BadConfiguration(f"every group of step {step + 1} was dropped for a failed reward ({told})")
-        self._sampled = sampled
+        # The rest of the step knows the experience; kept here, too, the experts would be in memory twice.
+        self._sampled = sampled.without_routing()
         self._metrics = of_rewards(sampled, scorer.names) | of_versions(sampled.groups, step)
         self._metrics |= {f"rewardFailures/{name}": float(count) for name, count in scorer.failures.items()}
         self._tell_failures()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moejob_api.job.grpo import Grpo, KlTarget
-from moejob_trainer.data.packing import BatchPlan, global_batch
+from moejob_trainer.data.packing import BatchPlan, batch_of_rank
 from moejob_trainer.distributed.encoding import Array
 from moejob_trainer.engine import Document, MicroBatch, TokenOutputs
 from moejob_trainer.engine.micro_batch import ROUTING
@@ -74,7 +74,18 @@ def _routing(rollouts: Sequence[Trajectory]) -> Array | None:
     known = [each.routing for each in rollouts if each.routing is not None]
     if known and len(known) < len(rollouts):
         raise ValueError(f"{len(known)} of {len(rollouts)} rollouts carry a routing to replay; all or none must")
-    return np.concatenate(known) if known else None
+    return _replayed(known) if known else None
+
+
+def _replayed(known: Sequence[Array]) -> Array:
+    """Return routing as ROUTING has it; the last token of each, which the engine has not read, routes by itself."""
+    first = known[0]
+    found = np.zeros((sum(len(each) + 1 for each in known), *first.shape[1:]), first.dtype)
+    end = 0
+    for each in known:
+        np.add(each, 1, out=found[end : end + len(each)])
+        end += len(each) + 1
+    return found
 
 
 def learned(grpo: Grpo, step: Experience, old: Array | None, reference: Array | None) -> list[Array]:
@@ -171,4 +182,4 @@ def own(step: Experience, plan: BatchPlan, rank: int) -> Own:
         Document(tokens.astype(np.int64), mask.astype(np.float32), number, inputs=inputs)
         for number, (tokens, mask, inputs) in enumerate(parts)
     ]
-    return Own(step, global_batch(plain, plan)[rank])
+    return Own(step, batch_of_rank(plain, plan, rank))

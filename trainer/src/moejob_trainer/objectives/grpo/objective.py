@@ -5,20 +5,20 @@ Rank 0 asks the engines and the rewards; then every rank has the whole step as a
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
 
 from moejob_api.job.grpo import Grpo, KlTarget
-from moejob_trainer.data.packing import BatchPlan, global_batch
-from moejob_trainer.distributed.encoding import Array, packed, unpacked
+from moejob_trainer.data.packing import BatchPlan, batch_of_rank
+from moejob_trainer.distributed.encoding import Array
 from moejob_trainer.engine import Engine, LossTerms, MicroBatch, TokenOutputs
 from moejob_trainer.errors import BadConfiguration
 from moejob_trainer.objectives.grpo import experience as experiences
@@ -28,6 +28,7 @@ from moejob_trainer.objectives.grpo.packed_answers import answers
 from moejob_trainer.objectives.grpo.rank_exchange import Peers
 from moejob_trainer.rollouts.interface import EnginesLost, SyncReport, WeightPublisher
 
+T = TypeVar("T")
 # Publications of the same weights, one after another, before a run gives up on engines that are lost each time.
 _PUBLICATIONS = 5
 _GENERATE, _LEARN = "generateSeconds", "learnSeconds"
@@ -126,7 +127,7 @@ class GroupRelativePolicyOptimization:
                 is_learned = True
                 self._tokens += sum(len(document.tokens) for document in documents)
                 with self._phases.timed(_LEARN):
-                    yield global_batch(documents, self.settings.plan)[self.parts.peers.data.rank]
+                    yield batch_of_rank(documents, self.settings.plan, self.parts.peers.data.rank)
         if not is_learned:
             raise BadConfiguration(
                 f"step {step + 1} has {len(collected.rewards)} answers and none has an end, so overlong.filter leaves "
@@ -146,11 +147,10 @@ class GroupRelativePolicyOptimization:
         rollouts = self.parts.rollouts
         with self.parts.waiting(step):
             self._published(step, engine)
-            ask = None if rollouts is None else lambda: _written(rollouts.evaluate())
-            found: dict[str, float] = json.loads(self._asked(step, engine, ask))
+            found = self._asked(step, engine, None if rollouts is None else rollouts.evaluate)
             self.parts.publisher.release()
         # The others have only waited; the numbers are reported by rank 0.
-        return {} if rollouts is None else found
+        return {} if found is None else found
 
     def metrics(self) -> Mapping[str, float]:
         """Return the numbers of the last step beside those of its updates."""
@@ -176,15 +176,15 @@ class GroupRelativePolicyOptimization:
             with self._phases.timed("syncSeconds"):
                 self._sync = self._published(step, engine)
             with self._phases.timed(_GENERATE):
-                ask = None if rollouts is None else lambda: _packed(rollouts.collect(step))
-                arrays = unpacked(self._asked(step, engine, ask))
+                found = self._asked(step, engine, None if rollouts is None else partial(rollouts.collect, step))
+                arrays = self.parts.peers.broadcast(None if found is None else arrays_of(found))
             with self._phases.timed("releaseSeconds"):
                 self.parts.publisher.release()
         return Experience(**arrays)
 
-    def _asked(self, step: int, engine: Engine, ask: Callable[[], bytes] | None) -> bytes:
-        """Return on every rank what rank 0 asks engines for: nothing, while the weights have to be published again."""
-        while not (found := self.parts.peers.broadcast(None if ask is None else ask())):
+    def _asked(self, step: int, engine: Engine, ask: Callable[[], T | None] | None) -> T | None:
+        """Return on rank 0 what it asks engines for, which is None while the weights have to be published again."""
+        while not self.parts.peers.agreed((found := None if ask is None else ask()) is not None):
             self._tell(f"no engine has the weights of step {step} any more; they are given to them again")
             self.parts.publisher.release()
             self._sync = self._published(step, engine)
@@ -243,14 +243,6 @@ class GroupRelativePolicyOptimization:
         }
 
 
-def _packed(collected: Experience | None) -> bytes:
-    return b"" if collected is None else packed(vars_of(collected))
-
-
-def _written(found: Mapping[str, float] | None) -> bytes:
-    return b"" if found is None else json.dumps(dict(found)).encode()
-
-
-def vars_of(collected: Experience) -> dict[str, Array]:
+def arrays_of(collected: Experience) -> dict[str, Array]:
     """Return the arrays of a step by name."""
     return {name: values for name, values in vars(collected).items() if isinstance(values, np.ndarray)}

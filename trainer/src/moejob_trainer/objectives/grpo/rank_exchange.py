@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from moejob_trainer.distributed import messages
 from moejob_trainer.distributed.collectives import total
-from moejob_trainer.distributed.encoding import Array
+from moejob_trainer.distributed.encoding import BOOLEAN, Array
 from moejob_trainer.distributed.groups import ALONE, Group
 
 
@@ -30,9 +31,13 @@ class Peers:
         """Return whether this rank speaks for all."""
         return self.rank == 0
 
-    def broadcast(self, data: bytes | None) -> bytes:
-        """Return rank 0's bytes on every rank."""
-        return messages.broadcast_bytes(data, self.control)
+    def agreed(self, is_so: bool) -> bool:
+        """Return on every rank what rank 0 says."""
+        return messages.broadcast(is_so, BOOLEAN, self.control)
+
+    def broadcast(self, arrays: Mapping[str, Array] | None) -> Mapping[str, Array]:
+        """Return rank 0's arrays on every rank."""
+        return messages.broadcast_arrays(arrays, self.control)
 
     def sum(self, values: Tensor) -> Array:
         """Return the sum over the ranks that see other documents."""

@@ -37,7 +37,7 @@ class Trajectory:
 
     spans: tuple[TokenSpan, ...]
     is_truncated: bool
-    # To be replayed, as ROUTING of a micro batch. [N, routed layers, k]
+    # Experts of each token that the engine has read, which is all but the last. [N - 1, routed layers, k]
     routing: Array | None = None
 
     @property
@@ -61,10 +61,4 @@ def rollout(answer: Answer) -> Trajectory:
     prompt = answer.request.prompt
     asked = TokenSpan(Author.PROMPT, prompt, np.zeros(len(prompt), np.float32), np.full(len(prompt), -1, np.int32))
     said = TokenSpan(Author.MODEL, answer.tokens, answer.log_probabilities, answer.versions)
-    return Trajectory((asked, said), answer.finish_reason is FinishReason.LENGTH, _replayed(answer))
-
-
-def _replayed(answer: Answer) -> Array | None:
-    """Return the routing to replay; the last token, which the engine has not read, routes by itself."""
-    known = answer.routing
-    return None if known is None else np.concatenate([known + 1, np.zeros_like(known[:1])])
+    return Trajectory((asked, said), answer.finish_reason is FinishReason.LENGTH, answer.routing)

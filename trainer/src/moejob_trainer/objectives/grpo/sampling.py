@@ -9,7 +9,7 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -47,6 +47,11 @@ class AnswerGroup:
         """Return the reward of each answer, NaN where one has failed."""
         return tuple(answer.reward for answer in self.answers)
 
+    def without_routing(self) -> AnswerGroup:
+        """Return the same answers without the experts of their tokens."""
+        kept = (replace(each, answer=replace(each.answer, routing=None)) for each in self.answers)
+        return replace(self, answers=tuple(kept))
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sampled:
@@ -61,6 +66,10 @@ class Sampled:
     tokens: int = 0
     # In which no answer was missing, but rewards were.
     reward_seconds: float = 0.0
+
+    def without_routing(self) -> Sampled:
+        """Return the same answers without the experts of their tokens."""
+        return replace(self, groups=tuple(group.without_routing() for group in self.groups))
 
 
 @dataclass(frozen=True, slots=True)
