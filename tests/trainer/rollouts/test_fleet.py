@@ -235,7 +235,9 @@ def test_engines_are_not_outdated_while_one_has_the_weights(serve: Serve) -> Non
     assert not asyncio.run(is_outdated())
 
 
-def test_only_the_first_publication_waits_for_all_engines(serve: Serve) -> None:
+def test_only_the_first_publication_waits_for_all_engines_and_says_for_which(
+    serve: Serve, capsys: pytest.CaptureFixture[str]
+) -> None:
     # No engine has been given weights before, so none is said to return.
     served = serve(limits=replace(LIMITS, return_seconds=0))
     late, _ = served.engines
@@ -247,7 +249,10 @@ def test_only_the_first_publication_waits_for_all_engines(serve: Serve) -> None:
     del late.failing["/ready"]
     starting.join()
     assert len(served.fleet.serving) == 2
-    late.failing["/ready"] = 503
+    told = f"1 of 2 engines are ready; waiting for {late.url}/ready answered 503: told to fail\n"
+    assert capsys.readouterr().err == told
+    # It still says that it has these weights, for which it would serve again.
+    late.failing["/ready"] = late.failing["/weight_info"] = 503
     served.serve()
     assert [engine.url for engine in served.fleet.serving] == [served.engines[1].url]
 

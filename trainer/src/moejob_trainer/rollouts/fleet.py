@@ -233,7 +233,7 @@ class Fleet:
         In the middle of a run those that are away may be away for good, and those that return get the weights then, or
         with the next publication. Ranks that start in the middle of a run wait a while for all.
         """
-        began = time.monotonic()
+        began, said = time.monotonic(), ""
         while True:
             ready = await _those(self.engines, self._is_ready)
             waited = time.monotonic() - began
@@ -243,7 +243,15 @@ class Fleet:
                 return ready
             if waited >= seconds:
                 raise NoEngine(f"no engine is ready after {seconds:g} s: {self.reasons()}")
+            said = self._said(said, ready)
             await asyncio.sleep(self.limits.look_seconds)
+
+    def _said(self, before: str, ready: Sequence[RolloutEngine]) -> str:
+        """Say which engines are awaited and why, where that is not what was said before."""
+        late = "; ".join(engine.problem for engine in self.engines if engine not in ready)
+        if late != before:
+            _log(f"{len(ready)} of {len(self.engines)} engines are ready; waiting for {late}")
+        return late
 
     async def _patience(self, ready: Sequence[RolloutEngine], seconds: float) -> float:
         """Return the seconds for which ready engines wait for the others."""
