@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import wraps
 from typing import Any
 
+import torch
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.platforms import current_platform
 
@@ -27,10 +28,20 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine(name, f"moejob_rollout.transfer.{module}", transport)
         _registered.add(name)
     if current_platform.is_cpu() and "cpu" not in _registered:
+        _ask_for_amx()
         _pack_experts_at_every_update()
         _leave_cores_to_others()
         _record_routed_experts()
         _registered.add("cpu")
+
+
+def _ask_for_amx() -> None:
+    """Ask Linux for the tiles of AMX, where the processor has some.
+
+    vLLM's attention multiplies bfloat16 with them and never asks: a worker whose torch has not asked before is ended by
+    SIGILL at its first text.
+    """
+    torch.cpu._init_amx()  # noqa: SLF001  # it has no public name
 
 
 def _pack_experts_at_every_update() -> None:
