@@ -83,10 +83,11 @@ lint: $(operator_built) ## Check format, style, words and the import rules
 
 types: $(operator_built) $(trainer_built) $(rollout_built) ## Check types, strictly, against what each package runs with
 	@$(call quietly,$(operator)/mypy --cache-dir .mypy_cache/operator $(wildcard crds/src operator/src cli/src scripts images \
-		benchmarks/*.py benchmarks/contest benchmarks/hostile/[!l]*.py tests/*.py $(patsubst %,tests/%,api operator cli chart cluster builds)))
+		benchmarks/*.py benchmarks/contest \
+		$(filter-out %/launcher_listeners.py %/engine_listeners.py,$(wildcard benchmarks/hostile/*.py)) tests/*.py $(patsubst %,tests/%,api operator cli chart cluster builds)))
 	@$(call quietly,$(trainer)/mypy --cache-dir .mypy_cache/trainer trainer/src tests/trainer tests/bridge tests/gpu benchmarks/trainer benchmarks/rollout \
 		benchmarks/hostile/launcher_listeners.py examples/ask.py)
-	@$(call quietly,$(rollout)/mypy --cache-dir .mypy_cache/rollout rollout/src tests/rollout)
+	@$(call quietly,$(rollout)/mypy --cache-dir .mypy_cache/rollout rollout/src tests/rollout benchmarks/hostile/engine_listeners.py)
 
 generate: $(operator_built) ## Write the CRD that the models describe, and the manifests that the operator makes
 	@$(operator)/python -m moejob_api.crd
@@ -139,10 +140,11 @@ test-gate: $(trainer_built) ## Run hundreds of random jobs that plan accepts: ea
 		$(trainer)/pytest tests/trainer/test_accepted_jobs.py -n 0 $(ARGS)
 
 # Inputs that the usual tests have not seen; each listener and parser gets as many, a hundred thousand in a minute or so.
-fuzz: $(operator_built) $(trainer_built) ## Send a million damaged inputs to each listener and each parser of foreign text
+fuzz: $(operator_built) $(trainer_built) $(rollout_built) ## Send a million damaged inputs to each listener and each parser of foreign text
 	@MOEJOB_FUZZ_INPUTS=$${MOEJOB_FUZZ_INPUTS:-1000000} $(operator)/pytest tests/operator/test_strange_bytes.py $(ARGS)
 	@MOEJOB_FUZZ_INPUTS=$${MOEJOB_FUZZ_INPUTS:-1000000} $(trainer)/pytest tests/trainer/test_strange_bytes.py \
 		tests/trainer/launcher/test_progress_server.py $(ARGS)
+	@MOEJOB_FUZZ_INPUTS=$${MOEJOB_FUZZ_INPUTS:-1000000} $(rollout)/pytest tests/rollout/test_listener.py $(ARGS)
 
 test-rollout: $(rollout_built) ## Test what runs beside vLLM
 	@$(call tested,$(rollout),tests/rollout)
@@ -186,7 +188,7 @@ bench-recovery: $(operator_built) $(trainer_built) ## Measure how long a job ove
 	@PYTHONPATH=tests:scripts $(operator)/python -m benchmarks.recovery $(ARGS)
 
 # Some ten minutes. ARGS=--quick attacks for a second each and records nothing.
-bench-hostile: $(operator_built) $(trainer_built) ## Measure hostile reviews, and each listener under attack
+bench-hostile: $(operator_built) $(trainer_built) $(rollout_built) ## Measure hostile reviews, and each listener under attack
 	@PYTHONPATH=tests $(operator)/python -W ignore -m benchmarks.hostile $(ARGS)
 
 bench-trainer: $(trainer_built) ## Measure training on this CPU beside Transformers

@@ -22,12 +22,14 @@ from benchmarks.hostile.attacks import (
     Attack,
     Target,
     attacked,
+    body_of_a_stranger,
     damaged_requests,
     dense,
     got,
     honest_review,
     pods_that_say,
     silent,
+    small_unfinished,
     unfinished,
     without_end,
     worst,
@@ -35,16 +37,17 @@ from benchmarks.hostile.attacks import (
 from benchmarks.hostile.probe import Measured
 from benchmarks.hostile.reviews import HostileReview, quantile, request, seconds_of, worst_reviews
 from benchmarks.record import Better, Result, record
+from moejob_api.contract import HttpPath
 from moejob_operator.admission.certificates import hosts_of
 from moejob_operator.admission.server import VALUES
 
 BENCH = "hostile"
 ROOT = Path(__file__).parents[2]
-TRAINER = ROOT / ".venv/trainer/bin/python"
-OPERATOR_LISTENERS, LAUNCHER_LISTENERS = (
-    "benchmarks.hostile.operator_listeners",
-    "benchmarks.hostile.launcher_listeners",
-)
+# The Python and the module of each program that serves.
+OPERATOR = (sys.executable, "benchmarks.hostile.operator_listeners")
+LAUNCHER = (str(ROOT / ".venv/trainer/bin/python"), "benchmarks.hostile.launcher_listeners")
+ENGINE = (str(ROOT / ".venv/rollout/bin/python"), "benchmarks.hostile.engine_listeners")
+SECRET = "known to launchers alone"
 REVIEW_MS, GAP_MS, MEMORY_MIB = 100.0, 100.0, 150.0
 # An API server gives up on a webhook then.
 ANSWER_MS = 10_000.0
@@ -101,10 +104,11 @@ async def listener_results(tried: Sequence[HostileReview], seconds: float) -> li
         authority = str(Path(folder, "authority.pem"))
         return [
             *await _attacks_on_webhook(authority, worst_genes, seconds),
-            *await _attacks_on("metrics", (sys.executable, OPERATOR_LISTENERS), plain_cases("/metrics"), seconds),
+            *await _attacks_on("metrics", OPERATOR, plain_cases("/metrics"), seconds),
             *await _attacks_by_pods(seconds),
-            *await _attacks_on("/progress", (str(TRAINER), LAUNCHER_LISTENERS), plain_cases("/progress"), seconds),
-            *await _attacks_on("store", (str(TRAINER), LAUNCHER_LISTENERS), store_cases(), seconds),
+            *await _attacks_on("/progress", LAUNCHER, plain_cases("/progress"), seconds),
+            *await _attacks_on_store(seconds),
+            *await _attacks_on("engine", ENGINE, engine_cases(), seconds, HttpPath.READY),
         ]
 
 
@@ -130,6 +134,12 @@ def store_cases() -> list[Case]:
     ]
 
 
+def engine_cases() -> list[Case]:
+    """Attacks on the port of an engine by those who do not have its key."""
+    body = without_end(body_of_a_stranger("/inference/v1/generate"), b" " * 65_536, 0.0)
+    return [*plain_cases(HttpPath.READY), Case("bodies without end", body)]
+
+
 def webhook_cases(worst_genes: Sequence[Mapping[tuple[str, ...], object]]) -> list[Case]:
     """Attacks on the webhook, all over TLS but the silent one."""
     genes = [dict(one) for one in worst_genes]
@@ -140,6 +150,7 @@ def webhook_cases(worst_genes: Sequence[Mapping[tuple[str, ...], object]]) -> li
         ),
         Case("4 MiB of values without end", dense(2_600_000, "null")),
         Case("bodies of 4 MiB that do not end", unfinished),
+        Case("320 bodies of 8 KiB that do not end", small_unfinished),
         Case("damaged reviews", damaged_requests([honest_review()])),
         Case("connections that say nothing", silent),
     ]
@@ -150,20 +161,35 @@ async def _attacks_on_webhook(
 ) -> list[Result]:
     results = list[Result]()
     for case in webhook_cases(genes):
-        with served(sys.executable, OPERATOR_LISTENERS, "webhook", authority) as listener:
+        with served(*OPERATOR, "webhook", authority) as listener:
             trust = ssl.create_default_context(cafile=authority)
             name = hosts_of("moejob-webhook", "moejob-system")[0]
             target = Target(listener.port, trust, name)
-            results += await _measured("webhook", case, listener, target, honest_review(), seconds)
+            measured = await _measured(listener, target, case, honest_review(), seconds)
+            results += _results(f"webhook: {case.name}", measured, target.honest, is_operators=True)
     return results
 
 
-async def _attacks_on(listens: str, program: tuple[str, str], cases: Sequence[Case], seconds: float) -> list[Result]:
-    results = list[Result]()
-    honest = None if listens == "store" else got(f"/{listens.strip('/')}")
+async def _attacks_on(
+    listens: str, program: tuple[str, str], cases: Sequence[Case], seconds: float, path: str | None = None
+) -> list[Result]:
+    results, name = list[Result](), listens.strip("/")
     for case in cases:
-        with served(*program, listens.strip("/")) as listener:
-            results += await _measured(listens, case, listener, Target(listener.port), honest, seconds)
+        with served(*program, name) as listener:
+            target = Target(listener.port)
+            measured = await _measured(listener, target, case, got(path or f"/{name}"), seconds)
+            results += _results(f"{listens}: {case.name}", measured, target.honest, is_operators=program is OPERATOR)
+    return results
+
+
+async def _attacks_on_store(seconds: float) -> list[Result]:
+    results = list[Result]()
+    for case in store_cases():
+        with served(*LAUNCHER, "store", SECRET) as listener, served(*LAUNCHER, "launcher", SECRET) as launcher:
+            await asyncio.to_thread(launcher.told, f"begin {listener.port}")
+            measured = await _measured(listener, Target(listener.port), case, None, seconds)
+            waited = json.loads(await asyncio.to_thread(launcher.told, "end"))
+            results += _results(f"store: {case.name}", measured, waited, is_operators=False)
     return results
 
 
@@ -178,36 +204,30 @@ async def _attacks_by_pods(seconds: float) -> list[Result]:
     for name, answer in answers.items():
         server = await asyncio.start_server(answer, HOST, 0)
         port = server.sockets[0].getsockname()[1]
-        with served(sys.executable, OPERATOR_LISTENERS, "pods", str(port)) as listener:
+        with served(*OPERATOR, "pods", str(port)) as listener:
             await asyncio.to_thread(listener.told, "begin")
             await asyncio.sleep(seconds)
             measured = await asyncio.to_thread(listener.measured)
-            results += _results(f"64 pods that the operator asks: {name}", measured, is_operators=True)
+            results += _results(f"64 pods that the operator asks: {name}", measured, (), is_operators=True)
         server.close()
     return results
 
 
-async def _measured(  # noqa: PLR0913  # one attack from its begin to its numbers
-    listens: str, case: Case, listener: Listener, target: Target, honest: bytes | None, seconds: float
-) -> list[Result]:
+async def _measured(listener: Listener, target: Target, case: Case, honest: bytes | None, seconds: float) -> Measured:
     await asyncio.to_thread(listener.told, "begin")
     await attacked(target, case.attack, honest, seconds)
-    measured = await asyncio.to_thread(listener.measured)
-    name = f"{listens}: {case.name}"
-    found = _results(name, measured, is_operators=listens in ("webhook", "metrics"))
-    if honest is not None:
-        found.append(_result(f"{name}, an honest answer beside", 1000 * max(target.honest), "ms", ANSWER_MS))
-    return found
+    return await asyncio.to_thread(listener.measured)
 
 
-def _results(name: str, measured: Measured, *, is_operators: bool) -> list[Result]:
-    # A launcher imports torch, which is larger than any attack.
+def _results(name: str, measured: Measured, honest: Sequence[float], *, is_operators: bool) -> list[Result]:
+    # A launcher imports torch, which is larger than any attack, and an engine more.
     memory = (
         _result(f"{name}, memory", measured.peak_mib, "MiB", MEMORY_MIB)
         if is_operators
         else _result(f"{name}, memory more than before", measured.growth_mib, "MiB", MEMORY_MIB)
     )
-    return [_result(f"{name}, largest gap", measured.gap_ms, "ms", GAP_MS), memory]
+    beside = [_result(f"{name}, an honest answer beside", 1000 * max(honest), "ms", ANSWER_MS)] if honest else []
+    return [_result(f"{name}, largest gap", measured.gap_ms, "ms", GAP_MS), memory, *beside]
 
 
 def _result(case: str, value: float, unit: str, target: float | None = None) -> Result:

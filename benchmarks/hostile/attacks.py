@@ -18,7 +18,14 @@ from moejob_operator.admission.server import BODY_BYTES
 
 HOST = "127.0.0.1"
 _CLIENTS = 32
+# Connections of one client: 320 together.
+_AT_ONCE = 10
+# A job with all that it may say has some kilobytes.
+_USUAL_BYTES = 8192
 _FAILURES = (OSError, asyncio.IncompleteReadError, TimeoutError)
+
+
+Pair = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 @dataclass
@@ -31,7 +38,7 @@ class Target:
     # Seconds that an honest client waited for each of its answers.
     honest: list[float] = field(default_factory=list)
 
-    async def connected(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    async def connected(self) -> Pair:
         """Open a connection, over TLS where the listener speaks it."""
         return await asyncio.open_connection(HOST, self.port, ssl=self.trust, server_hostname=self.name)
 
@@ -40,7 +47,7 @@ Attack = Callable[[Target, random.Random], Awaitable[None]]
 
 
 async def attacked(target: Target, attack: Attack, honest: bytes | None, seconds: float) -> None:
-    """Attack with many clients at once, while an honest one asks again and again."""
+    """Attack with many clients at once, while an honest one asks again and again, unless another process does."""
     clients = [asyncio.create_task(_again(attack, target, random.Random(number))) for number in range(_CLIENTS)]
     if honest is not None:
         clients.append(asyncio.create_task(_ask(target, honest)))
@@ -100,6 +107,11 @@ def got(path: str) -> bytes:
     return f"GET {path} HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n".encode()
 
 
+def body_of_a_stranger(path: str) -> bytes:
+    """Return the head of a large body that shows no key."""
+    return f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Length: {1 << 30}\r\n\r\n".encode()
+
+
 # --- on the webhook ---------------------------------------------------------------------------------------------------
 
 
@@ -138,15 +150,29 @@ async def unfinished(target: Target, _: random.Random) -> None:
         writer.transport.abort()
 
 
+async def small_unfinished(target: Target, _: random.Random) -> None:
+    """Send the heads of many reviews of the usual size, and a byte of each body."""
+    await _many(target.connected, posted(b"{", _USUAL_BYTES))
+
+
 # --- on any -----------------------------------------------------------------------------------------------------------
 
 
 async def silent(target: Target, _: random.Random) -> None:
     """Open connections that say nothing, in plain TCP."""
-    pairs = [await asyncio.open_connection(HOST, target.port) for _ in range(8)]
-    await asyncio.sleep(1)
-    for pair in pairs:
-        pair[1].transport.abort()
+    await _many(lambda: asyncio.open_connection(HOST, target.port), b"")
+
+
+async def _many(connect: Callable[[], Awaitable[Pair]], sent: bytes) -> None:
+    writers = list[asyncio.StreamWriter]()
+    try:
+        while len(writers) < _AT_ONCE:
+            writers.append((await connect())[1])
+            writers[-1].write(sent)
+        await asyncio.sleep(1)
+    finally:
+        for writer in writers:
+            writer.transport.abort()
 
 
 def damaged_requests(samples: Sequence[bytes]) -> Attack:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from time import monotonic, sleep
@@ -19,6 +21,7 @@ from torch.distributed import BroadcastOptions, ProcessGroupGloo
 
 from engines import SECRET, Engine, free_port
 from moejob_api.contract import weights_key
+from moejob_rollout.listener import HEAD_BYTES
 from rollout.doors import opened
 from rollout.references import log_probabilities, model, published, published_tensors, without
 
@@ -61,6 +64,23 @@ def test_every_path_asks_for_the_secret(moe: Engine, path: str) -> None:
 
 def test_readiness_needs_no_secret(moe: Engine) -> None:
     assert moe.get("/ready", secret=None).status == 200
+
+
+def test_a_stranger_is_bounded_by_the_whole_server_too(moe: Engine) -> None:
+    ready = b"GET /ready HTTP/1.1\r\nHost: a\r\n\r\n"
+    assert answered(moe, 3 * ready).count(b"HTTP/1.1 200") == 1
+    # vLLM's own bound is 4 MiB.
+    assert answered(moe, ready[:-2] + b"a: b\r\n" * HEAD_BYTES) == b""
+
+
+def answered(engine: Engine, sent: bytes) -> bytes:
+    """All that comes back until the engine hangs up."""
+    found = b""
+    with socket.create_connection(("127.0.0.1", engine.port), timeout=600) as client, suppress(ConnectionResetError):
+        client.sendall(sent)
+        while part := client.recv(65_536):
+            found += part
+    return found
 
 
 def test_tokens_are_as_probable_as_transformers_says_after_each_update(moe: Engine, tmp_path: Path) -> None:

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from moejob_api.contract import Environment, engine_key
-from moejob_rollout.guard import Guard
+from moejob_rollout.guard import AGAIN_SECONDS, FirstToken, Guard
+from moejob_rollout.listener import VISITOR, StrangerLimits, Strangers, Visitor
+from rollout.served import Client
 
 SECRET = "5" * 64
 
@@ -29,7 +31,9 @@ def status(given: str | None) -> int:
     async def receive() -> MutableMapping[str, Any]:
         return {"type": "http.request"}
 
-    asyncio.run(Guard(app)({"type": "http", "path": "/v1/models", "headers": headers}, receive, send))
+    state = {VISITOR: Visitor(Strangers(StrangerLimits()))}
+    scope = {"type": "http", "path": "/v1/models", "headers": headers, "state": state}
+    asyncio.run(Guard(app)(scope, receive, send))
     return int(sent[0]["status"])
 
 
@@ -51,3 +55,27 @@ def test_a_key_of_the_secret_opens_the_engine(given: str | None, answer: int, mo
 def test_the_key_of_engines_does_not_tell_the_secret() -> None:
     assert SECRET not in engine_key(SECRET)
     assert len(engine_key(SECRET)) == 64
+
+
+def test_a_first_token_that_fails_is_asked_for_again_after_a_while_and_not_by_each_caller() -> None:
+    client, first = Client(), FirstToken()
+    client.may_answer.set()
+    client.failing = ValueError("no room")
+
+    async def asked(now: float) -> int:
+        for _ in range(20):
+            first.ask(client, now)
+            await asyncio.sleep(0)
+        while len(asyncio.all_tasks()) > 1:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        return client.asked
+
+    async def story() -> None:
+        assert (await asked(1.0), first.is_there) == (1, False)
+        assert await asked(1.0 + AGAIN_SECONDS / 2) == 1
+        assert await asked(1.0 + AGAIN_SECONDS) == 2
+        client.failing = None
+        assert (await asked(2.0 + 2 * AGAIN_SECONDS), first.is_there) == (3, True)
+        assert await asked(3.0 + 3 * AGAIN_SECONDS) == 3
+
+    asyncio.run(story())

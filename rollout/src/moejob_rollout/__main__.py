@@ -14,6 +14,7 @@ from typing import Any
 from moejob_api.contract import ExitCode, RunFile
 from moejob_rollout.arguments import arguments, variables
 from moejob_rollout.engine import BadEngineEnvironment, EngineEnvironment, engine_of
+from moejob_rollout.listener import server_settings
 
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 _LOOK_SECONDS = 0.2
@@ -58,7 +59,7 @@ def _serve(entry: Any, engine: EngineEnvironment, model: Path) -> None:
     cli_env_setup()
     parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(arguments(engine, model, config))
     validate_parsed_serve_args(parsed)
-    uvloop.run(entry.run_server(parsed))
+    uvloop.run(entry.run_server(parsed, **server_settings()))
 
 
 def _leave(*_: object) -> None:

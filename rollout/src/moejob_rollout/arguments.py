@@ -15,6 +15,7 @@ from moejob_api.engines import transport
 from moejob_api.job.grpo import Placement
 from moejob_api.job.resources import Accelerator
 from moejob_rollout.engine import EngineEnvironment
+from moejob_rollout.listener import HEAD_BYTES
 
 MIDDLEWARE = "moejob_rollout.guard.Guard"
 # Each token of an answer is one replay of what was recorded, where the host would launch a thousand kernels. Recording
@@ -43,9 +44,11 @@ def arguments(engine: EngineEnvironment, model: Path, config: Mapping[str, Any])
         f"--middleware={MIDDLEWARE}",
         f"--host={engine.listens_on}",
         f"--port={engine.port}",
-        # A line for each of a thousand answers a step would hide everything else.
+        f"--h11-max-incomplete-event-size={HEAD_BYTES}",
+        # A line for each of a thousand answers a step would hide everything else, and so would one for each client that
+        # sends no HTTP.
         "--disable-uvicorn-access-log",
-        "--uvicorn-log-level=warning",
+        "--uvicorn-log-level=error",
         "--disable-fastapi-docs",
     ]
     replay = ["--enable-return-routed-experts"] if engine.grpo.routing_replay else []

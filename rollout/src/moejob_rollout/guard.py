@@ -1,18 +1,23 @@
 """The door of the server: it asks for a key of the job's secret, and answers probes.
 
-vLLM's own --api-key guards some paths only, and anyone who can reach the others could put other weights in.
+vLLM's own --api-key guards some paths only, and anyone who can reach the others could put other weights in. A client
+without the key gets one answer, of which nothing is computed, and is hung up on.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hmac
+import logging
 import os
+import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from http import HTTPStatus
 from typing import Any
 from uuid import uuid4
 
 from moejob_api.contract import Environment, HttpPath, engine_key
+from moejob_rollout.listener import VISITOR
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -22,6 +27,9 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 # The path of vLLM that takes and gives token ids.
 GENERATE = "/inference/v1/generate"
+# What failed once may fail each time, and every client may ask whether it still does.
+AGAIN_SECONDS = 5.0
+_log = logging.getLogger(__name__)
 
 
 class Guard:
@@ -31,38 +39,68 @@ class Guard:
         self._app = app
         secret = os.environ.get(Environment.SECRET)
         self._expected = None if secret is None else f"Bearer {engine_key(secret)}".encode()
-        self._has_generated = False
+        self._first_token = FirstToken()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, or pass the request on."""
         if scope["type"] == "lifespan":
+            self._first_token.ask(scope["app"].state.engine_client, time.monotonic())
             await self._app(scope, receive, send)
-        elif scope.get("path") == HttpPath.READY:
-            await self._ready(scope, send)
-        elif self._is_refused(scope):
-            await _answer(send, HTTPStatus.UNAUTHORIZED, "the key of this job is missing or wrong")
+            return
+        has_key = self._has_key(scope)
+        if has_key:
+            scope["state"][VISITOR].has_key()
+        if scope.get("path") == HttpPath.READY:
+            await self._ready(scope, ShortAnswer(send, keeps_open=has_key))
+        elif has_key:
+            await self._app(scope, receive, send)
         else:
-            await self._app(scope, receive, send)
+            answer = ShortAnswer(send, keeps_open=False)
+            await answer(HTTPStatus.UNAUTHORIZED, "the key of this job is missing or wrong")
 
-    def _is_refused(self, scope: Scope) -> bool:
+    def _has_key(self, scope: Scope) -> bool:
         if self._expected is None:
-            return False
+            return True
         given = dict(scope["headers"]).get(b"authorization", b"")
-        return not hmac.compare_digest(given, self._expected)
+        return hmac.compare_digest(given, self._expected)
 
-    async def _ready(self, scope: Scope, send: Send) -> None:
+    async def _ready(self, scope: Scope, answer: ShortAnswer) -> None:
         """Answer 200 once the engine has generated a token: /health does so before the first one can be had.
 
         One that is asleep or paused generates nothing and is ready all the same, so later only its life is asked for.
         """
         client = scope["app"].state.engine_client
         if client.errored:
-            await _answer(send, HTTPStatus.SERVICE_UNAVAILABLE, "the engine has died")
+            await answer(HTTPStatus.SERVICE_UNAVAILABLE, "the engine has died")
+        elif self._first_token.is_there:
+            await answer(HTTPStatus.OK, "ready")
+        else:
+            self._first_token.ask(client, time.monotonic())
+            await answer(HTTPStatus.SERVICE_UNAVAILABLE, "the engine has generated no token yet")
+
+
+class FirstToken:
+    """The first token of an engine, which is generated once for all who ask, and again a while after it failed."""
+
+    def __init__(self) -> None:
+        self.is_there = False
+        self._asked: asyncio.Task[None] | None = None
+        self._not_before = 0.0
+
+    def ask(self, client: Any, now: float) -> None:
+        """Have it generated, unless it is there or on its way, or was asked for a moment ago."""
+        if not self.is_there and self._asked is None and now >= self._not_before:
+            self._not_before = now + AGAIN_SECONDS
+            self._asked = asyncio.create_task(_generate_one(client))
+            self._asked.add_done_callback(self._answered)
+
+    def _answered(self, asked: asyncio.Task[None]) -> None:
+        self._asked = None
+        if asked.cancelled():
             return
-        if not self._has_generated:
-            await _generate_one(client)
-            self._has_generated = True
-        await _answer(send, HTTPStatus.OK, "ready")
+        self.is_there = asked.exception() is None
+        if not self.is_there:
+            _log.error("the engine cannot generate", exc_info=asked.exception())
 
 
 async def _generate_one(client: Any) -> None:
@@ -73,8 +111,17 @@ async def _generate_one(client: Any) -> None:
         pass
 
 
-async def _answer(send: Send, status: HTTPStatus, text: str) -> None:
-    body = f"{text}\n".encode()
-    headers = [(b"content-type", b"text/plain"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": status.value, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+class ShortAnswer:
+    """A short answer to one request, after which a connection is kept open or not."""
+
+    def __init__(self, send: Send, *, keeps_open: bool) -> None:
+        self._send, self._keeps_open = send, keeps_open
+
+    async def __call__(self, status: HTTPStatus, text: str) -> None:
+        """Send it."""
+        body = f"{text}\n".encode()
+        headers = [(b"content-type", b"text/plain"), (b"content-length", str(len(body)).encode())]
+        closing = [] if self._keeps_open else [(b"connection", b"close")]
+        start = {"type": "http.response.start", "status": status.value, "headers": headers + closing}
+        await self._send(start)
+        await self._send({"type": "http.response.body", "body": body})
