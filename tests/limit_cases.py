@@ -18,6 +18,7 @@ ALLOWED: dict[str, Any] = {
     "queues": ["team"],
     "networks": ["rdma-*", "net/rdma"],
     "tolerations": ["nvidia.com/gpu", "team.example.com/*"],
+    "extendedResources": ["nvidia.com/gpu", "rdma/*"],
     "nodeSelectors": ["pool=training", "topology.kubernetes.io/zone=*"],
     "labels": ["example.com/*", "kueue.x-k8s.io/queue-name=team"],
     "annotations": ["example.com/*", "k8s.v1.cni.cncf.io/networks=*", "scheduling.volcano.sh/*"],
@@ -66,6 +67,8 @@ WITHIN: tuple[Limited, ...] = (
     _pods("networks", rdma={"resource": "rdma/hca", "networks": "rdma-0, rdma-1@eth1,net/rdma"}),
     _pods("networks by an annotation", annotations={_NETWORKS: "rdma-0"}),
     _pods("tolerations", tolerations=[{"key": "nvidia.com/gpu", "operator": "Exists"}]),
+    _pods("GPUs and cards", gpuResource="nvidia.com/gpu", rdma={"resource": "rdma/ib"}),
+    _pods("no GPUs", accelerator="CPU", gpuResource="example.com/phone"),
     _pods("node selectors", nodeSelector={"pool": "training", "topology.kubernetes.io/zone": "a"}),
     _pods("labels", labels={"example.com/a": "b"}, annotations={"example.com/a": "b c"}),
 )
@@ -100,6 +103,8 @@ BEYOND: tuple[Limited, ...] = (
     _pods("networks as JSON", "annotations", "network [{", annotations={_NETWORKS: '[{"name": "rdma-0"}]'}),
     _pods("toleration", "tolerations[0]", "toleration b", tolerations=[{"key": "b", "operator": "Exists"}]),
     _pods("toleration of all", "tolerations[0]", "toleration without a name", tolerations=[{"operator": "Exists"}]),
+    _pods("GPU", "gpuResource", "extended resource example.com/phone", gpuResource="example.com/phone"),
+    _pods("card", "rdma.resource", "extended resource example.com/phone", rdma={"resource": "example.com/phone"}),
     _pods("node selector", "nodeSelector", "node selector pool=system", nodeSelector={"pool": "system"}),
     _pods("label", "labels", "label app=web", labels={"app": "web"}),
     _pods("annotation", "annotations", "annotation b=c", annotations={"b": "c"}),
@@ -111,3 +116,5 @@ BEYOND: tuple[Limited, ...] = (
         annotations={"app.kubernetes.io/managed-by": "moejob"},
     ),
 )
+# Of BEYOND, where an installation sets no limits.
+REFUSED_BY_DEFAULT = {"label", "reserved label", "reserved annotation"}

@@ -56,6 +56,7 @@ from charts import CHART, Helm, HelmError, Values
         pytest.param({"limits": {"image": []}}, "'/limits': additional properties 'image'", id="a limit that is not"),
         pytest.param({"limits": {"images": ["a.b*"]}}, "'/limits/images/0': 'a.b*' does not", id="half a registry"),
         pytest.param({"limits": {"secrets": "none"}}, "'/limits/secrets': got string", id="a word for names"),
+        pytest.param({"limits": {"labels": None}}, "missing property 'labels'", id="labels without a limit"),
         pytest.param({"limits": {"reserved": None}}, "missing property 'reserved'", id="reserved keys forgotten"),
         pytest.param({"crd": {"keep": "no"}}, "'/crd/keep': got string, want boolean", id="a word for a switch"),
     ],

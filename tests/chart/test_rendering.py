@@ -201,8 +201,10 @@ USER_ROLES = {"moejob-view", "moejob-edit"}
 @pytest.mark.parametrize(
     ("limits", "checked"),
     [
-        pytest.param({}, {"reserved"}, id="by default only what is reserved"),
-        pytest.param({"claims": [], "images": ["a/*"]}, {"reserved", "claims", "images"}, id="those that are given"),
+        pytest.param({}, {"labels", "reserved"}, id="by default only keys of labels"),
+        pytest.param(
+            {"claims": [], "images": ["a/*"]}, {"labels", "reserved", "claims", "images"}, id="those that are given"
+        ),
         pytest.param(ALLOWED, {"reserved", *ALLOWED}, id="all"),
     ],
 )

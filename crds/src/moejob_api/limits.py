@@ -16,6 +16,7 @@ from pydantic.alias_generators import to_camel
 
 from moejob_api.claims import SCHEME, claims_of_sources
 from moejob_api.job import Spec
+from moejob_api.job.resources import Accelerator
 from moejob_api.problems import Problem, Rule
 
 # A name, or the beginning of names and a star.
@@ -29,6 +30,16 @@ ImageNames = tuple[
 ]
 Pairs = tuple[
     Annotated[str, Field(max_length=512, pattern=r"^[A-Za-z0-9][-A-Za-z0-9_./]*(\*|=[-A-Za-z0-9_./:]*\*?)$")], ...
+]
+# Labels by which Services of a namespace select its pods are mostly without a prefix, and those that tools write for
+# people's own use mostly with one.
+_PREFIXED = "*/*"
+LabelPairs = tuple[
+    Annotated[
+        str,
+        Field(max_length=512, pattern=r"^(\*|\*/\*|[A-Za-z0-9][-A-Za-z0-9_./]*(\*|=[-A-Za-z0-9_./:]*\*?))$"),
+    ],
+    ...,
 ]
 
 
@@ -59,8 +70,14 @@ class JobLimits(BaseModel):
     tolerations: Annotated[
         Names | None, Field(description="Keys of tolerated taints; one without a key needs a limit that is absent.")
     ] = None
+    extended_resources: Annotated[
+        Names | None, Field(description="Extended resources: of GPUs, and of cards for RDMA.")
+    ] = None
     node_selectors: Annotated[Pairs | None, Field(description="Labels of nodes, as key=value.")] = None
-    labels: Annotated[Pairs | None, Field(description="Further labels of pods, as key=value.")] = None
+    labels: Annotated[
+        LabelPairs,
+        Field(description="Further labels of pods, as key=value; */* is any whose key has a prefix, * any at all."),
+    ] = (_PREFIXED,)
     annotations: Annotated[Pairs | None, Field(description="Further annotations of pods, as key=value.")] = None
     reserved: Annotated[
         Names, Field(description="Keys that no label and no annotation of a job may have, whatever else is allowed.")
@@ -108,7 +125,14 @@ def limit_problems(spec: Spec, limits: JobLimits) -> Iterator[Problem]:
 
 def is_among(name: str, allowed: tuple[str, ...]) -> bool:
     """Return whether a name is one of those, or begins like one of those that end in a star."""
-    return any(name.startswith(given[:-1]) if given.endswith("*") else name == given for given in allowed)
+    return any(_is_meant(name, given) for given in allowed)
+
+
+def _is_meant(name: str, given: str) -> bool:
+    if given == _PREFIXED:
+        # No value of a label has a slash.
+        return "/" in name
+    return name.startswith(given[:-1]) if given.endswith("*") else name == given
 
 
 def _refusal(limited: Limited, asked: _Asked, allowed: tuple[str, ...]) -> str:
@@ -171,6 +195,13 @@ def _networks(spec: Spec) -> Iterator[_Asked]:
 def _tolerations(spec: Spec) -> Iterator[_Asked]:
     for index, toleration in enumerate(spec.resources.tolerations):
         yield _Asked(f"spec.resources.tolerations[{index}]", toleration.key or "")
+
+
+def _extended_resources(spec: Spec) -> Iterator[_Asked]:
+    resources = spec.resources
+    if resources.accelerator is not Accelerator.CPU:
+        yield _Asked("spec.resources.gpuResource", resources.gpu_resource)
+    yield from _given("spec.resources.rdma.resource", None if resources.rdma is None else resources.rdma.resource)
 
 
 def _of_keys(spec: Spec, keys: tuple[str, ...]) -> Iterator[_Asked]:
@@ -286,6 +317,13 @@ LIMITED: tuple[Limited, ...] = (
         f"({_NETWORKS}).join(',').split(',').map(n, n.trim().split('@')[0]).filter(n, n != '')",
     ),
     Limited("tolerations", "toleration", _tolerations, f"{_PODS}.tolerations.map(t, has(t.key) ? t.key : '')"),
+    Limited(
+        "extended_resources",
+        "extended resource",
+        _extended_resources,
+        f"({_PODS}.accelerator == '{Accelerator.CPU}' ? [] : [{_PODS}.gpuResource]) + "
+        f"(has({_PODS}.rdma) ? [{_PODS}.rdma.resource] : [])",
+    ),
     Limited(
         "node_selectors",
         "node selector",

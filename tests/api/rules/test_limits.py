@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from builders import spec
-from limit_cases import ALLOWED, BEYOND, WITHIN, Limited
+from limit_cases import ALLOWED, BEYOND, REFUSED_BY_DEFAULT, WITHIN, Limited
 from moejob_api.documents import read_file
 from moejob_api.limits import LIMITED, JobLimits, limit_problems
 from moejob_api.problems import Rule
@@ -41,9 +41,25 @@ def test_each_limit_refuses_when_it_is_given_and_only_then(limit: str) -> None:
     assert not [case for case in WITHIN if list(limit_problems(spec(**case.sections), JobLimits()))]
 
 
-def test_without_limits_only_reserved_keys_are_refused() -> None:
-    refused = [case.id for case in BEYOND if list(limit_problems(spec(**case.sections), JobLimits()))]
-    assert refused == ["reserved label", "reserved annotation"]
+def test_by_default_only_reserved_keys_and_labels_without_a_prefix_are_refused() -> None:
+    refused = {case.id for case in BEYOND if list(limit_problems(spec(**case.sections), JobLimits()))}
+    assert refused == REFUSED_BY_DEFAULT
+
+
+@pytest.mark.parametrize(
+    ("allowed", "refused"),
+    [
+        pytest.param(["*/*"], {"app"}, id="any with a prefix"),
+        pytest.param(["*/*", "app=web"], set(), id="and one without"),
+        pytest.param(["*"], set(), id="any at all"),
+        pytest.param(["app=*"], {"example.com/a"}, id="one alone"),
+    ],
+)
+def test_labels_without_a_prefix_need_a_limit_that_names_them(allowed: list[str], refused: set[str]) -> None:
+    limits = JobLimits.model_validate({"labels": allowed})
+    labels = {"app": "web", "example.com/a": "b"}
+    found = {key for key in labels if list(limit_problems(spec(resources={"labels": {key: labels[key]}}), limits))}
+    assert found == refused
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
@@ -63,6 +79,8 @@ def test_a_refusal_says_what_is_allowed_and_whom_to_ask() -> None:
     "wrong",
     [
         pytest.param({"images": ["registry.example.com*"]}, id="an image whose registry could go on"),
+        pytest.param({"secrets": ["*/*"]}, id="a prefix of what has none"),
+        pytest.param({"labels": None}, id="labels without a limit"),
         pytest.param({"secrets": ["a*b"]}, id="a star in the middle"),
         pytest.param({"secrets": [""]}, id="an empty name"),
         pytest.param({"nodeSelectors": ["pool"]}, id="a label without its value"),

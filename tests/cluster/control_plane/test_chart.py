@@ -29,7 +29,7 @@ from cluster.control_plane.releases import (
 )
 from cluster.control_plane.stand_ins import definition
 from cluster.waiting import until
-from limit_cases import ALLOWED, BEYOND, WITHIN, Limited
+from limit_cases import ALLOWED, BEYOND, REFUSED_BY_DEFAULT, WITHIN, Limited
 from moejob_operator.admission.certificates import made, utc_now
 
 pytestmark = pytest.mark.cluster
@@ -239,13 +239,15 @@ def test_the_api_server_tells_jobs_within_the_limits_from_those_beyond_without_a
             assert "ValidatingAdmissionPolicy 'moejob-limits'" in said, case.id
 
 
-def test_without_limits_every_job_passes_but_for_reserved_keys(plane: ControlPlane, tmp_path: Path) -> None:
+def test_by_default_jobs_pass_but_for_reserved_keys_and_labels_without_a_prefix(
+    plane: ControlPlane, tmp_path: Path
+) -> None:
     with release(plane, tmp_path) as found:
         found.install({"webhook": {"enabled": False}})
         tried = path(found.namespace, is_tried_only=True)
         until(lambda: refusal(plane, tried, BEYOND[-1]), waiting_for="the policy to be in force")
         passed = {case.id for case in BEYOND if not refusal(plane, tried, case)}
-        assert passed == {case.id for case in BEYOND} - {"reserved label", "reserved annotation"}
+        assert passed == {case.id for case in BEYOND} - REFUSED_BY_DEFAULT
 
 
 def refusal(plane: ControlPlane, tried: str, case: Limited) -> str:
