@@ -23,7 +23,7 @@ def held_out_loss(export: Path, corpus: Path) -> float:
     unloaded = [name for names in loading.values() for name in names]
     if unloaded:
         raise ValueError(f"{export} is not the whole of its model, or more: {unloaded}")
-    lengths = np.load(corpus / "sizes.npy").reshape(-1, 2)[:, 0]
+    lengths = np.load(corpus / "sizes.npy").reshape(-1, 3)[:, 0]
     ends = np.cumsum(lengths)[:-1]
     tokens = np.split(np.fromfile(corpus / "tokens.bin", np.int32).astype(np.int64), ends)
     trained = np.split(np.fromfile(corpus / "trained.bin", np.bool_), ends)

@@ -125,6 +125,29 @@ def test_damage_is_found_when_data_is_opened(tmp_path: Path, name: str) -> None:
         Corpus(path)
 
 
+def test_a_count_that_was_changed_is_found_when_data_is_opened(tmp_path: Path) -> None:
+    using = recipe(dataset(texts(tmp_path, "abc", "defg")))
+    [path] = prepare(using.data.train, using, tmp_path / "out")
+    sizes = np.load(path / "sizes.npy")
+    sizes[1, 1] += 1
+    np.save(path / "sizes.npy", sizes)
+    with pytest.raises(BadData, match="damaged since it was written"):
+        Corpus(path)
+
+
+@pytest.mark.parametrize("name", ["tokens.bin", "trained.bin"])
+def test_a_document_that_is_as_long_as_before_and_another_is_found_when_it_is_read(tmp_path: Path, name: str) -> None:
+    using = recipe(dataset(texts(tmp_path, "abc", "defg")))
+    [path] = prepare(using.data.train, using, tmp_path / "out")
+    content = bytearray((path / name).read_bytes())
+    content[-1] ^= 1
+    (path / name).write_bytes(content)
+    corpus = Corpus(path)
+    assert len(corpus.document(0).tokens) == corpus.lengths[0]
+    with pytest.raises(BadData, match="damaged since it was written; delete it"):
+        corpus.document(1)
+
+
 @pytest.mark.slow
 def test_several_processes_write_what_one_writes(tmp_path: Path) -> None:
     # More than one process is worth starting for.

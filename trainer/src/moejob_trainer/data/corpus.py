@@ -1,11 +1,13 @@
 """Documents of one data set as files of token ids, written once before the first step and then only mapped.
 
 So that the whole of the data is checked and counted before anything is trained, that a rank reads no document but its
-own, and that tokenizing never holds up a step.
+own, and that tokenizing never holds up a step. A start that hashed all of it would read all of it: each document has a
+checksum of its own, which is compared when it is read.
 """
 
 from __future__ import annotations
 
+import zlib
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -46,29 +48,36 @@ class Corpus:
     """The documents of one data set; opened by every rank, perhaps on another machine than wrote it."""
 
     def __init__(self, folder: Path) -> None:
+        self._folder = folder
         try:
             self.report = _reports.validate_json((folder / _REPORT).read_bytes())
-            sizes: npt.NDArray[np.int64] = np.load(folder / _SIZES, allow_pickle=False)
+            sizes: npt.NDArray[np.int64] = np.load(folder / _SIZES, allow_pickle=False).reshape(-1, 3)
             self._tokens = np.memmap(folder / _TOKENS, np.int32, "r")
             self._trained = np.memmap(folder / _TRAINED, np.bool_, "r")
         except (OSError, ValueError) as error:
             raise BadData(f"{folder} does not hold prepared data, or not all of it: {error}") from error
         # Of each document.
-        self.lengths, self.trained_tokens = sizes.reshape(-1, 2).T
+        self.lengths, self.trained_tokens, self._checksums = sizes.T
         self._starts = np.concatenate([[0], np.cumsum(self.lengths)])
         tokens = {len(self._tokens), len(self._trained), int(self._starts[-1]), self.report.tokens}
-        if len(tokens) > 1 or len(self.lengths) != self.report.documents:
-            raise BadData(f"{folder} was damaged since it was written; delete it, and it is built again")
+        counts = len(self.lengths), int(self.trained_tokens.sum())
+        if len(tokens) > 1 or counts != (self.report.documents, self.report.trained_tokens):
+            raise self._damaged()
 
     def __len__(self) -> int:
         """The number of documents."""
         return len(self.lengths)
 
     def document(self, number: int, source: int = 0) -> Document:
-        """One document, read from disk."""
+        """One document, read from disk; BadData where it is not what was written."""
         part = slice(self._starts[number], self._starts[number + 1])
-        weights = np.asarray(self._trained[part], dtype=np.float32)
-        return Document(tokens=np.asarray(self._tokens[part]), weights=weights, id=number, source=source)
+        tokens, trained = np.asarray(self._tokens[part]), np.asarray(self._trained[part])
+        if _checksum(tokens, trained) != self._checksums[number]:
+            raise self._damaged()
+        return Document(tokens=tokens, weights=trained.astype(np.float32), id=number, source=source)
+
+    def _damaged(self) -> BadData:
+        return BadData(f"{self._folder} was damaged since it was written; delete it, and it is built again")
 
 
 def is_written(folder: Path) -> bool:
@@ -78,16 +87,21 @@ def is_written(folder: Path) -> bool:
 
 def write(folder: Path, samples: Iterable[Sample]) -> tuple[int, int, int]:
     """Write documents; returns how many, their tokens and the trained ones. Not a corpus before it is finished."""
-    # 16 bytes a document: data that does not fit into memory has many.
+    # 24 bytes a document: data that does not fit into memory has many.
     sizes = array("q")
     with (folder / _TOKENS).open("wb") as tokens, (folder / _TRAINED).open("wb") as trained:
         for sample in samples:
             tokens.write(sample.tokens.tobytes())
             trained.write(sample.trained.tobytes())
-            sizes.extend((len(sample.tokens), sample.trained_tokens))
-    pairs = np.frombuffer(sizes, dtype=np.int64).reshape(-1, 2)
-    np.save(folder / _SIZES, pairs)
-    return len(pairs), int(pairs[:, 0].sum()), int(pairs[:, 1].sum())
+            checksum = _checksum(sample.tokens, sample.trained)
+            sizes.extend((len(sample.tokens), sample.trained_tokens, checksum))
+    rows = np.frombuffer(sizes, dtype=np.int64).reshape(-1, 3)
+    np.save(folder / _SIZES, rows)
+    return len(rows), int(rows[:, 0].sum()), int(rows[:, 1].sum())
+
+
+def _checksum(tokens: npt.NDArray[np.int32], trained: npt.NDArray[np.bool_]) -> int:
+    return zlib.crc32(trained.tobytes(), zlib.crc32(tokens.tobytes()))
 
 
 def finish(folder: Path, report: Report) -> None:
