@@ -43,8 +43,24 @@ def guess(host: str, port: int) -> str:
 
 def post(host: str, port: int) -> str:
     """Give an HTTP port an order."""
+    return _posted(host, port, "/progress")
+
+
+def ask(host: str, port: int) -> str:
+    """Have an engine generate."""
+    return _posted(host, port, "/inference/v1/generate")
+
+
+def give_weights(host: str, port: int) -> str:
+    """Have an engine take other weights."""
+    return _posted(host, port, "/update_weights")
+
+
+def _posted(host: str, port: int, path: str) -> str:
+    """Return the first line of the answer, to a request with a key of a job that is not."""
+    head = f"POST {path} HTTP/1.1\r\nHost: pod\r\nAuthorization: Bearer {'0' * 64}\r\nContent-Length: 2\r\n\r\n"
     with socket.create_connection((host, port), timeout=SECONDS) as peer:
-        peer.sendall(b"POST /progress HTTP/1.1\r\nHost: pod\r\nContent-Length: 2\r\n\r\n{}")
+        peer.sendall(head.encode() + b"{}")
         return peer.recv(64).decode().partition("\r\n")[0]
 
 
@@ -63,7 +79,7 @@ def _said(host: str, port: int, words: bytes) -> str:
     return f"closed after {received} bytes"
 
 
-VERBS = {each.__name__: each for each in (connect, end_the_job, guess, post)}
+VERBS = {each.__name__: each for each in (connect, end_the_job, guess, post, ask, give_weights)}
 
 if __name__ == "__main__":
     answers = [VERBS[verb](host, port) for verb, host, port in json.loads(sys.argv[1])]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from cluster.control_plane.api import RefusedError
@@ -26,6 +27,7 @@ class Shell:
     service: str | None = None
     is_ready: bool = True
     grace_seconds: int = 1
+    labels: Mapping[str, str] = field(default_factory=dict)
 
     def body(self, name: str) -> dict[str, Any]:
         """The pod."""
@@ -50,7 +52,8 @@ class Shell:
             spec["volumes"] = [{"name": "volume", "persistentVolumeClaim": {"claimName": self.claim}}]
         if self.service is not None:
             spec["subdomain"] = self.service
-        return {"metadata": {"name": name, "labels": {"service": self.service or "none"}}, "spec": spec}
+        labels = {"service": self.service or "none", **self.labels}
+        return {"metadata": {"name": name, "labels": labels}, "spec": spec}
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,8 +35,20 @@ class Inside:
         return dict(zip(wanted, json.loads(self.plane.kubectl(*within)), strict=True))
 
 
-def stranger(nodes: Cluster, namespace: str, image: str, node: str) -> Inside:
-    """A pod that runs in a namespace, on a node, under the restricted standard."""
+@contextmanager
+def namespace_of(nodes: Cluster) -> Iterator[str]:
+    """A namespace that is left to itself afterwards."""
+    name = nodes.plane.api.create("/api/v1/namespaces", {"metadata": {"generateName": "strangers-"}})["metadata"][
+        "name"
+    ]
+    until(lambda: nodes.plane.has_service_account(name), waiting_for=f"a service account in {name}")
+    yield name
+    nodes.plane.api.delete(f"/api/v1/namespaces/{name}")
+
+
+def stranger(nodes: Cluster, namespace: str, image: str, node: str, labels: Mapping[str, str] | None = None) -> Inside:
+    """A pod that runs in a namespace, on a node, under the restricted standard; with the labels of another, or none."""
+    name = "stranger" if labels is None else "namesake"
     security = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
     container = {
         "name": "main",
@@ -50,12 +63,12 @@ def stranger(nodes: Cluster, namespace: str, image: str, node: str) -> Inside:
         "securityContext": {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}},
     }
     api, path = nodes.plane.api, f"/api/v1/namespaces/{namespace}/pods"
-    api.create(path, {"metadata": {"name": "stranger"}, "spec": spec})
+    api.create(path, {"metadata": {"name": name, "labels": dict(labels or {})}, "spec": spec})
     until(
-        lambda: api.get(f"{path}/stranger")["status"]["phase"] == "Running",
-        waiting_for=lambda: nodes.plane.kubectl("describe", "pod", "stranger", f"--namespace={namespace}"),
+        lambda: api.get(f"{path}/{name}")["status"]["phase"] == "Running",
+        waiting_for=lambda: nodes.plane.kubectl("describe", "pod", name, f"--namespace={namespace}"),
     )
-    return Inside(nodes.plane, namespace, "stranger")
+    return Inside(nodes.plane, namespace, name)
 
 
 def ports(nodes: Cluster, namespace: str, pod: str) -> set[int]:

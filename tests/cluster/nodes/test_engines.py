@@ -36,9 +36,11 @@ from cluster.nodes.engines import (
 )
 from cluster.nodes.faults import kill_pod
 from cluster.nodes.pods import claim
-from cluster.nodes.training import ROOT, TRAINER_PYTHON, Run, Submitted, run_here, submitted
+from cluster.nodes.strangers import address, namespace_of, stranger
+from cluster.nodes.training import ROOT, TRAINER_PYTHON, VERSION, Run, Submitted, run_here, submitted
 from cluster.nodes.ward import RANDOM_MODEL
 from cluster.waiting import until
+from moejob_api.contract import Port
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 VOLUME = "engines"
@@ -128,6 +130,27 @@ def test_an_engine_that_is_killed_while_it_generates_is_started_again_in_its_pod
         assert float(shown_score(nodes, job)) == pytest.approx(score, abs=1e-3)
         if IS_FULL:
             assert_like(job.run(), request.getfixturevalue("undisturbed"))
+
+
+@in_full
+def test_a_stranger_can_neither_ask_an_engine_nor_give_it_weights(nodes: Cluster, clinic: Release) -> None:
+    with admitted(nodes, clinic) as job, namespace_of(nodes) as other:
+        engine = ready_engine(job)
+        marks = nodes.plane.api.get(f"/api/v1/namespaces/{job.namespace}/pods/{engine.name}")["metadata"]["labels"]
+        image = f"moejob-trainer-cpu:{VERSION}"
+        strangers = [
+            stranger(nodes, job.namespace, image, "node-1"),
+            stranger(nodes, job.namespace, image, "node-2", marks),
+            stranger(nodes, other, image, "node-2"),
+        ]
+        host = address(nodes, job.namespace, engine.name)
+        gang = generating(job, engine)
+        for one in strangers:
+            said = one.tries((verb, host, Port.ROLLOUT.value) for verb in ("ask", "give_weights"))
+            assert set(said.values()) == {"HTTP/1.1 401 Unauthorized"}
+        for one in strangers[:2]:
+            nodes.plane.kubectl("delete", "pod", one.pod, f"--namespace={one.namespace}")
+        assert_gang_untouched(job, gang)
 
 
 @in_full

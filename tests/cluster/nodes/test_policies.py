@@ -142,7 +142,11 @@ def test_an_engine_is_reached_by_its_trainer_and_by_no_stranger(
     hosts = {name: address(nodes, grpo.namespace, name) for name in (trainer, engine)}
     for space in (pods, other_pods):
         space.run("stranger", Shell("sleep 3600"))
+    marks = pods.plane.api.get(f"/api/v1/namespaces/{pods.namespace}/pods/{engine}")["metadata"]["labels"]
+    pods.run("namesake", Shell("sleep 3600", labels=marks))
     with enforced(nodes):
+        # By its labels it is one of the job's: what these ports then ask for is not the policy's.
+        assert reached(pods, "namesake", hosts[engine]) == set(MEMBER_PORTS)
         assert reached(pods, trainer, hosts[engine]) == set(MEMBER_PORTS)
         assert reached(pods, engine, hosts[trainer]) == set(MEMBER_PORTS)
         for space in (pods, other_pods):

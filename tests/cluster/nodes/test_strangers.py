@@ -1,12 +1,13 @@
-"""Strangers beside a job that trains on two real nodes: a pod of its namespace, and one of another.
+"""Strangers beside a job that trains on two real nodes: two pods of its namespace, and one of another.
 
 First the nodes enforce NetworkPolicies. Then none does, and what strangers still cannot do is the merit of the secret.
+So it is from the first for the pod of the same namespace that has all labels of one of the gang, for by these the
+policy lets pods in.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from cluster.control_plane.releases import Release
 from cluster.extent import in_full
 from cluster.nodes.cluster import Cluster
 from cluster.nodes.policies import enforced
-from cluster.nodes.strangers import Inside, Try, address, ports, stranger
+from cluster.nodes.strangers import Inside, Try, address, namespace_of, ports, stranger
 from cluster.nodes.training import JOBS, VERSION, Submitted, example, over_two_nodes, submitted
 from cluster.waiting import until
 from moejob_api.contract import Label, Port
@@ -29,6 +30,7 @@ STEPS = 100_000
 # An attempt that no job gets to.
 FAR = 999_999_999
 WHERE = ("same namespace", "another namespace")
+NAMESAKE = "same namespace and labels"
 # A packet filter says this. A port on which nothing listens says ECONNREFUSED.
 FILTERED = "EHOSTUNREACH"
 Tries = Mapping[Try, str]
@@ -61,6 +63,8 @@ def siege(nodes: Cluster, home: Release) -> Iterator[Siege]:
             }
             until(lambda: job.run().done() > 0, waiting_for=job.told)
             begun, gang = job.run().done(), job.uids()
+            copied = job.pods_read()[0]["metadata"]["labels"]
+            strangers[NAMESAKE] = stranger(nodes, own, IMAGE, "node-2", copied)
             engine.catch_up()
             hosts = {pod: address(nodes, own, pod) for pod in gang}
             listening = {pod: ports(nodes, own, pod) for pod in gang}
@@ -75,8 +79,11 @@ def siege(nodes: Cluster, home: Release) -> Iterator[Siege]:
             ("end_the_job", hosts[min(gang)], Port.RENDEZVOUS.value),
             ("guess", hosts[min(gang)], Port.RENDEZVOUS.value),
             ("post", hosts[min(gang)], Port.PROGRESS.value),
+            ("connect", hosts[min(gang)], Port.RANKS.value),
         ]
         turned_away = {name: one.tries(attacks) for name, one in strangers.items()}
+        # Who looks for the gang by labels, as this test does, finds it too.
+        nodes.plane.kubectl("delete", "pod", strangers[NAMESAKE].pod, f"--namespace={own}")
         forge(job)
         seen = job.run().done()
         until(lambda: job.run().done() > seen, waiting_for=job.told)
@@ -85,15 +92,6 @@ def siege(nodes: Cluster, home: Release) -> Iterator[Siege]:
             listening, behind_policies, let_in, turned_away, (gang, job.uids()), (begun, job.run().done()), status
         )
         nodes.plane.api.delete(f"{JOBS.format(own)}/{job.name}")
-
-
-@contextmanager
-def namespace_of(nodes: Cluster) -> Iterator[str]:
-    """A namespace that is left to itself afterwards."""
-    name = nodes.plane.api.create("/api/v1/namespaces", {"metadata": {"generateName": "siege-"}})["metadata"]["name"]
-    until(lambda: nodes.plane.has_service_account(name), waiting_for=f"a service account in {name}")
-    yield name
-    nodes.plane.api.delete(f"/api/v1/namespaces/{name}")
 
 
 def endless() -> dict[str, Any]:
@@ -133,6 +131,11 @@ def test_a_stranger_reaches_no_port_of_a_job_where_policies_are_enforced(siege: 
     assert set(siege.behind_policies[where].values()) == {FILTERED}
 
 
+def test_labels_of_a_gang_let_a_pod_through_its_policy(siege: Siege) -> None:
+    """One who may create pods in a namespace may give them any labels, so a policy does not keep them out alone."""
+    assert set(siege.behind_policies[NAMESAKE].values()) == {"open"}
+
+
 def test_the_operator_reaches_what_a_job_says_of_itself_and_nothing_else(siege: Siege) -> None:
     said = {(port, answer) for (_, _, port), answer in siege.let_in["operator"].items()}
     assert said == {(Port.PROGRESS, "open"), (Port.RENDEZVOUS, FILTERED)}
@@ -144,12 +147,14 @@ def test_pods_of_a_gang_reach_each_other(siege: Siege) -> None:
     assert siege.status["restarts"]["ranks"] == 0
 
 
-@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("where", [*WHERE, NAMESAKE])
 def test_a_stranger_cannot_end_a_job_where_no_policy_is_enforced(siege: Siege, where: str) -> None:
     said = {verb: answer for (verb, _, _), answer in siege.turned_away[where].items()}
     # The launcher's nonce is all that a stranger gets.
     assert said["end_the_job"] == said["guess"] == "closed after 32 bytes"
     assert said["post"].split()[1] in ("404", "405", "501"), said["post"]
+    # The store of the ranks is on the loopback of pod 0.
+    assert said["connect"] == "ECONNREFUSED"
 
 
 def test_the_gang_trains_through_it_all_and_a_pod_with_its_copied_marks_is_gone(siege: Siege) -> None:
