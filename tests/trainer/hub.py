@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,8 @@ class Repository:
 
     def push(self, files: Files) -> str:
         """Move main to a new commit, and return it."""
-        self.main = hashlib.sha1(repr((len(self.commits), sorted(files.items()))).encode()).hexdigest()  # noqa: S324
+        content = sorted((path, _oid(written)) for path, written in files.items())
+        self.main = hashlib.sha1(repr((len(self.commits), content)).encode()).hexdigest()  # noqa: S324
         self.commits[self.main] = dict(files)
         return self.main
 
@@ -163,9 +165,12 @@ def _is_large(path: str) -> bool:
     return path.endswith(".safetensors")
 
 
+# Weights are megabytes, and asked for often.
+@cache
 def _sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
+@cache
 def _oid(content: bytes) -> str:
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()  # noqa: S324

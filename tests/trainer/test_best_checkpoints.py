@@ -157,17 +157,17 @@ def test_a_run_that_no_longer_improves_ends_well_and_exports(keep_best: int | No
 @pytest.mark.slow
 def test_a_run_that_is_killed_remembers_how_long_nothing_has_improved(runs: Runs) -> None:
     # Nothing but the first evaluation is an improvement of that size.
-    stopping = WORSENING | {"maxSteps": 10_000, "earlyStop": {"patience": 20, "minimumImprovement": 100.0}}
+    stopping = WORSENING | {"maxSteps": 10_000, "earlyStop": {"patience": 12, "minimumImprovement": 100.0}}
     often = JOB["checkpoint"] | {"everySteps": 1, "async": False, "exportHuggingFace": False}
     job = JOB | {"training": stopping, "checkpoint": often, "parallelism": {"expert": 2}}
     run = runs.start(attempt=1, **job)
-    eventually(lambda: [*run.folder.glob("checkpoints/step-4.*/complete.json")], "the checkpoint of step 4")
+    eventually(lambda: [*run.folder.glob("checkpoints/step-2.*/complete.json")], "the checkpoint of step 2")
     run.kill()
     resumed = runs.finished(attempt=2, **job)
     told = lines(resumed)
     assert {line["attempt"] for line in told} == {1, 2}
-    assert [line["evaluationsWithoutImprovement"] for line in told if line["attempt"] == 2][-1] == 20
-    assert told[-1]["step"] == 21
+    assert [line["evaluationsWithoutImprovement"] for line in told if line["attempt"] == 2][-1] == 12
+    assert told[-1]["step"] == 13
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from moejob_trainer.checkpoints import VerificationDepth, latest
 from moejob_trainer.checkpoints.names import MARKER, step_folder
 from trainer.runs import Runs, Started, Step, eventually, steps
 
-KILLS = 20
+KILLS = 12
 # Two ranks that share the experts, as in examples/tiny-sft.yaml.
 TWO_RANKS: dict[str, Any] = {"parallelism": {"expert": 2}, "resources": {"gpusPerNode": 2}}
 ENDLESS: dict[str, Any] = TWO_RANKS | {"training": {"maxSteps": 10_000}}

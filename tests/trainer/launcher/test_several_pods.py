@@ -16,12 +16,21 @@ def test_ranks_are_numbered_pod_by_pod_in_the_order_of_the_indices_with_eleven_p
     job = gang(nodes=11, ranks=1)
     # In an order of their own: a place follows from the index, not from who comes first.
     for index in (10, 2, 9, 1, 0, 8, 3, 7, 4, 6, 5):
-        job.start("gather_ranks", index)
+        job.start("finish", index)
     assert [launcher.exit_code(90) for launcher in job.launchers] == [0] * 11
     notes = job.notes()
-    assert [int(notes[rank]["GROUP_RANK"]) for rank in range(11)] == list(range(11))
+    assert [(notes[rank]["RANK"], notes[rank]["GROUP_RANK"]) for rank in range(11)] == [
+        (str(index), str(index)) for index in range(11)
+    ]
+
+
+def test_ranks_of_all_pods_meet_under_their_numbers(gang: Make) -> None:
+    job = gang(nodes=3, ranks=1)
+    for index in (2, 0, 1):
+        job.start("gather_ranks", index)
+    assert [launcher.exit_code(90) for launcher in job.launchers] == [0] * 3
     # Each row is a rank and the index of its pod, as every rank has heard it from all others.
-    assert all(note["everyone"] == [[index, index] for index in range(11)] for note in notes.values())
+    assert all(note["everyone"] == [[0, 0], [1, 1], [2, 2]] for note in job.notes().values())
 
 
 def test_a_dead_rank_takes_the_ranks_of_all_pods_down_and_only_its_pod_counts_the_restart(gang: Make) -> None:
