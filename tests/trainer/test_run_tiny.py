@@ -189,6 +189,8 @@ def test_each_evaluation_set_has_the_loss_and_perplexity_that_transformers_compu
     assert line["evalPerplexity"] == pytest.approx(math.exp(whole), rel=1e-4)
 
 
+# Parity of such layouts, their checkpoints and exports have tests that start no command.
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_replicas_that_divide_everything_learn_and_export_the_same(
     runs: tuple[TinyRun, TinyRun], tmp_path: Path

@@ -63,6 +63,8 @@ def _dicts(records: Iterator[Any]) -> list[dict[str, Any]]:
     return [*records]
 
 
+# Of ours only the data: `make demo`, which a test runs, trains the same with our model.
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_tiny_model_learns_the_tiny_chats_in_sixty_steps(tmp_path: Path) -> None:
     torch.manual_seed(0)

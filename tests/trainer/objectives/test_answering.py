@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from moejob_trainer.objectives.answering import Bounds, answers
 from trainer.parity.cells import LAYOUTS, Cell, loss_of, micro_batches, started
 from trainer.parity.lora import LORA, merge_into
 from trainer.parity.references import Reference
+from trainer.rows import rows
 from trainer.worlds import Worlds
 
 MOST = 9
@@ -89,6 +91,7 @@ def answered(cell: Cell, folder: Path, stop: int, trains: bool = False) -> list[
         stop_groups()
 
 
+@cache
 def expected(folder: Path) -> tuple[int, list[list[int]]]:
     """A token that ends some answers early, and what Transformers answers with it."""
     endless = generated(folder)
@@ -106,7 +109,14 @@ def _holds(worlds: Worlds, reference: Reference, cell: Cell) -> None:
     assert worlds.run(cell.ranks(), answered, cell, folder, stop) == [told] * cell.ranks()
 
 
-@pytest.mark.parametrize("layout", ALL)
+# Each way of dividing tokens, layers or experts, and a mix of most.
+ALWAYS = (
+    *("one rank", "TP2", "PP2", "PP2.VPP2", "EP2", "CP2", "DP2", "ETP2 folded", "TP2.PP2.EP2"),
+    *("FSDP over DP2", "ZeRO-2 over EP2", "one document at a time", "tokens gathered"),
+)
+
+
+@pytest.mark.parametrize("layout", rows(ALL, ALWAYS))
 def test_every_layout_answers_as_transformers_does(worlds: Worlds, reference: Reference, layout: str) -> None:
     _holds(worlds, reference, Cell(Family.QWEN3_MOE, ALL[layout]))
 

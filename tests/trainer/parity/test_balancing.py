@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from builders import merged
 from moejob_api.models.shape import Family
 from trainer.parity.balancing import LENGTHS, Expected, Rules, write_balanced_reference
 from trainer.parity.cells import Cell, assert_like, trained, updated
+from trainer.rows import rows
 from trainer.worlds import Worlds
 
 Balanced = Callable[[Rules], tuple[Path, Expected]]
@@ -68,8 +70,12 @@ def _holds(worlds: Worlds, balanced: Balanced, rules: Rules, cell: Cell) -> None
     assert_like(worlds.run(cell.ranks(), trained, cell, folder), expected.steps, within=WITHIN)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("balancing", BALANCED)
+# Eight ranks take as long as all others together.
+ALONE = ("one rank", "TP2", "CP2", "EP2", "PP2", "DP2")
+MIXED = [("SeqAuxLoss", "TP2.CP2.PP2"), ("GlobalAuxLoss", "TP2.CP2.EP2")]
+
+
+@pytest.mark.parametrize(("balancing", "layout"), rows(product(BALANCED, LAYOUTS), [*product(BALANCED, ALONE), *MIXED]))
 def test_a_balancing_loss_is_that_of_the_global_batch_in_every_layout(
     worlds: Worlds, balanced: Balanced, balancing: str, layout: str
 ) -> None:
@@ -125,7 +131,7 @@ def test_the_bias_on_the_choice_moves_alike_on_every_rank(worlds: Worlds, balanc
             np.testing.assert_allclose(bias, by_name[name], atol=1e-6, err_msg=name)
 
 
-@pytest.mark.parametrize("layout", ["one rank", "TP2.CP2.PP2"])
+@pytest.mark.parametrize("layout", rows(("one rank", "TP2", "TP2.CP2.PP2"), ("one rank", "TP2")))
 def test_the_bias_and_the_loss_of_each_sequence_balance_together(
     worlds: Worlds, balanced: Balanced, layout: str
 ) -> None:

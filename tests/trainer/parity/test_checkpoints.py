@@ -19,6 +19,7 @@ from trainer.parity.cells import LAYOUTS, Cell
 from trainer.parity.checkpoints import WEIGHTS, Resumption, Saved, apart, resumed, saved, state_in, unequal
 from trainer.parity.matrix import MATRIX, Entry
 from trainer.parity.references import Reference
+from trainer.rows import rows
 from trainer.worlds import Worlds
 
 Further = Callable[[Family], tuple[Path, Expected]]
@@ -27,7 +28,6 @@ LauncherTiming = tuple[Cell, Path]
 
 SINGLE = "single"
 OF_ONE: dict[str, dict[str, Any]] = {SINGLE: {}} | LAYOUTS
-THOROUGH = pytest.mark.thorough
 ALL = (
     SINGLE,
     "TP2",
@@ -76,11 +76,17 @@ KINDS: dict[str, Kind] = {
 # After steps of sums that were rounded differently, relative to the largest element of each tensor.
 STATES_WITHIN = 2e-4
 CELLS = [(name, layout) for name, kind in KINDS.items() for layout in kind.layouts]
-# What all layouts have saved is always read by the first and the last of them.
-READERS = [
-    cell if cell[1] in (KINDS[cell[0]].layouts[0], KINDS[cell[0]].layouts[-1]) else pytest.param(*cell, marks=THOROUGH)
-    for cell in CELLS
-]
+# What all layouts have saved is always read by the first of them, and by one that divides most of the model.
+DIVIDING = {
+    "Qwen3-MoE": "TP2.PP2.EP2",
+    "DeepSeek-V3 with moving bias": "EP4 folded over DP4",
+    "DeepSeek-V3 with MTP": "PP2.VPP2",
+    "Mixtral": "ETP2 folded",
+    "tied Qwen2": "PP2",
+    "frozen router": "EP4 folded over DP4",
+    "bfloat16": "DP4",
+}
+ALWAYS = [(name, layout) for name, kind in KINDS.items() for layout in (kind.layouts[0], DIVIDING[name])]
 
 
 @dataclass(frozen=True)
@@ -136,7 +142,7 @@ def test_a_checkpoint_holds_the_same_whatever_the_layout(matrix: Matrix, name: s
     assert {kind: error for kind, error in far.items() if not error <= STATES_WITHIN} == {}
 
 
-@pytest.mark.parametrize(("name", "layout"), READERS)
+@pytest.mark.parametrize(("name", "layout"), rows(CELLS, ALWAYS))
 def test_what_any_layout_saved_is_resumed(
     matrix: Matrix, name: str, layout: str, record_property: Callable[[str, object], None]
 ) -> None:

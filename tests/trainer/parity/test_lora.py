@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from moejob_trainer.model.parameters import parameters
 from trainer.parity.cells import STEPS, Cell, assert_like, loss_of, micro_batches, started, trained, updated
 from trainer.parity.lora import ALPHA, LORA, RANK
 from trainer.parity.references import Reference
+from trainer.rows import rows
 from trainer.worlds import Worlds
 
 WITHIN = 1e-5
@@ -51,8 +53,16 @@ def _holds(worlds: Worlds, lora_reference: Reference, cell: Cell) -> None:
     assert_like(worlds.run(cell.ranks(), trained, cell, folder), expected, within=WITHIN)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    rows(
+        product(FAMILIES, LAYOUTS),
+        [
+            *product((Family.QWEN3_MOE,), LAYOUTS),
+            *product((Family.DEEPSEEK_V3,), ("TP2", "EP2", "PP2", "TP2.EP2.ETP2 folded over TP2.DP2")),
+        ],
+    ),
+)
 def test_adapters_train_as_the_merged_model_says(
     worlds: Worlds, lora_reference: Reference, family: Family, layout: str
 ) -> None:
@@ -75,25 +85,29 @@ def _shared(family: Family, layout: dict[str, Any], sharding: str = "FSDP", **tr
     return Cell(family, merged(cell.sections, {"memory": {"sharding": sharding}}))
 
 
-@pytest.mark.parametrize("layout", SHARED)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    rows(
+        product(FAMILIES, SHARED),
+        [*product((Family.QWEN3_MOE,), SHARED), *product((Family.DEEPSEEK_V3,), ("DP3", "EP2.DP2"))],
+    ),
+)
 def test_replicas_that_divide_the_frozen_weights_train_the_same_adapters(
     worlds: Worlds, lora_reference: Reference, family: Family, layout: str
 ) -> None:
     _holds(worlds, lora_reference, _shared(family, SHARED[layout]))
 
 
-@pytest.mark.parametrize(
-    ("sharding", "training"),
-    [
-        pytest.param("ZeRO2", {}, id="gathered once a step"),
-        pytest.param("FSDP", {"recompute": {"granularity": "Full"}}, id="layers recomputed"),
-        pytest.param("FSDP", {"recompute": {"granularity": "Selective", "modules": ["Experts"]}}, id="experts again"),
-    ],
-)
-def test_divided_frozen_weights_are_gathered_in_every_way(
-    worlds: Worlds, lora_reference: Reference, sharding: str, training: dict[str, Any]
-) -> None:
+GATHERED: dict[str, tuple[str, dict[str, Any]]] = {
+    "gathered once a step": ("ZeRO2", {}),
+    "layers recomputed": ("FSDP", {"recompute": {"granularity": "Full"}}),
+    "experts again": ("FSDP", {"recompute": {"granularity": "Selective", "modules": ["Experts"]}}),
+}
+
+
+@pytest.mark.parametrize("way", rows(GATHERED, ("gathered once a step", "experts again")))
+def test_divided_frozen_weights_are_gathered_in_every_way(worlds: Worlds, lora_reference: Reference, way: str) -> None:
+    sharding, training = GATHERED[way]
     _holds(worlds, lora_reference, _shared(Family.QWEN3_MOE, {"tensor": 2, "data": 2}, sharding, **training))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from trainer.parity.cells import (
     write_reference,
 )
 from trainer.parity.multi_token_prediction import COEFFICIENT, LAYERS, MODULES
+from trainer.rows import rows
 from trainer.worlds import Worlds
 
 Further = Callable[..., tuple[Path, Expected]]
@@ -76,17 +78,17 @@ def test_further_tokens_are_learned_as_the_report_says(worlds: Worlds, further: 
     _holds(worlds, further(Family.DEEPSEEK_V3), _cell(ALL[layout]))
 
 
-@pytest.mark.parametrize("layout", ["one rank", "TP2", "PP2", "CP2"])
+@pytest.mark.parametrize("layout", rows(("one rank", "TP2", "PP2", "CP2"), ("TP2", "PP2")))
 def test_another_family_learns_them_the_same_way(worlds: Worlds, further: Further, layout: str) -> None:
     _holds(worlds, further(Family.GLM4_MOE), _cell(ALL[layout], Family.GLM4_MOE))
 
 
-@pytest.mark.parametrize("layout", ["one rank", "TP2", "PP2", "TP2.PP2.EP2"])
+@pytest.mark.parametrize("layout", rows(("one rank", "TP2", "PP2", "TP2.PP2.EP2"), ("one rank", "TP2", "PP2")))
 def test_an_output_layer_that_is_the_embedding_serves_all_three(worlds: Worlds, further: Further, layout: str) -> None:
     _holds(worlds, further(Family.DEEPSEEK_V3, tied=True), _cell(ALL[layout]))
 
 
-@pytest.mark.parametrize("how", MEMORY)
+@pytest.mark.parametrize("how", rows(MEMORY, ("everything recomputed", "activations offloaded")))
 def test_how_memory_is_saved_changes_nothing(worlds: Worlds, further: Further, how: str) -> None:
     _holds(worlds, further(Family.DEEPSEEK_V3), _cell({"tensor": 2, "expert": 2, **FOLDED}, **MEMORY[how]))
 
@@ -97,8 +99,9 @@ SHARES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("layout", SHARES)
+@pytest.mark.parametrize(
+    ("layout", "tied"), rows(product(SHARES, (False, True)), [("DP3", True), ("TP2.EP2.DP2", False)])
+)
 def test_replicas_that_divide_everything_learn_them_too(
     worlds: Worlds, further: Further, layout: str, *, tied: bool
 ) -> None:
@@ -124,8 +127,12 @@ def _balanced_cell(moe: dict[str, Any], layout: dict[str, Any]) -> Cell:
     return replace(cell, lengths=LENGTHS)
 
 
-@pytest.mark.parametrize("layout", ["one rank", "TP2", "PP2", "CP2", "EP2", "TP2.CP2.DP2"])
-@pytest.mark.parametrize("how", RULES)
+BALANCED = ("one rank", "TP2", "PP2", "CP2", "EP2")
+
+
+@pytest.mark.parametrize(
+    ("how", "layout"), rows(product(RULES, (*BALANCED, "TP2.CP2.DP2")), [*product(RULES, BALANCED)])
+)
 def test_their_experts_are_balanced_over_the_tokens_they_see(
     worlds: Worlds, further: Further, how: str, layout: str
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from trainer.parity.cells import (
 )
 from trainer.parity.matrix import MATRIX, Entry
 from trainer.parity.references import Reference
+from trainer.rows import rows
 from trainer.worlds import Worlds
 
 Recorded = Callable[[str, object], None]
@@ -51,6 +53,14 @@ GATHERED: dict[str, dict[str, Any]] = {
     "TP2.CP2.EP4 folded over TP2.CP2": {"tensor": 2, "context": 2, "expert": 4, **FOLDED},
 }
 
+# Every layout of one family, and for the others each way of dividing a model.
+DIVIDED = ("TP2", "PP2.VPP2", "EP2", "CP2", "ETP2 folded")
+ALWAYS = [
+    *((Family.QWEN3_MOE, layout) for layout in LAYOUTS),
+    *((Family.DEEPSEEK_V3, layout) for layout in (*DIVIDED, "TP2.PP2.EP2")),
+    *((Family.MIXTRAL, layout) for layout in DIVIDED),
+]
+
 
 def _holds(worlds: Worlds, reference: Reference, cell: Cell) -> tuple[float, ...]:
     """Holds the cell against its reference; how far it is from it."""
@@ -68,8 +78,10 @@ def test_one_rank_trains_what_transformers_trains(
     record_property(MATRIX, Entry(PARITY, "one rank", family, errors).as_json)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("family", [Family.QWEN3_MOE, Family.MIXTRAL, Family.DEEPSEEK_V3])
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    rows(product((Family.QWEN3_MOE, Family.MIXTRAL, Family.DEEPSEEK_V3), LAYOUTS), ALWAYS),
+)
 def test_a_layout_trains_what_transformers_trains(
     worlds: Worlds, reference: Reference, family: Family, layout: str, record_property: Recorded
 ) -> None:
@@ -92,8 +104,13 @@ def test_computing_a_module_again_changes_nothing(worlds: Worlds, reference: Ref
     _holds(worlds, reference, Cell(RECOMPUTED[module], parallelism | again))
 
 
-@pytest.mark.parametrize("layout", GATHERED)
-@pytest.mark.parametrize("family", [Family.QWEN3_MOE, Family.GPT_OSS])
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    rows(
+        product((Family.QWEN3_MOE, Family.GPT_OSS), GATHERED),
+        [*product((Family.QWEN3_MOE,), GATHERED), (Family.GPT_OSS, "EP2"), (Family.GPT_OSS, "ETP2 folded")],
+    ),
+)
 def test_gathering_tokens_is_the_same_as_exchanging_them(
     worlds: Worlds, reference: Reference, family: Family, layout: str
 ) -> None:

@@ -24,6 +24,7 @@ from trainer.parity.routing_replay import (
     write_choices,
     write_replayed_reference,
 )
+from trainer.rows import rows
 from trainer.worlds import Worlds
 
 WITHIN = 1e-5
@@ -36,13 +37,20 @@ SHARED: dict[str, dict[str, Any]] = {
     "tokens gathered over EP2": {"parallelism": {"expert": 2}, "moe": {"dispatcher": "AllGather"}},
 }
 OF_DEEPSEEK = ("TP2", "PP2.VPP2", "CP2.EP2 folded over CP2", "PP2.EP2.CP2")
+ALL: dict[str, dict[str, Any]] = {name: {"parallelism": layout} for name, layout in LAYOUTS.items()} | SHARED
 CELLS = [
-    *((Family.QWEN3_MOE, {"parallelism": LAYOUTS[name]}, name) for name in LAYOUTS),
-    *((Family.QWEN3_MOE, sections, name) for name, sections in SHARED.items()),
+    *((Family.QWEN3_MOE, name) for name in ALL),
     # Dense layers first, and shared experts; chosen by sigmoids in groups.
-    *((Family.DEEPSEEK_V3, {"parallelism": LAYOUTS[name]}, name) for name in OF_DEEPSEEK),
+    *((Family.DEEPSEEK_V3, name) for name in OF_DEEPSEEK),
     # Every second layer is dense.
-    *((Family.QWEN2_MOE, {"parallelism": LAYOUTS[name]}, name) for name in ("PP2", "TP2.CP2.DP2")),
+    *((Family.QWEN2_MOE, name) for name in ("PP2", "TP2.CP2.DP2")),
+]
+# Each way in which ranks divide tokens, layers or experts, and the two mixes of most ways.
+ALWAYS = [
+    *((Family.QWEN3_MOE, name) for name in ("TP2", "PP2", "PP2.VPP2", "EP2", "CP2", "DP2", "ETP2 folded")),
+    *((Family.QWEN3_MOE, name) for name in ("TP2.PP2.EP2", "FSDP over TP2.EP2.DP2", "tokens gathered over EP2")),
+    *((Family.DEEPSEEK_V3, name) for name in ("TP2", "PP2.VPP2", "CP2.EP2 folded over CP2")),
+    (Family.QWEN2_MOE, "PP2"),
 ]
 
 
@@ -78,16 +86,16 @@ def test_one_rank_trains_on_given_choices_as_transformers_does(
     _holds(worlds, replay_reference, Cell(family, {}))
 
 
-@pytest.mark.parametrize(
-    ("family", "sections"), [pytest.param(family, sections, id=f"{family} {name}") for family, sections, name in CELLS]
-)
+@pytest.mark.parametrize(("family", "layout"), rows(CELLS, ALWAYS))
 def test_a_layout_trains_on_given_choices_as_transformers_does(
-    worlds: Worlds, replay_reference: Reference, family: Family, sections: dict[str, Any]
+    worlds: Worlds, replay_reference: Reference, family: Family, layout: str
 ) -> None:
-    _holds(worlds, replay_reference, Cell(family, sections))
+    _holds(worlds, replay_reference, Cell(family, ALL[layout]))
 
 
-@pytest.mark.parametrize("how", ALIKE)
+@pytest.mark.parametrize(
+    "how", rows(ALIKE, ("everything recomputed", "norms and activations recomputed", "one document at a time"))
+)
 def test_what_is_computed_again_is_computed_on_the_same_choices(
     worlds: Worlds, replay_reference: Reference, how: str
 ) -> None:

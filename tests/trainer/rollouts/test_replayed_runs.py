@@ -15,6 +15,7 @@ from engines import SECRET, Engine
 from moejob_api.contract import Environment
 from moejob_api.models import catalog
 from moejob_trainer.data import tiny
+from trainer.rows import rows
 from trainer.runs import Runs
 
 pytestmark = pytest.mark.slow
@@ -74,7 +75,7 @@ def without(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> list[di
     return _learned(engine, tmp_path_factory.mktemp("volume"), "without")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", rows(LAYOUTS, ("one rank", "TP2.EP2")))
 def test_a_run_on_the_experts_of_its_engine_is_nearer_to_what_the_engine_says(
     engine: Engine, without: list[dict[str, Any]], tmp_path: Path, layout: str
 ) -> None:

@@ -27,6 +27,7 @@ from moejob_trainer.rollouts.transports.buckets import Ranks
 from moejob_trainer.setup.rollouts import EngineProbe
 from rollout.references import lay_out, model
 from trainer.parity.cells import Cell, loss_of, micro_batches, started
+from trainer.rows import rows
 from trainer.worlds import Worlds
 
 LIMITS = FleetLimits(start_seconds=900, silence_seconds=300, look_seconds=0.2)
@@ -93,11 +94,14 @@ def _served(name: str, folder: Path) -> Served:
 
 @pytest.mark.parametrize(
     ("family", "name"),
-    [
-        *((Family.QWEN3_MOE, name) for name in LAYOUTS),
-        *(pytest.param(Family.MIXTRAL, name, marks=pytest.mark.thorough) for name in ("TP2", "EP2", "FSDP over DP2")),
-        *(pytest.param(Family.QWEN2, name, marks=pytest.mark.thorough) for name in ("TP2", "PP2", "FSDP over DP2")),
-    ],
+    rows(
+        [
+            *((Family.QWEN3_MOE, name) for name in LAYOUTS),
+            *((Family.MIXTRAL, name) for name in ("TP2", "EP2", "FSDP over DP2")),
+            *((Family.QWEN2, name) for name in ("TP2", "PP2", "FSDP over DP2")),
+        ],
+        [(Family.QWEN3_MOE, name) for name in LAYOUTS],
+    ),
 )
 def test_an_engine_computes_what_the_ranks_do_before_and_after_twenty_updates(
     served: Callable[[Family], Served], worlds: Worlds, family: Family, name: str
