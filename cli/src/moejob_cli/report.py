@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
@@ -20,10 +21,12 @@ from moejob_api.models.parameters import active_parameters, parameters
 from moejob_api.models.shape import ModelShape
 from moejob_api.planner.memory import MemoryEstimate, VolumeNeed
 from moejob_api.planner.plan import Plan
-from moejob_api.planner.suggestions import Suggestion
 from moejob_api.problems import Problem
 from moejob_api.quantities import bytes_of, readable
 from moejob_cli.document import parallelism_fields
+
+if TYPE_CHECKING:
+    from moejob_api.planner.suggestions import Suggestion
 
 BAR_WIDTH = 24
 # Ranks beyond this many are summed up by stage only; --ranks lists them all.

@@ -1,4 +1,7 @@
-"""Files, text and API bodies as jobs. Whatever is wrong with them is an InvalidSpec, never another error."""
+"""Files, text and API bodies as jobs. Whatever is wrong with them is an InvalidSpec, never another error.
+
+The words of refusals, and the fields that they are about, are imported for the first job that is refused.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,7 @@ from pydantic import JsonValue, ValidationError
 
 from moejob_api.documents.syntax import UnreadableError
 from moejob_api.documents.tree import trees
-from moejob_api.documents.values import holds_null, plain_fields, without_nulls
-from moejob_api.documents.wording import problems_of, wrong_kind
-from moejob_api.fields import job_fields
+from moejob_api.documents.values import holds_null, plain_fields
 from moejob_api.job import GROUP, KIND, VERSION, Metadata, MoETrainingJob, Spec
 from moejob_api.problems import InvalidSpec, Problem, Rule
 
@@ -69,14 +70,25 @@ def parse_spec(raw: object) -> Spec:
 
 def _parsed(raw: Mapping[str, Any]) -> MoETrainingJob:
     tree = plain_fields({name: _own(name, value) for name, value in raw.items()})
-    refused = wrong_kind(tree)
-    if refused is not None:
-        raise InvalidSpec((refused,))
-    body = without_nulls(tree, job_fields()) if holds_null(tree) else tree
+    if (tree.get("apiVersion"), tree.get("kind")) != (f"{GROUP}/{VERSION}", KIND):
+        from moejob_api.documents.wording import wrong_kind
+
+        raise InvalidSpec((wrong_kind(tree),))
+    body = _without_dropped_nulls(tree)
     try:
         return MoETrainingJob.model_validate_json(json.dumps(body), by_alias=True, by_name=False)
     except ValidationError as error:
+        from moejob_api.documents.wording import problems_of
+
         raise InvalidSpec(problems_of(error, body)) from None
+
+
+def _without_dropped_nulls(tree: dict[str, JsonValue]) -> JsonValue:
+    if not holds_null(tree):
+        return tree
+    from moejob_api.documents.nulls import without_dropped_nulls
+
+    return without_dropped_nulls(tree)
 
 
 def _own(name: object, value: object) -> object:

@@ -1,4 +1,4 @@
-"""Plain values as the API server takes them in: numbers narrowed, nulls dropped, nothing that JSON cannot say."""
+"""Plain values as the API server takes them in: numbers narrowed, nothing that JSON cannot say."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pydantic import JsonValue
 
 from moejob_api.documents.nodes import MAX_DEPTH
 from moejob_api.documents.scalars import narrowed
-from moejob_api.fields import Field, FieldKind
 from moejob_api.problems import InvalidSpec, Problem, Rule
 
 
@@ -65,20 +64,6 @@ def _number(value: float, path: str) -> int | float:
     return value if isinstance(value, int) and isinstance(number, int) else number
 
 
-def without_nulls(value: JsonValue, field: Field | None) -> JsonValue:
-    """A value without the nulls that the API server drops: those of fields it knows and of map entries."""
-    if field is None:
-        return value
-    match value:
-        case dict():
-            kept = {name: inner for name, inner in value.items() if inner is not None or not _knows(field, name)}
-            return {name: without_nulls(inner, field.fields.get(name, field.element)) for name, inner in kept.items()}
-        case list():
-            return [without_nulls(inner, field.element) for inner in value]
-        case _:
-            return value
-
-
 def holds_null(value: JsonValue) -> bool:
     """Return whether there is a null at any depth."""
     match value:
@@ -88,10 +73,6 @@ def holds_null(value: JsonValue) -> bool:
             return any(holds_null(inner) for inner in value)
         case _:
             return False
-
-
-def _knows(field: Field, name: str) -> bool:
-    return name in field.fields or field.kind is FieldKind.MAP
 
 
 def _refused(path: str, message: str) -> InvalidSpec:

@@ -65,8 +65,8 @@ def _holds(path: str, problems: Mapping[str, Problem]) -> bool:
     return any(other.startswith((f"{path}.", f"{path}[")) for other in problems)
 
 
-def wrong_kind(raw: Mapping[str, JsonValue]) -> Problem | None:
-    """Return the reason that an object is no MoETrainingJob of this version; None when it says that it is one."""
+def wrong_kind(raw: Mapping[str, JsonValue]) -> Problem:
+    """Return the reason that an object is no MoETrainingJob of this version."""
     version, kind, wanted = raw.get("apiVersion"), raw.get("kind"), f"{GROUP}/{VERSION}"
     if kind is None:
         return Problem(Rule.FIELD, "kind", f"is missing; write kind: {KIND}")
@@ -77,13 +77,8 @@ def wrong_kind(raw: Mapping[str, JsonValue]) -> Problem | None:
         return Problem(Rule.FIELD, "kind", f"this is a {_cut(kind)}, not a {KIND}; {fix}")
     if version is None:
         return Problem(Rule.FIELD, "apiVersion", f"is missing; write apiVersion: {wanted}")
-    if version != wanted:
-        return Problem(
-            Rule.FIELD,
-            "apiVersion",
-            f"must be {wanted}, the only version that this release reads, not {_shown(version)}",
-        )
-    return None
+    message = f"must be {wanted}, the only version that this release reads, not {_shown(version)}"
+    return Problem(Rule.FIELD, "apiVersion", message)
 
 
 def dotted(place: Place) -> str:

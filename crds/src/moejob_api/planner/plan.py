@@ -1,7 +1,8 @@
 """The plan of a job: what it takes, why it is refused, what would be accepted instead.
 
 The same function answers `moejob plan`, the admission webhook and the reconciler. It reads nothing: the model's shape
-is handed in, or None when the model could not be read.
+is handed in, or None when the model could not be read. Where changes are looked for, for a job that is refused, is
+imported then.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 from moejob_api.arithmetic import ceil_div
 from moejob_api.derived import RolloutLayout, batch, rollout_layout
@@ -17,15 +19,17 @@ from moejob_api.job import Spec
 from moejob_api.job.resources import Accelerator
 from moejob_api.layout.sizes import Layout, gpus, layout
 from moejob_api.models.shape import ModelShape
-from moejob_api.planner.memory import MemoryEstimate, VolumeNeed, estimate, remedies, volume_need
+from moejob_api.planner.memory import MemoryEstimate, VolumeNeed, estimate, volume_need
 from moejob_api.planner.memory.case import prepared
 from moejob_api.planner.memory.estimate import Footprint, footprint
-from moejob_api.planner.suggestions import Fit, Suggestion, suggestions
 from moejob_api.problems import Problem, Rule
 from moejob_api.quantities import GIB, bytes_of, readable
 from moejob_api.rules import GRID_RULES, layout_problems
 from moejob_api.rules.idle_fields import idle_fields
 from moejob_api.rules.object_rules import MAX_GPUS
+
+if TYPE_CHECKING:
+    from moejob_api.planner.suggestions import Fit, Suggestion
 
 # Above this share of idle time a pipeline is worth a word.
 NOTABLE_BUBBLE = 0.25
@@ -122,6 +126,8 @@ def _memory_problems(spec: Spec, shape: ModelShape, sizes: Layout, need: MemoryE
     limit = memory_limit_bytes(spec.resources)
     if limit is None or need.fits(limit):
         return
+    from moejob_api.planner.memory.remedies import remedies
+
     ways = [f"{remedy} ({readable(remedy.bytes)})" for remedy in remedies(spec, shape, sizes, limit)[:REMEDIES_NAMED]]
     advice = f"it would fit with {'; or '.join(ways)}" if ways else "no memory setting makes it fit: use more GPUs"
     if need.bytes > limit:
@@ -245,11 +251,15 @@ def _suggestions(
     hopeless = any(p.rule in MENDED_ELSEWHERE and "parallelism" not in p.path for p in problems)
     if not problems or hopeless or wanted > MAX_GPUS:
         return ()
+    from moejob_api.planner.suggestions import suggestions
+
     return suggestions(spec, shape, wanted, partial(_fit, shape))
 
 
 def _fit(shape: ModelShape | None, spec: Spec) -> Fit | None:
     """Return the size of an accepted job; the verdict without its words, because hundreds of layouts are validated."""
+    from moejob_api.planner.suggestions import Fit
+
     if layout_problems(spec, shape):
         return None
     sizes = layout(spec.parallelism, spec.resources.gpus_per_node)

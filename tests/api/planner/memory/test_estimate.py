@@ -23,10 +23,10 @@ from moejob_api.planner.memory import (
     download_bytes,
     estimate,
     export_bytes,
-    remedies,
     volume_need,
 )
 from moejob_api.planner.memory.case import prepared, stage_parameters
+from moejob_api.planner.memory.remedies import remedies
 
 GIB = 2**30
 # 2 heads of 4, so queries 8x8, keys and values 8x4 each, output 8x8; a network of 3 x 8x16; two norms of 8.

@@ -6,23 +6,19 @@ docs/memory.md explains every formula and compares it with measurements.
 from moejob_api.planner.memory.engine import EngineMemory
 from moejob_api.planner.memory.estimate import MemoryEstimate, Part, PhasePeak, estimate
 from moejob_api.planner.memory.phases import MemoryPhase, Name
-from moejob_api.planner.memory.remedies import Change, Remedy, remedies
 from moejob_api.planner.memory.storage import VolumeNeed, checkpoint_bytes, download_bytes, export_bytes, volume_need
 
 __all__ = [
-    "Change",
     "EngineMemory",
     "MemoryEstimate",
     "MemoryPhase",
     "Name",
     "Part",
     "PhasePeak",
-    "Remedy",
     "VolumeNeed",
     "checkpoint_bytes",
     "download_bytes",
     "estimate",
     "export_bytes",
-    "remedies",
     "volume_need",
 ]
