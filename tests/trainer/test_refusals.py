@@ -68,7 +68,7 @@ OF_THE_JOB: Mapping[str, tuple[Job, ...]] = {
     "data/packing.py:_slot_length": (
         Job("cannot hold one sequence", {"training": {"dynamicBatchTokens": 64}, "data": {"maxLength": 128}}),
     ),
-    "data/prompts.py:prompts": (
+    "data/prompts.py:refuse_unasked": (
         Job("GRPO generates the answers", GRPO | {"data": {"train": [{"source": "/a", "format": "Chat"}]}}),
         Job(
             "leaves no token of data.maxLength 64",
@@ -132,6 +132,7 @@ KNOWN_LATER: Mapping[str, str] = {
     "data/links.py": "links in a folder",
     "data/packing.py": "internal: documents that batches are made of",
     "data/preparation.py": "records",
+    "data/prompt_corpus.py": "prepared prompts on the volume",
     "data/prompts.py": "prompts, as long as the tokenizer makes them",
     "data/shapes.py": "records",
     "data/sources.py": "files of data",

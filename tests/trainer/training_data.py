@@ -12,6 +12,8 @@ import numpy as np
 from moejob_api.job.model import Data, DataFormat, Dataset, Model, Overlong
 from moejob_trainer.data.corpus import Corpus
 from moejob_trainer.data.preparation import Recipe, prepare
+from moejob_trainer.data.prompt_corpus import PromptCorpus
+from moejob_trainer.data.prompt_preparation import prepare_prompts
 from moejob_trainer.engine import Document
 
 
@@ -81,3 +83,8 @@ def recipe(
 def corpora(folder: Path, using: Recipe) -> list[Corpus]:
     """The training data of a recipe, prepared below a folder."""
     return [Corpus(path) for path in prepare(using.data.train, using, folder)]
+
+
+def prompt_corpora(folder: Path, using: Recipe, most_tokens: int = 64) -> list[PromptCorpus]:
+    """The prompts of a recipe, prepared below a folder."""
+    return [PromptCorpus(path) for path in prepare_prompts(using.data.train, using, most_tokens, folder)]

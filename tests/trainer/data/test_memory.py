@@ -17,9 +17,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from moejob_api.job.model import DataFormat, Dataset
-from moejob_trainer.data import corpus
+from moejob_trainer.data import corpus, prompt_corpus
 from moejob_trainer.data.corpus import Corpus, Report
 from moejob_trainer.data.encoding import Sample
+from moejob_trainer.data.prompt_corpus import PromptCorpus, PromptReport
+from moejob_trainer.data.prompts import Prompt
 from moejob_trainer.data.sources import records
 from trainer.hub import serving
 
@@ -82,6 +84,8 @@ def test_records_are_read_one_after_another(tmp_path: Path, kind: str) -> None:
 READER = """
 import json, sys
 from moejob_api.job.model import Dataset
+from moejob_trainer.data.prompt_corpus import PromptCorpus, PromptReport
+from moejob_trainer.data.prompts import Prompt
 from moejob_trainer.data.sources import records
 from moejob_trainer.errors import BadData
 for asked in json.load(sys.stdin):
@@ -144,3 +148,16 @@ def test_prepared_documents_are_mapped_and_not_read(tmp_path: Path) -> None:
     assert peak(lambda: opened.append(Corpus(tmp_path))) < MIB
     assert peak(lambda: opened[0].document(4_999)) < MIB
     assert (opened[0].document(4_999).tokens == one.tokens).all()
+
+
+def test_prompts_are_mapped_and_not_held(tmp_path: Path) -> None:
+    count = 5_000
+    one = prompt_corpus.line(Prompt(tuple(range(500)), TEXT, {"answer": TEXT}, "line 1"))
+    written: list[tuple[int, str]] = []
+    # 30 MB of lines, of which 8 bytes each are kept.
+    assert peak(lambda: written.append(prompt_corpus.write(tmp_path, (one for _ in range(count))))) < MIB
+    prompt_corpus.finish(tmp_path, PromptReport("a", "train", written[0][1], count, count, 0))
+    opened: list[PromptCorpus] = []
+    assert peak(lambda: opened.append(PromptCorpus(tmp_path))) < MIB
+    assert peak(lambda: opened[0].prompt(count - 1)) < MIB
+    assert opened[0].prompt(count - 1).text == TEXT

@@ -7,20 +7,34 @@ from typing import Any
 
 import pytest
 
-from moejob_api.job.model import DataFormat, Overlong
+from moejob_api.job.model import DataFormat, Dataset, Overlong
 from moejob_trainer.data import tiny
-from moejob_trainer.data.prompts import Prompts, prompts
+from moejob_trainer.data.prompt_corpus import PromptCorpus
+from moejob_trainer.data.prompt_loader import PromptLoader
+from moejob_trainer.data.prompt_preparation import prepare_prompts
+from moejob_trainer.data.prompts import Prompt, prompts
 from moejob_trainer.errors import BadData
-from trainer.training_data import chat, dataset, jsonl, recipe, user
+from trainer.training_data import chat, dataset, jsonl, prompt_corpora, recipe, user
 
 
-def read(folder: Path, *records: dict[str, Any] | str, most: int = 64, overlong: Overlong = Overlong.DROP) -> Prompts:
-    source = dataset(jsonl(folder / "prompts.jsonl", *records), DataFormat.PROMPTS)
-    return prompts(source, recipe(source, overlong=overlong), most)
+def source_of(folder: Path, *records: dict[str, Any] | str) -> Dataset:
+    return dataset(jsonl(folder / "prompts.jsonl", *records), DataFormat.PROMPTS)
+
+
+def read(
+    folder: Path, *records: dict[str, Any] | str, most: int = 64, overlong: Overlong = Overlong.DROP
+) -> tuple[Prompt, ...]:
+    """The prompts, which must be the same whether an evaluation holds them or training reads them from the volume."""
+    source = source_of(folder, *records)
+    using = recipe(source, overlong=overlong)
+    held = prompts(source, using, most)
+    [corpus] = prompt_corpora(folder / "data", using, most)
+    assert held == tuple(corpus.prompt(number) for number in range(len(corpus)))
+    return held
 
 
 def test_messages_end_where_the_assistant_begins(tmp_path: Path) -> None:
-    [prompt] = read(tmp_path, {"prompt": [user("3 + 4")], "answer": "7", "level": 2}).prompts
+    [prompt] = read(tmp_path, {"prompt": [user("3 + 4")], "answer": "7", "level": 2})
     assert prompt.text == "<|user|>3 + 4<|end|><|assistant|>"
     assert tiny.tokenizer().decode(list(prompt.tokens)) == prompt.text
     assert prompt.fields == {"answer": "7", "level": 2}
@@ -28,13 +42,15 @@ def test_messages_end_where_the_assistant_begins(tmp_path: Path) -> None:
 
 
 def test_text_is_a_prompt_as_it_is(tmp_path: Path) -> None:
-    [prompt] = read(tmp_path, {"prompt": "3 + 4 ="}).prompts
+    [prompt] = read(tmp_path, {"prompt": "3 + 4 ="})
     assert (prompt.text, tiny.tokenizer().decode(list(prompt.tokens))) == ("3 + 4 =", "3 + 4 =")
 
 
 def test_a_prompt_that_leaves_no_room_for_an_answer_is_dropped_and_counted(tmp_path: Path) -> None:
-    found = read(tmp_path, {"prompt": "zzzz"}, {"prompt": "zz"}, most=3)
-    assert ([prompt.text for prompt in found.prompts], found.dropped) == (["zz"], 1)
+    source = source_of(tmp_path, {"prompt": "zzzz"}, {"prompt": "zz"})
+    [corpus] = prompt_corpora(tmp_path / "data", recipe(source), 3)
+    assert (len(corpus), corpus.prompt(0).text) == (1, "zz")
+    assert (corpus.report.records, corpus.report.prompts, corpus.report.dropped) == (2, 1, 1)
 
 
 @pytest.mark.parametrize("overlong", [Overlong.REFUSE, Overlong.TRUNCATE])
@@ -68,7 +84,78 @@ def test_data_of_another_format_is_refused() -> None:
 def test_the_sums_that_come_along_are_asked_as_the_chats_ask_them_and_answered_right() -> None:
     source = dataset(tiny.SUMS, DataFormat.PROMPTS)
     found = prompts(source, recipe(source), 64)
-    for prompt in found.prompts:
+    for prompt in found:
         left, _, right = str(prompt.text.removeprefix("<|user|>").partition("<")[0]).split()
         assert prompt.fields["answer"] == str(int(left) + int(right))
-    assert 30 <= len(found.prompts) < 36
+    assert 30 <= len(found) < 36
+
+
+QUESTIONS = [{"prompt": f"{n} + 1 =", "answer": n + 1, "hints": [None, {"worth": 0.5}]} for n in range(20)]
+
+
+def loader(folder: Path, *records: dict[str, Any]) -> PromptLoader:
+    using = recipe(source_of(folder, *records))
+    return PromptLoader(prompt_corpora(folder / "data", using), using.data)
+
+
+def test_prompts_are_asked_in_the_same_order_behind_a_checkpoint(tmp_path: Path) -> None:
+    whole, first, again = (loader(tmp_path, *QUESTIONS) for _ in range(3))
+    expected = whole.next_prompts(50)
+    assert first.next_prompts(23) == expected[:23]
+    again.load_state_dict(first.state_dict())
+    assert again.next_prompts(27) == expected[23:]
+    assert {one.prompt.text for one in expected[:20]} == {one["prompt"] for one in QUESTIONS}
+
+
+def test_the_same_prompts_from_another_place_resume(tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    there.mkdir()
+    moved = loader(there, *QUESTIONS)
+    moved.load_state_dict(loader(here, *QUESTIONS).state_dict())
+    assert len(moved.next_prompts(3)) == 3
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        pytest.param([*QUESTIONS[:19], {"prompt": "19 + 1 =", "answer": 21}], id="another answer"),
+        pytest.param([*QUESTIONS[:19], {"prompt": "18 + 1 =", "answer": 20}], id="another prompt"),
+        pytest.param([*QUESTIONS[:18], QUESTIONS[19], QUESTIONS[18]], id="another order"),
+    ],
+)
+def test_other_prompts_than_those_of_the_checkpoint_are_refused(tmp_path: Path, changed: list[dict[str, Any]]) -> None:
+    state = loader(tmp_path, *QUESTIONS).state_dict()
+    with pytest.raises(BadData, match="the data, its weights, its seed or the tokenizer changed"):
+        loader(tmp_path, *changed).load_state_dict(state)
+
+
+def test_prompts_that_are_prepared_are_not_tokenized_again(tmp_path: Path) -> None:
+    using = recipe(source_of(tmp_path, *QUESTIONS))
+    [first] = prepare_prompts(using.data.train, using, 64, tmp_path / "data")
+    written = {path.name: path.stat().st_mtime_ns for path in first.iterdir()}
+    assert prepare_prompts(using.data.train, using, 64, tmp_path / "data") == (first,)
+    assert {path.name: path.stat().st_mtime_ns for path in first.iterdir()} == written
+    [shorter] = prepare_prompts(using.data.train, using, 63, tmp_path / "data")
+    assert shorter != first
+
+
+def test_prompts_that_were_damaged_are_refused(tmp_path: Path) -> None:
+    using = recipe(source_of(tmp_path, *QUESTIONS))
+    [folder] = prepare_prompts(using.data.train, using, 64, tmp_path / "data")
+    lines = folder / "prompts.jsonl"
+    lines.write_bytes(lines.read_bytes()[:-1])
+    with pytest.raises(BadData, match="was damaged since it was written; delete it"):
+        PromptCorpus(folder)
+    (folder / "report.json").unlink()
+    with pytest.raises(BadData, match="does not hold prepared prompts"):
+        PromptCorpus(folder)
+
+
+def test_several_processes_prepare_the_same_prompts(tmp_path: Path) -> None:
+    using = recipe(source_of(tmp_path, *({"prompt": f"{n} + 1 ="} for n in range(5_000))))
+    [alone] = prepare_prompts(using.data.train, using, 64, tmp_path / "alone")
+    [together] = prepare_prompts(using.data.train, using, 64, tmp_path / "together", workers=2)
+    assert {path.name: path.read_bytes() for path in alone.iterdir()} == {
+        path.name: path.read_bytes() for path in together.iterdir()
+    }

@@ -32,7 +32,6 @@ from moejob_trainer.data.encoding import end_of_text
 from moejob_trainer.data.packing import batch_plan
 from moejob_trainer.data.preparation import Recipe
 from moejob_trainer.data.prompt_loader import PromptLoader
-from moejob_trainer.data.prompts import prompts
 from moejob_trainer.engine.learning_rate import learning_rate
 from moejob_trainer.megatron.cpu import use_cpu
 from moejob_trainer.megatron.engine import EnginePlacement, MegatronEngine
@@ -47,6 +46,7 @@ from moejob_trainer.objectives.grpo.rank_exchange import Peers
 from moejob_trainer.objectives.grpo.sampling import Asker
 from moejob_trainer.rewards.scorer import Scorer
 from moejob_trainer.rollouts.interface import Answer, FinishReason, Floats, Request, Sampling, SyncReport, Tokens
+from trainer.training_data import prompt_corpora
 
 EXAMPLE = Path(__file__).parents[4] / "examples" / "tiny-grpo.yaml"
 # What the model of the example learns, a smaller one learns in a fraction of the time.
@@ -189,7 +189,7 @@ def _learned(asked: Spec, folder: Path, placement: EnginePlacement) -> list[floa
         lambda tokens: str(tokenizer.decode([*tokens])),
         asked.training.seed,
     )
-    sets = PromptSets(PromptLoader([prompts(asked.data.train[0], recipe, 12)], asked.data))
+    sets = PromptSets(PromptLoader(prompt_corpora(folder, recipe, 12), asked.data))
     plan = batch_plan(asked, layout_of(asked.parallelism, 8), pad_token=0)
     right = []
     grpo = asked.grpo

@@ -17,9 +17,11 @@ from torch import Tensor
 
 from moejob_api.job.grpo import Grpo
 from moejob_api.job.model import Data
+from moejob_trainer.data import prompt_corpus
 from moejob_trainer.data.packing import BatchPlan
+from moejob_trainer.data.prompt_corpus import PromptCorpus, PromptReport
 from moejob_trainer.data.prompt_loader import PromptLoader, steps_of_epochs
-from moejob_trainer.data.prompts import Prompt, Prompts
+from moejob_trainer.data.prompts import Prompt
 from moejob_trainer.engine import LossTerms, MicroBatch, TokenOutputs, UpdateResult
 from moejob_trainer.engine.micro_batch import ROUTING, Array
 from moejob_trainer.errors import BadConfiguration
@@ -159,9 +161,14 @@ def _grpo(**settings: Any) -> Grpo:
     return Grpo.model_validate_json(json.dumps(written))
 
 
-def _prompts(count: int = 3) -> list[Prompts]:
-    made = tuple(Prompt((3, 4 + n), f"question {n}", {"answer": "yes"}, f"line {n}") for n in range(count))
-    return [Prompts("questions", made, 0)]
+def _prompts(count: int = 3) -> list[Prompt]:
+    return [Prompt((3, 4 + n), f"question {n}", {"answer": "yes"}, f"line {n}") for n in range(count)]
+
+
+def _corpus(folder: Path) -> PromptCorpus:
+    written, fingerprint = prompt_corpus.write(folder, map(prompt_corpus.line, _prompts()))
+    prompt_corpus.finish(folder, PromptReport("questions", "train", fingerprint, written, written, 0))
+    return PromptCorpus(folder)
 
 
 def _data(**settings: Any) -> Data:
@@ -205,7 +212,7 @@ def started(tmp_path: Path) -> Iterator[Callable[..., Run]]:
         engines = Scripted(said)
         scorer = Scorer(grpo.rewards, grpo.reward_failure)
         asker = Asker(engines, scorer, lambda tokens: TEXTS[tuple(tokens)], seed=5)
-        prompts = PromptSets(PromptLoader(_prompts(), _data()), evaluation)
+        prompts = PromptSets(PromptLoader([_corpus(tmp_path)], _data()), evaluation)
         sampling = Sampling(grpo.temperature, grpo.top_p, grpo.max_new_tokens, (END,), routed)
         collector = Collector(grpo, asker, prompts, sampling, tmp_path).__enter__()
         open_collectors.append(collector)
@@ -274,9 +281,7 @@ def test_the_experts_of_engines_come_with_their_tokens(started: Callable[..., Ru
 
 
 def test_answers_of_an_evaluation_need_no_experts(started: Callable[..., Run]) -> None:
-    run = started(
-        _grpo(evaluation={"samples": 2}), _first_is_right, evaluation=[*_prompts()[0].prompts[:2]], routed=ROUTED
-    )
+    run = started(_grpo(evaluation={"samples": 2}), _first_is_right, evaluation=_prompts(2), routed=ROUTED)
     run.objective.evaluate(0, run.engine)
     assert run.engines.routed == [None] * 4
     run.step(0)
@@ -388,7 +393,7 @@ def test_samples_of_a_step_are_written_with_what_they_were_worth(started: Callab
 
 def test_an_evaluation_tells_mean_and_pass_of_k_answers(started: Callable[..., Run]) -> None:
     grpo = _grpo(evaluation={"samples": 4})
-    asked = [*_prompts()[0].prompts[:2]]
+    asked = _prompts(2)
     run = started(grpo, lambda group, member: "yes" if group % 2 == 0 and member == 3 else "no", evaluation=asked)
     assert run.objective.evaluate(7, run.engine) == {"evalMean@4": 1 / 8, "evalPass@4": 0.5, "evalFailed": 0}
     assert run.engines.version == 7
@@ -408,7 +413,7 @@ def test_engines_that_lose_the_weights_are_given_them_again_and_asked_nothing_tw
 
 
 def test_an_evaluation_outlives_engines_that_lose_the_weights(started: Callable[..., Run]) -> None:
-    run = started(_grpo(evaluation={"samples": 2}), _first_is_right, evaluation=[*_prompts()[0].prompts[:2]])
+    run = started(_grpo(evaluation={"samples": 2}), _first_is_right, evaluation=_prompts(2))
     run.engines.losses = {3}
     assert run.objective.evaluate(7, run.engine) == {"evalMean@2": 0.5, "evalPass@2": 1.0, "evalFailed": 0}
     assert run.engines.published == [7, 7]

@@ -10,13 +10,14 @@ import multiprocessing
 import shutil
 import tempfile
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cache, partial
 from itertools import chain, islice
 from pathlib import Path
+from typing import TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -30,12 +31,16 @@ from moejob_trainer.data.sources import records, state
 from moejob_trainer.data.tokenizers import CLAIMS, tokenizer
 from moejob_trainer.errors import BadData
 
+# Of what is prepared, in the folder of a run.
+FOLDER = "data"
 # Part of a corpus's name: what a version wrote that reads or encodes differently is not taken for this one's.
 _VERSION = 4
 _NO_SOURCES: Mapping[str, tuple[Dataset, ...]] = {"train": (), "eval": ()}
 _CHUNK = 256
 # Starting processes takes seconds; fewer records than these are not worth it.
 _ALONE = 16 * _CHUNK
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +85,7 @@ def prepare(datasets: Sequence[Dataset], recipe: Recipe, folder: Path, workers: 
     folder.mkdir(parents=True, exist_ok=True)
     using = recipe.tokenizer()
     return tuple(
-        _prepared(dataset, recipe, folder, workers, _fingerprint(dataset, recipe, using)) for dataset in datasets
+        _prepared(dataset, recipe, folder, workers, fingerprint(dataset, recipe, using)) for dataset in datasets
     )
 
 
@@ -102,15 +107,22 @@ def fitted(sample: Sample, data: Data, place: str) -> Fitted:
             )
 
 
-def _prepared(dataset: Dataset, recipe: Recipe, folder: Path, workers: int, fingerprint: str) -> Path:
-    target = folder / fingerprint[:16]
-    if corpus.is_written(target):
-        return target
-    building = Path(tempfile.mkdtemp(prefix=".building-", dir=folder))
-    try:
-        report = _written(building, dataset, recipe, workers, fingerprint)
+def _prepared(dataset: Dataset, recipe: Recipe, folder: Path, workers: int, identity: str) -> Path:
+    target = folder / identity[:16]
+
+    def write(building: Path) -> None:
+        report = _written(building, dataset, recipe, workers, identity)
         _refuse_empty(report, recipe.data)
         corpus.finish(building, report)
+
+    return target if corpus.is_written(target) else built(target, write)
+
+
+def built(target: Path, write: Callable[[Path], None]) -> Path:
+    """Let `write` fill a new folder, which gets its name when it is whole."""
+    building = Path(tempfile.mkdtemp(prefix=".building-", dir=target.parent))
+    try:
+        write(building)
         building.chmod(0o755)
         # What lies there without a report is a remnant. The rename makes it count: a rank that is killed before leaves
         # nothing that looks whole.
@@ -121,7 +133,8 @@ def _prepared(dataset: Dataset, recipe: Recipe, folder: Path, workers: int, fing
     return target
 
 
-def _fingerprint(dataset: Dataset, recipe: Recipe, using: PreTrainedTokenizerBase) -> str:
+def fingerprint(dataset: Dataset, recipe: Recipe, using: PreTrainedTokenizerBase, *further: int) -> str:
+    """Return the hash of all that decides what a data set becomes."""
     data = recipe.data
     parts = (
         *(_VERSION, recipe.vocabulary, data.max_length, data.overlong, data.chat_template),
@@ -129,16 +142,16 @@ def _fingerprint(dataset: Dataset, recipe: Recipe, using: PreTrainedTokenizerBas
         dataset.model_copy(update={"weight": 1.0}).model_dump_json(),
         state(dataset, recipe.claims),
         *(using.chat_template, using.special_tokens_map, using.is_fast and using.backend_tokenizer.to_str()),
-        sorted(using.get_vocab().items()),
+        *(sorted(using.get_vocab().items()), *further),
     )
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
-def _written(building: Path, dataset: Dataset, recipe: Recipe, workers: int, fingerprint: str) -> Report:
+def _written(building: Path, dataset: Dataset, recipe: Recipe, workers: int, identity: str) -> Report:
     fates = Counter[Disposition]()
 
     def kept() -> Iterator[Sample]:
-        for one in _all_fitted(dataset, recipe, workers):
+        for one in encoded(dataset, recipe, workers, partial(_encoded, dataset.format)):
             fates[one.fate] += 1
             if one.fate in (Disposition.KEPT, Disposition.TRUNCATED):
                 yield one.sample
@@ -147,7 +160,7 @@ def _written(building: Path, dataset: Dataset, recipe: Recipe, workers: int, fin
     return Report(
         source=dataset.source,
         split=dataset.split,
-        fingerprint=fingerprint,
+        fingerprint=identity,
         records=fates.total(),
         documents=documents,
         dropped=fates[Disposition.DROPPED],
@@ -171,15 +184,18 @@ def _refuse_empty(report: Report, data: Data) -> None:
     )
 
 
-def _all_fitted(dataset: Dataset, recipe: Recipe, workers: int) -> Iterator[Fitted]:
+def encoded(
+    dataset: Dataset, recipe: Recipe, workers: int, encode: Callable[[Recipe, Sequence[Record]], list[T]]
+) -> Iterator[T]:
+    """Each record of a data set as `encode`, which other processes import, makes it of a recipe and some records."""
     found = records(dataset, recipe.claims, recipe.pins)
     first = list(islice(found, _ALONE))
     chunks = _chunks(chain(first, found))
     # What is read is no part of how it is encoded.
-    encode = partial(_encoded, dataset.format, replace(recipe, data=recipe.data.model_copy(update=_NO_SOURCES)))
+    act = partial(encode, replace(recipe, data=recipe.data.model_copy(update=_NO_SOURCES)))
     if workers == 1 or len(first) < _ALONE:
-        return chain.from_iterable(map(encode, chunks))
-    return chain.from_iterable(_on_all_cores(encode, chunks, workers))
+        return chain.from_iterable(map(act, chunks))
+    return chain.from_iterable(_on_all_cores(act, chunks, workers))
 
 
 def _chunks(found: Iterable[Record]) -> Iterator[list[Record]]:
@@ -189,16 +205,16 @@ def _chunks(found: Iterable[Record]) -> Iterator[list[Record]]:
 
 
 def _on_all_cores(
-    encode: partial[list[Fitted]], chunks: Iterable[list[Record]], workers: int
-) -> Iterator[list[Fitted]]:
+    act: Callable[[Sequence[Record]], list[T]], chunks: Iterable[list[Record]], workers: int
+) -> Iterator[list[T]]:
     # Never forked: the process that prepares may already have threads and a GPU.
     context = multiprocessing.get_context("forkserver")
     # Imported once instead of by every worker.
     context.set_forkserver_preload([__name__])
     with ProcessPoolExecutor(workers, mp_context=context) as pool:
-        waiting = deque[Future[list[Fitted]]]()
+        waiting = deque[Future[list[T]]]()
         for chunk in chunks:
-            waiting.append(pool.submit(encode, chunk))
+            waiting.append(pool.submit(act, chunk))
             # Few are read ahead: the data may be larger than memory.
             if len(waiting) > 2 * workers:
                 yield waiting.popleft().result()

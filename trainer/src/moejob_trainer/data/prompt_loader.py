@@ -10,7 +10,8 @@ from typing import Any
 
 from moejob_api.job.model import Data
 from moejob_trainer.data.blending import BlendedDataset, Cursor
-from moejob_trainer.data.prompts import Prompt, Prompts
+from moejob_trainer.data.prompt_corpus import PromptCorpus
+from moejob_trainer.data.prompts import Prompt
 
 _CURSOR = "cursor"
 
@@ -26,7 +27,7 @@ class NumberedPrompt:
 class PromptLoader:
     """Prompts of several sources, each as often as its weight says."""
 
-    def __init__(self, sources: Sequence[Prompts], data: Data) -> None:
+    def __init__(self, sources: Sequence[PromptCorpus], data: Data) -> None:
         self._sources, self._dataset = sources, blended(sources, data)
         self._cursor = self._dataset.start()
 
@@ -41,7 +42,7 @@ class PromptLoader:
         for _ in range(count):
             number = sum(self._cursor.taken)
             key, self._cursor = self._dataset.sample(self._cursor)
-            found.append(NumberedPrompt(number, self._sources[key.source].prompts[key.document]))
+            found.append(NumberedPrompt(number, self._sources[key.source].prompt(key.document)))
         return found
 
     def state_dict(self) -> Mapping[str, Any]:
@@ -53,19 +54,16 @@ class PromptLoader:
         self._cursor = self._dataset.resumed(Cursor.from_json(state[_CURSOR]))
 
 
-def blended(sources: Sequence[Prompts], data: Data) -> BlendedDataset:
+def blended(sources: Sequence[PromptCorpus], data: Data) -> BlendedDataset:
     """Return the order of prompts from several sources."""
     weights = tuple(dataset.weight for dataset in data.train)
-    hashed = hashlib.sha256(repr((weights, data.seed, data.shuffle)).encode())
-    for source in sources:
-        for prompt in source.prompts:
-            hashed.update(repr((prompt.tokens, sorted(prompt.fields.items(), key=str))).encode())
+    identity = (*(source.report.fingerprint for source in sources), weights, data.seed, data.shuffle)
     return BlendedDataset(
-        sizes=tuple(len(source.prompts) for source in sources),
+        sizes=tuple(len(source) for source in sources),
         weights=weights,
         seed=data.seed,
         shuffle=data.shuffle,
-        fingerprint=hashed.hexdigest()[:16],
+        fingerprint=hashlib.sha256(repr(identity).encode()).hexdigest()[:16],
     )
 
 

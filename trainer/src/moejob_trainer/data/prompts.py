@@ -28,33 +28,34 @@ class Prompt:
     place: str
 
 
-@dataclass(frozen=True, slots=True)
-class Prompts:
-    """The prompts of one data set, and how many were longer than the model may read."""
-
-    source: str
-    prompts: tuple[Prompt, ...]
-    dropped: int
-
-
-def prompts(dataset: Dataset, recipe: Recipe, most_tokens: int) -> Prompts:
-    """All prompts of a data set; most_tokens is data.maxLength less what an answer may take.
+def prompts(dataset: Dataset, recipe: Recipe, most_tokens: int) -> tuple[Prompt, ...]:
+    """All prompts of an evaluation, which asks them at once; most_tokens is data.maxLength less what an answer takes.
 
     Text is a prompt as it is; messages are put through the chat template up to where the assistant answers.
     """
+    refuse_unasked(dataset, recipe, most_tokens)
+    using = recipe.tokenizer()
+    found = [read_prompt(record, using, recipe) for record in records(dataset, recipe.claims, recipe.pins)]
+    kept = tuple(prompt for prompt in found if fits(prompt, most_tokens, recipe.data.overlong))
+    refuse_none(dataset, len(found), len(kept), most_tokens)
+    return kept
+
+
+def refuse_unasked(dataset: Dataset, recipe: Recipe, most_tokens: int) -> None:
+    """BadData for a data set of which nothing can be asked."""
     if dataset.format is not DataFormat.PROMPTS:
         raise BadData(f"data set {dataset.source} has the format {dataset.format}; GRPO needs Prompts")
     if most_tokens < 1:
         raise BadData(f"data.maxLength {recipe.data.max_length} leaves no room for a prompt; it holds the answer too")
-    using = recipe.tokenizer()
-    found = [read_prompt(record, using, recipe) for record in records(dataset, recipe.claims, recipe.pins)]
-    kept = tuple(prompt for prompt in found if fits(prompt, most_tokens, recipe.data.overlong))
+
+
+def refuse_none(dataset: Dataset, found: int, kept: int, most_tokens: int) -> None:
+    """BadData where no prompt of a data set is left."""
     if not kept:
         raise BadData(
-            f"data set {dataset.source} (split {dataset.split}) has {len(found)} prompts, and none of at most "
+            f"data set {dataset.source} (split {dataset.split}) has {found} prompts, and none of at most "
             f"{most_tokens} tokens; raise data.maxLength or lower maxNewTokens"
         )
-    return Prompts(dataset.source, kept, len(found) - len(kept))
 
 
 def fits(prompt: Prompt, most_tokens: int, overlong: Overlong) -> bool:

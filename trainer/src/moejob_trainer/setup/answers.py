@@ -110,7 +110,7 @@ def load_eval_prompts(context: RankContext, model: RunModel, recipe: Recipe) -> 
 
     def read() -> tuple[tuple[int, ...], ...]:
         for dataset in prompt_sets(spec):
-            found.extend(prompts(_first_of(dataset, settings.prompts), recipe, room).prompts)
+            found.extend(prompts(_first_of(dataset, settings.prompts), recipe, room))
         for prompt in found:
             _refuse_without_reference(prompt, settings)
         return tuple(prompt.tokens for prompt in found)

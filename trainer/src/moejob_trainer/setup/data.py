@@ -11,13 +11,12 @@ from moejob_api.evaluations import loss_sets
 from moejob_trainer.data.corpus import Corpus
 from moejob_trainer.data.hub import HubPins
 from moejob_trainer.data.packing import batch_plan
-from moejob_trainer.data.preparation import Recipe, prepare
+from moejob_trainer.data.preparation import FOLDER, Recipe, prepare
 from moejob_trainer.data.stream import BatchShare, TrainingData, batch_size, blended_dataset, sample_count
 from moejob_trainer.setup.answers import EvalPrompts, load_eval_prompts
 from moejob_trainer.setup.context import RankContext
 from moejob_trainer.setup.model import RunModel
 
-_DATA = "data"
 _FOLDERS = TypeAdapter(tuple[str, ...])
 
 
@@ -37,7 +36,7 @@ def load_data(context: RankContext, model: RunModel) -> RunData:
     data, spec = context.spec.data, context.spec
     pins = HubPins(context.environment.folder)
     recipe = Recipe(model.pretrained.located, data, vocabulary=model.architecture.shape.vocabulary, pins=pins)
-    folder = context.environment.folder / _DATA
+    folder = context.environment.folder / FOLDER
     named = context.on_first_rank(
         lambda: tuple(
             map(

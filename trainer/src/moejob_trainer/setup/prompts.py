@@ -8,9 +8,11 @@ from pathlib import Path
 
 from moejob_trainer.data.encoding import end_of_text
 from moejob_trainer.data.hub import HubPins
-from moejob_trainer.data.preparation import Recipe
+from moejob_trainer.data.preparation import FOLDER, Recipe
+from moejob_trainer.data.prompt_corpus import PromptCorpus
 from moejob_trainer.data.prompt_loader import PromptLoader, steps_of_epochs
-from moejob_trainer.data.prompts import Prompt, prompts
+from moejob_trainer.data.prompt_preparation import prepare_prompts
+from moejob_trainer.data.prompts import prompts
 from moejob_trainer.distributed.encoding import INTEGER
 from moejob_trainer.objectives.grpo.collecting import PromptSets
 from moejob_trainer.setup.context import RankContext
@@ -28,7 +30,7 @@ class RunPrompts:
 
 
 def load_prompts(context: RankContext, model: RunModel) -> RunPrompts:
-    """Read all prompts; what is wrong with them is every rank's failure."""
+    """Prepare all prompts; what is wrong with them is every rank's failure."""
     spec, found = context.spec, list[PromptSets]()
     if spec.grpo is None:
         raise ValueError("only GRPO has prompts")
@@ -37,12 +39,12 @@ def load_prompts(context: RankContext, model: RunModel) -> RunPrompts:
     most_tokens = spec.data.max_length - spec.grpo.max_new_tokens
 
     def read() -> int:
-        sources = [prompts(dataset, recipe, most_tokens) for dataset in spec.data.train]
-        asked: list[Prompt] = []
-        for dataset in spec.data.eval:
-            asked += prompts(dataset, recipe, most_tokens).prompts
-        found.append(PromptSets(PromptLoader(sources, spec.data), tuple(asked)))
-        return sum(len(source.prompts) for source in sources)
+        folder, workers = context.environment.folder / FOLDER, context.environment.ranks_per_node
+        prepared = prepare_prompts(spec.data.train, recipe, most_tokens, folder, workers)
+        sources = [PromptCorpus(path) for path in prepared]
+        asked = tuple(one for dataset in spec.data.eval for one in prompts(dataset, recipe, most_tokens))
+        found.append(PromptSets(PromptLoader(sources, spec.data), asked))
+        return sum(map(len, sources))
 
     count = context.on_first_rank(read, INTEGER)
     steps = spec.training.max_steps or steps_of_epochs(count, spec.training.epochs or 1, spec.grpo.prompts_per_step)

@@ -1,0 +1,102 @@
+"""Prompts of one data set as lines of JSON, written once before the first step and then only mapped.
+
+Rank 0 alone asks, but a million prompts as objects of Python take gigabytes of its pod's memory, and minutes of every
+start to tokenize again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import TypeAdapter
+
+from moejob_trainer.data.prompts import Prompt
+from moejob_trainer.errors import BadData
+
+_LINES, _STARTS, _REPORT = "prompts.jsonl", "starts.npy", "report.json"
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLine:
+    """A prompt as it is written, and the hash of all that a run sees of it: not of its place."""
+
+    text: bytes
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PromptReport:
+    """Counts of what happened to the records of a data set of prompts."""
+
+    source: str
+    split: str
+    # Of all prompts in order, wherever they lay.
+    fingerprint: str
+    records: int
+    prompts: int
+    # Longer than the room that an answer leaves.
+    dropped: int
+
+
+_reports = TypeAdapter(PromptReport)
+
+
+class PromptCorpus:
+    """The prompts of one data set, each read when it is asked."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            self.report = _reports.validate_json((folder / _REPORT).read_bytes())
+            self._starts: npt.NDArray[np.int64] = np.load(folder / _STARTS, allow_pickle=False)
+            self._lines = np.memmap(folder / _LINES, np.uint8, "r")
+        except (OSError, ValueError) as error:
+            raise BadData(f"{folder} does not hold prepared prompts, or not all of them: {error}") from error
+        if len(self._lines) != self._starts[-1] or len(self) != self.report.prompts:
+            raise BadData(f"{folder} was damaged since it was written; delete it, and it is built again")
+
+    def __len__(self) -> int:
+        """The number of prompts."""
+        return len(self._starts) - 1
+
+    def prompt(self, number: int) -> Prompt:
+        """One prompt, read from disk."""
+        written = json.loads(self._lines[self._starts[number] : self._starts[number + 1]].tobytes())
+        return Prompt(tuple(written["tokens"]), written["text"], written["fields"], written["place"])
+
+
+def is_written(folder: Path) -> bool:
+    """Return whether a folder holds all prompts."""
+    return (folder / _REPORT).is_file()
+
+
+def line(prompt: Prompt) -> PromptLine:
+    """Return a prompt as it is written; what JSON has no word for becomes text."""
+    seen = {"tokens": prompt.tokens, "fields": prompt.fields}
+    text = json.dumps(seen | {"text": prompt.text, "place": prompt.place}, default=str)
+    digest = hashlib.sha256(json.dumps(seen, default=str, sort_keys=True).encode()).digest()
+    return PromptLine(text.encode() + b"\n", digest)
+
+
+def write(folder: Path, lines: Iterable[PromptLine]) -> tuple[int, str]:
+    """Write prompts; returns how many, and their fingerprint. Not a corpus before it is finished."""
+    # 8 bytes a prompt.
+    starts, hashed = array("q", [0]), hashlib.sha256()
+    with (folder / _LINES).open("wb") as file:
+        for one in lines:
+            file.write(one.text)
+            hashed.update(one.digest)
+            starts.append(starts[-1] + len(one.text))
+    np.save(folder / _STARTS, np.frombuffer(starts, dtype=np.int64))
+    return len(starts) - 1, hashed.hexdigest()
+
+
+def finish(folder: Path, report: PromptReport) -> None:
+    """The report is what makes a folder a corpus, so it comes last."""
+    (folder / _REPORT).write_bytes(_reports.dump_json(report, indent=1))
