@@ -10,13 +10,21 @@ from typing import Any
 
 import pytest
 from torch._C._distributed_c10d import PrefixStore, TCPStore
-from trainer.rollouts.test_buckets import KEY, Receiver, assert_whole, broadcasting, fleet, receivers, weights
 
 from moejob_api.contract import engine_key, weights_key
 from moejob_trainer.rollouts.fleet import Fleet
 from moejob_trainer.rollouts.transports.group_store import GroupStore
 from moejob_trainer.runtime.channel import LOOPBACK, introduce
 from trainer.rollouts.stand_in import carried
+from trainer.rollouts.transports.test_buckets import (
+    KEY,
+    Receiver,
+    assert_whole,
+    broadcasting,
+    fleet,
+    receivers,
+    weights,
+)
 
 __all__ = ["fleet", "receivers"]
 # The address of a pod, as far as it is not the one that its own processes meet at.
