@@ -18,7 +18,7 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from moejob_api.contract import Environment, engine_key
-from moejob_rollout.guard import Guard
+from moejob_rollout.authentication import KeyAuthentication
 from moejob_rollout.listener import HEAD_BYTES, StrangerLimits, server_settings
 
 SECRET = "5" * 64
@@ -51,7 +51,7 @@ class EngineServer:
         self.client, self.bodies = Client(), list[int]()
         os.environ[Environment.SECRET] = SECRET
         app = Starlette(routes=[Route("/count", self._count, methods=["POST"]), Route("/hold", self._hold)])
-        app.add_middleware(Guard)
+        app.add_middleware(KeyAuthentication)
         app.state.engine_client = self.client
         self.may_go = threading.Event()
         settings = server_settings(limits)

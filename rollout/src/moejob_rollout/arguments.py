@@ -17,7 +17,7 @@ from moejob_api.job.resources import Accelerator
 from moejob_rollout.engine import EngineEnvironment
 from moejob_rollout.listener import HEAD_BYTES
 
-MIDDLEWARE = "moejob_rollout.guard.Guard"
+MIDDLEWARE = "moejob_rollout.authentication.KeyAuthentication"
 # Each token of an answer is one replay of what was recorded, where the host would launch a thousand kernels. Recording
 # takes seconds; compiling, which this leaves out, minutes at each start.
 _GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
@@ -65,7 +65,7 @@ def longest(engine: EngineEnvironment, config: Mapping[str, Any]) -> int:
 def variables(engine: EngineEnvironment, cores: Sequence[int]) -> dict[str, str]:
     """Return the environment variables that vLLM reads when it is imported."""
     quiet = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", "VLLM_PLUGINS": "moejob"}
-    # Pausing, sleeping and weight transfer are there in no other mode; the guard asks for the secret on all of them.
+    # Pausing, sleeping and weight transfer are there in no other mode; the key of the job is asked for on all of them.
     control = {"VLLM_SERVER_DEV_MODE": "1"}
     if engine.spec.resources.accelerator is Accelerator.CPU:
         # torch.compile would need a compiler of C++ at run time.

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from moejob_api.contract import Environment, engine_key
-from moejob_rollout.guard import AGAIN_SECONDS, FirstToken, Guard
+from moejob_rollout.authentication import AGAIN_SECONDS, FirstToken, KeyAuthentication
 from moejob_rollout.listener import VISITOR, StrangerLimits, Strangers, Visitor
 from rollout.served import Client
 
@@ -33,7 +33,7 @@ def status(given: str | None) -> int:
 
     state = {VISITOR: Visitor(Strangers(StrangerLimits()))}
     scope = {"type": "http", "path": "/v1/models", "headers": headers, "state": state}
-    asyncio.run(Guard(app)(scope, receive, send))
+    asyncio.run(KeyAuthentication(app)(scope, receive, send))
     return int(sent[0]["status"])
 
 

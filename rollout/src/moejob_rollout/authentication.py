@@ -1,4 +1,4 @@
-"""The door of the server: it asks for a key of the job's secret, and answers probes.
+"""Authentication of requests by a key of the job's secret, and answers to probes: what each client is asked first.
 
 vLLM's own --api-key guards some paths only, and anyone who can reach the others could put other weights in. A client
 without the key gets one answer, of which nothing is computed, and is hung up on.
@@ -32,7 +32,7 @@ AGAIN_SECONDS = 5.0
 _log = logging.getLogger(__name__)
 
 
-class Guard:
+class KeyAuthentication:
     """An ASGI middleware, which vLLM puts in front of all of its paths."""
 
     def __init__(self, app: App) -> None:
