@@ -14,7 +14,7 @@ from moejob_api.data_preview import DatasetPreview, Extent
 from moejob_api.job import Spec
 from moejob_trainer.data.preview import preview
 from moejob_trainer.errors import BadData
-from trainer.training_data import jsonl
+from trainer.training_data import chat, jsonl
 
 # The command line has an environment of its own, which must never meet torch.
 COMMAND = Path(__file__).parents[3] / ".venv/operator/bin/moejob"
@@ -78,6 +78,38 @@ def test_what_would_end_the_run_ends_the_preview(tmp_path: Path) -> None:
     file = jsonl(tmp_path / "other.jsonl", {"question": "2 + 3"})
     with pytest.raises(BadData, match="line 1: there is no messages; found question"):
         previewed(spec(**TINY, data={"train": [{"source": str(file), "format": "Chat"}]}))
+
+
+LONG = "what is 2 + 3 " * 3
+
+
+@pytest.mark.parametrize(
+    ("format", "records", "said"),
+    [
+        pytest.param("Chat", [], "is empty; name another, or remove it", id="no conversation"),
+        pytest.param("Chat", [chat(LONG, "5")], "none of the 1 records .* raise maxLength", id="all too long"),
+        pytest.param("Prompts", [], "has 0 prompts, and none of at most 8 tokens", id="no prompt"),
+        pytest.param(
+            "Prompts", [{"prompt": LONG}], "has 1 prompts, and none of at most 8 tokens", id="no short prompt"
+        ),
+    ],
+)
+def test_data_of_which_nothing_is_left_ends_the_preview_as_it_ends_the_run(
+    format: str,  # noqa: A002
+    records: list[dict[str, Any]],
+    said: str,
+    tmp_path: Path,
+) -> None:
+    file = jsonl(tmp_path / "data.jsonl", *records)
+    data = {"train": [{"source": str(file), "format": format}], "maxLength": 16}
+    method = {"method": "GRPO", "grpo": {"maxNewTokens": 8}} if format == "Prompts" else {}
+    with pytest.raises(BadData, match=said):
+        previewed(spec(**TINY, **method, data=data))
+
+
+def test_records_that_were_not_read_may_be_kept(tmp_path: Path) -> None:
+    found = previewed(chats(tmp_path, "five is what it makes " * 3, "5", maxLength=16), records=1)
+    assert (found.kept, found.dropped, found.is_whole) == (0, 1, False)
 
 
 @pytest.mark.slow

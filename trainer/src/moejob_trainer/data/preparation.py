@@ -111,9 +111,7 @@ def _prepared(dataset: Dataset, recipe: Recipe, folder: Path, workers: int, iden
     target = folder / identity[:16]
 
     def write(building: Path) -> None:
-        report = _written(building, dataset, recipe, workers, identity)
-        _refuse_empty(report, recipe.data)
-        corpus.finish(building, report)
+        corpus.finish(building, _written(building, dataset, recipe, workers, identity))
 
     return target if corpus.is_written(target) else built(target, write)
 
@@ -157,6 +155,7 @@ def _written(building: Path, dataset: Dataset, recipe: Recipe, workers: int, ide
                 yield one.sample
 
     documents, tokens, trained_tokens = corpus.write(building, kept())
+    refuse_empty(dataset, fates, recipe.data)
     return Report(
         source=dataset.source,
         split=dataset.split,
@@ -171,17 +170,18 @@ def _written(building: Path, dataset: Dataset, recipe: Recipe, workers: int, ide
     )
 
 
-def _refuse_empty(report: Report, data: Data) -> None:
-    if report.documents:
-        return
-    name = f"data set {report.source} (split {report.split})"
-    if report.records == 0:
+def refuse_empty(dataset: Dataset, fates: Mapping[Disposition, int], data: Data) -> None:
+    """BadData where no record of a data set is trained on."""
+    name = f"data set {dataset.source} (split {dataset.split})"
+    if not any(fates.values()):
         raise BadData(f"{name} is empty; name another, or remove it")
-    raise BadData(
-        f"none of the {report.records} records of {name} can be trained on: all are longer than data.maxLength "
-        f"{data.max_length} ({report.dropped} dropped, {report.emptied} with nothing to train on after truncation); "
-        "raise maxLength"
-    )
+    dropped, emptied = fates.get(Disposition.DROPPED, 0), fates.get(Disposition.EMPTIED, 0)
+    if dropped + emptied == sum(fates.values()):
+        raise BadData(
+            f"none of the {dropped + emptied} records of {name} can be trained on: all are longer than data.maxLength "
+            f"{data.max_length} ({dropped} dropped, {emptied} with nothing to train on after truncation); raise "
+            "maxLength"
+        )
 
 
 def encoded(

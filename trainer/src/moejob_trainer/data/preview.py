@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, islice
@@ -24,8 +25,8 @@ from moejob_api.job import Spec
 from moejob_api.job.model import DataFormat, Dataset
 from moejob_api.pod_environment import read_spec
 from moejob_trainer.data.encoding import Sample, encoder
-from moejob_trainer.data.preparation import Disposition, Fitted, Recipe, fitted, known
-from moejob_trainer.data.prompts import fits, read_prompt
+from moejob_trainer.data.preparation import Disposition, Fitted, Recipe, fitted, known, refuse_empty
+from moejob_trainer.data.prompts import fits, read_prompt, refuse_none
 from moejob_trainer.data.records import Record
 from moejob_trainer.data.sources import records
 from moejob_trainer.errors import BadData
@@ -49,9 +50,7 @@ class Seen:
 class _Counts:
     """Sums over the records of a data set."""
 
-    records: int = 0
-    truncated: int = 0
-    dropped: int = 0
+    fates: Counter[Disposition] = field(default_factory=Counter)
     trained_tokens: int = 0
     lengths: list[int] = field(default_factory=list)
     left_out: list[LeftOut] = field(default_factory=list)
@@ -73,23 +72,35 @@ class Previewer:
         counts = _Counts()
         for one in self._seen(dataset, islice(found, self.extent.records)):
             self._count(counts, one)
-        lengths = sorted(counts.lengths)
+        is_whole = next(found, None) is None
+        if is_whole:
+            self._refuse_unusable(dataset, counts.fates)
+        lengths, fates = sorted(counts.lengths), counts.fates
         return DatasetPreview(
             part=part,
             source=dataset.source,
             split=dataset.split,
             format=dataset.format,
-            records=counts.records,
-            is_whole=next(found, None) is None,
-            kept=len(lengths) - counts.truncated,
-            truncated=counts.truncated,
-            dropped=counts.dropped,
+            records=fates.total(),
+            is_whole=is_whole,
+            kept=fates[Disposition.KEPT],
+            truncated=fates[Disposition.TRUNCATED],
+            dropped=fates[Disposition.DROPPED] + fates[Disposition.EMPTIED],
             tokens=sum(lengths),
             trained_tokens=counts.trained_tokens,
             lengths=(lengths[0], median_low(lengths), lengths[-1]) if lengths else None,
             left_out=tuple(counts.left_out),
             examples=tuple(counts.examples),
         )
+
+    def _refuse_unusable(self, dataset: Dataset, fates: Counter[Disposition]) -> None:
+        if dataset.format is DataFormat.PROMPTS:
+            refuse_none(dataset, fates.total(), fates[Disposition.KEPT], self._room_for_prompts())
+        else:
+            refuse_empty(dataset, fates, self.spec.data)
+
+    def _room_for_prompts(self) -> int:
+        return self.spec.data.max_length - _answer_bound(self.spec)[1]
 
     def _seen(self, dataset: Dataset, found: Iterator[Record]) -> Iterator[Seen]:
         if dataset.format is DataFormat.PROMPTS:
@@ -106,21 +117,18 @@ class Previewer:
         prompt = read_prompt(record, self.tokenizer, self.recipe)
         tokens = np.array(prompt.tokens, dtype=np.int32)
         sample = Sample(tokens, np.zeros(len(tokens), dtype=np.bool_))
-        name, most = _answer_bound(self.spec)
-        room = self.spec.data.max_length - most
+        name, room = _answer_bound(self.spec)[0], self._room_for_prompts()
         is_asked = fits(prompt, room, self.spec.data.overlong)
         fate = Disposition.KEPT if is_asked else Disposition.DROPPED
         return Seen(record.place, len(tokens), Fitted(sample, fate), f"data.maxLength less {name} is {room}")
 
     def _count(self, counts: _Counts, one: Seen) -> None:
-        counts.records += 1
         sample, fate = one.fitted.sample, one.fitted.fate
+        counts.fates[fate] += 1
         if fate is not Disposition.KEPT and len(counts.left_out) < _MOST_LEFT_OUT:
             counts.left_out.append(LeftOut(place=one.place, reason=self._reason(one)))
         if fate in (Disposition.DROPPED, Disposition.EMPTIED):
-            counts.dropped += 1
             return
-        counts.truncated += fate is Disposition.TRUNCATED
         counts.lengths.append(len(sample.tokens))
         counts.trained_tokens += sample.trained_tokens
         if len(counts.examples) < self.extent.examples:
