@@ -145,7 +145,7 @@ def test_host_memory_that_would_kill_the_pod_is_refused() -> None:
 )
 def test_host_memory_without_room_for_replayed_routing_is_refused(replay: bool, problems: list[str]) -> None:
     grpo = {"groupSize": 16, "promptsPerStep": 512, "routingReplay": replay}
-    resources = {"memory": "600Gi", "gpuType": "H200"}
+    resources = {"memory": "440Gi", "gpuType": "H200"}
     sections = {"training": {"globalBatchSize": None}, "data": {"maxLength": 8192}, "grpo": grpo}
     result = plan(
         spec(method="GRPO", parallelism={"expert": 8, "data": 2}, resources=resources, **sections), moe_model()

@@ -21,6 +21,7 @@ from model_configs import config as small_config
 from moejob_api.models.families import shape_of
 from moejob_api.models.shape import Family
 from moejob_api.pod_environment import spec_text
+from moejob_trainer.checkpoint_export.__main__ import in_words, main
 from moejob_trainer.checkpoint_export.run import Best, StoredRun, stored_run
 from moejob_trainer.checkpoint_export.run_export import Wanted, export_run
 from moejob_trainer.checkpoints.commit import commit
@@ -136,6 +137,36 @@ def test_a_checkpoint_that_lacks_a_part_leaves_nothing_behind(volume: Path, tmp_
     with pytest.raises(BadConfiguration, match=r"holds \d+ of the \d+ numbers"):
         export_run(replace(run, checkpoint=replace(run.checkpoint, path=half)), Wanted(tmp_path / "out"))
     assert [path.name for path in tmp_path.iterdir()] == ["half"]
+
+
+@pytest.mark.parametrize(
+    ("out", "said"),
+    [
+        pytest.param("/proc/moejob", "/proc/moejob cannot be written: No such file", id="where nothing can be made"),
+        pytest.param("file/out", "out cannot be written: Not a directory", id="below a file"),
+    ],
+)
+def test_a_folder_that_cannot_be_written_is_named(
+    out: str, said: str, volume: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    assert main([str(volume / "whole"), "--out", str(tmp_path / out)]) == 1
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("failure", "said"),
+    [
+        pytest.param(
+            FileNotFoundError(2, "No such file", "/runs/a/checkpoints/x"), "may have removed", id="it is gone"
+        ),
+        pytest.param(FileNotFoundError("No such file: x"), "may have removed", id="gone, as safetensors says it"),
+        pytest.param(OSError(5, "I/O error", "/runs/a/spec.json"), "I/O error: '/runs/a/spec.json'", id="unreadable"),
+        pytest.param(OSError(28, "No space left", "/runs/.b/x"), "/runs/b cannot be written: No space", id="full"),
+    ],
+)
+def test_a_failure_of_the_machine_says_which_folder_it_is_about(failure: OSError, said: str) -> None:
+    assert said in in_words(failure, Path("/runs/a"), Path("/runs/b"))
 
 
 def test_a_folder_that_is_there_is_never_written_to(volume: Path, tmp_path: Path) -> None:

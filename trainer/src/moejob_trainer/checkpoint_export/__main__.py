@@ -32,18 +32,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (BadConfiguration, InvalidSpec) as error:
         print(error, file=sys.stderr)  # noqa: T201
         return ExitCode.BAD_CONFIGURATION
-    except FileNotFoundError as error:
-        print(  # noqa: T201
-            f"{error}: a run that is training may have removed this checkpoint (checkpoint.keep); export again, or "
-            "name a newer --step",
-            file=sys.stderr,
-        )
-        return 1
     except OSError as error:
-        print(f"{asked.out}: {error}", file=sys.stderr)  # noqa: T201
+        print(in_words(error, asked.run, asked.out), file=sys.stderr)  # noqa: T201
         return 1
     print(done)  # noqa: T201
     return ExitCode.DONE
+
+
+def in_words(error: OSError, run: Path, out: Path) -> str:
+    """Return what a failure of the machine means: files of the run that are gone, or a folder that takes none."""
+    # What reads safetensors names no file.
+    is_read = error.filename is None or Path(error.filename).resolve().is_relative_to(run.resolve())
+    if isinstance(error, FileNotFoundError) and is_read:
+        return (
+            f"{error}: a run that is training may have removed this checkpoint (checkpoint.keep); export again, or "
+            "name a newer --step"
+        )
+    if is_read:
+        return str(error)
+    return f"{out} cannot be written: {error.strerror or error}; make room there, or name another folder with --out"
 
 
 def _parser() -> argparse.ArgumentParser:
