@@ -19,6 +19,8 @@ from moejob_trainer.megatron.cpu import use_cpu
 from moejob_trainer.megatron.engine import MegatronEngine
 from moejob_trainer.megatron.topology import stop_groups
 from trainer.parity.cells import Cell, assert_like, loss_of, micro_batches, started, trained
+from trainer.parity.references import Reference
+from trainer.rows import rows
 from trainer.worlds import Worlds
 
 WITHIN = 1e-5
@@ -47,9 +49,9 @@ def _cell(name: str) -> Cell:
     return Cell(family, merged(OVERLAPPED, sections))
 
 
-@pytest.mark.parametrize("name", CELLS)
+@pytest.mark.parametrize("name", rows(CELLS, always=["DP2", "EP2.DP2", "PP2.DP2, tied embeddings"]))
 def test_exchanges_beside_the_computation_train_what_transformers_trains(
-    worlds: Worlds, reference: Any, name: str
+    worlds: Worlds, reference: Reference, name: str
 ) -> None:
     cell = _cell(name)
     folder, expected = reference(cell.family)
@@ -61,8 +63,10 @@ def trained_in_buckets(cell: Cell, folder: Path) -> Any:
         return trained(cell, folder)
 
 
-@pytest.mark.parametrize("name", ["DP2", "DP2, tied embeddings", "EP2.DP2", "PP2.DP2, tied embeddings"])
-def test_a_layer_waits_for_its_own_weights_and_for_no_others(worlds: Worlds, reference: Any, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", rows(["DP2", "DP2, tied embeddings", "EP2.DP2", "PP2.DP2, tied embeddings"], always=["DP2", "EP2.DP2"])
+)
+def test_a_layer_waits_for_its_own_weights_and_for_no_others(worlds: Worlds, reference: Reference, name: str) -> None:
     cell = _cell(name)
     folder, _ = reference(cell.family)
     for behind_an_update, entered, read in worlds.run(cell.ranks(), pending, cell, folder):
