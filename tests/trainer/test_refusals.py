@@ -154,6 +154,7 @@ KNOWN_LATER: Mapping[str, str] = {
     "model_check/": "the weights, computed with",
     "objectives/": "answers and rewards",
     "rollouts/": "internal: which rank proves",
+    "runtime/channel.py": "internal: frames of launchers",
     "runtime/devices.py": "GPUs of the machine",
     "setup/answers.py": "records of prompts",
     "setup/grpo.py": "internal: the method",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import shutil
 import subprocess
@@ -147,8 +148,15 @@ def test_a_checkpoint_that_lacks_a_part_leaves_nothing_behind(volume: Path, tmp_
     ],
 )
 def test_a_folder_that_cannot_be_written_is_named(
-    out: str, said: str, volume: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    out: str,
+    said: str,
+    volume: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # The program keeps its process from logging, and this one runs other tests.
+    monkeypatch.setattr(logging, "disable", lambda _: None)
     (tmp_path / "file").touch()
     assert main([str(volume / "whole"), "--out", str(tmp_path / out)]) == 1
     assert said in capsys.readouterr().err
