@@ -136,6 +136,16 @@ def test_validate_checks_several_jobs_and_fails_when_one_is_wrong() -> None:
     assert f"{REFUSED}: spec.parallelism.expert: " in answer.stdout
 
 
+def test_validate_names_a_field_that_does_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text(ACCEPTED.read_text().replace("resources: {", "resources: {rolloutImage: registry/engine, "))
+    answer = moejob("validate", str(file))
+    assert answer.returncode == 0
+    note, accepted = answer.stdout.splitlines()
+    assert note.startswith(f"{file}: note spec.resources.rolloutImage: resources.rolloutImage does nothing")
+    assert accepted == f"{file}: accepted"
+
+
 def test_validate_goes_on_behind_a_job_that_cannot_be_read(tmp_path: Path) -> None:
     file = tmp_path / "job.yaml"
     file.write_text(ACCEPTED.read_text().replace("expert: 4", "exprt: 4"))

@@ -77,7 +77,7 @@ GpuTypeOption = Annotated[
 def validate(
     files: Annotated[list[str], typer.Argument(metavar="FILE...", help="Jobs to check.", show_default=False)],
 ) -> None:
-    """Check jobs and say what is wrong with them, one line a problem."""
+    """Check jobs and say what is wrong with them, and what in them does nothing: one line each."""
     raise typer.Exit(max(_validated(file) for file in files))
 
 
@@ -94,6 +94,8 @@ def _validated(file: str) -> Exit:
         return Exit.UNREADABLE
     for problem in answer.plan.problems:
         typer.echo(f"{file}: {problem}")
+    for warning in answer.plan.warnings:
+        typer.echo(f"{file}: note {warning}")
     if not answer.plan.accepted:
         return Exit.REFUSED
     typer.echo(f"{file}: accepted" + (f" (model not checked: {answer.unseen})" if answer.unseen else ""))
