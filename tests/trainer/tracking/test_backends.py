@@ -112,6 +112,7 @@ def test_wandb_goes_on_with_the_run_of_the_job(packages: Path, tmp_path: Path) -
 
 # A server of one experiment, as far as the client asks it anything.
 _FAKE_MLFLOW = """
+import os
 from types import SimpleNamespace as Bag
 calls, runs = [], {}
 class MlflowClient:
@@ -127,7 +128,10 @@ class MlflowClient:
     def log_batch(self, run, metrics=(), params=()):
         assert len(params) <= 100
         calls.append(("log_batch", run, [*metrics], {key: value for key, value in params}))
-    def set_terminated(self, run, status): calls.append(("set_terminated", run, status))
+    def set_terminated(self, run, status):
+        calls.append(("set_terminated", run, status))
+        if os.environ.get("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT") != "true":
+            print("View run", run)
 """
 _FAKE_ENTITIES = """
 def Metric(*values): return values
@@ -135,7 +139,10 @@ def Param(key, value): return key, value
 """
 
 
-def test_mlflow_goes_on_with_the_run_of_the_job(packages: Path, tmp_path: Path) -> None:
+def test_mlflow_goes_on_with_the_run_of_the_job(
+    packages: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", raising=False)
     (packages / "mlflow").mkdir()
     (packages / "mlflow" / "__init__.py").write_text(_FAKE_MLFLOW)
     (packages / "mlflow" / "entities.py").write_text(_FAKE_ENTITIES)
@@ -168,6 +175,7 @@ def test_mlflow_goes_on_with_the_run_of_the_job(packages: Path, tmp_path: Path) 
     # The job is sent once: MLflow refuses a parameter that changed.
     MLflowRun(tracked(tmp_path, restart=1, **MLFLOW), settings)
     assert calls == [("client", "http://mlflow:5000"), ("update_run", "moe/tiny", "RUNNING")]
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize(("tracking", "package"), [(WANDB, "wandb"), (MLFLOW, "mlflow")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -19,6 +20,8 @@ class MLflowRun:
     """One run there for one job, found again by the job's uid."""
 
     def __init__(self, run: TrackedRun, mlflow: MLflow) -> None:
+        # It would print a link behind the line of rank 0 that is quoted when a run fails.
+        os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
         # The client has no state that other code in the process would share.
         self._client = importlib.import_module("mlflow").MlflowClient(tracking_uri=mlflow.tracking_uri)
         self._entities = importlib.import_module("mlflow.entities")
