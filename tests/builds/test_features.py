@@ -44,4 +44,5 @@ def test_a_state_is_proven_by_tests_that_are_there(row: Row) -> None:
     tests = TEST.findall(row.proof)
     assert row.state in PROVEN | UNPROVEN
     assert row.state in UNPROVEN or tests
+    assert row.proof
     assert [path for path in tests if not (ROOT / path).is_file()] == []
