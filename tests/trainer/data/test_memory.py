@@ -154,7 +154,7 @@ def test_prompts_are_mapped_and_not_held(tmp_path: Path) -> None:
     count = 5_000
     one = prompt_corpus.line(Prompt(tuple(range(500)), TEXT, {"answer": TEXT}, "line 1"))
     written: list[tuple[int, str]] = []
-    # 30 MB of lines, of which 8 bytes each are kept.
+    # 30 MB of lines, of which 16 bytes each are kept.
     assert peak(lambda: written.append(prompt_corpus.write(tmp_path, (one for _ in range(count))))) < MIB
     prompt_corpus.finish(tmp_path, PromptReport("a", "train", written[0][1], count, count, 0))
     opened: list[PromptCorpus] = []

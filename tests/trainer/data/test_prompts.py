@@ -152,6 +152,17 @@ def test_prompts_that_were_damaged_are_refused(tmp_path: Path) -> None:
         PromptCorpus(folder)
 
 
+def test_a_prompt_that_is_as_long_as_before_and_another_is_found_when_it_is_read(tmp_path: Path) -> None:
+    using = recipe(source_of(tmp_path, *QUESTIONS))
+    [folder] = prepare_prompts(using.data.train, using, 64, tmp_path / "data")
+    lines = folder / "prompts.jsonl"
+    lines.write_bytes(lines.read_bytes().replace(b'"answer": 20', b'"answer": 21'))
+    corpus = PromptCorpus(folder)
+    assert corpus.prompt(18).fields["answer"] == 19
+    with pytest.raises(BadData, match="was damaged since it was written; delete it"):
+        corpus.prompt(19)
+
+
 def test_several_processes_prepare_the_same_prompts(tmp_path: Path) -> None:
     using = recipe(source_of(tmp_path, *({"prompt": f"{n} + 1 ="} for n in range(5_000))))
     [alone] = prepare_prompts(using.data.train, using, 64, tmp_path / "alone")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import zlib
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from pydantic import TypeAdapter
 from moejob_trainer.data.prompts import Prompt
 from moejob_trainer.errors import BadData
 
-_LINES, _STARTS, _REPORT = "prompts.jsonl", "starts.npy", "report.json"
+_LINES, _PLACES, _REPORT = "prompts.jsonl", "places.npy", "report.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,23 +53,33 @@ class PromptCorpus:
     """The prompts of one data set, each read when it is asked."""
 
     def __init__(self, folder: Path) -> None:
+        self._folder = folder
         try:
             self.report = _reports.validate_json((folder / _REPORT).read_bytes())
-            self._starts: npt.NDArray[np.int64] = np.load(folder / _STARTS, allow_pickle=False)
+            places: npt.NDArray[np.int64] = np.load(folder / _PLACES, allow_pickle=False).reshape(-1, 2)
             self._lines = np.memmap(folder / _LINES, np.uint8, "r")
         except (OSError, ValueError) as error:
             raise BadData(f"{folder} does not hold prepared prompts, or not all of them: {error}") from error
-        if len(self._lines) != self._starts[-1] or len(self) != self.report.prompts:
-            raise BadData(f"{folder} was damaged since it was written; delete it, and it is built again")
+        # Of each prompt.
+        self._ends, self._checksums = places.T
+        if len(self._ends) != self.report.prompts or len(self._lines) != self._ends[-1]:
+            raise self._damaged()
 
     def __len__(self) -> int:
         """The number of prompts."""
-        return len(self._starts) - 1
+        return len(self._ends)
 
     def prompt(self, number: int) -> Prompt:
-        """One prompt, read from disk."""
-        written = json.loads(self._lines[self._starts[number] : self._starts[number + 1]].tobytes())
+        """One prompt, read from disk; BadData where it is not what was written."""
+        start = self._ends[number - 1] if number else 0
+        line = self._lines[start : self._ends[number]].tobytes()
+        if zlib.crc32(line) != self._checksums[number]:
+            raise self._damaged()
+        written = json.loads(line)
         return Prompt(tuple(written["tokens"]), written["text"], written["fields"], written["place"])
+
+    def _damaged(self) -> BadData:
+        return BadData(f"{self._folder} was damaged since it was written; delete it, and it is built again")
 
 
 def is_written(folder: Path) -> bool:
@@ -86,15 +97,17 @@ def line(prompt: Prompt) -> PromptLine:
 
 def write(folder: Path, lines: Iterable[PromptLine]) -> tuple[int, str]:
     """Write prompts; returns how many, and their fingerprint. Not a corpus before it is finished."""
-    # 8 bytes a prompt.
-    starts, hashed = array("q", [0]), hashlib.sha256()
+    # 16 bytes a prompt.
+    places, hashed, end = array("q"), hashlib.sha256(), 0
     with (folder / _LINES).open("wb") as file:
         for one in lines:
             file.write(one.text)
             hashed.update(one.digest)
-            starts.append(starts[-1] + len(one.text))
-    np.save(folder / _STARTS, np.frombuffer(starts, dtype=np.int64))
-    return len(starts) - 1, hashed.hexdigest()
+            end += len(one.text)
+            places.extend((end, zlib.crc32(one.text)))
+    rows = np.frombuffer(places, dtype=np.int64).reshape(-1, 2)
+    np.save(folder / _PLACES, rows)
+    return len(rows), hashed.hexdigest()
 
 
 def finish(folder: Path, report: PromptReport) -> None:
