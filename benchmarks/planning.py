@@ -31,7 +31,7 @@ AS_INSTALLED = "import sys; sys.argv[0] = 'moejob'; from moejob_cli.__main__ imp
 def main() -> None:
     """Measure everything and write the page."""
     results = [
-        Result("planning", "`moejob plan`, whole process", process_seconds("plan", str(JOB)), "s", Better.LOWER, 0.4),
+        Result("planning", "`moejob plan`, whole process", process_seconds("plan", str(JOB)), "s", Better.LOWER, 0.3),
         Result(
             "planning", "`moejob validate`, whole process", process_seconds("validate", str(JOB)), "s", Better.LOWER
         ),
