@@ -53,6 +53,18 @@ def test_an_accepted_job_exits_0_and_says_what_it_takes() -> None:
         assert said in answer.stdout
 
 
+@pytest.mark.parametrize(
+    ("example", "said"),
+    [
+        pytest.param("tiny-grpo", "1 engine on 1 further node", id="on CPUs"),
+        pytest.param("qwen2.5-0.5b-grpo-1gpu", "1 engine of 1 GPU on the trainer's GPUs", id="colocated"),
+        pytest.param("llama-405b-grpo-256gpu", "4 engines of 8 GPUs on 32 further GPUs on 4 nodes", id="separate"),
+    ],
+)
+def test_a_plan_counts_engines_and_what_they_run_on(example: str, said: str) -> None:
+    assert f"  rollout  {said}\n" in moejob("plan", str(EXAMPLES / f"{example}.yaml")).stdout
+
+
 def test_a_refused_job_exits_1_and_says_why_and_what_would_be_accepted() -> None:
     answer = moejob("plan", str(REFUSED))
     assert answer.returncode == 1

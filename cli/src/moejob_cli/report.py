@@ -10,6 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from moejob_api.derived import RolloutLayout
 from moejob_api.job import MoETrainingJob
 from moejob_api.job.parallelism import ExpertLayout, Parallelism
 from moejob_api.job.resources import Accelerator
@@ -82,8 +83,10 @@ def problem_line(problem: Problem, kind: str, style: str) -> Text:
 
 def _layout_lines(plan: Plan, layout: Layout) -> Iterator[Text]:
     unit = "ranks" if plan.spec.resources.accelerator is Accelerator.CPU else "GPUs"
-    nodes = "1 node" if layout.nodes == 1 else f"{layout.nodes} nodes"
-    yield Text(f"  {layout.gpus} {unit} on {nodes}, {layout.gpus_per_pod} in each pod", style="bold")
+    yield Text(
+        f"  {_counted(layout.gpus, unit)} on {_counted(layout.nodes, 'nodes')}, {layout.gpus_per_pod} in each pod",
+        style="bold",
+    )
     yield Text(f"  {'layers':9}{_factors(layout.tensor, layout.context, layout.data, layout.pipeline)}")
     folded = plan.spec.parallelism.expert_layout is ExpertLayout.FOLDED
     if layout.expert > 1 or folded:
@@ -92,10 +95,20 @@ def _layout_lines(plan: Plan, layout: Layout) -> Iterator[Text]:
             f"{layout.expert_data} x pipeline {layout.pipeline} = {layout.gpus}"
         )
     if plan.rollout is not None:
-        where = (
-            f"{plan.rollout.gpus} further GPUs on {plan.rollout.nodes} nodes" if plan.rollout.gpus else "the same GPUs"
-        )
-        yield Text(f"  {'rollout':9}{plan.rollout.engines} engines of {plan.rollout.tensor} GPUs on {where}")
+        yield Text(f"  {'rollout':9}{_engines(plan.rollout, plan.spec.resources.accelerator)}")
+
+
+def _engines(rollout: RolloutLayout, accelerator: Accelerator) -> str:
+    engines = _counted(rollout.engines, "engines")
+    if accelerator is Accelerator.CPU:
+        return f"{engines} on {_counted(rollout.nodes, 'further nodes')}"
+    further = f"{_counted(rollout.gpus, 'further GPUs')} on {_counted(rollout.nodes, 'nodes')}"
+    where = further if rollout.gpus else "the trainer's GPUs"
+    return f"{engines} of {_counted(rollout.tensor, 'GPUs')} on {where}"
+
+
+def _counted(count: int, things: str) -> str:
+    return f"{count} {things.removesuffix('s') if count == 1 else things}"
 
 
 def _factors(tensor: int, context: int, data: int, pipeline: int) -> str:
