@@ -16,7 +16,9 @@ from moejob_api.contract import Environment, ExitCode
 def test_an_engine_without_a_secret_ends_with_78_where_others_reach_it(secret: str | None, tmp_path: Path) -> None:
     said = environment(tmp_path, ["http://192.0.2.7:8000"]) | {Environment.HOST.value: "192.0.2.7"}
     del said[Environment.SECRET]
-    environ = dict(os.environ) | said | ({} if secret is None else {Environment.SECRET.value: secret})
+    # Engines that other tests run in this process leave theirs behind.
+    mine = {name: value for name, value in os.environ.items() if name != Environment.SECRET.value}
+    environ = mine | said | ({} if secret is None else {Environment.SECRET.value: secret})
     ended = subprocess.run(
         [PYTHON, "-m", "moejob_rollout"], env=environ, capture_output=True, text=True, timeout=300, check=False
     )
