@@ -25,11 +25,10 @@ from moejob_trainer.engine import UpdateResult
 from moejob_trainer.layers.kernels import attention
 
 STEPS, WARM = 8, 3
-_BEHIND = {"overlapGradientReduction": False, "overlapParameterGather": False, "overlapOptimizerCopies": False}
 OVERLAPS: Mapping[str, Mapping[str, bool]] = {
-    "all": {"overlapParameterGather": True},
+    "all": {"overlapParameterGather": True, "overlapOptimizerCopies": True},
     "sums": {},
-    "none": _BEHIND,
+    "none": {"overlapGradientReduction": False},
 }
 
 

@@ -123,7 +123,7 @@ def communication(**settings: Any) -> dict[str, Any]:
         ),
         (
             moe_model(),
-            communication(overlapOptimizerCopies=False),
+            communication(overlapOptimizerCopies=True),
             "training.communication.overlapOptimizerCopies",
             "offloadOptimizer is 0",
         ),

@@ -174,7 +174,7 @@ class Communication(ApiModel):
             description="With memory.offloadOptimizer: copy gradients and weights of some parameters while the host "
             "updates others."
         ),
-    ] = True
+    ] = False
 
 
 class EarlyStop(ApiModel):

@@ -7,8 +7,10 @@ they lie, so that a checkpoint saved in one layout is read in any other.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -56,7 +58,7 @@ class Moments:
     # Share of all elements whose state lives and is updated in host memory.
     offloaded: float
     # Whether copies to and from host memory run beside the update of other pieces.
-    overlaps_copies: bool = True
+    overlaps_copies: bool = False
 
 
 class ShardedAdamW:
@@ -175,11 +177,12 @@ def _tensors(piece: OptimizerShard) -> tuple[Tensor, ...]:
 def with_gradients(
     groups: Sequence[Sequence[OptimizerShard]], *, is_overlapped: bool
 ) -> Iterator[tuple[Sequence[OptimizerShard], list[Tensor]]]:
-    """Yield each group with its gradients where it is updated; those of the next are on their way meanwhile."""
-    coming = [_Coming(group, is_overlapped=is_overlapped) for group in groups[:1]]
-    for number, group in enumerate(groups):
-        coming += [_Coming(later, is_overlapped=is_overlapped) for later in groups[number + 1 : number + 2]]
-        yield group, coming.pop(0).arrived()
+    """Yield each group with its gradients where it is updated; overlapped, those of the next are under way by then."""
+    started = (_Coming(group, is_overlapped=is_overlapped) for group in groups)
+    coming = deque(islice(started, int(is_overlapped)))
+    for group in groups:
+        coming.extend(islice(started, 1))
+        yield group, coming.popleft().arrived()
 
 
 class _Coming:
