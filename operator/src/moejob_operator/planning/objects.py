@@ -26,9 +26,9 @@ ENGINE_LIFE_SECONDS = 30.0
 
 def missing(s: ObservedState) -> tuple[Ensure, ...]:
     """Return the objects to create next, in the order in which they are needed."""
-    plan = present_attempt(s)
-    pods = chain(_missing_trainers(s, plan), _missing_engines(s, plan))
-    wanted = chain(_missing_shared(s, plan), _with_access(s, plan, pods))
+    attempt = present_attempt(s)
+    pods = chain(_missing_trainers(s, attempt), _missing_engines(s, attempt))
+    wanted = chain(_missing_shared(s, attempt), _with_access(s, attempt, pods))
     return tuple(islice(wanted, CREATED_AT_ONCE))
 
 
@@ -75,17 +75,17 @@ def engine_wait_seconds(pod: Pod, s: ObservedState) -> float:
     return max(0.0, ENGINE_LIFE_SECONDS - seconds_since(pod.created_at, s.now))
 
 
-def _missing_shared(s: ObservedState, plan: Attempt) -> Iterator[Ensure]:
-    wanted_claim, wanted_group = claim(plan), pod_group(plan)
-    if plan.service not in s.seen.services:
-        yield Ensure(service(plan))
-    if wanted_claim is not None and plan.claim not in {found.name for found in s.seen.claims}:
+def _missing_shared(s: ObservedState, attempt: Attempt) -> Iterator[Ensure]:
+    wanted_claim, wanted_group = claim(attempt), pod_group(attempt)
+    if attempt.service not in s.seen.services:
+        yield Ensure(service(attempt))
+    if wanted_claim is not None and attempt.claim not in {found.name for found in s.seen.claims}:
         yield Ensure(wanted_claim)
-    if wanted_group is not None and plan.pod_group not in s.seen.pod_groups:
+    if wanted_group is not None and attempt.pod_group not in s.seen.pod_groups:
         yield Ensure(wanted_group)
 
 
-def _with_access(s: ObservedState, plan: Attempt, pods: Iterator[Ensure]) -> Iterator[Ensure]:
+def _with_access(s: ObservedState, attempt: Attempt, pods: Iterator[Ensure]) -> Iterator[Ensure]:
     """Yield pods behind what they need and what guards them, which the operator cannot see.
 
     That is created once for the pods of an attempt, so that a new gang finds what another client has deleted, and when
@@ -93,8 +93,8 @@ def _with_access(s: ObservedState, plan: Attempt, pods: Iterator[Ensure]) -> Ite
     """
     first = next(pods, None)
     if (first is not None and not s.seen.has_access) or is_secret_missed(s):
-        policy = network_policy(plan)
-        yield Ensure(secret(plan))
+        policy = network_policy(attempt)
+        yield Ensure(secret(attempt))
         if policy is not None:
             yield Ensure(policy)
     if first is not None:
@@ -102,18 +102,18 @@ def _with_access(s: ObservedState, plan: Attempt, pods: Iterator[Ensure]) -> Ite
         yield from pods
 
 
-def _missing_trainers(s: ObservedState, plan: Attempt) -> Iterator[Ensure]:
+def _missing_trainers(s: ObservedState, attempt: Attempt) -> Iterator[Ensure]:
     if seconds_until(s.ladder.start_after, s.now) > 0:
         return
     # A pod that still ends keeps its name; it will be missing when it is gone.
-    yield from (Ensure(trainer_pod(plan, index)) for index in range(plan.layout.nodes) if index not in s.trainers)
+    yield from (Ensure(trainer_pod(attempt, index)) for index in range(attempt.layout.nodes) if index not in s.trainers)
 
 
-def _missing_engines(s: ObservedState, plan: Attempt) -> Iterator[Ensure]:
+def _missing_engines(s: ObservedState, attempt: Attempt) -> Iterator[Ensure]:
     there = {pod.name for pod in s.rollouts}
-    for index in range(plan.engines):
-        if plan.pod(Role.ROLLOUT, index) not in there:
-            yield Ensure(rollout_pod(plan, index))
+    for index in range(attempt.engines):
+        if attempt.pod(Role.ROLLOUT, index) not in there:
+            yield Ensure(rollout_pod(attempt, index))
 
 
 def _delete(pod: Pod, s: ObservedState, grace_seconds: int | None) -> Delete:

@@ -7,7 +7,7 @@ reads weights without calling a layer asks for `finish` first.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from megatron.core.distributed import DistributedDataParallel
@@ -23,7 +23,8 @@ class ParameterGather:
             self._groups = exchanged_buckets(chunk)
             return
         chunk.disable_forward_pre_hook(param_sync=False)
-        of_units = {unit: _groups(chunk, unit) for unit in _units(chunk.module)}
+        exchanged = exchanged_buckets(chunk)
+        of_units = {unit: _groups(chunk, unit, exchanged) for unit in _units(chunk.module)}
         # In the order in which they are needed; the same on all replicas, which hold the same stage.
         self._groups = [*dict.fromkeys(group for groups in of_units.values() for group in groups)]
         for unit, groups in of_units.items():
@@ -52,10 +53,9 @@ def _units(stage: nn.Module) -> Iterator[nn.Module]:
         yield from child.children() if isinstance(child, (nn.ModuleDict, nn.ModuleList)) else (child,)
 
 
-def _groups(chunk: DistributedDataParallel, unit: nn.Module) -> list[Any]:
+def _groups(chunk: DistributedDataParallel, unit: nn.Module, exchanged: Sequence[Any]) -> list[Any]:
     """The groups that bring a unit's parameters; frozen ones never travel."""
     of_parameters = chunk.param_to_bucket_group
-    exchanged = exchanged_buckets(chunk)
     found = dict.fromkeys(of_parameters[each] for each in unit.parameters() if each in of_parameters)
     return [group for group in found if group in exchanged]
 
