@@ -14,10 +14,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from benchmarks.hostile.probe import GapProbe, serve_until_told
+from moejob_api.addresses import LOOPBACK
 from moejob_api.contract import PodProgress, ReportedHeartbeat, RunProgress
 from moejob_trainer.launcher.http_server import ProgressServer
 from moejob_trainer.launcher.store import Entries, LostPeers, Store, StoreServer
-from moejob_trainer.runtime.channel import LOOPBACK, LoopThread, attempt_key, listener
+from moejob_trainer.runtime.channel import LoopThread, attempt_key, listener
 
 RANKS = tuple(ReportedHeartbeat(rank=rank, pid=rank + 2, step=1, age_seconds=0.5) for rank in range(8))
 PROGRESS = PodProgress(attempt=0, index=0, ready=True, ranks=RANKS, run=RunProgress(step=1, total_steps=100))

@@ -16,6 +16,7 @@ import pytest
 from aiohttp import web
 
 from builders import SFT
+from connections import SentConnection
 from fuzzing import damaged, drawn
 from moejob_api.contract import (
     TERMINATION_BYTES,
@@ -125,30 +126,6 @@ def test_lines_of_a_step_log_are_read_or_passed_over(tmp_path: Path) -> None:
 # --- listeners ------------------------------------------------------------------------------------------------------
 
 
-class _Connection(asyncio.Transport):
-    """A client that has sent all it will, and keeps what it is answered."""
-
-    def __init__(self) -> None:
-        super().__init__({"peername": ("192.0.2.1", 1)})
-        self.answer, self.is_closed = b"", False
-
-    def write(self, data: bytes | bytearray | memoryview) -> None:
-        self.answer += bytes(data)
-
-    def close(self) -> None:
-        self.is_closed = True
-
-    def abort(self) -> None:
-        self.is_closed = True
-
-    def is_closing(self) -> bool:
-        return self.is_closed
-
-    def pause_reading(self) -> None: ...
-
-    def resume_reading(self) -> None: ...
-
-
 class _NoMetrics:
     def reviewed(self, answer: str, seconds: float) -> None: ...
 
@@ -191,7 +168,7 @@ def test_a_listener_answers_whatever_it_is_sent(
         complaints = list[Mapping[str, Any]]()
         asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
         for draw in drawn():
-            protocol, connection = server(), _Connection()
+            protocol, connection = server(), SentConnection()
             protocol.connection_made(connection)
             protocol.data_received(damaged(draw, [request_bytes]))
             protocol.eof_received()

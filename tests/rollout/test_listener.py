@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from uvicorn.server import ServerState
 
+from connections import SentConnection, is_over
 from fuzzing import damaged, drawn
 from moejob_api.contract import HttpPath
 from moejob_rollout.listener import HEAD_BYTES, StrangerLimits
@@ -97,16 +98,6 @@ def test_a_byte_now_and_then_keeps_no_connection_open(begun: bytes) -> None:
         eventually(lambda: is_over(client), "the server does not hang up")
 
 
-def is_over(client: socket.socket) -> bool:
-    try:
-        client.sendall(b"a")
-        return client.recv(100) == b""
-    except TimeoutError:
-        return False
-    except OSError:
-        return True
-
-
 def test_headers_without_end_are_not_read_to_their_end(server: EngineServer) -> None:
     with connected(server) as client:
         client.sendall(b"GET /ready HTTP/1.1\r\n" + b"a: b\r\n" * HEAD_BYTES)
@@ -157,30 +148,6 @@ def test_a_dead_engine_is_not_ready(server: EngineServer) -> None:
 # --- strange bytes ----------------------------------------------------------------------------------------------------
 
 
-class _Connection(asyncio.Transport):
-    """A client that has sent all it will, and keeps what it is answered."""
-
-    def __init__(self) -> None:
-        super().__init__({"peername": ("192.0.2.1", 1), "sockname": ("192.0.2.2", 8000)})
-        self.answer, self.is_closed = b"", False
-
-    def write(self, data: bytes | bytearray | memoryview) -> None:
-        self.answer += bytes(data)
-
-    def close(self) -> None:
-        self.is_closed = True
-
-    def abort(self) -> None:
-        self.is_closed = True
-
-    def is_closing(self) -> bool:
-        return self.is_closed
-
-    def pause_reading(self) -> None: ...
-
-    def resume_reading(self) -> None: ...
-
-
 def test_the_port_answers_whatever_it_is_sent(caplog: pytest.LogCaptureFixture) -> None:
     server = EngineServer(StrangerLimits())
     server.client.may_answer.set()
@@ -193,7 +160,7 @@ def test_the_port_answers_whatever_it_is_sent(caplog: pytest.LogCaptureFixture) 
         answers, complaints = 0, list[Mapping[str, Any]]()
         asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
         for draw in drawn():
-            connection = _Connection()
+            connection = SentConnection()
             protocol = config.http_protocol_class(config=config, server_state=state, app_state={})  # type: ignore[call-arg]
             protocol.connection_made(connection)
             # No socket hands on nothing.

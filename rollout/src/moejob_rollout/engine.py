@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -10,6 +9,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from moejob_api.addresses import is_loopback
 from moejob_api.contract import Environment, Role
 from moejob_api.job import Spec
 from moejob_api.job.grpo import Grpo
@@ -95,14 +95,6 @@ def engine_of(environ: Mapping[str, str]) -> EngineEnvironment:
         raise BadEngineEnvironment(
             "; ".join(_problem(found["loc"], found["msg"]) for found in error.errors())
         ) from None
-
-
-def is_loopback(host: str) -> bool:
-    """Return True for addresses that only this machine reaches."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _problem(place: tuple[int | str, ...], message: str) -> str:

@@ -11,6 +11,7 @@ from urllib.request import urlopen
 
 import pytest
 
+from connections import is_over
 from fuzzing import drawn
 from moejob_api.contract import PodProgress
 from moejob_trainer.launcher.http_server import CONNECTIONS, REQUEST_BYTES, ProgressServer, _ProgressHandler
@@ -52,15 +53,6 @@ def test_connections_that_say_nothing_give_way_and_are_bounded(server: ProgressS
 
 def test_a_request_that_never_ends_is_hung_up_on_when_its_time_is_over() -> None:
     server = ProgressServer(HOST, 0, lambda: READY, seconds=0.5)
-
-    def is_over(client: socket.socket) -> bool:
-        try:
-            client.sendall(b"a")
-            return client.recv(1) == b""
-        except TimeoutError:
-            return False
-        except OSError:
-            return True
 
     with connected(server) as client:
         client.sendall(b"GET /progress HTTP/1.0\r\n")

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
+from moejob_api.addresses import LOOPBACK
 from moejob_api.contract import ExitCode
 from moejob_api.restarts import Cause
 from moejob_trainer.launcher.ending import Ending
@@ -24,7 +25,7 @@ from moejob_trainer.launcher.store import (
     StoreRequest,
     ranks_store,
 )
-from moejob_trainer.runtime.channel import FRAME_BYTES, LOOPBACK, UNPROVED_CONNECTIONS, attempt_key, introduce
+from moejob_trainer.runtime.channel import FRAME_BYTES, UNPROVED_CONNECTIONS, attempt_key, introduce
 from trainer.launcher.launchers import Gang, free_port
 
 KEY = attempt_key("secret", "uid", 2)

@@ -12,7 +12,8 @@ from typing import Any
 
 from aiohttp import web
 
-from moejob_trainer.runtime.channel import BROKEN, LOOPBACK, LoopThread, introduce, splice
+from moejob_api.addresses import LOOPBACK
+from moejob_trainer.runtime.channel import BROKEN, LoopThread, introduce, splice
 
 # Says what to answer a request for tokens, given its body.
 Behaviour = Callable[[dict[str, Any]], Awaitable[web.Response]]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from moejob_api.addresses import LOOPBACK
 from moejob_api.contract import Environment, Role
 from moejob_api.engines import colocated_per_pod, engine_urls, separate_engines
 from moejob_api.job import Spec
@@ -20,7 +21,7 @@ NAMESPACE = "local"
 GRACE_SECONDS = 600
 # By themselves gloo listens at the address of the host's name, NCCL and vLLM at one that other machines reach; a shell
 # or a job may name an interface of a cluster. NCCL takes the "=" for an exact name.
-_ON_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo", "VLLM_HOST_IP": "127.0.0.1"}
+_ON_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo", "VLLM_HOST_IP": LOOPBACK}
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,9 @@ import socket
 from contextlib import suppress
 from threading import Thread
 
+from moejob_api.addresses import LOOPBACK
 from moejob_api.handshake import NONCE_BYTES, PROOF_BYTES, client_proof, is_equal, server_proof
 
-LOOPBACK = "127.0.0.1"
 _CONNECT_SECONDS = 20.0
 _PART_BYTES = 1 << 16
 

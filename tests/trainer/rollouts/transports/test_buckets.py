@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import BroadcastOptions, ProcessGroupGloo
 
+from moejob_api.addresses import LOOPBACK
 from moejob_api.contract import weights_key
 from moejob_trainer.rollouts.connection import Connection
 from moejob_trainer.rollouts.fleet import Fleet, FleetLimits
@@ -23,7 +24,6 @@ from moejob_trainer.rollouts.publisher import Publisher, Trial
 from moejob_trainer.rollouts.transports.broadcast import BroadcastTransport, EngineRendezvous, gloo
 from moejob_trainer.rollouts.transports.buckets import Bucket, Ranks, all_gathered, gathered, parts
 from moejob_trainer.rollouts.transports.ipc import Handle, IpcTransport, handle
-from moejob_trainer.runtime.channel import LOOPBACK
 from trainer.rollouts.stand_in import StandIn, carried
 from trainer.worlds import Worlds
 

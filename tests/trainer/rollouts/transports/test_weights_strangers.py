@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+from moejob_api.addresses import LOOPBACK
 from moejob_api.contract import engine_key, weights_key
 from moejob_trainer.rollouts.fleet import Fleet
 from moejob_trainer.rollouts.transports.group_store import GroupStore
-from moejob_trainer.runtime.channel import LOOPBACK, introduce
+from moejob_trainer.runtime.channel import introduce
 from trainer.rollouts.stand_in import carried
 from trainer.rollouts.transports.test_buckets import (
     KEY,

@@ -18,10 +18,11 @@ import numpy.typing as npt
 from pydantic import TypeAdapter
 
 from moejob_trainer.data.encoding import Sample
+from moejob_trainer.data.prepared_folder import REPORT, damaged
 from moejob_trainer.engine import Document
 from moejob_trainer.errors import BadData
 
-_TOKENS, _TRAINED, _SIZES, _REPORT = "tokens.bin", "trained.bin", "sizes.npy", "report.json"
+_TOKENS, _TRAINED, _SIZES = "tokens.bin", "trained.bin", "sizes.npy"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class Corpus:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         try:
-            self.report = _reports.validate_json((folder / _REPORT).read_bytes())
+            self.report = _reports.validate_json((folder / REPORT).read_bytes())
             sizes: npt.NDArray[np.int64] = np.load(folder / _SIZES, allow_pickle=False).reshape(-1, 3)
             self._tokens = np.memmap(folder / _TOKENS, np.int32, "r")
             self._trained = np.memmap(folder / _TRAINED, np.bool_, "r")
@@ -62,7 +63,7 @@ class Corpus:
         tokens = {len(self._tokens), len(self._trained), int(self._starts[-1]), self.report.tokens}
         counts = len(self.lengths), int(self.trained_tokens.sum())
         if len(tokens) > 1 or counts != (self.report.documents, self.report.trained_tokens):
-            raise self._damaged()
+            raise damaged(self._folder)
 
     def __len__(self) -> int:
         """The number of documents."""
@@ -73,16 +74,8 @@ class Corpus:
         part = slice(self._starts[number], self._starts[number + 1])
         tokens, trained = np.asarray(self._tokens[part]), np.asarray(self._trained[part])
         if _checksum(tokens, trained) != self._checksums[number]:
-            raise self._damaged()
+            raise damaged(self._folder)
         return Document(tokens=tokens, weights=trained.astype(np.float32), id=number, source=source)
-
-    def _damaged(self) -> BadData:
-        return BadData(f"{self._folder} was damaged since it was written; delete it, and it is built again")
-
-
-def is_written(folder: Path) -> bool:
-    """Return whether a folder holds a whole corpus."""
-    return (folder / _REPORT).is_file()
 
 
 def write(folder: Path, samples: Iterable[Sample]) -> tuple[int, int, int]:
@@ -106,4 +99,4 @@ def _checksum(tokens: npt.NDArray[np.int32], trained: npt.NDArray[np.bool_]) -> 
 
 def finish(folder: Path, report: Report) -> None:
     """The report is what makes a folder a corpus, so it comes last."""
-    (folder / _REPORT).write_bytes(_reports.dump_json(report, indent=1))
+    (folder / REPORT).write_bytes(_reports.dump_json(report, indent=1))

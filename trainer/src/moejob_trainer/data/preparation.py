@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import multiprocessing
-import shutil
-import tempfile
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -26,6 +24,7 @@ from moejob_trainer.data import corpus
 from moejob_trainer.data.corpus import Report
 from moejob_trainer.data.encoding import Encoder, Sample, encoder
 from moejob_trainer.data.hub import HubPins
+from moejob_trainer.data.prepared_folder import built
 from moejob_trainer.data.records import Record
 from moejob_trainer.data.sources import records, state
 from moejob_trainer.data.tokenizers import CLAIMS, tokenizer
@@ -108,27 +107,10 @@ def fitted(sample: Sample, data: Data, place: str) -> Fitted:
 
 
 def _prepared(dataset: Dataset, recipe: Recipe, folder: Path, workers: int, identity: str) -> Path:
-    target = folder / identity[:16]
-
     def write(building: Path) -> None:
         corpus.finish(building, _written(building, dataset, recipe, workers, identity))
 
-    return target if corpus.is_written(target) else built(target, write)
-
-
-def built(target: Path, write: Callable[[Path], None]) -> Path:
-    """Let `write` fill a new folder, which gets its name when it is whole."""
-    building = Path(tempfile.mkdtemp(prefix=".building-", dir=target.parent))
-    try:
-        write(building)
-        building.chmod(0o755)
-        # What lies there without a report is a remnant. The rename makes it count: a rank that is killed before leaves
-        # nothing that looks whole.
-        shutil.rmtree(target, ignore_errors=True)
-        building.rename(target)
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
-    return target
+    return built(folder / identity[:16], write)
 
 
 def fingerprint(dataset: Dataset, recipe: Recipe, using: PreTrainedTokenizerBase, *further: int) -> str:

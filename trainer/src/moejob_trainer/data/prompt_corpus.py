@@ -18,10 +18,11 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import TypeAdapter
 
+from moejob_trainer.data.prepared_folder import REPORT, damaged
 from moejob_trainer.data.prompts import Prompt
 from moejob_trainer.errors import BadData
 
-_LINES, _PLACES, _REPORT = "prompts.jsonl", "places.npy", "report.json"
+_LINES, _PLACES = "prompts.jsonl", "places.npy"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ class PromptCorpus:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         try:
-            self.report = _reports.validate_json((folder / _REPORT).read_bytes())
+            self.report = _reports.validate_json((folder / REPORT).read_bytes())
             places: npt.NDArray[np.int64] = np.load(folder / _PLACES, allow_pickle=False).reshape(-1, 2)
             self._lines = np.memmap(folder / _LINES, np.uint8, "r")
         except (OSError, ValueError) as error:
@@ -63,7 +64,7 @@ class PromptCorpus:
         # Of each prompt.
         self._ends, self._checksums = places.T
         if len(self._ends) != self.report.prompts or len(self._lines) != self._ends[-1]:
-            raise self._damaged()
+            raise damaged(self._folder)
 
     def __len__(self) -> int:
         """The number of prompts."""
@@ -74,17 +75,9 @@ class PromptCorpus:
         start = self._ends[number - 1] if number else 0
         line = self._lines[start : self._ends[number]].tobytes()
         if zlib.crc32(line) != self._checksums[number]:
-            raise self._damaged()
+            raise damaged(self._folder)
         written = json.loads(line)
         return Prompt(tuple(written["tokens"]), written["text"], written["fields"], written["place"])
-
-    def _damaged(self) -> BadData:
-        return BadData(f"{self._folder} was damaged since it was written; delete it, and it is built again")
-
-
-def is_written(folder: Path) -> bool:
-    """Return whether a folder holds all prompts."""
-    return (folder / _REPORT).is_file()
 
 
 def line(prompt: Prompt) -> PromptLine:
@@ -112,4 +105,4 @@ def write(folder: Path, lines: Iterable[PromptLine]) -> tuple[int, str]:
 
 def finish(folder: Path, report: PromptReport) -> None:
     """The report is what makes a folder a corpus, so it comes last."""
-    (folder / _REPORT).write_bytes(_reports.dump_json(report, indent=1))
+    (folder / REPORT).write_bytes(_reports.dump_json(report, indent=1))

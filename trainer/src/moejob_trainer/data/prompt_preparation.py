@@ -11,7 +11,8 @@ from transformers import PreTrainedTokenizerBase
 
 from moejob_api.job.model import Dataset
 from moejob_trainer.data import prompt_corpus
-from moejob_trainer.data.preparation import Recipe, built, encoded, fingerprint
+from moejob_trainer.data.preparation import Recipe, encoded, fingerprint
+from moejob_trainer.data.prepared_folder import built
 from moejob_trainer.data.prompt_corpus import PromptLine, PromptReport
 from moejob_trainer.data.prompts import fits, read_prompt, refuse_none, refuse_unasked
 from moejob_trainer.data.records import Record
@@ -28,7 +29,7 @@ def prepare_prompts(
         refuse_unasked(dataset, recipe, most_tokens)
         target = folder / fingerprint(dataset, recipe, using, most_tokens)[:16]
         write = partial(_write, dataset=dataset, recipe=recipe, most_tokens=most_tokens, workers=workers)
-        found.append(target if prompt_corpus.is_written(target) else built(target, write))
+        found.append(built(target, write))
     return tuple(found)
 
 

@@ -13,6 +13,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from moejob_api.addresses import LOOPBACK
 from moejob_api.contract import (
     ExitCode,
     LastWord,
@@ -50,7 +51,6 @@ from moejob_trainer.launcher.rank_processes import RankProcesses
 from moejob_trainer.launcher.rendezvous import Rendezvous, Round
 from moejob_trainer.launcher.stop import Stopped, StopRequest
 from moejob_trainer.launcher.store import LostPeers
-from moejob_trainer.runtime.channel import LOOPBACK
 from moejob_trainer.runtime.fencing import RESTART, FenceToken
 from moejob_trainer.runtime.heartbeats import BOARD, HeartbeatBoard
 from moejob_trainer.runtime.start_timing import START, LauncherTiming

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator, model_validator
 
+from moejob_api.addresses import is_loopback
 from moejob_api.contract import Environment, Role
 from moejob_api.engines import colocated_per_pod
 from moejob_api.job import Spec
@@ -64,7 +64,7 @@ class TrainerPod(BaseModel):
 
     @model_validator(mode="after")
     def _has_a_secret_where_others_reach_it(self) -> Self:
-        if not self.secret.get_secret_value() and not _is_loopback(self.host):
+        if not self.secret.get_secret_value() and not is_loopback(self.host):
             raise ValueError(
                 f"{Environment.SECRET} is not set, and {self.host} can be reached by others: let an operator of this "
                 "version create the pod"
@@ -108,7 +108,7 @@ class TrainerPod(BaseModel):
     @property
     def listens_on(self) -> str:
         """The address to serve on: a run on one machine is not reachable from others."""
-        return self.host if _is_loopback(self.host) else ""
+        return self.host if is_loopback(self.host) else ""
 
 
 def pod_of(environ: Mapping[str, str]) -> TrainerPod:
@@ -126,10 +126,3 @@ def _message(place: tuple[int | str, ...], message: str) -> str:
     if name is None:
         return text
     return f"{name} is not set" if message == "Field required" else f"{name}: {text}"
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -21,10 +21,10 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch._C._distributed_c10d import TCPStore
 
+from moejob_api.addresses import LOOPBACK
 from moejob_trainer.runtime.channel import (
     BACKLOG,
     BROKEN,
-    LOOPBACK,
     Admission,
     LoopThread,
     Stranger,

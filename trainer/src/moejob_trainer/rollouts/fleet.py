@@ -7,7 +7,6 @@ is assumed of one that was away. Members of a group go to one engine, whose pref
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
@@ -18,6 +17,7 @@ from typing import Any, TypeVar
 from moejob_api.contract import HttpPath
 from moejob_trainer.rollouts.connection import Connection, EngineLost, RequestRefused
 from moejob_trainer.rollouts.wire import WeightInfo, WeightsLabel, were_given
+from moejob_trainer.runtime.user_lines import to_stderr
 
 T = TypeVar("T")
 
@@ -165,7 +165,7 @@ class Fleet:
         """Let an engine serve that has been proven to have the published weights."""
         async with self._changed:
             if engine.proven is not None and not engine.serves:
-                _log(f"engine {engine.url} serves again, with weights {self.label}")
+                to_stderr(f"engine {engine.url} serves again, with weights {self.label}")
             engine.serves, engine.reason, engine.is_outdated = True, "", False
             engine.proven = self.label
             engine.lost.clear()
@@ -179,7 +179,7 @@ class Fleet:
             was_serving = engine.serves
             engine.serves, engine.reason, engine.is_outdated = False, reason, is_outdated
             if was_serving:
-                _log(f"warning: engine {engine.problem}; it gets no work until it has proven the current weights")
+                to_stderr(f"warning: engine {engine.problem}; it gets no work until it has proven the current weights")
             engine.lost.set()
             self._changed.notify_all()
 
@@ -250,7 +250,7 @@ class Fleet:
         """Say which engines are awaited and why, where that is not what was said before."""
         late = "; ".join(engine.problem for engine in self.engines if engine not in ready)
         if late != before:
-            _log(f"{len(ready)} of {len(self.engines)} engines are ready; waiting for {late}")
+            to_stderr(f"{len(ready)} of {len(self.engines)} engines are ready; waiting for {late}")
         return late
 
     async def _patience(self, ready: Sequence[RolloutEngine], seconds: float) -> float:
@@ -273,10 +273,6 @@ class Fleet:
             engine.reason = str(error)
             return False
         return True
-
-
-def _log(line: str) -> None:
-    sys.stderr.write(f"{line}\n")
 
 
 async def _those(

@@ -7,7 +7,6 @@ out for another kernel is seen there, and nowhere else: an engine with wrong wei
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from moejob_trainer.rollouts.fleet import Fleet, RolloutEngine
 from moejob_trainer.rollouts.interface import EnginesLost, Floats, SyncReport, Tokens
 from moejob_trainer.rollouts.sync import Load, WeightSync
 from moejob_trainer.rollouts.wire import WeightsLabel
+from moejob_trainer.runtime.user_lines import to_stderr
 
 # A longer text shows no more: each layer and most experts take part in it.
 PROBE_TOKENS = 48
@@ -180,7 +180,9 @@ class Publisher:
             problem = self._problem(trainers, found)
             if problem is None:
                 await sync.serve(engines, self._again(sent, label, trainers))
-                _tell(left_out(fleet.engines, label, is_read_later=sent.catch_up is not None))
+                late = left_out(fleet.engines, label, is_read_later=sent.catch_up is not None)
+                if late is not None:
+                    to_stderr(late)
             return problem
 
         fleet = self._fleet
@@ -219,11 +221,6 @@ def left_out(engines: Sequence[RolloutEngine], label: WeightsLabel, *, is_read_l
         f"warning: the weights of step {label.version} have reached {len(engines) - len(without)} of {len(engines)} "
         f"engines; each of the others gets no work and {then}: {'; '.join(without)}"
     )
-
-
-def _tell(line: str | None) -> None:
-    if line is not None:
-        sys.stderr.write(f"{line}\n")
 
 
 def wrong(trainers: Floats, found: Sequence[tuple[str, Floats]], tolerance: float) -> str | None:

@@ -23,7 +23,6 @@ from moejob_api.handshake import NONCE_BYTES, PROOF_BYTES, client_proof, is_equa
 FRAME_BYTES = 1 << 18
 # Connections that wait to be accepted: all launchers of a gang may come at once.
 BACKLOG = 1024
-LOOPBACK = "127.0.0.1"
 # Connections that have not proved anything yet; of more the oldest are closed.
 UNPROVED_CONNECTIONS = 256
 # A peer that knows the key proves it in two packets.

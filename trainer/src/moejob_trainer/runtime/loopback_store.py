@@ -6,7 +6,8 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import TCPStore
 
-from moejob_trainer.runtime.channel import LOOPBACK, listener
+from moejob_api.addresses import LOOPBACK
+from moejob_trainer.runtime.channel import listener
 
 
 def loopback_store(timeout: timedelta) -> TCPStore:

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 
+from moejob_trainer.runtime.user_lines import to_stderr
 from moejob_trainer.tracking.backends import Numbers, TrackerBackend
 
 # Hours of steps; a backend that is further behind will not catch up.
 MOST_WAITING = 10_000
-
-
-def to_stderr(line: str) -> None:
-    """Write a line that is for the user."""
-    sys.stderr.write(f"{line}\n")
 
 
 class Background:

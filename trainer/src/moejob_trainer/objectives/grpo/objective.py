@@ -5,7 +5,6 @@ Rank 0 asks the engines and the rewards; then every rank has the whole step as a
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -27,6 +26,7 @@ from moejob_trainer.objectives.grpo.loss import grpo_loss, mismatch
 from moejob_trainer.objectives.grpo.packed_answers import answers
 from moejob_trainer.objectives.grpo.rank_exchange import Peers
 from moejob_trainer.rollouts.interface import EnginesLost, SyncReport, WeightPublisher
+from moejob_trainer.runtime.user_lines import to_stderr
 
 T = TypeVar("T")
 # Publications of the same weights, one after another, before a run gives up on engines that are lost each time.
@@ -202,7 +202,7 @@ class GroupRelativePolicyOptimization:
 
     def _tell(self, line: str) -> None:
         if self.parts.peers.is_first:
-            sys.stderr.write(f"{line}\n")
+            to_stderr(line)
 
     def _outputs(self, collected: Experience, engine: Engine) -> tuple[Array | None, Array | None]:
         """Return log-probabilities of all tokens, of the trainer and of the reference model, where they are needed."""

@@ -10,7 +10,8 @@ import asyncio
 from contextlib import closing, suppress
 from datetime import timedelta
 
-from moejob_trainer.runtime.channel import BROKEN, LOOPBACK, Admission, LoopThread, splice
+from moejob_api.addresses import LOOPBACK
+from moejob_trainer.runtime.channel import BROKEN, Admission, LoopThread, splice
 from moejob_trainer.runtime.loopback_store import loopback_store
 
 _ANSWER_SECONDS = 20.0
