@@ -68,7 +68,7 @@ def started(
     groups = start_groups(sizes)
     stages = built(model, spec, sizes, groups, device)
     if alike:
-        initialise(stages, parameters(model.shape), groups, seed=1)
+        initialise(stages, parameters(model.shape), groups, seed=1, device=device)
     else:
         _fill(stages)
     engine = MegatronEngine(model, spec, stages, EnginePlacement(groups, device), rate)

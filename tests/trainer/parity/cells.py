@@ -294,9 +294,8 @@ def _selection_biases(engine: MegatronEngine) -> Iterator[tuple[str, list[float]
 
 def started(cell: Cell, folder: Path) -> MegatronEngine:
     """The engine of the cell on this rank, with the reference's first weights."""
-    spec_of_cell, model = cell.spec(), _model(cell, folder)
-    groups = start_groups(layout_of(spec_of_cell.parallelism, 8))
-    stages = _stages(cell, model, groups)
+    spec_of_cell = cell.spec()
+    stages, groups, model = stages_of(cell, folder)
     load_pretrained(stages, opened(folder / "first", table(model.shape)), groups)
     lora = spec_of_cell.training.lora
     if lora is not None:
@@ -307,6 +306,13 @@ def started(cell: Cell, folder: Path) -> MegatronEngine:
     if cell.mutant == "a layer skipped":
         _skip_layer(stages)
     return _engine(cell, model, stages, groups)
+
+
+def stages_of(cell: Cell, folder: Path) -> tuple[list[Stage], Groups, Architecture]:
+    """The stages of this rank, of which no weight is set, and the groups that divide them."""
+    model = _model(cell, folder)
+    groups = start_groups(layout_of(cell.spec().parallelism, 8))
+    return _stages(cell, model, groups), groups, model
 
 
 def blank(cell: Cell, folder: Path, groups: Groups) -> MegatronEngine:

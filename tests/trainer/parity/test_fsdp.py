@@ -19,11 +19,26 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from builders import merged
+from moejob_api.job.training import Lora
 from moejob_api.models.shape import Family
+from moejob_trainer.conversion.adapters import adapter_table
 from moejob_trainer.conversion.families import table
 from moejob_trainer.megatron.cpu import use_cpu
+from moejob_trainer.megatron.sharding import own_part, sharded_as
 from moejob_trainer.megatron.topology import stop_groups
-from trainer.parity.cells import ALIKE, FOLDED, Cell, assert_like, loss_of, micro_batches, started, trained
+from moejob_trainer.megatron.weights import initialise, named_weights, start_adapters
+from moejob_trainer.model.parameters import parameters
+from trainer.parity.cells import (
+    ALIKE,
+    FOLDED,
+    Cell,
+    assert_like,
+    loss_of,
+    micro_batches,
+    stages_of,
+    started,
+    trained,
+)
 from trainer.parity.checkpoints import Resumption, resumed, saved, state_in, unequal
 from trainer.parity.references import Reference
 from trainer.rows import rows
@@ -245,6 +260,38 @@ def handed_out(cell: Cell, folder: Path) -> dict[str, Any]:
     try:
         # As bits: numpy knows no bfloat16.
         return {name: _bits(tensor) for name, tensor in started(cell, folder).weights() if not tensor.is_meta}
+    finally:
+        stop_groups()
+
+
+@pytest.mark.parametrize("sections", [SHARDED, ZERO2], ids=["FSDP", "ZeRO-2"])
+def test_fresh_weights_and_adapters_begin_with_what_they_compute_with(
+    worlds: Worlds, reference: Reference, sections: Mapping[str, Any]
+) -> None:
+    folder, _ = reference(Family.QWEN3_MOE)
+    begun = {"model": {"dtype": "bfloat16"}, "training": {"lora": {"rank": 4}}, "parallelism": {"data": 2}}
+    cell = Cell(Family.QWEN3_MOE, merged(sections, begun))
+    for begins_with_more in worlds.run(2, with_more_bits, cell, folder):
+        assert begins_with_more == []
+
+
+def with_more_bits(cell: Cell, folder: Path) -> list[str]:
+    """Return the fresh tensors of a rank whose shares are not in the type that they compute in."""
+    use_cpu()
+    try:
+        stages, groups, model = stages_of(cell, folder)
+        named = named_weights(stages)
+        adapters = adapter_table(model.shape, cell.spec().training.lora or Lora()).parameters
+        initialise(stages, parameters(model.shape), groups, seed=1)
+        start_adapters(stages, adapters, groups, seed=1)
+        assert {parameter.name for parameter in adapters} <= named.keys()
+        divided = {name: (own_part(tensor), sharded_as(tensor)) for name, tensor in named.items()}
+        assert all(sharded is not None for _, sharded in divided.values())
+        return [
+            name
+            for name, (share, sharded) in divided.items()
+            if sharded is not None and not torch.equal(share, share.to(sharded.dtype).float())
+        ]
     finally:
         stop_groups()
 

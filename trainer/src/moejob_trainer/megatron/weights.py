@@ -18,6 +18,7 @@ from moejob_trainer.model.parameters import Coordinates, Parameter, local_shape,
 from moejob_trainer.model.stage import Stage
 
 _EMBEDDING, _OUTPUT = "embedding.weight", "output.weight"
+_HOST = torch.device("cpu")
 
 
 def model_groups(groups: Groups, control: ProcessGroup | None = None) -> ModelGroups:
@@ -149,30 +150,46 @@ def start_adapters(stages: Sequence[Stage], declared: Sequence[Parameter], group
     with torch.no_grad():
         for parameter in declared:
             if parameter.name in named:
-                everything = fresh(parameter, local_slices(parameter, here), seed)
-                for shard, part in local_shards(named[parameter.name]):
-                    part.copy_(everything[shard.slices])
+                _begin(named[parameter.name], fresh(parameter, local_slices(parameter, here), seed))
 
 
-def initialise(stages: Sequence[Stage], parameters: Sequence[Parameter], groups: Groups, seed: int) -> None:
+def initialise(
+    stages: Sequence[Stage],
+    parameters: Sequence[Parameter],
+    groups: Groups,
+    seed: int,
+    device: torch.device = _HOST,
+) -> None:
     """Fresh weights for a model of which only the config is published; every layout starts with the same ones.
 
-    Each tensor is made whole and cut, so this is for small models: the one that comes with moejob, and those of tests.
+    Each tensor is made whole and cut. The host takes seconds for each hundred million numbers, so this is for small
+    models: the one that comes with moejob, and those of tests. A GPU is faster and draws other numbers.
     """
     here = coordinates(groups)
     named = named_weights(stages)
     with torch.no_grad():
         for number, parameter in enumerate(parameters):
             if parameter.name in named:
-                everything = _fresh(parameter, seed + number)[local_slices(parameter, here)]
-                for shard, part in local_shards(named[parameter.name]):
-                    part.copy_(everything[shard.slices])
+                everything = _fresh(parameter, seed + number, device)
+                _begin(named[parameter.name], everything[local_slices(parameter, here)])
 
 
-def _fresh(parameter: Parameter, seed: int) -> Tensor:
+def _begin(tensor: Tensor, everything: Tensor) -> None:
+    """Set what a rank holds of a tensor to begin with what it computes with, whatever replicas divide.
+
+    Else the first steps of a bfloat16 model would depend on that: a share has bits that a whole weight has not yet.
+    """
+    sharded = sharded_as(tensor)
+    rounded = everything if sharded is None else everything.to(sharded.dtype)
+    for shard, part in local_shards(tensor):
+        part.copy_(rounded[shard.slices])
+
+
+def _fresh(parameter: Parameter, seed: int, device: torch.device) -> Tensor:
     owner, _, last = parameter.name.rpartition(".")
     if owner.endswith("norm"):
-        return torch.ones(parameter.shape)
+        return torch.ones(parameter.shape, device=device)
     if last == "bias" or last.endswith("_bias"):
-        return torch.zeros(parameter.shape)
-    return torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)) * 0.02
+        return torch.zeros(parameter.shape, device=device)
+    generator = torch.Generator(device).manual_seed(seed)
+    return torch.randn(parameter.shape, generator=generator, device=device) * 0.02
