@@ -347,6 +347,30 @@ def test_replayed_routing_takes_host_memory_in_every_rank(
     assert replayed.bytes == without.bytes
 
 
+@pytest.mark.parametrize(
+    ("sections", "of_a_parameter"),
+    [
+        # Two moments and float32 weights, then buffers: gradients in float32, weights in the model's type, moments in
+        # float32 where they are kept in less.
+        pytest.param({}, (8 + 4) + (4 + 2), id="as it is"),
+        pytest.param({"training": {"precision": {"moments": "bfloat16"}}}, (4 + 4) + (4 + 2 + 8), id="lower moments"),
+        pytest.param(
+            {"training": {"communication": {"overlapOptimizerCopies": True}}}, (8 + 4) + 2 * (4 + 2), id="one ahead"
+        ),
+        pytest.param({"memory": {"sharding": "FSDP"}}, (8 + 4) + (4 + 4), id="shares in float32"),
+    ],
+)
+def test_an_optimizer_in_host_memory_takes_its_state_and_buffers_there(
+    sections: dict[str, Any], of_a_parameter: int
+) -> None:
+    def host(offloaded: float) -> int:
+        memory = {"offloadOptimizer": offloaded} | sections.get("memory", {})
+        return needs(spec(parallelism={"data": 1}, **(sections | {"memory": memory})), TINY_MIXTURE).host_bytes_per_pod
+
+    trained = parameters(TINY_MIXTURE)
+    assert host(1.0) - host(0.0) == pytest.approx(trained * of_a_parameter, rel=0.02)
+
+
 def test_an_engine_without_room_for_a_sequence_does_not_fit() -> None:
     job = spec(
         method="GRPO",

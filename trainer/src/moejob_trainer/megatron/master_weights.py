@@ -13,7 +13,7 @@ A master half-way between two weights goes to the larger one, where torch rounds
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -68,8 +68,6 @@ class Copied:
 
     weight: Tensor
     main: Tensor
-    # Else weights travel while the host continues; kernels that are launched from then on see the new ones.
-    is_waited_for: bool = True
 
     @property
     def storage(self) -> Tensor:
@@ -81,15 +79,10 @@ class Copied:
     def write(self, values: Tensor) -> None:
         if values is not self.main:
             self.main.copy_(values)
-        if self.is_waited_for:
-            self.weight.copy_(self.main)
-        else:
-            # Rounded here: half the bytes, and the master may change while they travel.
-            rounded = torch.empty_like(self.main, dtype=self.weight.dtype, pin_memory=True).copy_(self.main)
-            self.weight.copy_(rounded, non_blocking=True)
+        self.weight.copy_(self.main)
 
     def part(self, start: int, stop: int) -> Copied:
-        return replace(self, weight=self.weight[start:stop], main=self.main[start:stop])
+        return Copied(self.weight[start:stop], self.main[start:stop])
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -7,10 +7,9 @@ they lie, so that a checkpoint saved in one layout is read in any other.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import islice
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +23,8 @@ from moejob_api.planner.memory.constants import UPDATE_ELEMENTS
 from moejob_trainer.distributed.groups import Groups
 from moejob_trainer.layers.kernels import kernels
 from moejob_trainer.megatron.data_parallel import DataParallel, ParameterShard
-from moejob_trainer.megatron.master_weights import Copied, Values, master_of
+from moejob_trainer.megatron.host_update import Chunk, HostUpdate, Numbers
+from moejob_trainer.megatron.master_weights import Copied, Values, copied_to_host, master_of
 from moejob_trainer.model.linear import is_expert, is_tensor_replica, is_tied_copy
 
 
@@ -50,6 +50,10 @@ class OptimizerShard:
         return self.start + self.weight.numel()
 
 
+# Main weights, gradients and both moments, each as torch takes them.
+_Lists = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]
+
+
 @dataclass(frozen=True, slots=True)
 class Moments:
     """Storage of the optimizer's state."""
@@ -66,8 +70,8 @@ class ShardedAdamW:
 
     def __init__(self, replicas: DataParallel, groups: Groups, numbers: AdamNumbers, moments: Moments) -> None:
         self.replicas, self.groups, self.numbers = replicas, groups, numbers
-        self.pieces = _offloaded([_piece(share, moments.dtype) for share in replicas.shards()], moments)
-        self._overlaps_copies = moments.overlaps_copies
+        self.pieces = _pieces(list(replicas.shards()), moments)
+        self._on_host = HostUpdate(overlaps_copies=moments.overlaps_copies)
         self.steps = 0
 
     def gradient_norm(self, scale: float = 1.0) -> float:
@@ -86,17 +90,18 @@ class ShardedAdamW:
     def update(self, learning_rate: float, gradient_scale: float) -> None:
         """One step with the gradients scaled, then every replica gathers the new weights."""
         self.steps += 1
-        others = [piece for piece in self.pieces if not _has_kernel(piece)]
+        others = []
         for piece in self.pieces:
             if _has_kernel(piece):
                 self._update_at_once(piece, learning_rate, gradient_scale)
-        groups = [
-            group
-            for decayed in (True, False)
-            for group in _grouped([piece for piece in others if piece.is_decayed is decayed])
-        ]
-        for group, gradients in with_gradients(groups, is_overlapped=self._overlaps_copies):
-            self._update(group, gradients, learning_rate, gradient_scale)
+            elif not _is_on_host(piece):
+                others.append(piece)
+        for decayed in (True, False):
+            for group in _grouped([piece for piece in others if piece.is_decayed is decayed]):
+                self._update(group, learning_rate, gradient_scale)
+        # Last: a GPU works on what it was given above meanwhile.
+        chunks = [_chunk(piece) for piece in self.pieces if _is_on_host(piece)]
+        self._on_host.update(chunks, gradient_scale, partial(self._step_on_host, learning_rate))
         self.replicas.gather()
 
     def gather_weights(self) -> None:
@@ -121,17 +126,24 @@ class ShardedAdamW:
         )
         fused.update(*_tensors(piece), numbers)
 
-    def _update(
-        self,
-        pieces: Sequence[OptimizerShard],
-        arrived: Sequence[Tensor],
-        learning_rate: float,
-        gradient_scale: float,
-    ) -> None:
+    def _step_on_host(self, learning_rate: float, numbers: Numbers, is_decayed: bool) -> None:
+        main, gradient, first, second = numbers
+        self._step(([main], [gradient], [first], [second]), learning_rate, is_decayed=is_decayed)
+
+    def _update(self, pieces: Sequence[OptimizerShard], learning_rate: float, gradient_scale: float) -> None:
         mains = [piece.master.read() for piece in pieces]
-        gradients = [gradient.float() * gradient_scale for gradient in arrived]
+        gradients = [piece.gradient.float() * gradient_scale for piece in pieces]
         firsts = [piece.first_moment.float() for piece in pieces]
         seconds = [piece.second_moment.float() for piece in pieces]
+        self._step((mains, gradients, firsts, seconds), learning_rate, is_decayed=pieces[0].is_decayed)
+        for piece, main, first, second in zip(pieces, mains, firsts, seconds, strict=True):
+            piece.master.write(main)
+            if first is not piece.first_moment:
+                piece.first_moment.copy_(first)
+                piece.second_moment.copy_(second)
+
+    def _step(self, numbers: _Lists, learning_rate: float, *, is_decayed: bool) -> None:
+        mains, gradients, firsts, seconds = numbers
         adamw(
             mains,
             gradients,
@@ -145,20 +157,10 @@ class ShardedAdamW:
             beta1=self.numbers.beta1,
             beta2=self.numbers.beta2,
             lr=learning_rate,
-            weight_decay=self.numbers.weight_decay if pieces[0].is_decayed else 0.0,
+            weight_decay=self.numbers.weight_decay if is_decayed else 0.0,
             eps=self.numbers.epsilon,
             maximize=False,
         )
-        for piece, main, first, second in zip(pieces, mains, firsts, seconds, strict=True):
-            piece.master.write(main)
-            if first is not piece.first_moment:
-                piece.first_moment.copy_(first)
-                piece.second_moment.copy_(second)
-
-
-def _device(piece: OptimizerShard) -> torch.device:
-    """Return the device that a piece is updated on."""
-    return piece.master.storage.device
 
 
 def _kernels(piece: OptimizerShard) -> Any:
@@ -174,51 +176,46 @@ def _tensors(piece: OptimizerShard) -> tuple[Tensor, ...]:
     return piece.weight, piece.gradient, piece.master.storage, piece.first_moment, piece.second_moment
 
 
-def with_gradients(
-    groups: Sequence[Sequence[OptimizerShard]], *, is_overlapped: bool
-) -> Iterator[tuple[Sequence[OptimizerShard], list[Tensor]]]:
-    """Yield each group with its gradients where it is updated; overlapped, those of the next are under way by then."""
-    started = (_Coming(group, is_overlapped=is_overlapped) for group in groups)
-    coming = deque(islice(started, int(is_overlapped)))
-    for group in groups:
-        coming.extend(islice(started, 1))
-        yield group, coming.popleft().arrived()
-
-
-class _Coming:
-    """Gradients on their way to where their pieces are updated; on a GPU they are there already."""
-
-    def __init__(self, pieces: Sequence[OptimizerShard], *, is_overlapped: bool) -> None:
-        self._event: torch.cuda.Event | None = None
-        # Torch takes pinned memory for a copy that is not waited for.
-        self._gradients = [piece.gradient.to(_device(piece), non_blocking=is_overlapped) for piece in pieces]
-        if is_overlapped and any(piece.gradient.device != _device(piece) for piece in pieces):
-            self._event = torch.cuda.Event()
-            self._event.record()
-
-    def arrived(self) -> list[Tensor]:
-        if self._event is not None:
-            self._event.synchronize()
-        return self._gradients
-
-
 def moments(spec: Spec) -> Moments:
     """Return the storage that a job asks for."""
     dtype = getattr(torch, spec.training.precision.moments.value)
     return Moments(dtype, spec.memory.offload_optimizer, spec.training.communication.overlap_optimizer_copies)
 
 
-def _piece(share: ParameterShard, dtype: torch.dtype) -> OptimizerShard:
+def _pieces(shares: Sequence[ParameterShard], moments: Moments) -> list[OptimizerShard]:
+    """Return a piece of each share; a part of all elements has its state in host memory from the start."""
+    moved = moved_to_host([share.weight.numel() for share in shares], moments.offloaded)
+    return [
+        _piece(share, moments.dtype, is_on_host=index in moved and share.weight.is_cuda)
+        for index, share in enumerate(shares)
+    ]
+
+
+def _piece(share: ParameterShard, dtype: torch.dtype, *, is_on_host: bool) -> OptimizerShard:
+    master = master_of(share.weight)
+    if is_on_host:
+        master = Copied(share.weight, copied_to_host(master))
+    first, second = (torch.zeros_like(share.weight, dtype=dtype, device=master.storage.device) for _ in range(2))
     return OptimizerShard(
         name=share.name,
         parameter=share.parameter,
         start=share.start,
         weight=share.weight,
         gradient=share.gradient,
-        master=master_of(share.weight),
-        first_moment=torch.zeros_like(share.weight, dtype=dtype),
-        second_moment=torch.zeros_like(share.weight, dtype=dtype),
+        master=master,
+        first_moment=first,
+        second_moment=second,
         is_decayed=is_decayed(share.name),
+    )
+
+
+def _is_on_host(piece: OptimizerShard) -> bool:
+    return isinstance(piece.master, Copied)
+
+
+def _chunk(piece: OptimizerShard) -> Chunk:
+    return Chunk(
+        piece.weight, piece.gradient, piece.master.storage, piece.first_moment, piece.second_moment, piece.is_decayed
     )
 
 
@@ -234,21 +231,6 @@ def is_decayed(name: str) -> bool:
     """Return whether weight decay applies: not to norms, biases and sinks."""
     owner, _, last = name.rpartition(".")
     return not (last == "bias" or last.endswith("_bias") or last == "sinks" or owner.endswith("norm"))
-
-
-def _offloaded(pieces: list[OptimizerShard], moments: Moments) -> list[OptimizerShard]:
-    """The pieces, a share of all elements with their state in host memory."""
-    moved = moved_to_host([piece.weight.numel() for piece in pieces], moments.offloaded)
-    return [
-        _on_host(piece, moments.overlaps_copies) if index in moved and piece.weight.is_cuda else piece
-        for index, piece in enumerate(pieces)
-    ]
-
-
-def _on_host(piece: OptimizerShard, overlaps_copies: bool) -> OptimizerShard:
-    first, second = (moment.to("cpu").pin_memory() for moment in (piece.first_moment, piece.second_moment))
-    master = Copied(piece.weight, piece.master.read().to("cpu").pin_memory(), is_waited_for=not overlaps_copies)
-    return replace(piece, master=master, first_moment=first, second_moment=second)
 
 
 def moved_to_host(sizes: Sequence[int], share: float) -> frozenset[int]:
@@ -267,11 +249,11 @@ def moved_to_host(sizes: Sequence[int], share: float) -> frozenset[int]:
 
 
 def _grouped(pieces: Sequence[OptimizerShard]) -> Iterator[list[OptimizerShard]]:
-    """Yield pieces on one device, few enough elements that copies of them fit anywhere."""
+    """Yield pieces, few enough elements that copies of them fit anywhere."""
     group: list[OptimizerShard] = []
     elements = 0
-    for piece in sorted(pieces, key=lambda piece: _device(piece).type == "cuda"):
-        if group and (elements + piece.weight.numel() > UPDATE_ELEMENTS or _device(piece) != _device(group[0])):
+    for piece in pieces:
+        if group and elements + piece.weight.numel() > UPDATE_ELEMENTS:
             yield group
             group, elements = [], 0
         group.append(piece)

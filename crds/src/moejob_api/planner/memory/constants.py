@@ -11,8 +11,8 @@ VOCABULARY_MULTIPLE = 128
 # that full-vocabulary logits never exist. The trainer imports it.
 LOSS_CHUNK_TOKENS = 2048
 
-# An update that needs copies of its numbers makes those of this many at a time, or of the largest parameter. The
-# trainer imports it.
+# An update that needs copies of its numbers makes those of this many at a time, or of the largest parameter; one on the
+# host of a GPU exchanges as many. The trainer imports it.
 UPDATE_ELEMENTS = 1 << 26
 
 # Rows that reach the fullest GPU of an expert group, as a multiple of an even share, when nothing is dropped.

@@ -43,7 +43,7 @@ def states(case: Case, stage: StageContents, part: Portion) -> States:
         optimizer=round(mine * optimizer_bytes(case) * (1 - on_host)),
         gathered=gathered,
         step=_step(case, mine),
-        host=round(mine * host_optimizer_bytes(case) * on_host),
+        host=_host(case, mine),
     )
 
 
@@ -58,10 +58,14 @@ def optimizer_bytes(case: Case) -> int:
     return FLOAT32_BYTES - case.weight_bytes + _moments(case)
 
 
-def host_optimizer_bytes(case: Case) -> int:
-    """The same in host memory: two moments, a float32 copy of lower weights, and gradients, which arrive in float32."""
-    main = FLOAT32_BYTES if case.weight_bytes < FLOAT32_BYTES else 0
-    return main + _moments(case) + FLOAT32_BYTES
+def _host(case: Case, mine: int) -> int:
+    """Of an optimizer in host memory: two moments and float32 weights, and buffers for what comes and goes."""
+    on_host = mine * case.spec.memory.offload_optimizer
+    moments = _moments(case)
+    scratch = 2 * FLOAT32_BYTES if moments < 2 * FLOAT32_BYTES else 0
+    buffers = 1 + case.spec.training.communication.overlap_optimizer_copies
+    exchanged = min(on_host, UPDATE_ELEMENTS) * (FLOAT32_BYTES + case.weight_bytes + scratch)
+    return round(on_host * (FLOAT32_BYTES + moments) + buffers * exchanged)
 
 
 def _moments(case: Case) -> int:

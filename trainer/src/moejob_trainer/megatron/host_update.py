@@ -1,0 +1,134 @@
+"""AdamW of pieces whose state lies in host memory: a chunk at a time, through pinned memory that is used again.
+
+    GPU     gradient * scale --+                                   +--> weight
+    PCIe                       +--> arriving           leaving ----+
+    host                                \\--> AdamW --> /
+
+State stays in ordinary memory, for pinning tens of gigabytes takes longer than many steps. What crosses has buffers of
+its own, two of each, so that the gradients of the next chunk come and the weights of the last one leave while the host
+updates one between them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import cycle
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moejob_api.planner.memory.constants import UPDATE_ELEMENTS
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chunk:
+    """Neighbours among the elements of one parameter: weights and gradients on a device, state on the host."""
+
+    weight: Tensor
+    gradient: Tensor
+    main: Tensor
+    first_moment: Tensor
+    second_moment: Tensor
+    is_decayed: bool
+
+    def parts(self, most: int) -> Iterator[Chunk]:
+        """Yield the same in parts of at most `most` elements."""
+        return (
+            Chunk(weight, gradient, main, first, second, self.is_decayed)
+            for weight, gradient, main, first, second in zip(
+                self.weight.split(most),
+                self.gradient.split(most),
+                self.main.split(most),
+                self.first_moment.split(most),
+                self.second_moment.split(most),
+                strict=True,
+            )
+        )
+
+
+# Main weights, gradients and both moments, in float32.
+Numbers = tuple[Tensor, Tensor, Tensor, Tensor]
+# Moves all but the gradients by these, in place; the last argument says whether weights decay.
+Step = Callable[[Numbers, bool], None]
+
+
+class HostUpdate:
+    """Updates chunks, one after the other; `overlaps_copies` has one more on its way."""
+
+    def __init__(self, *, overlaps_copies: bool, elements: int = UPDATE_ELEMENTS) -> None:
+        self._ahead, self._elements = int(overlaps_copies), elements
+        self._buffers: tuple[HostBuffers, ...] = ()
+
+    def update(self, pieces: Sequence[Chunk], gradient_scale: float, step: Step) -> None:
+        """Update main weights and moments, and the weights from them: what is launched from here on sees these."""
+        if not self._buffers and pieces:
+            self._elements = min(self._elements, max(piece.main.numel() for piece in pieces))
+            self._buffers = tuple(HostBuffers(pieces[0].weight, self._elements) for _ in range(1 + self._ahead))
+        coming: deque[tuple[HostBuffers, Chunk]] = deque()
+        chunks = (chunk for piece in pieces for chunk in piece.parts(self._elements))
+        for buffers, chunk in zip(cycle(self._buffers), chunks, strict=False):
+            buffers.fetch(chunk, gradient_scale)
+            coming.append((buffers, chunk))
+            if len(coming) > self._ahead:
+                _finish(*coming.popleft(), step)
+        for buffers, chunk in coming:
+            _finish(buffers, chunk, step)
+
+
+def _finish(buffers: HostBuffers, chunk: Chunk, step: Step) -> None:
+    buffers.update(chunk, step)
+    buffers.send(chunk)
+
+
+class HostBuffers:
+    """Memory for a chunk while it is updated: pinned for both ways, and float32 copies of lower moments."""
+
+    def __init__(self, like: Tensor, elements: int) -> None:
+        def pinned(dtype: torch.dtype) -> Tensor:
+            return torch.empty(elements, dtype=dtype, pin_memory=like.is_cuda)
+
+        self._arriving, self._leaving = pinned(torch.float32), pinned(like.dtype)
+        self._scratch = torch.empty(2, elements)
+        self._arrived, self._left = (_event(like.device) for _ in range(2))
+
+    def fetch(self, chunk: Chunk, scale: float) -> None:
+        """Send for the gradients."""
+        self._arriving[: chunk.main.numel()].copy_(chunk.gradient.float() * scale, non_blocking=True)
+        self._arrived.record()
+
+    def update(self, chunk: Chunk, step: Step) -> None:
+        """Wait for the gradients, and move main weights and moments by them."""
+        self._arrived.synchronize()
+        kept = (chunk.first_moment, chunk.second_moment)
+        first, second = (
+            one if one.dtype is torch.float32 else copy[: one.numel()].copy_(one)
+            for one, copy in zip(kept, self._scratch, strict=True)
+        )
+        step((chunk.main, self._arriving[: chunk.main.numel()], first, second), chunk.is_decayed)
+        for one, new in zip(kept, (first, second), strict=True):
+            if new is not one:
+                one.copy_(new)
+
+    def send(self, chunk: Chunk) -> None:
+        """Round the weights, and let them go."""
+        self._left.synchronize()
+        leaving = self._leaving[: chunk.main.numel()].copy_(chunk.main)
+        chunk.weight.copy_(leaving, non_blocking=True)
+        self._left.record()
+
+
+class _Nothing:
+    """Stands for an event where copies are waited for: between tensors that are both on the host."""
+
+    def record(self) -> None:
+        """Nothing is under way."""
+
+    def synchronize(self) -> None:
+        """Nothing is under way."""
+
+
+def _event(device: torch.device) -> Any:
+    return torch.cuda.Event() if device.type == "cuda" else _Nothing()
