@@ -40,6 +40,7 @@ peft_built := $(call built,peft)
 bridge_built := $(call built,bridge,crds trainer)
 docs_built := $(call built,docs,crds operator cli)
 trl_built := $(call built,trl)
+mlflow_built := $(call built,mlflow)
 
 $(operator_built):
 	@scripts/environment operator $@ crds operator cli
@@ -65,7 +66,10 @@ $(docs_built):
 $(trl_built):
 	@scripts/environment trl $@
 
-setup: $(operator_built) $(trainer_built) $(rollout_built) $(peft_built) $(bridge_built) $(trl_built) ## Build all environments
+$(mlflow_built):
+	@scripts/environment mlflow $@
+
+setup: $(operator_built) $(trainer_built) $(rollout_built) $(peft_built) $(bridge_built) $(trl_built) $(mlflow_built) ## Build all environments
 	@:
 
 
@@ -114,7 +118,7 @@ test-operator: $(operator_built) ## Test api, operator, cli, chart and how image
 	@$(call tested,$(operator),$(wildcard $(patsubst %,tests/%,api cli operator chart builds)) -n 2 --dist worksteal)
 
 # moejob run, which starts the trainer, lives in the operator's environment; peers that it is compared with in their own.
-test-trainer: $(trainer_built) $(operator_built) $(peft_built) $(trl_built) ## Test the trainer
+test-trainer: $(trainer_built) $(operator_built) $(peft_built) $(trl_built) $(mlflow_built) ## Test the trainer
 	@$(call tested,$(trainer),tests/trainer -m "not thorough" -n 3 --dist loadfile)
 
 # Seven minutes: other families and layouts of the tests that take longest, of which test-trainer does some, and demo-grpo.
@@ -237,13 +241,14 @@ compile = UV_CUSTOM_COMPILE_COMMAND="make lock" scripts/uv --quiet pip compile \
 lock: ## Pin and hash the closures of requirements/*.in
 	@$(call compile,uv,uv)
 	@$(call compile,operator,operator)
-	@$(call compile,trainer,trainer,operator)
+	@$(call compile,trainer,trainer trackers,operator)
 	@$(call compile,tools,tools,operator trainer)
 	@$(call compile,rollout,rollout,tools)
-	@$(call compile,trainer-gpu,trainer gpu,trainer tools)
+	@$(call compile,trainer-gpu,trainer trackers gpu,trainer tools)
 	@$(call compile,peft,trainer peft,trainer tools)
 	@$(call compile,bridge,trainer bridge,trainer tools)
 	@$(call compile,trl,trainer trl,trainer tools)
+	@$(call compile,mlflow,mlflow,trainer tools)
 	@$(call compile,rollout-gpu,rollout-gpu,tools)
 	@$(call compile,sbom,sbom,tools)
 	@$(call compile,docs,operator docs,operator tools)

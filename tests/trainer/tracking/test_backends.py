@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import socket
 import struct
+import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+from mlflow import MlflowClient
+from mlflow.entities import Run
 from tensorboardX.proto.event_pb2 import Event, SessionLog
+from wandb.proto import wandb_internal_pb2
 
 from moejob_api.job.lifecycle import MLflow, Wandb
 from moejob_trainer.tracking import Background, Tracker, tracker
@@ -19,19 +29,10 @@ from moejob_trainer.tracking.tracker import asked_for
 from moejob_trainer.tracking.wandb_run import WandbRun
 from trainer.tracking.runs import DEADLINE_SECONDS, numbers, tracked
 
+ROOT = Path(__file__).parents[3]
+SERVER_SECONDS = 180.0
 WANDB = {"wandb": {"project": "moe", "entity": "team", "group": "night"}}
 MLFLOW = {"mlflow": {"trackingUri": "http://mlflow:5000", "experiment": "moe"}}
-
-
-@pytest.fixture
-def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder to put packages into that are in no image of ours."""
-    folder = tmp_path / "packages"
-    folder.mkdir()
-    monkeypatch.syspath_prepend(folder)
-    yield folder
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("wandb", "mlflow")]:
-        del sys.modules[name]
 
 
 def _events(file: Path) -> Iterator[Event]:
@@ -71,115 +72,145 @@ def test_a_restart_within_the_same_second_writes_a_file_of_its_own(tmp_path: Pat
     assert next(e for e in _events(second) if e.HasField("session_log")).step == 5
 
 
-_FAKE_WANDB = """
-calls = []
-class Settings(dict):
-    pass
-class Run:
-    def define_metric(self, name, **how): calls.append(("define_metric", name, how))
-    def log(self, row): calls.append(("log", row))
-    def finish(self, exit_code): calls.append(("finish", exit_code))
-def init(**how):
-    calls.append(("init", how))
-    return Run()
-"""
+def test_wandb_continues_with_the_run_of_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    for restart, step in ((0, 5), (1, 3)):
+        run = tracked(tmp_path, restart=restart, **WANDB)
+        backend = WandbRun(run, Wandb(project="moe", entity="team", group="night"))
+        backend.write(numbers(step, loss=1.0 / step, **{"evalMean@4": 0.5}))
+        backend.write(numbers(step + 1, loss=0.5))
+        backend.close(has_failed=restart == 0)
+        # The folder of an offline run is named by the second.
+        time.sleep(1.0)
+
+    files = sorted((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
+    found = [[*wandb_records(file)] for file in files]
+    for records, step, code in zip(found, (5, 3), (1, 0), strict=True):
+        (run_there,) = (record.run for record in records if record.HasField("run"))
+        assert (run_there.run_id, run_there.display_name) == ("uid-7", "tiny")
+        assert (run_there.project, run_there.entity, run_there.run_group) == ("moe", "team", "night")
+        assert (
+            json.loads({part.key: part.value_json for part in run_there.config.update}["tracking"])["wandb"]
+            == (WANDB["wandb"])
+        )
+        rows = [
+            {item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+            for record in records
+            if record.HasField("history")
+        ]
+        assert [{name: value for name, value in row.items() if not name.startswith("_")} for row in rows] == [
+            {"step": step, "loss": 1.0 / step, "evalMean@4": 0.5},
+            {"step": step + 1, "loss": 0.5},
+        ]
+        axes = [record.metric for record in records if record.HasField("metric")]
+        assert [(axis.name or axis.glob_name, axis.step_metric) for axis in axes] == [("step", ""), ("*", "step")]
+        assert [record.exit.exit_code for record in records if record.HasField("exit")] == [code]
 
 
-def test_wandb_goes_on_with_the_run_of_the_job(packages: Path, tmp_path: Path) -> None:
-    (packages / "wandb.py").write_text(_FAKE_WANDB)
-    run = tracked(tmp_path, **WANDB)
-    backend = WandbRun(run, Wandb(project="moe", entity="team", group="night"))
-    backend.write(numbers(5, loss=1.0))
-    backend.close(has_failed=True)
-    (_, how), *calls = sys.modules["wandb"].calls
-    assert {name: how[name] for name in ("id", "resume", "name", "project", "entity", "group", "dir")} == {
-        "id": "uid-7",
-        "resume": "allow",
-        "name": "tiny",
-        "project": "moe",
-        "entity": "team",
-        "group": "night",
-        "dir": str(tmp_path),
-    }
-    assert how["config"]["tracking"]["wandb"] == WANDB["wandb"]
-    assert calls == [
-        ("define_metric", "step", {"hidden": True}),
-        ("define_metric", "*", {"step_metric": "step"}),
-        ("log", {"step": 5, "loss": 1.0}),
-        ("finish", 1),
+def wandb_records(file: Path) -> Iterator[Any]:
+    """Yield what an offline run has kept: a log in blocks, of which a record may span several."""
+    block, header, whole, last = 32768, 7, 1, 4
+    data, record = file.read_bytes(), b""
+    # The name of the format stands before the first record, in the first block.
+    place = header
+    while place < len(data):
+        left = block - place % block
+        if left < header:
+            place += left
+            continue
+        length, kind = struct.unpack_from("<HB", data, place + 4)
+        record += data[place + header : place + header + length]
+        place += header + length
+        if kind in (whole, last):
+            yield wandb_internal_pb2.Record.FromString(record)  # type: ignore[attr-defined]
+            record = b""
+
+
+@pytest.fixture(scope="module")
+def mlflow_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a real one, on loopback."""
+    folder = tmp_path_factory.mktemp("mlflow")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    uri, log = f"http://127.0.0.1:{port}", folder / "server.log"
+    # Jobs of the server's own need another package, and are no part of tracking.
+    environment = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    command = [
+        *(
+            str(ROOT / ".venv/mlflow/bin/mlflow"),
+            "server",
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(port),
+            "--workers",
+            "1",
+        ),
+        *("--backend-store-uri", f"sqlite:///{folder}/runs.db", "--default-artifact-root", f"{folder}/artifacts"),
     ]
+    with log.open("wb") as output:
+        server = subprocess.Popen(command, stdout=output, stderr=output, env=environment, start_new_session=True)
+    try:
+        deadline = time.monotonic() + SERVER_SECONDS
+        while not answers(f"{uri}/health"):
+            assert server.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.1)
+        yield uri
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
 
 
-# A server of one experiment, as far as the client asks it anything.
-_FAKE_MLFLOW = """
-import os
-from types import SimpleNamespace as Bag
-calls, runs = [], {}
-class MlflowClient:
-    def __init__(self, tracking_uri): calls.append(("client", tracking_uri))
-    def get_experiment_by_name(self, name): return None
-    def create_experiment(self, name): return name
-    def search_runs(self, experiments, filter, max_results):
-        return [run for run in runs.values() if filter == f"tags.`moejob.uid` = '{run.tags['moejob.uid']}'"]
-    def create_run(self, experiment, run_name, tags):
-        runs[run_name] = Bag(info=Bag(run_id=f"{experiment}/{run_name}"), tags=tags)
-        return runs[run_name]
-    def update_run(self, run, status): calls.append(("update_run", run, status))
-    def log_batch(self, run, metrics=(), params=()):
-        assert len(params) <= 100
-        calls.append(("log_batch", run, [*metrics], {key: value for key, value in params}))
-    def set_terminated(self, run, status):
-        calls.append(("set_terminated", run, status))
-        if os.environ.get("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT") != "true":
-            print("View run", run)
-"""
-_FAKE_ENTITIES = """
-def Metric(*values): return values
-def Param(key, value): return key, value
-"""
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(url, timeout=SERVER_SECONDS).is_success
+    except httpx.TransportError:
+        return False
 
 
-def test_mlflow_goes_on_with_the_run_of_the_job(
-    packages: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_mlflow_continues_with_the_run_of_the_job(
+    mlflow_server: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", raising=False)
-    (packages / "mlflow").mkdir()
-    (packages / "mlflow" / "__init__.py").write_text(_FAKE_MLFLOW)
-    (packages / "mlflow" / "entities.py").write_text(_FAKE_ENTITIES)
-    settings = MLflow(tracking_uri="http://mlflow:5000", experiment="moe")
-    first = MLflowRun(tracked(tmp_path, **MLFLOW), settings)
+    settings = MLflow(tracking_uri=mlflow_server, experiment="moe")
+    asked = {"mlflow": {"trackingUri": mlflow_server, "experiment": "moe"}}
+    server = MlflowClient(tracking_uri=mlflow_server)
+
+    first = MLflowRun(tracked(tmp_path, **asked), settings)
+    # A server refuses `@` and `//`, and with them all numbers of the step.
     first.write(numbers(5, **{"loss": 1.0, "evalMean@4": 0.5, "reward/http://score:80/a": 0.25}))
-    first.close(has_failed=False)
-    calls = sys.modules["mlflow"].calls
-    assert calls[0] == ("client", "http://mlflow:5000")
-    parameters: dict[str, Any] = {}
-    for _, run, _, some in (call for call in calls if call[0] == "log_batch"):
-        assert run == "moe/tiny"
-        parameters |= some
-    assert parameters["tracking.mlflow.trackingUri"] == "http://mlflow:5000"
-    assert calls[-2:] == [
-        # A server refuses `@` and `//`, and with them all numbers of the step.
-        (
-            "log_batch",
-            "moe/tiny",
-            [
-                ("loss", 1.0, 1005000, 5),
-                ("evalMean-4", 0.5, 1005000, 5),
-                ("reward/http:-score:80/a", 0.25, 1005000, 5),
-            ],
-            {},
-        ),
-        ("set_terminated", "moe/tiny", "FINISHED"),
-    ]
-    calls.clear()
-    # The job is sent once: MLflow refuses a parameter that changed.
-    MLflowRun(tracked(tmp_path, restart=1, **MLFLOW), settings)
-    assert calls == [("client", "http://mlflow:5000"), ("update_run", "moe/tiny", "RUNNING")]
-    assert capsys.readouterr().out == ""
+    first.close(has_failed=True)
+    (run,) = runs(server)
+    assert (run.info.run_name, run.info.status) == ("tiny", "FAILED")
+    assert run.data.params["tracking.mlflow.trackingUri"] == mlflow_server
+    assert run.data.params["data.maxLength"] == str(tracked(tmp_path).spec.data.max_length)
+    assert run.data.metrics == {"loss": 1.0, "evalMean-4": 0.5, "reward/http:-score:80/a": 0.25}
+
+    # The job is sent once: a server refuses a parameter that changed.
+    again = MLflowRun(tracked(tmp_path, restart=1, tensorboard=False, **asked), settings)
+    (run,) = runs(server)
+    assert run.info.status == "RUNNING"
+    again.write(numbers(4, loss=0.75))
+    again.close(has_failed=False)
+    (run,) = runs(server)
+    assert run.info.status == "FINISHED"
+    history = server.get_metric_history(run.info.run_id, "loss")
+    assert {(one.step, one.value, one.timestamp) for one in history} == {(5, 1.0, 1005000), (4, 0.75, 1004000)}
+    assert capfd.readouterr().out == ""
+
+
+def runs(server: MlflowClient) -> list[Run]:
+    experiment = server.get_experiment_by_name("moe")
+    assert experiment is not None
+    return [*server.search_runs([experiment.experiment_id])]
 
 
 @pytest.mark.parametrize(("tracking", "package"), [(WANDB, "wandb"), (MLFLOW, "mlflow")])
-def test_without_its_package_a_sink_says_so_once(tmp_path: Path, tracking: dict[str, Any], package: str) -> None:
+def test_without_its_package_a_sink_says_so_once(
+    tmp_path: Path, tracking: dict[str, Any], package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
     said: list[str] = []
     (opened,) = (
         opened for name, opened in asked_for(tracked(tmp_path, **tracking)).items() if name == f"tracking.{package}"

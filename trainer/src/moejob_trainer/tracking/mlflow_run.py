@@ -1,4 +1,4 @@
-"""A run on an MLflow server. The package comes with the image or not at all; credentials come from the environment."""
+"""A run on an MLflow server, by the client of moejob-trainer[tracking]; credentials come from the environment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run of Weights & Biases. The package comes with the image or not at all; the API key comes from the environment."""
+"""A run of Weights & Biases, by the package of moejob-trainer[tracking]; the API key comes from the environment."""
 
 from __future__ import annotations
 
