@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 
 import numpy as np
@@ -24,6 +25,7 @@ from moejob_trainer.engine import Document, MicroBatch
 # Words of the language, and how many may follow each: 5.5 bits a token at first, less than 2 for who knows them.
 WORDS, SUCCESSORS = 2048, 4
 LEARNING_RATE, WARM_UP_STEPS = 1e-4, 10
+SHOWN_STEPS = 10
 
 
 def main() -> None:
@@ -39,6 +41,9 @@ def main() -> None:
         result = of_rank.engine.update(_batch(of_rank, texts), loss)
         losses.append(round(result.loss, 5))
         norms.append(round(result.gradient_norm, 5))
+        if of_rank.groups.world.rank == 0 and len(losses) % SHOWN_STEPS == 1:
+            # Of a run that is cut off, too, one sees how far it came.
+            print(f"{time.perf_counter() - begun:.0f} s, step {len(losses)}: {losses[-1]}", file=sys.stderr, flush=True)
     if of_rank.groups.world.rank == 0:
         print(
             json.dumps(
