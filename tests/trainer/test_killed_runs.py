@@ -13,6 +13,7 @@ import pytest
 
 from moejob_trainer.checkpoints import VerificationDepth, latest
 from moejob_trainer.checkpoints.names import MARKER, step_folder
+from trainer import random_model
 from trainer.runs import Runs, Started, Step, eventually, steps
 
 KILLS = 12
@@ -71,6 +72,28 @@ def test_a_flipped_byte_in_any_file_is_found_and_the_older_checkpoint_taken(runs
     runs.finished(attempt=2, **TWO_RANKS, training={"maxSteps": 5})
     assert [step.step for step in _of_attempt(run, 2)] == [3, 4, 5]
     _is_undisturbed(runs, run.folder, **TWO_RANKS)
+
+
+@pytest.fixture
+def published(tmp_path: Path) -> dict[str, Any]:
+    """A model whose weights lie in a file."""
+    random_model.write(tmp_path / "model")
+    return TWO_RANKS | {"model": {"source": str(tmp_path / "model")}}
+
+
+@pytest.mark.slow
+def test_a_run_that_resumes_reads_its_checkpoint_and_not_the_published_weights_again(
+    runs: Runs, published: dict[str, Any]
+) -> None:
+    run = runs.finished(**published)
+    expected = [step.loss for step in steps(runs.finished("calm", **published, training={"maxSteps": 5}).folder)]
+    (weights,) = Path(published["model"]["source"]).glob("*.safetensors")
+    held = weights.read_bytes()
+    # The names and shapes stay; no number does.
+    begin = 8 + int.from_bytes(held[:8], "little")
+    weights.write_bytes(held[:begin] + b"\xff" * (len(held) - begin))
+    runs.finished(attempt=2, **published, training={"maxSteps": 5})
+    assert [step.loss for step in steps(run.folder)] == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.slow

@@ -119,6 +119,11 @@ def router_is_frozen(spec: Spec) -> bool:
     return spec.method is Method.GRPO if spec.moe.freeze_router is None else spec.moe.freeze_router
 
 
+def has_reference(spec: Spec) -> bool:
+    """Return whether answers are compared with the model as it was before training."""
+    return spec.grpo is not None and spec.grpo.kl.coefficient > 0
+
+
 def trained_shape(shape: ModelShape, spec: Spec) -> ModelShape:
     """The model as a job trains it: without modules for further tokens where nothing is learned of these."""
     is_learned = spec.method is Method.SFT and spec.training.lora is None and spec.training.mtp_loss_coefficient > 0

@@ -30,7 +30,7 @@ from moejob_trainer.runtime.start_timing import StartTimer, StartTiming, slowest
 from moejob_trainer.runtime.stopping import AgreedStop
 from moejob_trainer.setup.checkpoints import build_checkpoints, last_save
 from moejob_trainer.setup.context import RankContext, joined
-from moejob_trainer.setup.engine import build_engine
+from moejob_trainer.setup.engine import awaits_checkpoint, build_engine
 from moejob_trainer.setup.final_export import export_finished_model
 from moejob_trainer.setup.model import RunModel, load_model
 from moejob_trainer.setup.objective import build_objective, load_inputs
@@ -79,12 +79,13 @@ def _train(context: RankContext, model: RunModel, signals: StartSignals) -> Loop
             environment.folder, heartbeat, environment.token, tracking, is_first=environment.rank == 0
         )
         inputs = load_inputs(context, model)
-        total_steps, engine = inputs.total_steps, build_engine(context, model, inputs.total_steps)
+        total_steps, is_awaited = inputs.total_steps, awaits_checkpoint(context, model)
+        engine = build_engine(context, model, total_steps, awaits_checkpoint=is_awaited)
         learned = build_objective(context, engine, inputs, stack)
         objective, evaluations = learned.objective, learned.evaluations
         state = StateFiles(engine, saved_parameters(model.table.parameters, spec), stack.enter_context(background()))
         checks = Checks(engine, context.layout, context.node)
-        checkpoints = build_checkpoints(context, model, state, learned, checks)
+        checkpoints = build_checkpoints(context, model, state, learned, None if is_awaited else checks)
         reporter = Reporter(
             writer,
             total_steps=total_steps,

@@ -90,6 +90,11 @@ def seen(checkpoints: Path) -> list[SeenFolder]:
     return sorted(found, key=lambda one: one.folder, reverse=True)
 
 
+def has_complete(checkpoints: Path) -> bool:
+    """Return whether a checkpoint here was completed, good as it was then."""
+    return any(one.state is FolderState.COMPLETE for one in seen(checkpoints))
+
+
 def latest(
     checkpoints: Path, check: VerificationDepth = VerificationDepth.HASHES, ranks: Coordinator | None = None
 ) -> Search:

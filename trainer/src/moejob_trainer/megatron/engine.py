@@ -12,7 +12,7 @@ import torch.distributed as dist
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from moejob_api.derived import router_is_frozen
+from moejob_api.derived import has_reference, router_is_frozen
 from moejob_api.job.job import Spec
 from moejob_api.job.moe import Balancing
 from moejob_api.planner.cost.estimate import model_flops
@@ -87,8 +87,7 @@ class MegatronEngine:
         self._freeze()
         self.replicas = replicas(self._stages, spec)
         # Weights have moved into buffers, and nothing has been learned or resumed.
-        is_compared = spec.grpo is not None and spec.grpo.kl.coefficient > 0
-        self.reference = ReferenceWeights(self._stages) if is_compared else None
+        self.reference = ReferenceWeights(self._stages) if has_reference(spec) else None
         self.optimizer = ShardedAdamW(self.replicas, self.groups, spec.training.optimizer, moments(spec))
 
     @property

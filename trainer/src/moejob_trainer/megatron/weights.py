@@ -48,6 +48,14 @@ def load_pretrained(stages: Sequence[Stage], source: Source, groups: Groups) -> 
     read_weights(base_weights(stages), source, groups)
 
 
+def forget_weights(stages: Sequence[Stage]) -> None:
+    """Set all weights to no number: a checkpoint that leaves one of them out is found in the first step."""
+    with torch.no_grad():
+        for tensor in named_weights(stages).values():
+            if tensor.is_floating_point():
+                tensor.fill_(torch.nan)
+
+
 def read_weights(weights: Mapping[str, Tensor], source: Source, groups: Groups) -> None:
     """Read this rank's part of some tensors, whole ones and shares."""
     here = coordinates(groups)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 from moejob_api.planner.memory.storage import checkpoint_bytes
@@ -17,9 +18,9 @@ from moejob_trainer.setup.objective import RunObjective
 
 
 def build_checkpoints(
-    context: RankContext, model: RunModel, state: StateFiles, learned: RunObjective, checks: Checks
+    context: RankContext, model: RunModel, state: StateFiles, learned: RunObjective, checks: Checks | None
 ) -> RunCheckpoints:
-    """Build the checkpoints that the loop restores from and saves to."""
+    """Build the checkpoints that the loop restores from and saves to; no `checks` where only they have weights."""
     environment, pretrained = context.environment, model.pretrained
     held = adapter_facts(environment.spec, has_weights=pretrained.has_weights)
     writer = RunWriter(state, learned.objective, learned.evaluations, held, is_first=environment.rank == 0)
@@ -33,9 +34,20 @@ def build_checkpoints(
         place, environment.spec.checkpoint, context.ranks, writer, measure=learned.evaluations.measure
     )
     facts = StateFacts(context.layout, STATE_FORMAT, checkpoint_bytes(model.architecture.shape, environment.spec))
-    # What a checkpoint holds has been trained since: there is nothing to compare it with.
-    begun = partial(checks.imported, pretrained.folder) if pretrained.has_weights else None
-    return RunCheckpoints(store, writer, facts, begun)
+    return RunCheckpoints(store, writer, facts, _begun(model, checks))
+
+
+def _begun(model: RunModel, checks: Checks | None) -> Callable[[], None] | None:
+    """Return the check of weights to begin with. Those of a checkpoint have been trained since: it has none."""
+    if checks is None:
+        return _refuse_nothing
+    return partial(checks.imported, model.pretrained.folder) if model.pretrained.has_weights else None
+
+
+def _refuse_nothing() -> None:
+    raise RuntimeError(
+        "the checkpoint that this run was to resume from is gone; the next start reads the published model"
+    )
 
 
 def last_save(store: CheckpointStore) -> tuple[int | None, float | None, float]:

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from moejob_api.derived import updates_per_step
+from moejob_api.derived import has_reference, updates_per_step
+from moejob_trainer.checkpoints.names import CHECKPOINTS
+from moejob_trainer.checkpoints.verification import has_complete
 from moejob_trainer.conversion.adapters import adapter_table
 from moejob_trainer.conversion.loading import opened
+from moejob_trainer.distributed.encoding import BOOLEAN
 from moejob_trainer.engine.learning_rate import learning_rate
 from moejob_trainer.megatron.engine import MegatronEngine
 from moejob_trainer.megatron.stages import built
-from moejob_trainer.megatron.weights import initialise, load_pretrained, start_adapters
+from moejob_trainer.megatron.weights import forget_weights, initialise, load_pretrained, start_adapters
 from moejob_trainer.setup.context import RankContext
 from moejob_trainer.setup.model import RunModel
 
 
-def build_engine(context: RankContext, model: RunModel, total_steps: int) -> MegatronEngine:
-    """Build this rank's stages and load or initialise their weights."""
+def build_engine(context: RankContext, model: RunModel, total_steps: int, *, awaits_checkpoint: bool) -> MegatronEngine:
+    """Build this rank's stages and load or initialise their weights; those that a checkpoint has are left to it."""
     spec, device = context.spec, context.placement.device
     stages = built(model.architecture, spec, context.layout, context.groups, device)
-    if model.pretrained.has_weights:
+    if awaits_checkpoint:
+        forget_weights(stages)
+    elif model.pretrained.has_weights:
         load_pretrained(stages, opened(model.pretrained.folder, model.table), context.groups)
     else:
         initialise(stages, model.table.parameters, context.groups, spec.training.seed)
@@ -31,3 +36,14 @@ def build_engine(context: RankContext, model: RunModel, total_steps: int) -> Meg
         return learning_rate(update // of_step, total_steps, training.optimizer, training.scheduler)
 
     return MegatronEngine(model.architecture, spec, stages, context.placement, rate)
+
+
+def awaits_checkpoint(context: RankContext, model: RunModel) -> bool:
+    """Return whether published weights stay unread: a run that has checkpoints resumes from one of them or not at all.
+
+    Adapters and a reference model need the published ones beside it.
+    """
+    spec = context.spec
+    if not model.pretrained.has_weights or spec.training.lora is not None or has_reference(spec):
+        return False
+    return context.on_first_rank(lambda: has_complete(context.environment.folder / CHECKPOINTS), BOOLEAN)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
+from moejob_api.derived import has_reference
 from moejob_api.job.grpo import Placement
 from moejob_api.job.resources import Accelerator
 from moejob_api.planner.memory.activations import Activations, LayerBytes, activations, loss_bytes
@@ -88,8 +89,7 @@ class StageBytes:
     @property
     def has_reference(self) -> bool:
         """Return whether a reference model is kept. Under LoRA the frozen weights are it."""
-        spec = self.case.spec
-        return spec.grpo is not None and spec.grpo.kl.coefficient > 0 and spec.training.lora is None
+        return has_reference(self.case.spec) and self.case.spec.training.lora is None
 
 
 def load(case: Case, stage: StageContents, layers: LayerBytes) -> StageBytes:
