@@ -66,6 +66,14 @@ def test_readiness_needs_no_secret(moe: Engine) -> None:
     assert moe.get("/ready", secret=None).status == 200
 
 
+def test_an_engine_starts_without_a_traceback_in_its_log(moe: Engine) -> None:
+    # Updates of other tests are meant to fail.
+    begin, served, _ = moe.log.partition("Starting vLLM server")
+    assert served
+    assert "Traceback" not in begin
+    assert "Chat template warmup failed" not in begin
+
+
 def test_a_stranger_is_bounded_by_the_whole_server_too(moe: Engine) -> None:
     ready = b"GET /ready HTTP/1.1\r\nHost: a\r\n\r\n"
     assert answered(moe, 3 * ready).count(b"HTTP/1.1 200") == 1
@@ -165,8 +173,35 @@ def test_an_answer_ends_at_the_stop_tokens_that_were_named(moe: Engine) -> None:
     assert (cut["token_ids"], cut["finish_reason"]) == (whole[: whole.index(whole[7]) + 1], "stop")
 
 
-def test_weights_come_by_broadcast_to_every_worker_of_an_engine_which_ends_with_all_of_them(start: Start) -> None:
-    engine = start("mixtral", sync="Gloo", tensor=2).ready()
+@pytest.fixture(scope="module")
+def two_workers(start: Start) -> Engine:
+    return start("mixtral", sync="Gloo", tensor=2).ready()
+
+
+def test_an_engine_whose_workers_could_not_join_the_trainer_takes_the_next_weights(two_workers: Engine) -> None:
+    two_workers.must("/pause", mode="keep")
+    two_workers.must("/start_weight_update")
+    nowhere = _where(free_port(), workers=2)
+    for _ in range(2):
+        reply = two_workers.post("/init_weight_transfer_engine", {"init_info": nowhere})
+        assert (reply.status, "refused" in str(reply.body)) == (500, True)
+    # The way of the trainer out of an update that broke off.
+    assert two_workers.post("/start_weight_update").status == 500
+    two_workers.must("/finish_weight_update", {"weight_version": "unfinished"})
+    group, reference = _joined(two_workers, workers=2), model("mixtral", 23)
+    tensors = {name: tensor.contiguous() for name, tensor in published_tensors(reference).items()}
+    two_workers.must("/start_weight_update")
+    _broadcast(two_workers, group, tensors)
+    two_workers.must("/finish_weight_update", {"weight_version": "1"})
+    two_workers.must("/reset_prefix_cache")
+    two_workers.must("/resume")
+    assert distance(two_workers, reference) < CLOSE
+
+
+def test_weights_come_by_broadcast_to_every_worker_of_an_engine_which_ends_with_all_of_them(
+    two_workers: Engine,
+) -> None:
+    engine = two_workers
     group = _joined(engine, workers=2)
     # The second time experts come in stacks, of which each has two parts that come in different buckets.
     for version, seed, arranged in (("1", 21, dict), ("2", 22, _in_stacks)):
@@ -200,19 +235,23 @@ def _in_stacks(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def _joined(engine: Engine, workers: int) -> ProcessGroupGloo:
     inner, world = free_port(), 1 + workers
     store = TCPStore("127.0.0.1", inner, is_master=True, wait_for_workers=False)
-    where = {
-        "master_address": "127.0.0.1",
-        "master_port": opened(weights_key(SECRET), inner),
-        "name": "weights",
-        "rank_offset": 1,
-        "world_size": world,
-    }
+    where = _where(opened(weights_key(SECRET), inner), workers)
     joining = threading.Thread(target=engine.must, args=("/init_weight_transfer_engine", {"init_info": where}))
     joining.start()
     group = ProcessGroupGloo(PrefixStore("weights", store), 0, world, timedelta(minutes=5))
     _send(group, torch.zeros(1, dtype=torch.uint8))
     joining.join()
     return group
+
+
+def _where(port: int, workers: int) -> dict[str, Any]:
+    return {
+        "master_address": "127.0.0.1",
+        "master_port": port,
+        "name": "weights",
+        "rank_offset": 1,
+        "world_size": 1 + workers,
+    }
 
 
 def _broadcast(engine: Engine, group: ProcessGroupGloo, tensors: dict[str, Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""Additions to vLLM in every one of its processes: transports of weights, and corrections for the CPU."""
+"""Additions to vLLM in every one of its processes: transports of weights, and corrections, most of them for the CPU."""
 
 from __future__ import annotations
 
@@ -27,12 +27,42 @@ def register() -> None:
         module, transport = _TRANSPORTS[name]
         WeightTransferEngineFactory.register_engine(name, f"moejob_rollout.transfer.{module}", transport)
         _registered.add(name)
+    if "everywhere" not in _registered:
+        _expect_no_tokenizer()
+        _keep_replies_in_step()
+        _registered.add("everywhere")
     if current_platform.is_cpu() and "cpu" not in _registered:
         _ask_for_amx()
         _pack_experts_at_every_update()
         _leave_cores_to_others()
         _record_routed_experts()
         _registered.add("cpu")
+
+
+def _expect_no_tokenizer() -> None:
+    """Let a server that has no tokenizer say so as one says that it has no chat template.
+
+    vLLM fills in a chat template at each start. A model without one is expected, and nothing is logged; a missing
+    tokenizer, which --tokens-only asks for, is logged with a traceback as if the start had failed.
+    """
+    from vllm.renderers.base import BaseRenderer  # noqa: PLC0415  # slow to import
+    from vllm.renderers.chat_utils import ChatTemplateResolutionError  # noqa: PLC0415
+
+    original = BaseRenderer.get_tokenizer
+
+    @wraps(original)
+    def found(self: Any) -> Any:
+        if self.tokenizer is None:
+            raise ChatTemplateResolutionError("this engine has no tokenizer and takes token ids only")
+        return original(self)
+
+    BaseRenderer.get_tokenizer = found
+
+
+def _keep_replies_in_step() -> None:
+    from moejob_rollout.worker_replies import keep_in_step  # noqa: PLC0415  # slow to import
+
+    keep_in_step()
 
 
 def _ask_for_amx() -> None:
