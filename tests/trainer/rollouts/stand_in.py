@@ -53,6 +53,8 @@ class StandIn:
     in_flight: int = 0
     # Of each path, the status that it answers with instead of 200.
     failing: dict[str, int] = field(default_factory=dict)
+    # The paths that it does not answer.
+    silent: set[str] = field(default_factory=set)
     # Log-probability of every token of a probe.
     probe: float = -1.0
     # Each works in a thread before the answer; given what is sent to join a group, and to receive a bucket.
@@ -100,8 +102,8 @@ class StandIn:
 
     async def _answer(self, request: web.Request) -> web.Response:
         self.asked.append(request.path_qs)
-        if request.path in self.failing:
-            return web.json_response({"error": "told to fail"}, status=self.failing[request.path])
+        if request.path in self.failing.keys() | self.silent:
+            return await self._failed(request.path)
         body = await request.json() if request.method == "POST" and request.can_read_body else {}
         match request.path:
             case "/weight_info":
@@ -119,6 +121,11 @@ class StandIn:
             case _:
                 pass
         return web.json_response({})
+
+    async def _failed(self, path: str) -> web.Response:
+        if path in self.silent:
+            return await self.hang({})
+        return web.json_response({"error": "told to fail"}, status=self.failing[path])
 
     def _probed(self, tokens: list[int]) -> web.Response:
         rows = [None, *({str(token): {"logprob": self.probe}} for token in tokens[1:])]

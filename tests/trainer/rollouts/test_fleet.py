@@ -124,6 +124,28 @@ def test_an_engine_that_says_nothing_is_lost_with_what_it_was_asked(serve: Serve
     assert len(living.prompts) == 20
 
 
+def test_an_engine_that_hangs_delays_the_return_of_no_other(serve: Serve) -> None:
+    # Longer than anything here takes.
+    served = serve(limits=replace(LIMITS, silence_seconds=3600)).serve()
+    hung, other = served.engines
+    hung.silent.add("/weight_info")
+    until(lambda: hung.asked[-1] == "/weight_info", "the engine is not looked at")
+    other.failing["/weight_info"] = 503
+    until(lambda: not served.fleet.engines[1].serves, "the other is not looked at")
+    other.failing.clear()
+    until(lambda: served.fleet.engines[1].serves, "the other does not serve again")
+
+
+def test_a_publication_does_not_wait_for_the_silence_of_an_engine_that_is_known_to_hang(serve: Serve) -> None:
+    served = serve(limits=replace(LIMITS, silence_seconds=3600, lost_seconds=0.5)).serve()
+    hung, living = served.engines
+    served.connection.run(served.fleet.unwatch())
+    served.connection.run(served.fleet.lose(served.fleet.engines[0], "has not answered"))
+    hung.silent |= {"/weight_info", "/ready"}
+    served.serve()
+    assert [engine.url for engine in served.fleet.serving] == [living.url]
+
+
 def test_an_engine_that_was_restarted_gets_no_work_before_it_has_the_weights(serve: Serve) -> None:
     served = serve().serve()
     restarted, other = served.engines

@@ -37,6 +37,9 @@ class FleetLimits:
     return_seconds: float = 120.0
     # An engine that does not say its version for this long hangs.
     silence_seconds: float = 120.0
+    # One that has been lost and is no longer silent says so in less. A publication that waited longer would take as
+    # long for an engine that hangs, at each step.
+    lost_seconds: float = 10.0
     # One answer, from being asked to its last token.
     answer_seconds: float = 7200.0
     # Loading of weights.
@@ -196,8 +199,14 @@ class Fleet:
             self._watch = None
 
     async def _watched(self) -> None:
+        # Each by itself: the silence of one delays the return of no other.
+        async with asyncio.TaskGroup() as each:
+            for engine in self.engines:
+                each.create_task(self._watched_one(engine))
+
+    async def _watched_one(self, engine: RolloutEngine) -> None:
         while True:
-            await asyncio.gather(*(self._look_at(engine) for engine in self.engines))
+            await self._look_at(engine)
             await asyncio.sleep(self.limits.look_seconds)
 
     async def _look_at(self, engine: RolloutEngine) -> None:
@@ -267,8 +276,10 @@ class Fleet:
             return False
 
     async def _is_ready(self, engine: RolloutEngine) -> bool:
+        is_lost = self.label is not None and not engine.serves
+        seconds = self.limits.lost_seconds if is_lost else self.limits.silence_seconds
         try:
-            await self.get(engine, HttpPath.READY, self.limits.silence_seconds)
+            await self.get(engine, HttpPath.READY, seconds)
         except (EngineLost, RequestRefused) as error:
             engine.reason = str(error)
             return False
