@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -17,9 +21,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from builders import merged
-from engines import PYTHON, ROOT, SECRET, Engine
-from moejob_api.contract import Environment, ExitCode
+from builders import merged, spec
+from engines import PYTHON, ROOT, SECRET, Engine, free_port
+from moejob_api.contract import Environment, ExitCode, Role
+from moejob_api.job import Spec
 from moejob_api.models import catalog
 from moejob_trainer.checkpoint_export.run import stored_run
 from moejob_trainer.checkpoint_export.run_export import Wanted, export_run
@@ -28,7 +33,7 @@ from moejob_trainer.data import tiny
 from moejob_trainer.rollouts.wire import GENERATE
 from trainer.rollouts.own_words import greedy
 from trainer.rollouts.passage import SCORES, Passage
-from trainer.runs import LONGEST_SECONDS, Runs, Started, eventually
+from trainer.runs import LONGEST_SECONDS, TINY, Runs, Started, eventually
 from trainer.worlds import Worlds
 
 pytestmark = pytest.mark.slow
@@ -66,6 +71,7 @@ class Beside:
         volume = folder / "volume"
         volume.mkdir()
         self.runs = Runs(volume)
+        self._launched: list[Launched] = []
 
     def _started(self, port: int | None) -> Engine:
         job: dict[str, Any] = {
@@ -82,13 +88,8 @@ class Beside:
 
     def start(self, job: str, attempt: int = 1, **sections: Any) -> Started:
         """Start a run whose answers are rewarded by the service of the passage."""
-        environ: dict[str, str] = {
-            Environment.ROLLOUT_URLS: self.passage.url,
-            Environment.SECRET: SECRET,
-            Environment.HOST: "127.0.0.1",
-        }
-        rewards = {"grpo": {"rewards": [{"url": self.passage.url + SCORES, "timeoutSeconds": 60}]}}
-        return self.runs.start(job, attempt=attempt, environ=environ, **merged(merged(GRPO, rewards), sections))
+        values = merged(merged(GRPO, self._rewards()), sections)
+        return self.runs.start(job, attempt=attempt, environ=self._environ(), **values)
 
     def finished(self, job: str, attempt: int = 1, **sections: Any) -> Started:
         """Run to the good end."""
@@ -97,10 +98,82 @@ class Beside:
         assert not any(codes), f"{codes}:\n{run.said()}"
         return run
 
+    def launched(self, job: str, **sections: Any) -> Launched:
+        """Start such a run by a launcher, as a pod does."""
+        volume = self.runs.volume
+        values = merged(merged(TINY, merged(GRPO, self._rewards())), sections)
+        with (log := self._folder / f"{job}.log").open("ab") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "moejob_trainer.launcher", "--last-word", self._folder / f"{job}.json"],
+                env=os.environ | pod_environment(job, volume / job, spec(**values)) | self._environ(),
+                stdout=output,
+                stderr=output,
+            )
+        self._launched.append(Launched(volume / job, log, process))
+        return self._launched[-1]
+
+    def _environ(self) -> dict[str, str]:
+        return {
+            Environment.ROLLOUT_URLS: self.passage.url,
+            Environment.SECRET: SECRET,
+            Environment.HOST: "127.0.0.1",
+        }
+
+    def _rewards(self) -> dict[str, Any]:
+        return {"grpo": {"rewards": [{"url": self.passage.url + SCORES, "timeoutSeconds": 60}]}}
+
     def close(self) -> None:
         self.runs.close()
+        for launched in self._launched:
+            launched.end()
         self.passage.close()
         self.engine.kill()
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A run of two ranks under a launcher of its own, which starts them again where they are."""
+
+    folder: Path
+    log: Path
+    process: subprocess.Popen[bytes]
+
+    def ranks(self) -> tuple[int, int]:
+        """Return the processes of both ranks as they were started last."""
+        started = re.findall(r"ranks started ranks=\[0, 1\] pids=\[(\d+), (\d+)\]", self.said())
+        return int(started[-1][0]), int(started[-1][1])
+
+    def is_running(self) -> bool:
+        return self.process.poll() is None
+
+    def said(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def end(self) -> None:
+        """Let it end its ranks, if it still runs."""
+        self.process.terminate()
+        self.process.wait()
+
+
+def pod_environment(job: str, folder: Path, described: Spec) -> dict[str, str]:
+    """The contract's variables of the only pod of a job, whose addresses are others' to say."""
+    folder.mkdir(parents=True)
+    return {
+        Environment.JOB: job,
+        Environment.NAMESPACE: "default",
+        Environment.UID: f"uid-{job}",
+        Environment.SPEC: described.model_dump_json(by_alias=True, exclude_none=True),
+        Environment.ROLE: Role.TRAINER.value,
+        Environment.ATTEMPT: "1",
+        Environment.INDEX: "0",
+        Environment.NODES: "1",
+        Environment.RANKS_PER_NODE: str(described.resources.gpus_per_node),
+        Environment.RENDEZVOUS_HOST: "127.0.0.1",
+        Environment.RENDEZVOUS_PORT: str(free_port()),
+        Environment.PROGRESS_PORT: str(free_port()),
+        Environment.RUN_FOLDER: str(folder),
+        Environment.GRACE_SECONDS: "60",
+    }
 
 
 @pytest.fixture(scope="module")
@@ -170,6 +243,72 @@ def test_a_trainer_that_is_killed_inside_a_broadcast_brings_the_engine_to_its_ne
     assert_like(again.folder, undisturbed)
     # The weights of the last step are those of the three updates before it.
     assert str(beside.engine.get("/weight_info").body["weight_version"]).startswith(f"{STEPS - 1}.")
+
+
+def test_ranks_that_lose_one_of_them_inside_a_broadcast_start_again_and_learn_the_same(
+    beside: Beside, undisturbed: Path
+) -> None:
+    passage = beside.passage
+    stands_still, samples = threading.Event(), beside.runs.volume / "halved/samples/step-2.jsonl"
+    run = beside.launched("halved", parallelism={"tensor": 2}, resources={"gpusPerNode": 2})
+
+    def hold() -> None:
+        # The engine gets the request all the same, and waits for what rank 0 does not send.
+        if samples.exists() and not stands_still.is_set():
+            os.kill(run.ranks()[0], signal.SIGSTOP)
+            stands_still.set()
+
+    refused = passage.refused["/update_weights"]
+    passage.arrivals["/update_weights"] = hold
+    try:
+        eventually(lambda: stands_still.is_set() or not run.is_running(), "the weights of step 3")
+        assert run.is_running(), run.said()
+        sender, other = run.ranks()
+        eventually(lambda: unread(sender), "the engine in the broadcast")
+        os.kill(other, signal.SIGKILL)
+        eventually(lambda: passage.refused["/update_weights"] > refused, "the engine out of the broadcast")
+    finally:
+        del passage.arrivals["/update_weights"]
+    assert run.process.wait(LONGEST_SECONDS) == 0, run.said()
+    told = lines(run.folder)
+    assert {line["attempt"] for line in told.values()} == {1}
+    # Step 2 is done again where its checkpoint was not complete.
+    assert told[1]["restart"] == 0
+    assert {line["restart"] for step, line in told.items() if step > 2} == {1}
+    assert_like(run.folder, undisturbed)
+
+
+def test_the_only_engine_that_hangs_while_it_generates_is_asked_again_when_it_wakes(
+    beside: Beside, undisturbed: Path
+) -> None:
+    passage, samples = beside.passage, beside.runs.volume / "frozen/samples/step-1.jsonl"
+    lock, asked, looks = threading.Lock(), count(1), count()
+    is_frozen, given_up = threading.Event(), threading.Event()
+
+    def freeze() -> None:
+        # In step 2: first comes the probe, then answers, one of which may be there.
+        with lock:
+            if samples.exists() and next(asked) == 3:
+                os.killpg(beside.engine.pid, signal.SIGSTOP)
+                is_frozen.set()
+
+    def look() -> None:
+        # The second comes when the first has not been answered for long.
+        if is_frozen.is_set() and next(looks) == 1:
+            given_up.set()
+
+    passage.arrivals |= {GENERATE: freeze, "/weight_info": look}
+    run = beside.start("frozen")
+    try:
+        eventually(lambda: given_up.is_set() or not run.is_running(), "the end of the trainer's patience")
+        assert run.is_running(), run.said()
+    finally:
+        os.killpg(beside.engine.pid, signal.SIGCONT)
+        passage.arrivals.clear()
+    assert run.codes() == [0], run.said()
+    assert f"{passage.url}/weight_info has not answered in 120 s; it gets no work" in run.said()
+    assert f"engine {passage.url} serves again" in run.said()
+    assert_like(run.folder, undisturbed)
 
 
 def test_the_only_engine_that_is_killed_while_it_generates_gets_the_weights_again(

@@ -10,6 +10,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from moejob_trainer.rollouts.generator import FleetGenerator
 from moejob_trainer.rollouts.interface import Answer, Floats, Request, Sampling, Tokens
 from moejob_trainer.rollouts.publisher import Publisher, Trial
 from moejob_trainer.rollouts.transports.disk import DiskTransport
+from moejob_trainer.rollouts.wire import GENERATE
 from trainer.rollouts.passage import SCORES, Passage
 from trainer.rollouts.stand_in import StandIn
 from trainer.runs import LONGEST_SECONDS, Runs, Started, eventually, steps
@@ -102,48 +104,97 @@ GRPO: dict[str, Any] = {
 }
 
 
+class Beside:
+    """Runs beside one engine or both; a way between them on which tests decide what happens."""
+
+    def __init__(self, engines: tuple[Engine, Engine], volume: Path) -> None:
+        self.passages = tuple(Passage(engine.ready().url) for engine in engines)
+        self.runs = Runs(volume)
+
+    def start(self, job: str, attempt: int = 1, *, engines: int = 1, **more: Any) -> Started:
+        """Start a run whose answers are rewarded by the service of the first passage."""
+        reward = {"url": self.passages[0].url + SCORES, "timeoutSeconds": 2}
+        environ: dict[str, str] = {
+            Environment.ROLLOUT_URLS: ",".join(passage.url for passage in self.passages[:engines]),
+            Environment.SECRET: SECRET,
+            Environment.HOST: "127.0.0.1",
+        }
+        sections = merged(GRPO, {"grpo": {"rewards": [reward]}})
+        return self.runs.start(job, attempt=attempt, environ=environ, **(sections | more))
+
+    def close(self) -> None:
+        self.runs.close()
+        for passage in self.passages:
+            passage.close()
+
+
+@pytest.fixture(scope="module")
+def beside(engines: tuple[Engine, Engine], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Beside]:
+    made = Beside(engines, tmp_path_factory.mktemp("volume"))
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(beside: Beside) -> Path:
+    """The folder of a run that nothing is done to."""
+    run = beside.start("undisturbed")
+    assert run.codes() == [0], run.said()
+    return run.folder
+
+
 @pytest.mark.slow
-def test_a_trainer_that_is_killed_repeats_and_loses_no_group(engines: tuple[Engine, Engine], tmp_path: Path) -> None:
-    runs, passage = Runs(tmp_path / "volume"), Passage(engines[0].ready().url)
-    runs.volume.mkdir()
-    reward = {"url": passage.url + SCORES, "timeoutSeconds": 2}
-    is_asked_again, samples = threading.Event(), runs.volume / "killed/samples"
-    environ: dict[str, str] = {
-        Environment.ROLLOUT_URLS: passage.url,
-        Environment.SECRET: SECRET,
-        Environment.HOST: "127.0.0.1",
-    }
-    sections = merged(GRPO, {"grpo": {"rewards": [reward]}})
+def test_a_trainer_that_is_killed_repeats_and_loses_no_group(beside: Beside, undisturbed: Path) -> None:
+    (passage, _), samples = beside.passages, beside.runs.volume / "killed/samples"
+    is_asked_again = threading.Event()
+    full = beside.start("killed", before="small files")
+    assert any(full.codes())
+    assert re.search(r"bytes free and weights of [0-9,]+ bytes do not fit", full.last_line()), full.said()
+    # Between generation and update of step 3, then in the synchronization before step 4.
+    _killed_at(passage, SCORES, samples / "step-2.jsonl", lambda: beside.start("killed", 2))
+    _killed_at(passage, "/update_weights", samples / "step-3.jsonl", lambda: beside.start("killed", 3))
 
-    def started(attempt: int, job: str = "killed", **more: Any) -> Started:
-        return runs.start(job, attempt=attempt, environ=environ, **(sections | more))
+    def down_then_silent(number: int) -> int | None:
+        if number == 2:
+            is_asked_again.wait(LONGEST_SECONDS)
+        elif number == 3:
+            is_asked_again.set()
+        return 503 if number == 1 else None
 
+    passage.disturb(SCORES, down_then_silent)
+    again = beside.start("killed", 4)
+    assert again.codes() == [0], again.said()
+    passage.disturb(SCORES, lambda _: None)
+    assert {step.step for step in steps(again.folder) if step.attempt == 4} <= {2, 3, 4}
+    assert is_asked_again.is_set()
+    assert _learned(again.folder) == _learned(undisturbed)
+
+
+@pytest.mark.slow
+def test_a_run_learns_the_same_when_one_of_its_engines_hangs_until_its_end(
+    engines: tuple[Engine, Engine], beside: Beside, undisturbed: Path
+) -> None:
+    passage, samples = beside.passages[0], beside.runs.volume / "hung/samples/step-1.jsonl"
+    lock, asked = threading.Lock(), count(1)
+
+    def hang() -> None:
+        # In step 2: first comes the probe, then answers, one of which may be there.
+        with lock:
+            if samples.exists() and next(asked) == 3:
+                os.killpg(engines[0].pid, signal.SIGSTOP)
+
+    passage.arrivals[GENERATE] = hang
     try:
-        full = started(1, before="small files")
-        assert any(full.codes())
-        assert re.search(r"bytes free and weights of [0-9,]+ bytes do not fit", full.last_line()), full.said()
-        # Between generation and update of step 3, then in the synchronization before step 4.
-        _killed_at(passage, SCORES, samples / "step-2.jsonl", lambda: started(2))
-        _killed_at(passage, "/update_weights", samples / "step-3.jsonl", lambda: started(3))
-
-        def down_then_silent(number: int) -> int | None:
-            if number == 2:
-                is_asked_again.wait(LONGEST_SECONDS)
-            elif number == 3:
-                is_asked_again.set()
-            return 503 if number == 1 else None
-
-        passage.disturb(SCORES, down_then_silent)
-        again = started(4)
-        assert again.codes() == [0], again.said()
-        assert {step.step for step in steps(again.folder) if step.attempt == 4} <= {2, 3, 4}
-        passage.disturb(SCORES, lambda _: None)
-        assert is_asked_again.is_set()
-        assert started(1, "undisturbed").codes() == [0]
-        assert _learned(runs.volume / "killed") == _learned(runs.volume / "undisturbed")
+        run = beside.start("hung", engines=2)
+        assert run.codes() == [0], run.said()
     finally:
-        runs.close()
-        passage.close()
+        os.killpg(engines[0].pid, signal.SIGCONT)
+        del passage.arrivals[GENERATE]
+    assert f"{passage.url}/weight_info has not answered in 120 s; it gets no work" in run.said()
+    for step in (2, 3):
+        assert f"the weights of step {step} have reached 1 of 2 engines" in run.said()
+    assert len(steps(run.folder)) == STEPS
+    assert _learned(run.folder) == _learned(undisturbed)
 
 
 def _killed_at(passage: Passage, path: str, after: Path, start: Callable[[], Started]) -> None:
