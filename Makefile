@@ -147,7 +147,7 @@ test-gate: $(trainer_built) ## Run hundreds of random jobs that plan accepts: ea
 fuzz: $(operator_built) $(trainer_built) $(rollout_built) ## Send a million damaged inputs to each listener and each parser of foreign text
 	@MOEJOB_FUZZ_INPUTS=$${MOEJOB_FUZZ_INPUTS:-1000000} $(operator)/pytest tests/operator/test_strange_bytes.py $(ARGS)
 	@MOEJOB_FUZZ_INPUTS=$${MOEJOB_FUZZ_INPUTS:-1000000} $(trainer)/pytest tests/trainer/test_strange_bytes.py \
-		tests/trainer/launcher/test_progress_server.py $(ARGS)
+		tests/trainer/launcher/test_progress_server.py tests/trainer/rollouts/test_routed_experts.py $(ARGS)
 	@MOEJOB_FUZZ_INPUTS=$${MOEJOB_FUZZ_INPUTS:-1000000} $(rollout)/pytest tests/rollout/test_listener.py $(ARGS)
 
 test-rollout: $(rollout_built) ## Test what runs beside vLLM

@@ -1,12 +1,19 @@
-"""Inputs that strangers may send: as many as `make test` has time for, or as MOEJOB_FUZZ_INPUTS says."""
+"""Inputs that strangers may send: as many as `make test` has time for, or as MOEJOB_FUZZ_INPUTS says.
+
+Whatever is done with them takes little memory, the worst moment included: an operator at rest has 92 MiB of the 150
+that it may have.
+"""
 
 from __future__ import annotations
 
 import os
 import random
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 
 INPUTS = "MOEJOB_FUZZ_INPUTS"
+GROWTH_MIB = 50
 _USUAL = 10_000
 _WRONG = (
     b"",
@@ -26,12 +33,31 @@ _WRONG = (
 
 
 def drawn() -> Iterator[random.Random]:
-    """Sources of chance, the same each time unless another number of inputs was asked for."""
+    """Sources of chance, the same each time unless another number of inputs was asked for.
+
+    After the last one it fails when the process took more memory meanwhile than is left to an operator.
+    """
     asked = os.environ.get(INPUTS)
     # A longer search that began where the usual one does would see nothing else for its first seconds.
     first = 0 if asked is None else random.randrange(2**62)
-    for number in range(_USUAL if asked is None else int(asked)):
-        yield random.Random(first + number)
+    with _little_memory():
+        for number in range(_USUAL if asked is None else int(asked)):
+            yield random.Random(first + number)
+
+
+@contextmanager
+def _little_memory() -> Iterator[None]:
+    # 5: the most that was resident becomes what is now.
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _mib("VmRSS")
+    yield
+    grown = _mib("VmHWM") - before
+    assert grown < GROWTH_MIB, f"{grown:.0f} MiB more were resident at the worst moment"
+
+
+def _mib(name: str) -> float:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name)) / 1024
 
 
 def damaged(draw: random.Random, samples: Sequence[bytes]) -> bytes:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from aiohttp import web
 
 from builders import SFT
 from connections import SentConnection
-from fuzzing import damaged, drawn
+from fuzzing import GROWTH_MIB, damaged, drawn
 from moejob_api.contract import (
     TERMINATION_BYTES,
     LastWord,
@@ -62,6 +63,15 @@ REVIEW: Mapping[str, Any] = {
 
 def as_json(model: PodProgress | LastWord) -> bytes:
     return model.model_dump_json(by_alias=True, exclude_none=True).encode()
+
+
+def test_what_takes_too_much_memory_fails() -> None:
+    draws = drawn()
+    next(draws)
+    # Free again at once.
+    assert b"\1" * (2 * GROWTH_MIB * 2**20)
+    with pytest.raises(AssertionError, match="MiB more were resident at the worst moment"):
+        deque(draws, maxlen=0)
 
 
 def test_of_an_answer_of_a_pod_at_most_a_progress_is_read() -> None:
@@ -116,9 +126,11 @@ def test_a_damaged_review_is_refused_or_is_one_of_a_job() -> None:
 def test_lines_of_a_step_log_are_read_or_passed_over(tmp_path: Path) -> None:
     lines = [b'{"step": 1, "loss": 2.5, "seconds": 0.5, "tokens": 512}', b'{"step": 2, "loss": 2.25, "evalLoss": 2.0}']
     path = tmp_path / "steps.jsonl"
-    path.write_bytes(b"\n".join(damaged(draw, lines) for draw in drawn()))
     log = StepLog(path)
-    log.read()
+    with path.open("wb", buffering=0) as written:
+        for draw in drawn():
+            written.write(damaged(draw, lines) + b"\n")
+            log.read()
     assert [line.step for line in log.lines] == sorted({line.step for line in log.lines})
     tokens_per_second(log.lines)
 
@@ -161,8 +173,10 @@ SENT = json.dumps(REVIEW).encode()
     ],
 )
 def test_a_listener_answers_whatever_it_is_sent(
-    listener: Callable[[], Awaitable[web.Server]], request_bytes: bytes
+    listener: Callable[[], Awaitable[web.Server]], request_bytes: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """And writes nothing into the log, which strangers could fill."""
+
     async def story() -> None:
         server, answers = await listener(), 0
         complaints = list[Mapping[str, Any]]()
@@ -183,3 +197,4 @@ def test_a_listener_answers_whatever_it_is_sent(
         assert answers > 0
 
     asyncio.run(story())
+    assert {record.name for record in caplog.records} == set()

@@ -1,10 +1,14 @@
-"""The bytes of a connection that an HTTP parser is given, wherever they are cut."""
+"""The bytes of a connection that an HTTP parser is given, wherever they are cut, and what is logged of them."""
 
 from __future__ import annotations
 
-import pytest
+import asyncio
 
-from moejob_operator.runtime.listener import Intake
+import pytest
+from aiohttp import web
+
+from connections import SentConnection
+from moejob_operator.runtime.listener import BoundedServer, Intake, ListenerLimits
 
 GET = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
 POST = b"POST / HTTP/1.1\r\nContent-Length: 5\r\n\r\n"
@@ -54,3 +58,21 @@ def test_the_next_request_is_taken_behind_a_body_that_was_answered_early(read: i
     assert intake.takes(b"12345"[read:])
     assert intake.takes(GET)
     assert not intake.takes(GET)
+
+
+def test_what_is_wrong_with_us_is_logged_and_what_a_client_did_is_not(caplog: pytest.LogCaptureFixture) -> None:
+    async def broken(_: web.BaseRequest) -> web.StreamResponse:
+        raise ZeroDivisionError
+
+    async def story() -> None:
+        server = BoundedServer(broken, ListenerLimits())
+        for sent in (b"GET HTTP\r\n\r\n", GET):
+            protocol = server()
+            protocol.connection_made(SentConnection())
+            protocol.data_received(sent)
+            for _ in range(4):
+                await asyncio.sleep(0)
+            protocol.connection_lost(None)
+
+    asyncio.run(story())
+    assert [record.exc_info and record.exc_info[0] for record in caplog.records] == [ZeroDivisionError]

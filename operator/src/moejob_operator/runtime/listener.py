@@ -14,8 +14,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from aiohttp import web
+from aiohttp.http import HttpProcessingError
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
@@ -26,6 +28,8 @@ _END_OF_HEAD = b"\r\n\r\n"
 # Bodies in chunks have no length, and no client that is served here sends any.
 _BODY_LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d{1,10})[ \t]*\r\n", re.IGNORECASE)
 _CLOSING_SECONDS = 2.0
+# One that sends no HTTP, and one that leaves before the end.
+_FAULTS_OF_CLIENTS = (HttpProcessingError, ConnectionError)
 # What a client that means to ask has for handshake and request, however many others come meanwhile.
 _REQUEST_SECONDS = 0.25
 
@@ -114,6 +118,11 @@ class _BoundedHandler(web.RequestHandler):
         super().data_received(data)
         if awaited_body and not self.intake.awaits_body:
             self._server.received_body(self)
+
+    def log_exception(self, *arguments: Any, **options: Any) -> None:
+        """Log what is wrong with us, and not what a client did: strangers could fill the log with that."""
+        if not isinstance(options.get("exc_info"), _FAULTS_OF_CLIENTS):
+            super().log_exception(*arguments, **options)
 
 
 class BoundedServer(web.Server):
