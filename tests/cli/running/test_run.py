@@ -73,10 +73,26 @@ def test_the_secret_of_a_run_is_its_own_and_its_users_alone(run: MakeRun) -> Non
     kept = one.place / "run.secret"
     assert kept.stat().st_mode & 0o777 == 0o600
     assert one.life(0, 0)["MOEJOB_SECRET"] == kept.read_text().strip()
+    kept.chmod(0o644)
+    one.run([[DONE]])
+    assert kept.stat().st_mode & 0o777 == 0o600
     # Another run makes another.
     kept.unlink()
     one.run([[DONE]])
-    assert one.life(0, 1)["MOEJOB_SECRET"] != one.life(0, 0)["MOEJOB_SECRET"]
+    assert one.life(0, 2)["MOEJOB_SECRET"] != one.life(0, 0)["MOEJOB_SECRET"]
+
+
+def test_a_link_is_no_secret(run: MakeRun, tmp_path: Path) -> None:
+    one, elsewhere = run(), tmp_path / "elsewhere"
+    one.run([[DONE]])
+    kept = one.place / "run.secret"
+    kept.rename(elsewhere)
+    elsewhere.chmod(0o644)
+    kept.symlink_to(elsewhere)
+    ended = one.run([[DONE]])
+    assert ended.code == 78
+    assert f"{kept} cannot be used as the secret of a run" in ended.stderr
+    assert elsewhere.stat().st_mode & 0o777 == 0o644
 
 
 def test_logs_are_their_users_alone_also_in_a_folder_that_was_open(run: MakeRun) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -172,6 +173,38 @@ def test_a_launcher_starts_its_ranks_again_beside_foreign_claims(tmp_path: Path)
     (tmp_path / "claims/9999999999.9999999999").touch()
     second = fence.acquire(1, 1, first)
     assert [fence.is_ours(held) for held in (first, second)] == [False, True]
+
+
+def test_claims_are_their_users_alone_also_in_a_folder_that_was_open(tmp_path: Path) -> None:
+    (tmp_path / "claims").mkdir()
+    (tmp_path / "claims").chmod(0o2777)
+    fence = Fence(tmp_path, KEY)
+    first = fence.acquire(1, 0)
+    assert (tmp_path / "claims").stat().st_mode & 0o7777 == 0o700
+    (tmp_path / "claims").chmod(0o755)
+    fence.acquire(1, 1, first)
+    assert (tmp_path / "claims").stat().st_mode & 0o7777 == 0o700
+
+
+def test_a_folder_of_claims_whose_mode_cannot_be_changed_is_used_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "fchmod", refused)
+    fence = Fence(tmp_path, KEY)
+    assert fence.is_ours(fence.acquire(1, 0))
+
+
+def test_no_claim_is_made_and_none_removed_through_a_link(tmp_path: Path) -> None:
+    theirs, mine = Fence(tmp_path / "theirs", KEY), Fence(tmp_path / "mine", KEY)
+    held = theirs.acquire(1, 0)
+    mine.folder.mkdir()
+    (mine.folder / "claims").symlink_to("../theirs/claims")
+    with pytest.raises(NotADirectoryError):
+        mine.acquire(2, 0)
+    assert theirs.is_ours(held)
 
 
 def test_a_rank_knows_its_claim(tmp_path: Path) -> None:

@@ -119,10 +119,23 @@ def _secret(path: Path) -> str:
     file = path / RunFile.SECRET
     if not file.exists():
         _write(file, f"{secrets.token_hex(_SECRET_BYTES)}\n", mode=0o600)
-    found = file.read_text(encoding="utf-8", errors="replace")
+    found = _kept(file)
     if _SECRET.fullmatch(found) is None:
         raise CannotRun(f"{file} does not hold the secret of a run; delete it, and the next start makes another")
     return found.strip()
+
+
+def _kept(file: Path) -> str:
+    """The content of a file, which is its user's alone from now on: a copy of the folder may have lost the mode."""
+    try:
+        # A link could lead to a file that others know.
+        with os.fdopen(os.open(file, os.O_RDONLY | os.O_NOFOLLOW), encoding="utf-8", errors="replace") as kept:
+            os.fchmod(kept.fileno(), 0o600)
+            return kept.read()
+    except OSError as error:
+        raise CannotRun(
+            f"{file} cannot be used as the secret of a run: {error.strerror}; delete it, and the next start makes one"
+        ) from None
 
 
 def _newest_attempt(path: Path) -> int:

@@ -73,7 +73,7 @@ class Fence:
             raise Superseded(f"{self.folder} is not held by {held} any more; {mine} is too late and writes nothing")
         path = self._path(mine)
         self.folder.mkdir(parents=True, exist_ok=True)
-        path.parent.mkdir(mode=0o700, exist_ok=True)
+        _keep_from_others(path.parent)
         try:
             os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
         except FileExistsError:
@@ -146,3 +146,15 @@ class Fence:
 
     def _path(self, token: FenceToken) -> Path:
         return self.folder / TOKENS / self._name(token)
+
+
+def _keep_from_others(folder: Path) -> None:
+    """Make a folder that its user alone can open, also of one that is there already. A link is none."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        # Of another user's folder, and on a volume without modes, it stays as it is: tokens are proven there too.
+        with suppress(OSError):
+            os.fchmod(found, 0o700)
+    finally:
+        os.close(found)
