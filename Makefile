@@ -177,6 +177,10 @@ control-plane: $(operator_built) ## Build the Kubernetes programs that this mach
 images: ## Build container images: IMAGES="operator trainer-cpu" PREFIX=registry.example.com/ml TAG=...
 	@PYTHONPATH=scripts $(PYTHON) -m image_builds
 
+# Asks the registries that the Dockerfiles name. ARGS=--check asks none, and fails where a base has no digest yet.
+bases: ## Look up the digests of the images that ours stand on, into images/bases.txt; then build, test and commit it
+	@PYTHONPATH=scripts $(PYTHON) -m image_builds.bases $(ARGS)
+
 kind-demo: ## Train the tiny example on a cluster in Docker; needs docker, kind, kubectl and helm
 	@scripts/kind-demo
 
@@ -270,4 +274,4 @@ clean: ## Remove the environments and all build output; the cache stays
 		$(foreach dist,crds operator trainer rollout cli,$(dist)/dist $(dist)/build)
 	@find $(wildcard crds operator trainer rollout cli tests benchmarks scripts) -name __pycache__ -prune -exec rm -rf {} +
 
-.PHONY: help setup fmt lint types generate verify test test-operator test-trainer test-bridge test-learning matrix test-gate test-rollout test-cluster test-faults test-images gpu-test control-plane bench bench-operator bench-recovery bench-hostile bench-trainer bench-grpo demo demo-grpo cluster-demo docs pictures images kind-demo lock audit audit-images clean
+.PHONY: help setup fmt lint types generate verify test test-operator test-trainer test-bridge test-learning matrix test-gate test-rollout test-cluster test-faults test-images gpu-test control-plane bench bench-operator bench-recovery bench-hostile bench-trainer bench-grpo demo demo-grpo cluster-demo docs pictures images bases kind-demo lock audit audit-images clean

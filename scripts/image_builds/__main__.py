@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from image_builds.bases import BadPinsError
 from image_builds.commands import Supplies
 from image_builds.debian_base import MissingToolError
 from image_builds.engines import BuildError, engine
@@ -31,7 +32,7 @@ def main(settings: Mapping[str, str]) -> int:
                 started = time.monotonic()
                 where = builder.build(order(recipe, settings), given)
                 _say(f"{recipe.name}: {where} ({time.monotonic() - started:.0f} s)")
-    except (UnknownImageError, MissingToolError, BuildError) as problem:
+    except (UnknownImageError, MissingToolError, BadPinsError, BuildError) as problem:
         _say(str(problem))
         return 1
     return 0

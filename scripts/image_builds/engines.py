@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from image_builds import layouts
+from image_builds.bases import on_pinned_bases, pins
 from image_builds.commands import Store, Supplies, buildah, buildah_build, docker_build, podman_build
 from image_builds.debian_base import BASE, RUNTIME, Base, MissingToolError, archive
 from image_builds.recipes import ROOT, TIMESTAMP, Order, Recipe, closure_key
@@ -41,7 +42,7 @@ class Docker:
 
     def build(self, order: Order, supplies: Supplies) -> str:
         """Build with BuildKit."""
-        _build(docker_build(order, supplies), order)
+        _build(docker_build(on_pinned_bases(order, pins(order.context)), supplies), order)
         return f"docker image {order.reference}"
 
 
@@ -51,7 +52,7 @@ class Podman:
 
     def build(self, order: Order, supplies: Supplies) -> str:
         """Build as the user that calls."""
-        _build(podman_build(order, supplies), order)
+        _build(podman_build(on_pinned_bases(order, pins(order.context)), supplies), order)
         return f"podman image {order.reference}"
 
 

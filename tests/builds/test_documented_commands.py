@@ -27,6 +27,7 @@ PROOFS: dict[str, str] = {
     r"make demo-grpo$": "tests/trainer/test_demo.py::test_the_second_demo_teaches_sums_by_their_reward",
     r"make kind-demo$": KIND,
     r"make images\b": KIND,
+    r"make bases$": "tests/builds/test_bases.py::test_every_base_of_every_dockerfile_gets_its_digest",
     r"source \.venv/operator/bin/activate$": DEMO,
     r"moejob (plan|validate) ": PAGES,
     r"moejob run ": TINY_RUN,
