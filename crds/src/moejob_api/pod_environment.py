@@ -1,16 +1,27 @@
-"""The contract's environment of one pod as text: what the operator and `moejob run` both give to a launcher. Pure."""
+"""The contract's environment of one pod: the operator and `moejob run` write it, launchers and engines read it."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Annotated, TypeVar
 
+from pydantic import BaseModel, BeforeValidator, ValidationError
+
+from moejob_api.addresses import is_loopback
 from moejob_api.contract import Environment, Role
 from moejob_api.documents.reading import parse_spec
 from moejob_api.job import Spec
 
 # The kernel refuses to start a program with a longer one.
 LONGEST_VALUE_BYTES = 128 * 1024 - 256
+
+Pod = TypeVar("Pod", bound=BaseModel)
+
+
+class BadEnvironment(ValueError):
+    """The environment contradicts the contract; another start would find the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,3 +89,37 @@ def read_spec(text: str) -> Spec:
     except ValueError as error:
         raise ValueError(f"is not JSON: {error}") from None
     return parse_spec(raw)
+
+
+def from_environment(kind: type[Pod], environ: Mapping[str, str]) -> Pod:
+    """Return the pod that the environment describes; BadEnvironment names every variable that is wrong."""
+    given = {name.name.lower(): environ[name] for name in Environment if environ.get(name) is not None}
+    try:
+        return kind.model_validate(given)
+    except ValidationError as error:
+        raise BadEnvironment("; ".join(_problem(found["loc"], found["msg"]) for found in error.errors())) from None
+
+
+def require_secret(secret: str | None, host: str) -> None:
+    """Raise ValueError where a pod without the job's secret can be reached by others."""
+    if not secret and not is_loopback(host):
+        raise ValueError(
+            f"{Environment.SECRET} is not set, and {host} can be reached by others: let an operator of this version "
+            "create the pod"
+        )
+
+
+def _problem(place: tuple[int | str, ...], message: str) -> str:
+    text = message.removeprefix("Value error, ")
+    name = Environment.__members__.get(str(place[0]).upper()) if place else None
+    if name is None:
+        return text
+    return f"{name} is not set" if message == "Field required" else f"{name}: {text}"
+
+
+def _read(given: object) -> object:
+    return read_spec(given) if isinstance(given, str) else given
+
+
+# A spec as `spec_text` writes it.
+WrittenSpec = Annotated[Spec, BeforeValidator(_read)]

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from moejob_api.contract import ExitCode, RunFile
+from moejob_api.pod_environment import BadEnvironment, from_environment
 from moejob_rollout.arguments import arguments, variables
-from moejob_rollout.engine import BadEngineEnvironment, EngineEnvironment, engine_of
+from moejob_rollout.engine import EngineEnvironment
 from moejob_rollout.listener import server_settings
 
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
@@ -27,8 +28,8 @@ def main() -> int:
     # No process could ask an engine to stop whose launcher was killed.
     ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGTERM, 0, 0, 0)
     try:
-        engine = engine_of(os.environ)
-    except BadEngineEnvironment as error:
+        engine = from_environment(EngineEnvironment, os.environ)
+    except BadEnvironment as error:
         sys.stderr.write(f"moejob-rollout: {error}\n")
         return ExitCode.BAD_CONFIGURATION
     os.environ |= variables(engine, sorted(os.sched_getaffinity(0)))

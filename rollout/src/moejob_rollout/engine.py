@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from moejob_api.addresses import is_loopback
 from moejob_api.contract import Environment, Role
-from moejob_api.job import Spec
 from moejob_api.job.grpo import Grpo
-from moejob_api.pod_environment import read_spec
-
-
-class BadEngineEnvironment(ValueError):
-    """The environment is not that of an engine; another start would find the same."""
+from moejob_api.pod_environment import BadEnvironment, WrittenSpec, require_secret
 
 
 class EngineEnvironment(BaseModel):
@@ -25,7 +19,7 @@ class EngineEnvironment(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    spec: Spec
+    spec: WrittenSpec
     role: Literal[Role.ROLLOUT]
     # Which of `rollout_urls` is its own.
     index: Annotated[int, Field(ge=0)]
@@ -33,11 +27,6 @@ class EngineEnvironment(BaseModel):
     run_folder: Path
     rollout_urls: tuple[str, ...]
     secret: str | None = None
-
-    @field_validator("spec", mode="before")
-    @classmethod
-    def _read(cls, text: Any) -> Any:
-        return read_spec(text) if isinstance(text, str) else text
 
     @field_validator("rollout_urls", mode="before")
     @classmethod
@@ -58,18 +47,14 @@ class EngineEnvironment(BaseModel):
 
     @model_validator(mode="after")
     def _has_a_secret_where_others_reach_it(self) -> Self:
-        if not self.secret and not is_loopback(self.host):
-            raise ValueError(
-                f"{Environment.SECRET} is not set, and {self.host} can be reached by others: let an operator of this "
-                "version create the pod"
-            )
+        require_secret(self.secret, self.host)
         return self
 
     @property
     def grpo(self) -> Grpo:
         """Settings of GRPO, which the validation has found to be there."""
         if self.spec.grpo is None:
-            raise BadEngineEnvironment(f"{Environment.SPEC} has no grpo")
+            raise BadEnvironment(f"{Environment.SPEC} has no grpo")
         return self.spec.grpo
 
     @property
@@ -77,29 +62,10 @@ class EngineEnvironment(BaseModel):
         """The port to listen on."""
         port = urlsplit(self.rollout_urls[self.index]).port
         if port is None:
-            raise BadEngineEnvironment(f"{self.rollout_urls[self.index]} names no port")
+            raise BadEnvironment(f"{self.rollout_urls[self.index]} names no port")
         return port
 
     @property
     def listens_on(self) -> str:
         """The address to listen on: loopback alone where the run is on one machine."""
         return self.host if is_loopback(self.host) else "0.0.0.0"  # noqa: S104  # pods are reached by their own address
-
-
-def engine_of(environ: Mapping[str, str]) -> EngineEnvironment:
-    """Return the engine that the environment describes; BadEngineEnvironment names every variable that is wrong."""
-    given = {name.name.lower(): environ[name] for name in Environment if environ.get(name) is not None}
-    try:
-        return EngineEnvironment.model_validate(given)
-    except ValidationError as error:
-        raise BadEngineEnvironment(
-            "; ".join(_problem(found["loc"], found["msg"]) for found in error.errors())
-        ) from None
-
-
-def _problem(place: tuple[int | str, ...], message: str) -> str:
-    text = message.removeprefix("Value error, ")
-    name = Environment.__members__.get(str(place[0]).upper()) if place else None
-    if name is None:
-        return text
-    return f"{name} is not set" if message == "Field required" else f"{name}: {text}"

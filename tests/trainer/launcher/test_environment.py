@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from moejob_api.contract import LastWord, Outcome
-from moejob_trainer.launcher.pod import BadEnvironment, pod_of
+from moejob_api.pod_environment import BadEnvironment, from_environment
+from moejob_trainer.launcher.pod import TrainerPod
 from trainer.launcher.launchers import Gang
 
 
@@ -20,7 +21,7 @@ def environment(**changes: str | None) -> dict[str, str]:
 
 
 def test_a_pod_is_what_its_environment_says() -> None:
-    pod = pod_of(environment())
+    pod = from_environment(TrainerPod, environment())
     assert (pod.attempt, pod.index, pod.nodes, pod.world, pod.first_rank) == (7, 2, 4, 32, 16)
     assert (pod.run_folder, pod.progress_port) == (Path("/nowhere/run"), 9400)
     assert pod.spec.training.max_steps == 100
@@ -37,7 +38,7 @@ def test_a_pod_is_what_its_environment_says() -> None:
     ],
 )
 def test_only_a_run_on_one_machine_listens_on_loopback(host: str, expected: str) -> None:
-    assert pod_of(environment(MOEJOB_HOST=host)).listens_on == expected
+    assert from_environment(TrainerPod, environment(MOEJOB_HOST=host)).listens_on == expected
 
 
 @pytest.mark.parametrize(
@@ -59,13 +60,13 @@ def test_only_a_run_on_one_machine_listens_on_loopback(host: str, expected: str)
 )
 def test_what_is_wrong_is_named(changes: dict[str, str | None], said: str) -> None:
     with pytest.raises(BadEnvironment) as raised:
-        pod_of(environment(**changes))
+        from_environment(TrainerPod, environment(**changes))
     assert said in str(raised.value)
 
 
 def test_everything_that_is_wrong_is_named_at_once() -> None:
     with pytest.raises(BadEnvironment, match="MOEJOB_UID is not set; MOEJOB_HOST is not set"):
-        pod_of(environment(MOEJOB_UID=None, MOEJOB_HOST=None))
+        from_environment(TrainerPod, environment(MOEJOB_UID=None, MOEJOB_HOST=None))
 
 
 def test_the_command_ends_with_78_and_says_what_is_missing(tmp_path: Path) -> None:

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
+from moejob_api.pod_environment import from_environment
 from moejob_api.restarts import Cause
 from moejob_trainer.launcher.ending import Ending, FailureOrigin, Fault, ending_by
-from moejob_trainer.launcher.pod import pod_of
+from moejob_trainer.launcher.pod import TrainerPod
 from moejob_trainer.launcher.rendezvous import Rendezvous, Round
 from moejob_trainer.launcher.stop import StopRequest
 from moejob_trainer.launcher.store import LostPeers, Store
@@ -19,7 +20,7 @@ from trainer.launcher.launchers import Gang, free_port
 
 
 def rendezvous(gang: Gang, index: int) -> Rendezvous:
-    return Rendezvous(pod_of(pod_environment(gang, index)), StopRequest(), lost_seconds=30.0)
+    return Rendezvous(from_environment(TrainerPod, pod_environment(gang, index)), StopRequest(), lost_seconds=30.0)
 
 
 def pod_environment(gang: Gang, index: int) -> dict[str, str]:
@@ -63,7 +64,7 @@ def test_ranks_of_each_round_have_a_store_of_their_own(pair: tuple[Rendezvous, R
 
 def test_a_late_pod_of_an_older_attempt_cannot_turn_pod_0_away_by_being_quicker() -> None:
     job = Gang(Path("/nowhere"), nodes=2)
-    store = Store.hosted("127.0.0.1", job.rendezvous, pod_of(pod_environment(job, 0)).key)
+    store = Store.hosted("127.0.0.1", job.rendezvous, from_environment(TrainerPod, pod_environment(job, 0)).key)
     with ThreadPoolExecutor() as threads:
         late = threads.submit(rendezvous(job, 1).open)
         with pytest.raises(FutureTimeout):

@@ -8,13 +8,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from moejob_api.contract import ExitCode, LastWord, Outcome
+from moejob_api.pod_environment import BadEnvironment, from_environment
 from moejob_trainer.launcher.ending import ExitReport
 from moejob_trainer.launcher.engine_processes import PodEngines, engine_commands
 from moejob_trainer.launcher.http_server import ProgressServer
 from moejob_trainer.launcher.log import LauncherLog, start_logging
 from moejob_trainer.launcher.memory import pinned_limit_bytes, pinning_trouble
 from moejob_trainer.launcher.options import Options
-from moejob_trainer.launcher.pod import BadEnvironment, TrainerPod, pod_of
+from moejob_trainer.launcher.pod import TrainerPod
 from moejob_trainer.launcher.rank_processes import RankProcesses
 from moejob_trainer.launcher.stop import StopRequest
 from moejob_trainer.launcher.termination_message import write
@@ -26,7 +27,7 @@ def launch(environ: Mapping[str, str], options: Options, stop: StopRequest) -> i
     """Run the ranks of the pod that the environment describes; the exit code of the contract."""
     start_logging()
     try:
-        pod = pod_of(environ)
+        pod = from_environment(TrainerPod, environ)
         trouble = pinning_trouble(pod.spec, pinned_limit_bytes())
         if trouble is not None:
             log.warning(trouble)

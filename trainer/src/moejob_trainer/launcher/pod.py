@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
 from moejob_api.addresses import is_loopback
 from moejob_api.contract import Environment, Role
 from moejob_api.engines import colocated_per_pod
-from moejob_api.job import Spec
-from moejob_api.pod_environment import read_spec
+from moejob_api.pod_environment import WrittenSpec, require_secret
 from moejob_trainer.runtime.channel import attempt_key
 from moejob_trainer.runtime.fencing import Fence, claim_key
 
 _Name = Annotated[str, Field(min_length=1)]
 _Port = Annotated[int, Field(ge=1, le=65_535)]
 _Count = Annotated[int, Field(ge=1, le=65_536)]
-
-
-class BadEnvironment(ValueError):
-    """The environment contradicts the contract; a retry would find the same."""
 
 
 class TrainerPod(BaseModel):
@@ -34,7 +28,7 @@ class TrainerPod(BaseModel):
     job: _Name
     namespace: str
     uid: _Name
-    spec: Spec
+    spec: WrittenSpec
     role: Literal[Role.TRAINER]
     attempt: Annotated[int, Field(ge=0)]
     index: Annotated[int, Field(ge=0)]
@@ -51,11 +45,6 @@ class TrainerPod(BaseModel):
     # Without it everyone who knows the job's UID would know the key.
     secret: SecretStr = SecretStr("")
 
-    @field_validator("spec", mode="before")
-    @classmethod
-    def _read(cls, text: object) -> object:
-        return read_spec(text) if isinstance(text, str) else text
-
     @model_validator(mode="after")
     def _is_one_of_the_gang(self) -> Self:
         if self.index >= self.nodes:
@@ -64,11 +53,7 @@ class TrainerPod(BaseModel):
 
     @model_validator(mode="after")
     def _has_a_secret_where_others_reach_it(self) -> Self:
-        if not self.secret.get_secret_value() and not is_loopback(self.host):
-            raise ValueError(
-                f"{Environment.SECRET} is not set, and {self.host} can be reached by others: let an operator of this "
-                "version create the pod"
-            )
+        require_secret(self.secret.get_secret_value(), self.host)
         return self
 
     @model_validator(mode="after")
@@ -109,20 +94,3 @@ class TrainerPod(BaseModel):
     def listens_on(self) -> str:
         """The address to serve on: a run on one machine is not reachable from others."""
         return self.host if is_loopback(self.host) else ""
-
-
-def pod_of(environ: Mapping[str, str]) -> TrainerPod:
-    """The pod that the environment describes; BadEnvironment names every variable that is wrong."""
-    given = {name.name.lower(): environ[name] for name in Environment if environ.get(name) is not None}
-    try:
-        return TrainerPod.model_validate(given)
-    except ValidationError as error:
-        raise BadEnvironment("; ".join(_message(found["loc"], found["msg"]) for found in error.errors())) from None
-
-
-def _message(place: tuple[int | str, ...], message: str) -> str:
-    text = message.removeprefix("Value error, ")
-    name = Environment.__members__.get(str(place[0]).upper()) if place else None
-    if name is None:
-        return text
-    return f"{name} is not set" if message == "Field required" else f"{name}: {text}"
