@@ -14,11 +14,12 @@ from pathlib import Path
 
 from moejob_api.job.model import Data, DataFormat, Dataset, Model
 from moejob_trainer.data import tiny
+from moejob_trainer.data.blending import blended_dataset
 from moejob_trainer.data.corpus import Corpus
 from moejob_trainer.data.packing import BatchPlan
 from moejob_trainer.data.prefetch import Prefetched
 from moejob_trainer.data.preparation import Recipe, prepare
-from moejob_trainer.data.stream import BatchShare, BatchSize, TrainingData, blended_dataset
+from moejob_trainer.data.stream import BatchShare, BatchSize, TrainingData
 
 CHATS = 20_000
 MAX_LENGTH = 4096

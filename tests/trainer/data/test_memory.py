@@ -20,6 +20,7 @@ from moejob_api.job.model import DataFormat, Dataset
 from moejob_trainer.data import corpus, prompt_corpus
 from moejob_trainer.data.corpus import Corpus, Report
 from moejob_trainer.data.encoding import Sample
+from moejob_trainer.data.prepared_folder import finish
 from moejob_trainer.data.prompt_corpus import PromptCorpus, PromptReport
 from moejob_trainer.data.prompts import Prompt
 from moejob_trainer.data.sources import records
@@ -142,7 +143,7 @@ def test_prepared_documents_are_mapped_and_not_read(tmp_path: Path) -> None:
     one = Sample(np.arange(tokens, dtype=np.int32), np.ones(tokens, dtype=np.bool_))
     documents, total, trained = corpus.write(tmp_path, (one for _ in range(5_000)))
     assert (documents, total, trained) == (5_000, 5_000 * tokens, 5_000 * tokens)
-    corpus.finish(tmp_path, Report("a", "train", "f", documents, documents, 0, 0, 0, total, trained))
+    finish(tmp_path, Report("a", "train", "f", documents, documents, 0, 0, 0, total, trained))
     opened: list[Corpus] = []
     # 50 MB of tokens and marks; lengths, checksums and starts are 32 bytes a document.
     assert peak(lambda: opened.append(Corpus(tmp_path))) < MIB
@@ -156,7 +157,7 @@ def test_prompts_are_mapped_and_not_held(tmp_path: Path) -> None:
     written: list[tuple[int, str]] = []
     # 30 MB of lines, of which 16 bytes each are kept.
     assert peak(lambda: written.append(prompt_corpus.write(tmp_path, (one for _ in range(count))))) < MIB
-    prompt_corpus.finish(tmp_path, PromptReport("a", "train", written[0][1], count, count, 0))
+    finish(tmp_path, PromptReport("a", "train", written[0][1], count, count, 0))
     opened: list[PromptCorpus] = []
     assert peak(lambda: opened.append(PromptCorpus(tmp_path))) < MIB
     assert peak(lambda: opened[0].prompt(count - 1)) < MIB

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from builders import spec
 from moejob_api.job.model import DataFormat
-from moejob_trainer.data.blending import BlendedDataset, Cursor, Key
+from moejob_trainer.data.blending import BlendedDataset, Cursor, Key, blended_dataset
 from moejob_trainer.data.corpus import Corpus
 from moejob_trainer.data.packing import BatchPlan
 from moejob_trainer.data.stream import (
@@ -25,7 +25,6 @@ from moejob_trainer.data.stream import (
     TrainingBatch,
     TrainingData,
     batch_size,
-    blended_dataset,
     evaluation,
     sample_count,
 )

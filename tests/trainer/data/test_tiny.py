@@ -16,10 +16,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from moejob_api.job.model import DataFormat, Dataset
 from moejob_api.models import catalog
 from moejob_trainer.data import tiny
+from moejob_trainer.data.blending import blended_dataset
 from moejob_trainer.data.corpus import Corpus
 from moejob_trainer.data.packing import BatchPlan
 from moejob_trainer.data.preparation import prepare
-from moejob_trainer.data.stream import Batch, BatchShare, BatchSize, TrainingData, blended_dataset, evaluation
+from moejob_trainer.data.stream import Batch, BatchShare, BatchSize, TrainingData, evaluation
 from moejob_trainer.engine import MicroBatch
 from trainer.training_data import corpora, recipe
 

@@ -19,6 +19,7 @@ from moejob_api.job.grpo import Grpo
 from moejob_api.job.model import Data
 from moejob_trainer.data import prompt_corpus
 from moejob_trainer.data.packing import BatchPlan
+from moejob_trainer.data.prepared_folder import finish
 from moejob_trainer.data.prompt_corpus import PromptCorpus, PromptReport
 from moejob_trainer.data.prompt_loader import PromptLoader, steps_of_epochs
 from moejob_trainer.data.prompts import Prompt
@@ -167,7 +168,7 @@ def _prompts(count: int = 3) -> list[Prompt]:
 
 def _corpus(folder: Path) -> PromptCorpus:
     written, fingerprint = prompt_corpus.write(folder, map(prompt_corpus.line, _prompts()))
-    prompt_corpus.finish(folder, PromptReport("questions", "train", fingerprint, written, written, 0))
+    finish(folder, PromptReport("questions", "train", fingerprint, written, written, 0))
     return PromptCorpus(folder)
 
 

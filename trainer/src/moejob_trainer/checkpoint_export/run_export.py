@@ -5,9 +5,6 @@ What is being written lies under another name until it has been read back, and i
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +24,7 @@ from moejob_trainer.conversion.model_export import (
     complete,
     file_names,
     prepare,
+    removed_on_failure,
 )
 from moejob_trainer.conversion.safetensors_writer import TensorEntry, planned, shard_writer, verify
 from moejob_trainer.conversion.tensor_table import Piece
@@ -67,7 +65,7 @@ def export_model(run: StoredRun, wanted: Wanted) -> ExportReport:
     tensors = _merged(run, declared, wanted) if run.adapters.lora else _weights(run, declared)
     dtype = wanted.dtype or getattr(torch, run.spec.model.dtype.value)
     target = Target(wanted.folder, run.template, dtype, wanted.most_shard_bytes)
-    with _removed_on_failure(target.unfinished):
+    with removed_on_failure(target.unfinished):
         report = _write(tensors, declared, target, dtype)
         target.unfinished.rename(target.folder)
     return report
@@ -82,7 +80,7 @@ def _export_adapters(run: StoredRun, wanted: Wanted) -> str:
     declared = adapter_table(run.shape, lora)
     tensors = CheckpointTensors.open(run.checkpoint.path, declared)
     target = AdapterTarget(wanted.folder, run.spec.model.source, lora)
-    with _removed_on_failure(target.unfinished):
+    with removed_on_failure(target.unfinished):
         write_adapters(
             {piece.tensor: tensors.tensor(piece).contiguous() for piece in declared.pieces}, declared, target
         )
@@ -137,11 +135,3 @@ def _write(tensors: PublishedTensors, declared: Table, target: Target, dtype: to
 
 def _dtype(piece: Piece, declared: Table, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if declared.by_name[piece.parameter].is_buffer else dtype
-
-
-@contextmanager
-def _removed_on_failure(unfinished: Path) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import shutil
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -31,6 +31,7 @@ from moejob_trainer.conversion.templates import copy_beside
 from moejob_trainer.conversion.tensor_table import Piece
 from moejob_trainer.distributed import messages
 from moejob_trainer.model.parameters import local_slices
+from moejob_trainer.runtime.disk import Disk
 
 MOST_SHARD_BYTES = 5 * 10**9
 
@@ -234,19 +235,20 @@ def _index(entries: Mapping[str, tuple[str, TensorEntry]]) -> str:
     return json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2) + "\n"
 
 
+@contextmanager
+def removed_on_failure(unfinished: Path) -> Iterator[None]:
+    """Remove what is being written, unless it has got its name by then."""
+    try:
+        yield
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
 def _replace(target: Target) -> None:
     """Give the new export its name. A crash in between leaves a complete export under one of the two."""
     shutil.rmtree(target.replaced, ignore_errors=True)
     if target.folder.exists():
         target.folder.rename(target.replaced)
     target.unfinished.rename(target.folder)
-    _sync(target.folder.parent)
+    Disk().sync(target.folder.parent)
     shutil.rmtree(target.replaced, ignore_errors=True)
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -6,6 +6,7 @@ in it.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +15,9 @@ from functools import cached_property, lru_cache
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
+from moejob_api.job.model import Data
+from moejob_trainer.data.corpus import Corpus
+from moejob_trainer.data.prompt_corpus import PromptCorpus
 from moejob_trainer.data.shuffling import mixed, shuffled
 from moejob_trainer.errors import BadData
 
@@ -123,6 +127,19 @@ class BlendedDataset:
             return position
         block, offset = divmod(position, _BLOCK)
         return _shuffled_block(self.sizes[source], mixed(self.seed, source, epoch), block)[offset]
+
+
+def blended_dataset(sources: Sequence[Corpus | PromptCorpus], data: Data) -> BlendedDataset:
+    """Return the blend of the training data, documents or prompts."""
+    weights = tuple(dataset.weight for dataset in data.train)
+    identity = (*(source.report.fingerprint for source in sources), weights, data.seed, data.shuffle)
+    return BlendedDataset(
+        sizes=tuple(map(len, sources)),
+        weights=weights,
+        seed=data.seed,
+        shuffle=data.shuffle,
+        fingerprint=hashlib.sha256(repr(identity).encode()).hexdigest()[:16],
+    )
 
 
 @lru_cache(maxsize=256)

@@ -95,8 +95,3 @@ def write(folder: Path, samples: Iterable[Sample]) -> tuple[int, int, int]:
 
 def _checksum(tokens: npt.NDArray[np.int32], trained: npt.NDArray[np.bool_]) -> int:
     return zlib.crc32(trained.tobytes(), zlib.crc32(tokens.tobytes()))
-
-
-def finish(folder: Path, report: Report) -> None:
-    """The report is what makes a folder a corpus, so it comes last."""
-    (folder / REPORT).write_bytes(_reports.dump_json(report, indent=1))

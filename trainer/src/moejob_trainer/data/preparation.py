@@ -24,7 +24,7 @@ from moejob_trainer.data import corpus
 from moejob_trainer.data.corpus import Report
 from moejob_trainer.data.encoding import Encoder, Sample, encoder
 from moejob_trainer.data.hub import HubPins
-from moejob_trainer.data.prepared_folder import built
+from moejob_trainer.data.prepared_folder import built, finish
 from moejob_trainer.data.records import Record
 from moejob_trainer.data.sources import records, state
 from moejob_trainer.data.tokenizers import CLAIMS, tokenizer
@@ -108,7 +108,7 @@ def fitted(sample: Sample, data: Data, place: str) -> Fitted:
 
 def _prepared(dataset: Dataset, recipe: Recipe, folder: Path, workers: int, identity: str) -> Path:
     def write(building: Path) -> None:
-        corpus.finish(building, _written(building, dataset, recipe, workers, identity))
+        finish(building, _written(building, dataset, recipe, workers, identity))
 
     return built(folder / identity[:16], write)
 

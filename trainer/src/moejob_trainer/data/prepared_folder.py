@@ -7,6 +7,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from pydantic import TypeAdapter
+
 from moejob_trainer.errors import BadData
 
 # Written last: what lies there without one is a remnant.
@@ -27,6 +29,11 @@ def built(folder: Path, write: Callable[[Path], None]) -> Path:
     finally:
         shutil.rmtree(building, ignore_errors=True)
     return folder
+
+
+def finish(folder: Path, report: object) -> None:
+    """Write the report, which is what makes a folder whole: it comes last."""
+    (folder / REPORT).write_bytes(TypeAdapter(type(report)).dump_json(report, indent=1))
 
 
 def damaged(folder: Path) -> BadData:

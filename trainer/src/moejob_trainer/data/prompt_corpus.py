@@ -101,8 +101,3 @@ def write(folder: Path, lines: Iterable[PromptLine]) -> tuple[int, str]:
     rows = np.frombuffer(places, dtype=np.int64).reshape(-1, 2)
     np.save(folder / _PLACES, rows)
     return len(rows), hashed.hexdigest()
-
-
-def finish(folder: Path, report: PromptReport) -> None:
-    """The report is what makes a folder a corpus, so it comes last."""
-    (folder / REPORT).write_bytes(_reports.dump_json(report, indent=1))

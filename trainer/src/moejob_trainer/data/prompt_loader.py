@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from moejob_api.job.model import Data
-from moejob_trainer.data.blending import BlendedDataset, Cursor
+from moejob_trainer.data.blending import Cursor, blended_dataset
 from moejob_trainer.data.prompt_corpus import PromptCorpus
 from moejob_trainer.data.prompts import Prompt
 
@@ -28,7 +27,7 @@ class PromptLoader:
     """Prompts of several sources, each as often as its weight says."""
 
     def __init__(self, sources: Sequence[PromptCorpus], data: Data) -> None:
-        self._sources, self._dataset = sources, blended(sources, data)
+        self._sources, self._dataset = sources, blended_dataset(sources, data)
         self._cursor = self._dataset.start()
 
     @property
@@ -52,19 +51,6 @@ class PromptLoader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on behind the last prompt that was asked; other data is refused."""
         self._cursor = self._dataset.resumed(Cursor.from_json(state[_CURSOR]))
-
-
-def blended(sources: Sequence[PromptCorpus], data: Data) -> BlendedDataset:
-    """Return the order of prompts from several sources."""
-    weights = tuple(dataset.weight for dataset in data.train)
-    identity = (*(source.report.fingerprint for source in sources), weights, data.seed, data.shuffle)
-    return BlendedDataset(
-        sizes=tuple(len(source) for source in sources),
-        weights=weights,
-        seed=data.seed,
-        shuffle=data.shuffle,
-        fingerprint=hashlib.sha256(repr(identity).encode()).hexdigest()[:16],
-    )
 
 
 def steps_of_epochs(prompts: int, epochs: float, prompts_per_step: int) -> int:

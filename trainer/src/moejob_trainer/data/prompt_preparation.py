@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from moejob_api.job.model import Dataset
 from moejob_trainer.data import prompt_corpus
 from moejob_trainer.data.preparation import Recipe, encoded, fingerprint
-from moejob_trainer.data.prepared_folder import built
+from moejob_trainer.data.prepared_folder import built, finish
 from moejob_trainer.data.prompt_corpus import PromptLine, PromptReport
 from moejob_trainer.data.prompts import fits, read_prompt, refuse_none, refuse_unasked
 from moejob_trainer.data.records import Record
@@ -45,7 +45,7 @@ def _write(building: Path, dataset: Dataset, recipe: Recipe, most_tokens: int, w
     written, hashed = prompt_corpus.write(building, kept())
     refuse_none(dataset, counts.total(), written, most_tokens)
     report = PromptReport(dataset.source, dataset.split, hashed, counts.total(), written, counts[False])
-    prompt_corpus.finish(building, report)
+    finish(building, report)
 
 
 def _lines(most_tokens: int, recipe: Recipe, chunk: Sequence[Record]) -> list[PromptLine | None]:

@@ -6,7 +6,6 @@ on other GPUs takes the same steps.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +13,6 @@ from typing import overload
 
 from moejob_api.derived import global_batch_size
 from moejob_api.job import Spec
-from moejob_api.job.model import Data
 from moejob_trainer.data.blending import BlendedDataset, Cursor, Key
 from moejob_trainer.data.corpus import Corpus
 from moejob_trainer.data.packing import BatchPlan, PackedRows, rank_batch, slots_of_ranks
@@ -65,19 +63,6 @@ class BatchShare:
 
     plan: BatchPlan
     rank: int
-
-
-def blended_dataset(corpora: Sequence[Corpus], data: Data) -> BlendedDataset:
-    """Return the blend of the training data."""
-    weights = tuple(dataset.weight for dataset in data.train)
-    identity = (*(corpus.report.fingerprint for corpus in corpora), weights, data.seed, data.shuffle)
-    return BlendedDataset(
-        sizes=tuple(map(len, corpora)),
-        weights=weights,
-        seed=data.seed,
-        shuffle=data.shuffle,
-        fingerprint=hashlib.sha256(repr(identity).encode()).hexdigest()[:16],
-    )
 
 
 def sample_count(mixed: BlendedDataset, epochs: float | None) -> int | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial, reduce
 from pathlib import Path
@@ -19,7 +18,7 @@ from moejob_trainer.conversion.checkpoint import StoredTensor, listed, unusable
 from moejob_trainer.conversion.families import Table, table
 from moejob_trainer.conversion.groups import ModelGroups
 from moejob_trainer.conversion.loading import Source, opened
-from moejob_trainer.conversion.model_export import ExportReport, Target, export
+from moejob_trainer.conversion.model_export import ExportReport, Target, export, removed_on_failure
 from moejob_trainer.conversion.quantized import TensorSource
 from moejob_trainer.conversion.safetensors_writer import CorruptExport
 from moejob_trainer.conversion.templates import CONFIG_FILE
@@ -141,7 +140,7 @@ def import_megatron(checkpoint: Path, template: Path, folder: Path) -> ExportRep
     declared, tensors, _ = _model(template)
     weights = MegatronWeights.open(iteration_folder(checkpoint), declared, tensors)
     target = Target(folder, template, weights.dtype())
-    with _removed_on_failure(target.unfinished):
+    with removed_on_failure(target.unfinished):
         return export(_Parameters(Source(weights, declared, ())), declared, ModelGroups(), target)
 
 
@@ -151,7 +150,7 @@ def export_megatron(source: Path, folder: Path) -> int:
     declared, tensors, model = _model(source)
     published = opened(source, declared).checkpoint
     unfinished = folder.with_name(f".{folder.name}.unfinished")
-    with _removed_on_failure(unfinished):
+    with removed_on_failure(unfinished):
         shutil.rmtree(unfinished, ignore_errors=True)
         iteration = unfinished / _ITERATION
         iteration.mkdir(parents=True)
@@ -207,11 +206,3 @@ def _compare(written: MegatronWeights, published: TensorSource) -> None:
 def _refuse_existing(folder: Path) -> None:
     if folder.exists():
         raise unusable(f"{folder} exists; name another folder, or remove it")
-
-
-@contextmanager
-def _removed_on_failure(unfinished: Path) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)

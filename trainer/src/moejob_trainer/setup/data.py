@@ -8,11 +8,12 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from moejob_api.evaluations import loss_sets
+from moejob_trainer.data.blending import blended_dataset
 from moejob_trainer.data.corpus import Corpus
 from moejob_trainer.data.hub import HubPins
 from moejob_trainer.data.packing import batch_plan
 from moejob_trainer.data.preparation import FOLDER, Recipe, prepare
-from moejob_trainer.data.stream import BatchShare, TrainingData, batch_size, blended_dataset, sample_count
+from moejob_trainer.data.stream import BatchShare, TrainingData, batch_size, sample_count
 from moejob_trainer.setup.answers import EvalPrompts, load_eval_prompts
 from moejob_trainer.setup.context import RankContext
 from moejob_trainer.setup.model import RunModel
