@@ -47,20 +47,17 @@ class EvaluatedEngine(Engine, NextTokens, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Evaluator:
-    """Evaluates every training.evalEvery steps and after the last one."""
+    """Evaluates the weights of an engine."""
 
     engine: EvaluatedEngine
     objective: Objective
     data: RunData
     spec: Spec
-    total_steps: int
     # Called when there is a sign of life, with the steps done.
     beat: Callable[[int], object] = lambda _: None
 
     def metrics(self, step: int) -> Mapping[str, float]:
-        """Evaluate if it is due; return what there is to report: of all sets together, then of each of several."""
-        if not evaluates(self.spec, step, self.total_steps):
-            return {}
+        """Evaluate; return what there is to report: of all sets together, then of each of several."""
         asked = self.data.prompts.metrics(step, self.engine, self.data.share, partial(self.beat, step))
         return {**self._losses(), **asked}
 
@@ -85,7 +82,10 @@ class Evaluator:
 
 
 class RankedEvaluations:
-    """The evaluations of a run in their order. Rank 0 alone has all numbers of GRPO; it decides, and tells all."""
+    """The evaluations of a run in their order, every training.evalEvery steps and after the last one.
+
+    Rank 0 alone has all numbers of GRPO; it decides, and tells all.
+    """
 
     def __init__(
         self, spec: Spec, total_steps: int, ranks: Coordinator, evaluate: Callable[[int], Mapping[str, float]]
@@ -97,9 +97,9 @@ class RankedEvaluations:
 
     def metrics(self, step: int) -> Mapping[str, float]:
         """Evaluate if it is due; return what there is to report."""
-        found = self._evaluate(step)
         if not evaluates(self._spec, step, self._total_steps):
-            return found
+            return {}
+        found = self._evaluate(step)
         self._ranking = on_first_rank(self._ranks, partial(self._ranked, step, found), _RANKING)
         if self._ranks.rank == 0 and self.is_over():
             sys.stdout.write(f"{self.verdict()}\n")

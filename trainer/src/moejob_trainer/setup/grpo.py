@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
 from moejob_api.derived import updates_per_step
-from moejob_api.evaluations import evaluates
-from moejob_api.job import Spec
 from moejob_trainer.data.packing import batch_plan
-from moejob_trainer.engine import Engine
 from moejob_trainer.objectives.grpo.collecting import Collector
 from moejob_trainer.objectives.grpo.objective import GroupRelativePolicyOptimization, GrpoSettings, StepServices
 from moejob_trainer.objectives.grpo.rank_exchange import Peers
@@ -64,22 +61,6 @@ def build_grpo(context: RankContext, prompts: RunPrompts, engines: RolloutEngine
     return GrpoRun(
         GroupRelativePolicyOptimization(settings, StepServices(peers, engines.publisher, collector, waiting)), collector
     )
-
-
-@dataclass(frozen=True, slots=True)
-class GrpoEvaluator:
-    """Evaluates every training.evalEvery steps and after the last one."""
-
-    engine: Engine
-    objective: GroupRelativePolicyOptimization
-    spec: Spec
-    total_steps: int
-
-    def metrics(self, step: int) -> Mapping[str, float]:
-        """Evaluate if it is due; return what there is to report."""
-        if not evaluates(self.spec, step, self.total_steps):
-            return {}
-        return self.objective.evaluate(step, self.engine)
 
 
 def _peers(context: RankContext) -> Peers:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 
 from moejob_api.job import Method
 from moejob_trainer.data.loader import BatchLoader
@@ -15,7 +16,7 @@ from moejob_trainer.runtime.heartbeats import Heartbeat
 from moejob_trainer.setup.context import RankContext
 from moejob_trainer.setup.data import RunData, load_data
 from moejob_trainer.setup.evaluation import Evaluator, RankedEvaluations
-from moejob_trainer.setup.grpo import GrpoEvaluator, build_grpo
+from moejob_trainer.setup.grpo import build_grpo
 from moejob_trainer.setup.model import RunModel
 from moejob_trainer.setup.prompts import RunPrompts, load_prompts
 from moejob_trainer.setup.rollouts import connect_engines
@@ -45,8 +46,8 @@ def build_objective(
         return _supervised(context, inputs, engine, stack)
     engines = connect_engines(context, engine, stack)
     run = build_grpo(context, inputs, engines, stack)
-    evaluator = GrpoEvaluator(engine, run.objective, context.spec, inputs.total_steps)
-    evaluations = RankedEvaluations(context.spec, inputs.total_steps, context.ranks, evaluator.metrics)
+    evaluate = partial(run.objective.evaluate, engine=engine)
+    evaluations = RankedEvaluations(context.spec, inputs.total_steps, context.ranks, evaluate)
     return RunObjective(
         run.objective, lambda: run.epoch, run.objective.waited_seconds, evaluations, run.objective.metrics
     )
@@ -56,6 +57,6 @@ def _supervised(context: RankContext, data: RunData, engine: MegatronEngine, sta
     source = BatchLoader(data.training, data.share)
     stack.callback(source.close)
     objective = SupervisedFineTuning(source)
-    evaluator = Evaluator(engine, objective, data, context.spec, data.total_steps, Heartbeat.for_rank().beat)
+    evaluator = Evaluator(engine, objective, data, context.spec, Heartbeat.for_rank().beat)
     evaluations = RankedEvaluations(context.spec, data.total_steps, context.ranks, evaluator.metrics)
     return RunObjective(objective, lambda: source.epoch, source.waited_seconds, evaluations)
