@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
-import json
 import posixpath
 import re
-import runpy
 from collections.abc import Iterator
-from enum import IntEnum, StrEnum
 from pathlib import Path
 from typing import Any
 
-import yaml
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
-from prometheus_client import generate_latest
-from typer.main import get_command
 
-from moejob_api import contract
-from moejob_api.fields import Field, FieldKind, job_fields
-from moejob_api.job.status import ConditionType, Phase
-from moejob_cli.app import app
-from moejob_operator.actions import EventReason
-from moejob_operator.planning.decision import Reason
-from moejob_operator.runtime.metrics import Metrics
-from moejob_operator.runtime.settings import Settings
+import reference_pages
 
 ROOT = Path(__file__).parents[1]
 # The project's pages, and the files that they link to.
@@ -37,29 +23,12 @@ OUTSIDE = (
     "docs/pictures/*.svg",
     "examples/**/*.*",
 )
-# A pod that reports everything, so that every metric of it shows.
-_FULL_PROGRESS = contract.PodProgress(
-    attempt=0,
-    index=0,
-    ready=True,
-    ranks=(contract.ReportedHeartbeat(rank=0, pid=1, step=0, age_seconds=0),),
-    run=contract.RunProgress.model_validate(
-        {
-            **dict.fromkeys(contract.RunProgress.model_fields, 1),
-            "measures": {"tokensPerSecond": 1.0, "seconds": 1.0},
-            "hub_commits": (),
-        }
-    ),
-)
-_HELP = re.compile(r"^# HELP (\S+) (.*)$", re.MULTILINE)
-_TYPE = re.compile(r"^# TYPE (\S+) (\S+)$", re.MULTILINE)
 _LINK = re.compile(r"(\]\()([^)#:]+)([^)]*\))")
-_TYPES = {FieldKind.TEXT: "string", FieldKind.WHOLE: "integer", FieldKind.NUMBER: "number", FieldKind.SWITCH: "boolean"}
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that do not lie in docs/."""
-    for name, text in (*_reference(), *_outside()):
+    for name, text in (*reference_pages.pages(), *_outside()):
         files.append(File.generated(config, name, content=text))
     return files
 
@@ -89,138 +58,3 @@ def _outside() -> Iterator[tuple[str, str]]:
     for pattern in OUTSIDE:
         for path in sorted(ROOT.glob(pattern)):
             yield f"project/{path.relative_to(ROOT)}", path.read_text()
-
-
-# --- reference ------------------------------------------------------------------------------------------------------
-
-
-def _reference() -> Iterator[tuple[str, str]]:
-    yield "reference/fields.md", _fields()
-    yield "reference/commands.md", _commands()
-    yield "reference/contract.md", _contract()
-    yield "reference/operator.md", _operator()
-    yield "reference/metrics.md", _metrics()
-    yield "reference/conditions.md", _conditions()
-    yield "reference/chart.md", _chart()
-
-
-def _fields() -> str:
-    lines = ["# Fields of a MoETrainingJob", "", "`kubectl explain moetrainingjob.spec` prints the same.", ""]
-    lines += ["| field | type | default | meaning |", "|---|---|---|---|"]
-    for path, field in job_fields().walk():
-        if path.startswith(("spec", "status")) and field.description:
-            default = "" if field.kind is FieldKind.OBJECT or field.default is None else f"`{field.default}`"
-            lines.append(f"| `{path}` | {_type(field)} | {default} | {_cell(field.description)} |")
-    return "\n".join(lines) + "\n"
-
-
-def _type(field: Field) -> str:
-    named = " \\| ".join(field.choices) or _TYPES.get(field.kind, field.kind.value)
-    bounds = ", ".join(
-        f"{word} {value:g}"
-        for word, value in (("from", field.minimum), ("to", field.maximum))
-        if value is not None and not field.choices
-    )
-    return f"{named} ({bounds})" if bounds else named
-
-
-def _commands() -> str:
-    lines = ["# Commands", ""]
-    # A group of commands, which typer's own type does not say.
-    group: Any = get_command(app)
-    for name, one in group.commands.items():
-        lines += [f"## moejob {name}", "", one.help or "", "", "| option | meaning |", "|---|---|"]
-        for parameter in one.params:
-            names = ", ".join(parameter.opts)
-            lines.append(f"| `{names}` | {_cell(getattr(parameter, 'help', '') or '')} |")
-        lines.append("")
-    return "\n".join(lines)
-
-
-def _contract() -> str:
-    parts: tuple[tuple[str, type[StrEnum | IntEnum]], ...] = (
-        ("Environment variables of a pod", contract.Environment),
-        ("Ports", contract.Port),
-        ("Paths over HTTP", contract.HttpPath),
-        ("Exit codes", contract.ExitCode),
-        ("Labels", contract.Label),
-        ("Files of a run folder", contract.RunFile),
-    )
-    lines = ["# Contract of operator, `moejob run` and trainer", ""]
-    for title, members in parts:
-        lines += [f"## {title}", "", "| name | value |", "|---|---|"]
-        lines += [f"| {member.name} | `{member.value}` |" for member in members]
-        lines.append("")
-    return "\n".join(lines)
-
-
-def _operator() -> str:
-    lines = ["# Settings of the operator", "", "A flag wins over its variable, a variable over the default.", ""]
-    lines += ["| flag | variable | default | meaning |", "|---|---|---|---|"]
-    for name, field in Settings.model_fields.items():
-        flag, variable = name.replace("_", "-"), f"{Settings.model_config['env_prefix']}{name.upper()}"
-        # A default that this machine decides is not the reader's.
-        default = "" if field.default_factory or field.default is None else f"`{field.default}`"
-        lines.append(f"| `--{flag}` | `{variable}` | {default} | {_cell(field.description or '')} |")
-    return "\n".join(lines) + "\n"
-
-
-def _metrics() -> str:
-    operator = generate_latest(Metrics().registry).decode()
-    # Read as a file: the package around it needs torch.
-    exposition = runpy.run_path(str(ROOT / "trainer/src/moejob_trainer/launcher/metrics.py"))["exposition"]
-    lines = ["# Metrics", "", "All are in Prometheus' text format; those that any Python process has are left out.", ""]
-    for title, text in (
-        ("Operator: `/metrics` beside `/healthz`", operator),
-        (f"Trainer pods: `/metrics` on port {contract.Port.PROGRESS.value}", exposition(_FULL_PROGRESS)),
-    ):
-        lines += [f"## {title}", "", "| name | type | meaning |", "|---|---|---|"]
-        types = dict(_TYPE.findall(text))
-        lines += [
-            f"| `{name}` | {types[name]} | {_cell(meaning)} |"
-            for name, meaning in _HELP.findall(text)
-            if name.startswith("moejob_")
-        ]
-        lines.append("")
-    return "\n".join(lines)
-
-
-def _conditions() -> str:
-    lines = ["# Phases, conditions and events", ""]
-    parts: tuple[tuple[str, type[StrEnum]], ...] = (
-        ("Phases: `status.phase`", Phase),
-        ("Conditions: `status.conditions[].type`", ConditionType),
-        ("Reasons of conditions: `status.conditions[].reason`", Reason),
-        ("Reasons of events", EventReason),
-    )
-    for title, members in parts:
-        lines += [f"## {title}", "", inspect.getdoc(members) or "", ""]
-        lines += [f"- `{member.value}`" for member in members]
-        lines.append("")
-    return "\n".join(lines)
-
-
-def _chart() -> str:
-    chart = ROOT / "charts" / "moejob"
-    schema = json.loads((chart / "values.schema.json").read_text())
-    values = yaml.safe_load((chart / "values.yaml").read_text())
-    lines = ["# Values of the chart", "", "| value | default | meaning |", "|---|---|---|"]
-    lines += [
-        f"| `{path}` | `{json.dumps(default)}` | {_cell(meaning)} |"
-        for path, default, meaning in _leaves(schema, values, "")
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _leaves(schema: dict[str, Any], values: Any, path: str) -> Iterator[tuple[str, Any, str]]:
-    """Yield path, default and description of each value below a part of the schema."""
-    for name, inner in schema.get("properties", {}).items():
-        default = values.get(name) if isinstance(values, dict) else None
-        if inner.get("properties"):
-            yield from _leaves(inner, default, f"{path}{name}.")
-        else:
-            yield f"{path}{name}", default, inner.get("description", "")
-
-
-def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")

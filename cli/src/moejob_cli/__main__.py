@@ -8,6 +8,8 @@ import sys
 
 from moejob_cli.exits import Exit
 
+# Set to anything, a fault of moejob itself ends a command with its traceback.
+DEBUG = "MOEJOB_DEBUG"
 # Objects made and not yet freed: a plan makes fewer, `moejob run` may make more.
 _COLLECTED_AFTER = 200_000
 
@@ -44,11 +46,11 @@ def _run() -> None:
     except KeyboardInterrupt:
         sys.exit(Exit.INTERRUPTED)
     except Exception as error:
-        if os.environ.get("MOEJOB_DEBUG"):
+        if os.environ.get(DEBUG):
             raise
         typer.echo(
             f"error: moejob failed by a fault of its own ({type(error).__name__}: {error}); "
-            "run it again with MOEJOB_DEBUG=1 and report what it prints",
+            f"run it again with {DEBUG}=1 and report what it prints",
             err=True,
         )
         sys.exit(Exit.INTERNAL)

@@ -16,6 +16,7 @@ from pathlib import Path
 from moejob_api.contract import ExitCode, RunFile
 from moejob_cli.running.machine import CannotRun, installed_trainer
 
+# Python that Megatron-Bridge is installed in, for `moejob import` and `export`; else .venv/bridge of the checkout.
 MEGATRON_PYTHON = "MOEJOB_MEGATRON_PYTHON"
 CONFIG = "config.json"
 # Where an editable installation finds its checkout.

@@ -15,6 +15,7 @@ from moejob_api.job import Spec
 from moejob_api.job.resources import Accelerator, EnvVar
 from moejob_api.layout.sizes import Layout
 
+# Python that the trainer is installed in, for `moejob run`, `data` and `export`; else .venv/trainer of the checkout.
 TRAINER_PYTHON = "MOEJOB_TRAINER_PYTHON"
 # Addresses 127.0.0.1 and on.
 MOST_NODES = 254

@@ -13,6 +13,7 @@ import signal
 import traceback
 from pathlib import Path
 
+# Modules to import before the first rank is forked, comma separated.
 PRELOAD = "MOEJOB_PRELOAD"
 # The file that names the process that has imported all.
 WARM = "MOEJOB_WARM"

@@ -22,7 +22,7 @@ from pydantic import ValidationError
 
 from moejob_api.contract import RunProgress
 
-# Set by the launcher for its ranks; jobs may set none that starts with MOEJOB_.
+# Folder of a pod's heartbeat board; the launcher sets it for its ranks.
 BOARD = "MOEJOB_BEATS"
 
 _BEATS_FILE, _RUN_FILE = "beats", "run.json"

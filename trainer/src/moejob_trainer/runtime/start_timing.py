@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-# Set by the launcher for its ranks; jobs may set none that starts with MOEJOB_.
+# Durations of the launcher's part of a start, as JSON; it sets this for its ranks.
 START = "MOEJOB_START"
 
 

@@ -1,0 +1,199 @@
+"""Pages of the reference, made of the code: a name that is added there is on its page.
+
+Nothing of the site is imported here, so that tests read the pages without it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import runpy
+from collections.abc import Iterator
+from enum import IntEnum, StrEnum
+from pathlib import Path
+from typing import Any
+
+import yaml
+from prometheus_client import generate_latest
+from typer.main import get_command
+
+from moejob_api import contract
+from moejob_api.fields import Field, FieldKind, job_fields
+from moejob_api.job.status import ConditionType, Phase
+from moejob_cli.app import app
+from moejob_operator.actions import EventReason
+from moejob_operator.planning.decision import Reason
+from moejob_operator.runtime.metrics import Metrics
+from moejob_operator.runtime.settings import Settings
+
+ROOT = Path(__file__).parents[1]
+# A pod that reports everything, so that every metric of it shows.
+_FULL_PROGRESS = contract.PodProgress(
+    attempt=0,
+    index=0,
+    ready=True,
+    ranks=(contract.ReportedHeartbeat(rank=0, pid=1, step=0, age_seconds=0),),
+    run=contract.RunProgress.model_validate(
+        {
+            **dict.fromkeys(contract.RunProgress.model_fields, 1),
+            "measures": {"tokensPerSecond": 1.0, "seconds": 1.0},
+            "hub_commits": (),
+        }
+    ),
+)
+_HELP = re.compile(r"^# HELP (\S+) (.*)$", re.MULTILINE)
+_TYPE = re.compile(r"^# TYPE (\S+) (\S+)$", re.MULTILINE)
+_TYPES = {FieldKind.TEXT: "string", FieldKind.WHOLE: "integer", FieldKind.NUMBER: "number", FieldKind.SWITCH: "boolean"}
+# What a comment says of the member of an enumeration, or of the variable, below it.
+_MEMBER = re.compile(r"^((?: +# .*\n)*) +(\w+) = ", re.MULTILINE)
+_VARIABLE = re.compile(r'^((?:# .*\n)*)\w+ = "(MOEJOB_\w+)"$', re.MULTILINE)
+
+
+def pages() -> Iterator[tuple[str, str]]:
+    """Yield each page by its path in the site."""
+    yield "reference/fields.md", _fields()
+    yield "reference/commands.md", _commands()
+    yield "reference/contract.md", _contract()
+    yield "reference/operator.md", _operator()
+    yield "reference/metrics.md", _metrics()
+    yield "reference/conditions.md", _conditions()
+    yield "reference/chart.md", _chart()
+
+
+def _fields() -> str:
+    lines = ["# Fields of a MoETrainingJob", "", "`kubectl explain moetrainingjob.spec` prints the same.", ""]
+    lines += ["| field | type | default | meaning |", "|---|---|---|---|"]
+    for path, field in job_fields().walk():
+        if path.startswith(("spec", "status")) and field.description:
+            has_default = field.kind is not FieldKind.OBJECT and field.default not in (None, "")
+            default = f"`{field.default}`" if has_default else ""
+            lines.append(f"| `{path}` | {_type(field)} | {default} | {_cell(field.description)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _type(field: Field) -> str:
+    named = " \\| ".join(field.choices) or _TYPES.get(field.kind, field.kind.value)
+    bounds = ", ".join(
+        f"{word} {value:g}"
+        for word, value in (("from", field.minimum), ("to", field.maximum))
+        if value is not None and not field.choices
+    )
+    return f"{named} ({bounds})" if bounds else named
+
+
+def _commands() -> str:
+    lines = ["# Commands", ""]
+    # A group of commands, which typer's own type does not say.
+    group: Any = get_command(app)
+    for name, one in group.commands.items():
+        lines += [f"## moejob {name}", "", one.help or "", "", "| option | meaning |", "|---|---|"]
+        for parameter in one.params:
+            names = ", ".join(parameter.opts)
+            lines.append(f"| `{names}` | {_cell(getattr(parameter, 'help', '') or '')} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _contract() -> str:
+    parts: tuple[tuple[str, type[StrEnum | IntEnum]], ...] = (
+        ("Environment variables of a pod", contract.Environment),
+        ("Ports", contract.Port),
+        ("Paths over HTTP", contract.HttpPath),
+        ("Exit codes", contract.ExitCode),
+        ("Labels", contract.Label),
+        ("Files of a run folder", contract.RunFile),
+    )
+    lines = ["# Contract of operator, `moejob run` and trainer", ""]
+    for title, members in parts:
+        meanings = {name: _comment(text) for text, name in _MEMBER.findall(inspect.getsource(members))}
+        lines += [f"## {title}", "", "| name | value | meaning |", "|---|---|---|"]
+        lines += [f"| {member.name} | `{member.value}` | {meanings[member.name]} |" for member in members]
+        lines.append("")
+    return "\n".join([*lines, *_variables()])
+
+
+def _variables() -> Iterator[str]:
+    """Yield the lines about variables that one package alone reads: of a shell, or from a launcher to its ranks."""
+    yield from ("## Other environment variables", "", "| name | read by | meaning |", "|---|---|---|")
+    for path in sorted(ROOT.glob("*/src/*/**/*.py")):
+        module = ".".join(path.with_suffix("").parts[path.parts.index("src") + 1 :])
+        for text, name in _VARIABLE.findall(path.read_text(encoding="utf-8")):
+            yield f"| `{name}` | `{module}` | {_comment(text)} |"
+    yield ""
+
+
+def _comment(text: str) -> str:
+    return _cell(" ".join(line.strip().removeprefix("# ") for line in text.splitlines()))
+
+
+def _operator() -> str:
+    lines = ["# Settings of the operator", "", "A flag wins over its variable, a variable over the default.", ""]
+    lines += ["| flag | variable | default | meaning |", "|---|---|---|---|"]
+    for name, field in Settings.model_fields.items():
+        flag, variable = name.replace("_", "-"), f"{Settings.model_config['env_prefix']}{name.upper()}"
+        # A default that this machine decides is not the reader's.
+        default = "" if field.default_factory or field.default is None else f"`{field.default}`"
+        lines.append(f"| `--{flag}` | `{variable}` | {default} | {_cell(field.description or '')} |")
+    return "\n".join(lines) + "\n"
+
+
+def _metrics() -> str:
+    operator = generate_latest(Metrics().registry).decode()
+    # Read as a file: the package around it needs torch.
+    exposition = runpy.run_path(str(ROOT / "trainer/src/moejob_trainer/launcher/metrics.py"))["exposition"]
+    lines = ["# Metrics", "", "All are in Prometheus' text format; those that any Python process has are left out.", ""]
+    for title, text in (
+        ("Operator: `/metrics` beside `/healthz`", operator),
+        (f"Trainer pods: `/metrics` on port {contract.Port.PROGRESS.value}", exposition(_FULL_PROGRESS)),
+    ):
+        lines += [f"## {title}", "", "| name | type | meaning |", "|---|---|---|"]
+        types = dict(_TYPE.findall(text))
+        lines += [
+            f"| `{name}` | {types[name]} | {_cell(meaning)} |"
+            for name, meaning in _HELP.findall(text)
+            if name.startswith("moejob_")
+        ]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _conditions() -> str:
+    lines = ["# Phases, conditions and events", ""]
+    parts: tuple[tuple[str, type[StrEnum]], ...] = (
+        ("Phases: `status.phase`", Phase),
+        ("Conditions: `status.conditions[].type`", ConditionType),
+        ("Reasons of conditions: `status.conditions[].reason`", Reason),
+        ("Reasons of events", EventReason),
+    )
+    for title, members in parts:
+        lines += [f"## {title}", "", inspect.getdoc(members) or "", ""]
+        lines += [f"- `{member.value}`" for member in members]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _chart() -> str:
+    chart = ROOT / "charts" / "moejob"
+    schema = json.loads((chart / "values.schema.json").read_text())
+    values = yaml.safe_load((chart / "values.yaml").read_text())
+    lines = ["# Values of the chart", "", "| value | default | meaning |", "|---|---|---|"]
+    lines += [
+        f"| `{path}` | `{json.dumps(default)}` | {_cell(meaning)} |"
+        for path, default, meaning in _leaves(schema, values, "")
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _leaves(schema: dict[str, Any], values: Any, path: str) -> Iterator[tuple[str, Any, str]]:
+    """Yield path, default and description of each value below a part of the schema."""
+    for name, inner in schema.get("properties", {}).items():
+        default = values.get(name) if isinstance(values, dict) else None
+        if inner.get("properties"):
+            yield from _leaves(inner, default, f"{path}{name}.")
+        else:
+            yield f"{path}{name}", default, inner.get("description", "")
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
