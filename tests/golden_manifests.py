@@ -134,7 +134,7 @@ def _manifests(golden: Golden) -> Iterator[dict[str, Any]]:
 
 def created(raw: Mapping[str, Any], apis: frozenset[GangApi]) -> Iterator[dict[str, Any]]:
     """All that the operator creates when it first sees a job that the API server holds."""
-    seen = observed(dict(raw), Children((), (), (), ()), Specs(), is_live=True)
+    seen = observed(dict(raw), Children((), (), (), ()), Specs())
     assert seen.job.spec is not None, seen.job.problems
     validation = validation_of(seen.job.spec)
     assert validation.is_accepted, validation.problems

@@ -32,7 +32,6 @@ class UpdateBatch:
     """The batch of one optimizer update, seen from one data-parallel rank."""
 
     sequences: int
-    micro_sequences: int
     micro_tokens: int
     microbatches: int
     updates_per_step: int
@@ -64,7 +63,6 @@ def batch(spec: Spec, layout: Layout) -> UpdateBatch:
         )
     return UpdateBatch(
         sequences=sequences,
-        micro_sequences=micro,
         micro_tokens=tokens or micro * spec.data.max_length,
         microbatches=count,
         updates_per_step=updates_per_step(spec),

@@ -79,7 +79,7 @@ async def reconcile(key: JobKey, cluster: Cluster, reconciler: Reconciler) -> fl
 
 async def _observed(key: JobKey, raw: Raw, cluster: Cluster, now: datetime, reconciler: Reconciler) -> Observed:
     children = await cluster.children(key, live=False)
-    seen = observed(raw, children, reconciler.specs, is_live=False, readings=reconciler.readings)
+    seen = observed(raw, children, reconciler.specs, reconciler.readings)
     seen = replace(seen, has_access=reconciler.access.of(key, seen.job.uid) == seen.job.status.attempt)
     running = pods_to_ask(seen, reconciler.asked.of(key, seen.job.uid), now)
     if not running:
@@ -94,7 +94,7 @@ async def _observed(key: JobKey, raw: Raw, cluster: Cluster, now: datetime, reco
 async def _live(key: JobKey, raw: Raw, cluster: Cluster, seen: Observed, reconciler: Reconciler) -> Observed:
     children: Children = await cluster.children(key, live=True)
     return replace(
-        observed(raw, children, reconciler.specs, is_live=True, readings=reconciler.readings),
+        observed(raw, children, reconciler.specs, reconciler.readings),
         was_polled=seen.was_polled,
         has_access=seen.has_access,
         progress=seen.progress,

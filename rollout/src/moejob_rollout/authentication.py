@@ -25,8 +25,6 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-# The path of vLLM that takes and gives token ids.
-GENERATE = "/inference/v1/generate"
 # What failed once may fail each time, and every client may ask whether it still does.
 AGAIN_SECONDS = 5.0
 _log = logging.getLogger(__name__)

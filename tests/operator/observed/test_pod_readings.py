@@ -19,7 +19,7 @@ def bodies() -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 
 def seen(job: dict[str, Any], pods: list[dict[str, Any]], readings: PodReadings) -> Observed:
-    return observed(job, Children(tuple(pods), (), (), ()), Specs(), is_live=False, readings=readings)
+    return observed(job, Children(tuple(pods), (), (), ()), Specs(), readings)
 
 
 def test_a_body_that_is_the_same_is_read_once() -> None:

@@ -62,10 +62,9 @@ class Observed:
     """The job and everything that belongs to it.
 
     `earlier_pods` belong to another job of the same name that is still being cleaned away. Objects that only look like
-    the job's are none of these. `is_live` says that the objects were listed now and not taken from the watch cache;
-    `was_polled` that every trainer pod was asked, and `progress` is what they answered, by pod UID; `has_access`
-    that this process has created the Secret and the policy of the job, which are never read, for the present attempt,
-    and `lacks_secret` that the Secret is known not to be there.
+    the job's are none of these. `was_polled` says that every trainer pod was asked, and `progress` is what they
+    answered, by pod UID; `has_access` that this process has created the Secret and the policy of the job, which are
+    never read, for the present attempt, and `lacks_secret` that the Secret is known not to be there.
     """
 
     job: Job
@@ -75,7 +74,6 @@ class Observed:
     claims: tuple[VolumeClaim, ...]
     pod_groups: frozenset[str]
     lost_nodes: frozenset[str]
-    is_live: bool
     was_polled: bool = False
     has_access: bool = False
     lacks_secret: bool = False
@@ -119,9 +117,7 @@ class PodReading:
     is_of_earlier: bool
 
 
-def observed(
-    raw: Raw, children: Children, specs: Specs, *, is_live: bool, readings: PodReadings | None = None
-) -> Observed:
+def observed(raw: Raw, children: Children, specs: Specs, readings: PodReadings | None = None) -> Observed:
     """Everything that two answers of the API server say."""
     about = job(raw, specs)
     owner = Controller(about.name, about.uid)
@@ -134,7 +130,6 @@ def observed(
         claims=tuple(_claim(body) for body in _ours(children.claims, owner)),
         pod_groups=frozenset(_name(body) for body in _ours(children.pod_groups, owner)),
         lost_nodes=children.lost_nodes,
-        is_live=is_live,
     )
 
 

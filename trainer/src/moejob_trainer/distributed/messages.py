@@ -112,20 +112,18 @@ def _broadcast_bytes(content: bytes | None, group: ProcessGroup | None, source: 
     return _bytes(received, count)
 
 
-def broadcast_arrays(
-    arrays: Mapping[str, Array] | None, group: ProcessGroup | None, source: int = 0
-) -> Mapping[str, Array]:
-    """Return the arrays of the group's rank `source` on every rank.
+def broadcast_arrays(arrays: Mapping[str, Array] | None, group: ProcessGroup | None) -> Mapping[str, Array]:
+    """Return the arrays of the group's first rank on every rank.
 
     Each goes from its own memory into its own: a step of GRPO may take most of a host.
     """
-    is_source = group is None or group.rank() == source
+    is_source = group is None or group.rank() == 0
     sent = {name: np.ascontiguousarray(array) for name, array in _given(arrays).items()} if is_source else {}
     if group is None:
         return sent
-    headers = broadcast(tuple(_header(name, array) for name, array in sent.items()), _HEADERS, group, source)
+    headers = broadcast(tuple(_header(name, array) for name, array in sent.items()), _HEADERS, group)
     _checked(sum(header.size_bytes for header in headers), MOST_ARRAY_BYTES)
-    return {header.name: _broadcast_array(sent.get(header.name), header, group, source) for header in headers}
+    return {header.name: _broadcast_array(sent.get(header.name), header, group) for header in headers}
 
 
 def barrier(group: ProcessGroup | None) -> None:
@@ -138,11 +136,11 @@ def _header(name: str, array: Array) -> _ArrayHeader:
     return _ArrayHeader(name, array.dtype.str, array.shape)
 
 
-def _broadcast_array(array: Array | None, header: _ArrayHeader, group: ProcessGroup, source: int) -> Array:
+def _broadcast_array(array: Array | None, header: _ArrayHeader, group: ProcessGroup) -> Array:
     found = np.empty(header.shape, header.dtype) if array is None else array
     content = torch.from_numpy(found.reshape(-1).view(np.uint8))
     moved = content.to(_device(group))
-    dist.broadcast(moved, group=group, group_src=source)
+    dist.broadcast(moved, group=group, group_src=0)
     if moved is not content:
         content.copy_(moved)
     return found

@@ -29,15 +29,9 @@ from moejob_trainer.model.linear import is_expert, is_tensor_replica, is_tied_co
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class OptimizerShard:
-    """The part of one parameter that this rank updates."""
+class OptimizerShard(ParameterShard):
+    """The part of one parameter that this rank updates, with the optimizer's state of it."""
 
-    name: str
-    parameter: nn.Parameter
-    # Where it lies in the flat parameter of this rank.
-    start: int
-    weight: Tensor
-    gradient: Tensor
     # The float32 numbers that `weight` is rounded from.
     master: Values
     first_moment: Tensor
@@ -74,7 +68,7 @@ class ShardedAdamW:
         self._on_host = HostUpdate(overlaps_copies=moments.overlaps_copies)
         self.steps = 0
 
-    def gradient_norm(self, scale: float = 1.0) -> float:
+    def gradient_norm(self) -> float:
         """The norm of the gradient of the whole model; every parameter counts once, however many ranks hold it."""
         own = [piece.gradient for piece in self.pieces if counts_here(piece.parameter, self.groups)]
         square = torch.zeros((), dtype=torch.float64)
@@ -85,7 +79,7 @@ class ShardedAdamW:
         square = square.to(device)
         if self.groups.world.size > 1:
             dist.all_reduce(square, group=self.groups.world.handle)
-        return math.sqrt(square.item()) * scale
+        return math.sqrt(square.item())
 
     def update(self, learning_rate: float, gradient_scale: float) -> None:
         """One step with the gradients scaled, then every replica gathers the new weights."""

@@ -66,24 +66,15 @@ def _group(handle: dist.ProcessGroup) -> Group:
 
 def _expect(groups: Groups, planned: RankPlace) -> None:
     """A rank map that differs would train a wrong model without an error."""
-    made = {
-        "tensor": groups.tensor.rank,
-        "context": groups.context.rank,
-        "data": groups.data.rank,
-        "pipeline": groups.pipeline.rank,
-        "expert tensor": groups.expert_tensor.rank,
-        "expert": groups.expert.rank,
-        "expert data": groups.expert_replicas.rank,
-    }
-    wanted = {
-        "tensor": planned.tensor,
-        "context": planned.context,
-        "data": planned.data,
-        "pipeline": planned.pipeline,
-        "expert tensor": planned.expert_tensor,
-        "expert": planned.expert,
-        "expert data": planned.expert_data,
-    }
-    wrong = {name: (made[name], wanted[name]) for name in made if made[name] != wanted[name]}
+    places = (
+        ("tensor", groups.tensor.rank, planned.tensor),
+        ("context", groups.context.rank, planned.context),
+        ("data", groups.data.rank, planned.data),
+        ("pipeline", groups.pipeline.rank, planned.pipeline),
+        ("expert tensor", groups.expert_tensor.rank, planned.expert_tensor),
+        ("expert", groups.expert.rank, planned.expert),
+        ("expert data", groups.expert_replicas.rank, planned.expert_data),
+    )
+    wrong = {name: (made, wanted) for name, made, wanted in places if made != wanted}
     if wrong:
         raise WrongTopology(f"rank {planned.rank} has the places {wrong} (made, planned); report this as a bug")
