@@ -188,10 +188,10 @@ def _counted(of_rank: Started, found: Bytes) -> Iterator[None]:
     optimizer = of_rank.engine.optimizer
     norm = optimizer.gradient_norm
 
-    def counted_norm(scale: float = 1.0) -> float:
+    def counted_norm() -> float:
         found.step = torch.cuda.max_memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        return norm(scale)
+        return norm()
 
     optimizer.gradient_norm = counted_norm  # type: ignore[method-assign]
     torch.cuda.reset_peak_memory_stats()

@@ -126,8 +126,12 @@ CASES: Mapping[str, Bad] = {
     "model without a tokenizer": Bad(
         _published(_without_tokenizer), r"no tokenizer can be read from .*tokenizer\.json"
     ),
-    "weights that are cut off": Bad(_published(_cut_off), r"model\.safetensors is cut off or not a safetensors file"),
-    "weights that are garbled": Bad(_published(_garbled), r"model\.safetensors is cut off or not a safetensors file"),
+    "weights that are cut off": Bad(
+        _published(_cut_off), r"model\.safetensors is cut off or not a safetensors file", settings={"job": "fresh"}
+    ),
+    "weights that are garbled": Bad(
+        _published(_garbled), r"model\.safetensors is cut off or not a safetensors file", settings={"job": "fresh"}
+    ),
     "checkpoint of another model": Bad(_published(lambda _: None), r"another model"),
     "folder of another run": Bad(_sections(), r"belongs to job job \(uid uid-job\)", settings={"uid": "another"}),
     "nothing to resume from": Bad(
