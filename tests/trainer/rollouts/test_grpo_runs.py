@@ -278,6 +278,8 @@ def test_ranks_that_lose_one_of_them_inside_a_broadcast_start_again_and_learn_th
     assert_like(run.folder, undisturbed)
 
 
+# Two minutes in which the trainer waits for an engine.
+@pytest.mark.thorough
 def test_the_only_engine_that_hangs_while_it_generates_is_asked_again_when_it_wakes(
     beside: Beside, undisturbed: Path
 ) -> None:

@@ -170,7 +170,9 @@ def test_a_trainer_that_is_killed_repeats_and_loses_no_group(beside: Beside, und
     assert _learned(again.folder) == _learned(undisturbed)
 
 
+# Two minutes in which the trainer waits for an engine.
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_run_learns_the_same_when_one_of_its_engines_hangs_until_its_end(
     engines: tuple[Engine, Engine], beside: Beside, undisturbed: Path
 ) -> None:
