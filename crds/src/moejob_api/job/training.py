@@ -171,8 +171,8 @@ class Communication(ApiModel):
     overlap_optimizer_copies: Annotated[
         bool,
         Field(
-            description="With memory.offloadOptimizer: copy gradients and weights of some parameters while the host "
-            "updates others."
+            description="With memory.offloadOptimizer: copy gradients of the next parameters while the host updates "
+            "others."
         ),
     ] = False
 
