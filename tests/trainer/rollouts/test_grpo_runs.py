@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -213,17 +213,14 @@ def assert_like(folder: Path, expected: Path) -> None:
         assert ours[step]["mismatchMean"] < CLOSE
 
 
-def test_a_trainer_that_is_killed_inside_a_broadcast_brings_the_engine_to_its_next_weights(
-    beside: Beside, undisturbed: Path
-) -> None:
-    passage, samples = beside.passage, beside.runs.volume / "killed/samples/step-2.jsonl"
-    stands_still, is_dead = threading.Event(), threading.Event()
-    run = beside.start("killed")
+def break_off(passage: Passage, run: Started | Launched, sender: Callable[[], int], kill: Callable[[], None]) -> None:
+    """Stop the rank that sends weights inside the broadcast of step 3, kill, and await the engine out of it."""
+    stands_still, samples = threading.Event(), run.folder / "samples/step-2.jsonl"
 
     def hold() -> None:
         # The engine gets the request all the same, and waits for what never comes.
-        if samples.exists() and not is_dead.is_set():
-            run.signal(signal.SIGSTOP)
+        if samples.exists() and not stands_still.is_set():
+            os.kill(sender(), signal.SIGSTOP)
             stands_still.set()
 
     refused = passage.refused["/update_weights"]
@@ -231,13 +228,19 @@ def test_a_trainer_that_is_killed_inside_a_broadcast_brings_the_engine_to_its_ne
     try:
         eventually(lambda: stands_still.is_set() or not run.is_running(), "the weights of step 3")
         assert run.is_running(), run.said()
-        (trainer,) = run.processes
-        eventually(lambda: unread(trainer.pid or 0), "the engine in the broadcast")
-        run.kill()
-        is_dead.set()
+        eventually(lambda: unread(sender()), "the engine in the broadcast")
+        kill()
         eventually(lambda: passage.refused["/update_weights"] > refused, "the engine out of the broadcast")
     finally:
         del passage.arrivals["/update_weights"]
+
+
+def test_a_trainer_that_is_killed_inside_a_broadcast_brings_the_engine_to_its_next_weights(
+    beside: Beside, undisturbed: Path
+) -> None:
+    run = beside.start("killed")
+    (trainer,) = run.processes
+    break_off(beside.passage, run, lambda: trainer.pid or 0, run.kill)
     again = beside.finished("killed", 2)
     assert {line["attempt"] for step, line in lines(again.folder).items() if step > 2} == {2}
     assert_like(again.folder, undisturbed)
@@ -248,27 +251,8 @@ def test_a_trainer_that_is_killed_inside_a_broadcast_brings_the_engine_to_its_ne
 def test_ranks_that_lose_one_of_them_inside_a_broadcast_start_again_and_learn_the_same(
     beside: Beside, undisturbed: Path
 ) -> None:
-    passage = beside.passage
-    stands_still, samples = threading.Event(), beside.runs.volume / "halved/samples/step-2.jsonl"
     run = beside.launched("halved", parallelism={"tensor": 2}, resources={"gpusPerNode": 2})
-
-    def hold() -> None:
-        # The engine gets the request all the same, and waits for what rank 0 does not send.
-        if samples.exists() and not stands_still.is_set():
-            os.kill(run.ranks()[0], signal.SIGSTOP)
-            stands_still.set()
-
-    refused = passage.refused["/update_weights"]
-    passage.arrivals["/update_weights"] = hold
-    try:
-        eventually(lambda: stands_still.is_set() or not run.is_running(), "the weights of step 3")
-        assert run.is_running(), run.said()
-        sender, other = run.ranks()
-        eventually(lambda: unread(sender), "the engine in the broadcast")
-        os.kill(other, signal.SIGKILL)
-        eventually(lambda: passage.refused["/update_weights"] > refused, "the engine out of the broadcast")
-    finally:
-        del passage.arrivals["/update_weights"]
+    break_off(beside.passage, run, lambda: run.ranks()[0], lambda: os.kill(run.ranks()[1], signal.SIGKILL))
     assert run.process.wait(LONGEST_SECONDS) == 0, run.said()
     told = lines(run.folder)
     assert {line["attempt"] for line in told.values()} == {1}
