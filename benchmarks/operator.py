@@ -346,6 +346,7 @@ def ended_after(those: tuple[Contender, ...]) -> Iterator[tuple[Contender, ...]]
 def alone_on(plane: ControlPlane, *, is_traced: bool = False) -> Contender:
     """Ours."""
     served(plane, ROOT / "crds" / "moetrainingjobs.yaml", "moetrainingjobs")
+    plane.kubectl("apply", "-f", ROOT / "crds" / "rules.yaml")
     return ours(plane, new_namespace(plane, "ours"), is_traced=is_traced)
 
 

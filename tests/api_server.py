@@ -14,6 +14,7 @@ from typing import Any, Self
 
 ROOT = Path(__file__).parent.parent
 CRD = ROOT / "crds/moetrainingjobs.yaml"
+RULES = ROOT / "crds/rules.yaml"
 SOURCE = ROOT / "tests/cluster/tools/crdcheck"
 
 Body = dict[str, Any]
@@ -21,7 +22,10 @@ Body = dict[str, Any]
 
 @dataclass(frozen=True)
 class Answer:
-    """The API server's answer to one object: `stored` is what reads back, `errors` read "field: message"."""
+    """The API server's answer to one object: `stored` is what reads back, `errors` read "field: message".
+
+    What the policy of the rules refuses reads "policy: message".
+    """
 
     stored: Body
     unknown: tuple[str, ...]
@@ -32,8 +36,8 @@ class Answer:
 class ApiServer:
     """One process that answers for as long as it is open."""
 
-    def __init__(self, program: Path, definition: Path = CRD) -> None:
-        self._process = subprocess.Popen([program, definition], stdin=PIPE, stdout=PIPE, text=True, bufsize=1)
+    def __init__(self, program: Path, definition: Path = CRD, rules: Path = RULES) -> None:
+        self._process = subprocess.Popen([program, definition, rules], stdin=PIPE, stdout=PIPE, text=True, bufsize=1)
         self.refusals_of_definition = self._read().errors
 
     def __enter__(self) -> Self:

@@ -13,6 +13,7 @@ from limit_cases import ALLOWED
 
 ROOT = Path(__file__).parents[2]
 GENERATED = ROOT / "crds" / "moetrainingjobs.yaml"
+RULES = ROOT / "crds" / "rules.yaml"
 CLUSTER_SCOPED = {
     *{"ClusterRole", "ClusterRoleBinding", "CustomResourceDefinition", "ValidatingWebhookConfiguration"},
     *{"ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding"},
@@ -123,6 +124,16 @@ def test_the_definition_is_the_generated_one_and_part_of_the_release(
     assert not (CHART / "crds").exists(), "Helm never upgrades what is in crds/"
 
 
+def test_the_rules_of_jobs_come_with_their_definition_and_go_with_the_release(helm: Helm) -> None:
+    installed, beside = helm.rendered({}), helm.rendered({"crd": {"install": False}})
+    for generated in yaml.load_all(RULES.read_text(), yaml.CSafeLoader):
+        name = generated["metadata"]["name"]
+        found = installed.one(generated["kind"], name)
+        assert found["spec"] == generated["spec"]
+        assert "annotations" not in found["metadata"]
+        assert name not in {each["metadata"]["name"] for each in beside.all(generated["kind"])}
+
+
 # --- rights ---------------------------------------------------------------------------------------------------------
 
 
@@ -209,7 +220,7 @@ USER_ROLES = {"moejob-view", "moejob-edit"}
     ],
 )
 def test_the_api_server_checks_the_limits_that_are_given(helm: Helm, limits: Values, checked: set[str]) -> None:
-    spec = helm.rendered({"limits": limits}).one("ValidatingAdmissionPolicy")["spec"]
+    spec = _limits(helm.rendered({"limits": limits}), "ValidatingAdmissionPolicy")["spec"]
     assert {variable["name"] for variable in spec["variables"]} == checked
     expressions = {validation["expression"] for validation in spec["validations"]}
     assert expressions == {f"variables.{name}.size() == 0" for name in checked}
@@ -228,8 +239,8 @@ def test_the_api_server_checks_the_limits_that_are_given(helm: Helm, limits: Val
 )
 def test_limits_hold_where_the_operator_serves(helm: Helm, values: Values, where: Object) -> None:
     rendered = helm.rendered(values)
-    binding = rendered.one("ValidatingAdmissionPolicyBinding")["spec"]
-    assert binding["policyName"] == rendered.one("ValidatingAdmissionPolicy")["metadata"]["name"]
+    binding = _limits(rendered, "ValidatingAdmissionPolicyBinding")["spec"]
+    assert binding["policyName"] == _limits(rendered, "ValidatingAdmissionPolicy")["metadata"]["name"]
     assert binding["validationActions"] == ["Deny"]
     selected = binding.get("matchResources", {}).get("namespaceSelector", {}).get("matchExpressions", [{}])
     assert selected == [where]
@@ -339,3 +350,9 @@ def test_all_that_only_the_test_may_do_goes_when_the_test_is_over(helm: Helm, va
         assert annotations["helm.sh/hook"] == "test"
         if found["kind"] != "Pod":
             assert {"hook-succeeded", "hook-failed"} <= set(annotations["helm.sh/hook-delete-policy"].split(","))
+
+
+def _limits(rendered: Rendered, kind: str) -> Object:
+    """The policy of the limits or its binding, beside those of the rules."""
+    [found] = [each for each in rendered.all(kind) if each["metadata"]["name"].endswith("-limits")]
+    return found

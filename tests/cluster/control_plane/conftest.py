@@ -1,16 +1,21 @@
-"""Owns the CRD on the control plane."""
+"""Owns the CRD on the control plane, with the policy of its rules."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
+from api_server import job_body
+from builders import SFT, merged
 from cluster.control_plane.api import RefusedError
 from cluster.control_plane.plane import ControlPlane, KubectlError
 from cluster.waiting import until
 
-DEFINITION = Path(__file__).parents[3] / "crds" / "moetrainingjobs.yaml"
+CRDS = Path(__file__).parents[3] / "crds"
+DEFINITION, RULES = CRDS / "moetrainingjobs.yaml", CRDS / "rules.yaml"
+BROKEN = json.dumps(job_body(merged(SFT, {"training": {"maxSteps": 1, "epochs": 1}})))
 
 
 @pytest.fixture(scope="session")
@@ -25,7 +30,15 @@ def definition(control_plane: ControlPlane) -> Path:
         except (KubectlError, RefusedError):
             return False
 
-    control_plane.kubectl("apply", "--server-side=false", "-f", DEFINITION)
+    def is_in_force() -> bool:
+        try:
+            control_plane.kubectl("create", "--dry-run=server", "-f", "-", stdin=BROKEN)
+        except KubectlError as refused:
+            return "exactly one of maxSteps and epochs" in str(refused)
+        return False
+
+    control_plane.kubectl("apply", "--server-side=false", "-f", DEFINITION, "-f", RULES)
     # Not `kubectl wait`: it fails on a definition that has no conditions yet. And clients know names and schemas last.
     until(is_known, waiting_for="kubectl to know the short name and the schema")
+    until(is_in_force, waiting_for="the API server to ask the policy of the rules")
     return DEFINITION

@@ -1,6 +1,7 @@
 """Writes the API server's files to the folders of kubectl and Helm; with --check, only reports stale ones.
 
-That is the CustomResourceDefinition, and for the chart's ValidatingAdmissionPolicy what each limit is about.
+That is the CustomResourceDefinition, the policy with the rules of jobs, and for the chart's policy of limits what each
+limit is about.
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ from itertools import islice
 from pathlib import Path
 
 from moejob_api.crd.definition import definition
+from moejob_api.crd.policy import policy_with_binding
 from moejob_api.documents.writing import yaml_text
 from moejob_api.limits import limits_in_cel
 
 FILES = (Path("crds/moetrainingjobs.yaml"), Path("charts/moejob/files/moetrainingjobs.yaml"))
 _HEADER = "# Generated from the models in crds/src/moejob_api/job by `make generate`. Change those, not this file.\n"
+RULES_FILES = (Path("crds/rules.yaml"), Path("charts/moejob/files/rules.yaml"))
+_RULES_HEADER = "# Generated from crds/src/moejob_api/rules by `make generate`. Change those, not this file.\n"
 LIMITS_FILE = Path("charts/moejob/files/limits.yaml")
 _LIMITS_HEADER = "# Generated from crds/src/moejob_api/limits.py by `make generate`. Change that, not this file.\n"
 _SHOWN_LINES = 40
@@ -26,6 +30,11 @@ _SHOWN_LINES = 40
 def crd_text() -> str:
     """The definition as it should be."""
     return _HEADER + yaml_text(definition())
+
+
+def rules_text() -> str:
+    """The policy of the rules and its binding as they should be."""
+    return _RULES_HEADER + "---\n".join(map(yaml_text, policy_with_binding()))
 
 
 def limits_text() -> str:
@@ -39,8 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; fail when a file is stale")
     parser.add_argument("--root", type=Path, default=Path(), help="the repository; default: the current folder")
     given = parser.parse_args(arguments)
-    definition_text = crd_text()
-    wanted = {given.root / file: definition_text for file in FILES} | {given.root / LIMITS_FILE: limits_text()}
+    texts = {FILES: crd_text(), RULES_FILES: rules_text(), (LIMITS_FILE,): limits_text()}
+    wanted = {given.root / file: text for files, text in texts.items() for file in files}
     if given.check:
         stale = [path for path, text in wanted.items() if _is_stale(path, text)]
         return 1 if stale else 0

@@ -1,17 +1,19 @@
-"""The whole CustomResourceDefinition: names, columns, schema and rules put together."""
+"""The whole CustomResourceDefinition: names, columns and schema put together.
+
+Rules between fields are the policy's (policy.py): the API server would ask those of a definition at every write of a
+status too.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from pydantic import JsonValue
 
-from moejob_api.crd.immutability import immutability_rules, immutable_sections
+from moejob_api.crd.immutability import immutable_sections
 from moejob_api.crd.structural import LIST_KEYS, Schema, schema_of
 from moejob_api.fields import Field, job_fields
 from moejob_api.job import GROUP, KIND, PLURAL, VERSION
-from moejob_api.rules.object_rules import OBJECT_RULES, ObjectRule
 
 # Name, type, path, and whether it takes -o wide to see it. NAME comes first by itself.
 COLUMNS = (
@@ -33,7 +35,7 @@ COLUMNS = (
 _OWNED_WHOLE: Schema = {"x-kubernetes-map-type": "atomic"}
 
 
-def definition(rules: Sequence[ObjectRule] = OBJECT_RULES) -> Schema:
+def definition() -> Schema:
     """The CustomResourceDefinition of a MoETrainingJob."""
     return {
         "apiVersion": "apiextensions.k8s.io/v1",
@@ -51,12 +53,12 @@ def definition(rules: Sequence[ObjectRule] = OBJECT_RULES) -> Schema:
                 "categories": ["all"],
             },
             "scope": "Namespaced",
-            "versions": [_version(job_fields(), rules)],
+            "versions": [_version(job_fields())],
         },
     }
 
 
-def _version(job: Field, rules: Sequence[ObjectRule]) -> Schema:
+def _version(job: Field) -> Schema:
     return {
         "name": VERSION,
         "served": True,
@@ -66,20 +68,19 @@ def _version(job: Field, rules: Sequence[ObjectRule]) -> Schema:
             {"name": name, "type": kind, "jsonPath": path} | ({"priority": 1} if is_wide else {})
             for name, kind, path, is_wide in COLUMNS
         ],
-        "schema": {"openAPIV3Schema": _root(job, rules)},
+        "schema": {"openAPIV3Schema": _root(job)},
     }
 
 
-def _root(job: Field, rules: Sequence[ObjectRule]) -> Schema:
+def _root(job: Field) -> Schema:
     stale = [path for path in LIST_KEYS if job.at(path) is None]
     if stale:
         raise LookupError(f"LIST_KEYS names lists that no longer exist: {', '.join(stale)}")
     spec, status = job.fields["spec"], job.fields["status"]
     asked = schema_of(spec, "spec")
-    for path, rule in (*((rule.on, _object_rule(rule, job)) for rule in rules), *immutability_rules(spec)):
-        _inside(asked, path).setdefault("x-kubernetes-validations", []).append(rule)
+    sections: Any = asked["properties"]
     for name in immutable_sections(spec):
-        _inside(asked, f"spec.{name}").update(_OWNED_WHOLE)
+        sections[name].update(_OWNED_WHOLE)
     return {
         "description": job.description,
         "type": "object",
@@ -94,21 +95,6 @@ def _root(job: Field, rules: Sequence[ObjectRule]) -> Schema:
             "status": schema_of(status, "status") | _OWNED_WHOLE,
         },
     }
-
-
-def _object_rule(rule: ObjectRule, job: Field) -> JsonValue:
-    inside = rule.path.removeprefix(rule.on)
-    found: Schema = {"rule": rule.cel, "message": rule.summary}
-    # The API server takes only paths that lead through objects.
-    return found | {"fieldPath": inside} if inside and job.at(rule.path) is not None else found
-
-
-def _inside(spec: Schema, path: str) -> Any:
-    """The schema at a path such as spec.training."""
-    found: Any = spec
-    for name in path.split(".")[1:]:
-        found = found["properties"][name]
-    return found
 
 
 def _name_rules(name: Field) -> list[JsonValue]:

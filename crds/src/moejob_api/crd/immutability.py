@@ -1,15 +1,13 @@
 """The immutable fields of a job, as rules that compare it with what it was.
 
-A rule on an optional field is never asked when the field appears or goes: removing it and setting it again would get
-past. So the rule about one sits on what holds it, and compares presence first. What is required or has a default is
-always there, and compares itself.
+A field without a default may appear and go: removing it and setting it again must not get past, so presence is
+compared first. What is required or has a default is always there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-
-from pydantic import JsonValue
+from dataclasses import dataclass
 
 from moejob_api.fields import Field
 
@@ -26,17 +24,23 @@ _NEW_JOB = "create a new job"
 _ADVICE = {"parallelism": f"{_NEW_JOB} whose checkpoint.resumeFrom names this one, with resume: Run, to go on in it"}
 
 
-def immutability_rules(spec: Field) -> Iterator[tuple[str, JsonValue]]:
-    """A rule and the object that it is on: for every section, and every field of a section that is so only in part."""
+@dataclass(frozen=True, slots=True)
+class ImmutableField:
+    """A field that never changes; `cel` is true of `object` and `oldObject` that agree in it."""
+
+    path: str
+    cel: str
+    message: str
+
+
+def immutable_fields(spec: Field) -> Iterator[ImmutableField]:
+    """Every section, and every field of a section of which only some may change."""
     for path in _immutable(spec):
-        about = {"message": f"spec.{path} is immutable; {_ADVICE.get(path, _NEW_JOB)}", "reason": "FieldValueForbidden"}
-        holder, _, name = f"spec.{path}".rpartition(".")
+        new, old = f"object.spec.{path}", f"oldObject.spec.{path}"
+        cel = f"{new} == {old}"
         if _is_optional(spec, path):
-            compared = f"!has(self.{name}) || self.{name} == oldSelf.{name}"
-            rule = f"has(self.{name}) == has(oldSelf.{name}) && ({compared})"
-            yield holder, {"rule": rule, **about, "fieldPath": f".{name}"}
-        else:
-            yield f"spec.{path}", {"rule": "self == oldSelf", **about}
+            cel = f"has({new}) == has({old}) && (!has({new}) || {cel})"
+        yield ImmutableField(f"spec.{path}", cel, f"spec.{path} is immutable; {_ADVICE.get(path, _NEW_JOB)}")
 
 
 def immutable_sections(spec: Field) -> Iterator[str]:

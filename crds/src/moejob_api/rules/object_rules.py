@@ -1,7 +1,8 @@
 """Rules of a job that need no model: every rule once in Python and once in CEL.
 
 The planner says the Python message, which carries the values. The API server evaluates the CEL twin (after
-defaulting) and says the summary. A test runs both on the same jobs through the API server's own code.
+defaulting, in the policy of crd/policy.py) and says the summary. A test runs both on the same jobs through the API
+server's own code.
 """
 
 from __future__ import annotations
@@ -40,8 +41,7 @@ Complaint = str | None
 class ObjectRule:
     """One rule: `complaint` is None when it holds, `cel` is true when it holds.
 
-    `on` is the object that is `self` in the CEL twin: the smallest that holds all it reads. The API server evaluates
-    every rule at every write of a status too, and each field that is read takes it time for all fields beside that.
+    `on` is the object that is `self` in the CEL twin: the smallest that holds all it reads.
     """
 
     rule: Rule

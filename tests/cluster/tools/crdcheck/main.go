@@ -1,7 +1,7 @@
 // crdcheck says, with the API server's own code and without a cluster, what the API server would say to a
-// CustomResourceDefinition and to its objects.
+// CustomResourceDefinition and to its objects, of which a ValidatingAdmissionPolicy is asked too.
 //
-//	crdcheck CRD.yaml < requests.jsonl
+//	crdcheck CRD.yaml POLICY.yaml < requests.jsonl
 //
 // The first line of the answer is about the definition. Each further line answers one request:
 //
@@ -49,13 +49,13 @@ type answer struct {
 }
 
 func main() {
-	if err := run(os.Args[1], os.Stdin, os.Stdout); err != nil {
+	if err := run(os.Args[1], os.Args[2], os.Stdin, os.Stdout); err != nil {
 		fmt.Fprintln(os.Stderr, "crdcheck:", err)
 		os.Exit(2)
 	}
 }
 
-func run(path string, in io.Reader, out io.Writer) error {
+func run(path, rules string, in io.Reader, out io.Writer) error {
 	definition, err := read(path)
 	if err != nil {
 		return err
@@ -65,7 +65,7 @@ func run(path string, in io.Reader, out io.Writer) error {
 	if err := answers.Encode(answer{Errors: refusals(refused), Unknown: []string{}}); err != nil || len(refused) > 0 {
 		return err
 	}
-	server, err := newServer(definition)
+	server, err := newServer(definition, rules)
 	if err != nil {
 		return err
 	}
@@ -111,7 +111,15 @@ func read(path string) (*apiextensions.CustomResourceDefinition, error) {
 func refusals(errors field.ErrorList) []refusal {
 	found := []refusal{}
 	for _, each := range errors {
-		found = append(found, refusal{string(each.Type), each.Field, each.ErrorBody()})
+		found = append(found, refusal{string(each.Type), each.Field, said(each)})
 	}
 	return found
+}
+
+// said is a policy's own words, or what the API server makes of a field's.
+func said(refused *field.Error) string {
+	if refused.Field == policyField {
+		return refused.Detail
+	}
+	return refused.ErrorBody()
 }

@@ -30,10 +30,11 @@ type server struct {
 	create rest.RESTCreateStrategy
 	update map[string]strategy
 	table  rest.TableConvertor
+	rules  *policy
 }
 
 // newServer puts together, for the first version, what crdHandler in apiextensions-apiserver does.
-func newServer(definition *apiextensions.CustomResourceDefinition) (*server, error) {
+func newServer(definition *apiextensions.CustomResourceDefinition, rules string) (*server, error) {
 	version := definition.Spec.Versions[0].Name
 	whole, err := apiextensions.GetSchemaForVersion(definition, version)
 	if err != nil {
@@ -62,7 +63,8 @@ func newServer(definition *apiextensions.CustomResourceDefinition) (*server, err
 		&apiextensions.CustomResourceSubresourceStatus{}, nil, nil,
 	)
 	update := map[string]strategy{"update": main, "updateStatus": customresource.NewStatusStrategy(main)}
-	return &server{schema: shape, create: main, update: update, table: table}, nil
+	asked, err := newPolicy(rules, kind, kind.GroupVersion().WithResource(definition.Spec.Names.Plural))
+	return &server{schema: shape, create: main, update: update, table: table, rules: asked}, err
 }
 
 func tableOf(definition *apiextensions.CustomResourceDefinition, version string) (rest.TableConvertor, error) {
@@ -89,9 +91,15 @@ func (s *server) answer(asked request) answer {
 		s.read(asked.Old)
 		chosen.PrepareForUpdate(ctx, asked.Object, asked.Old)
 		errors = chosen.ValidateUpdate(ctx, asked.Object, asked.Old)
+		if len(errors) == 0 && asked.Verb == "update" {
+			errors = s.rules.refusals(ctx, asked.Object, asked.Old)
+		}
 	case asked.Verb == "create":
 		s.create.PrepareForCreate(ctx, asked.Object)
 		errors = s.create.Validate(ctx, asked.Object)
+		if len(errors) == 0 {
+			errors = s.rules.refusals(ctx, asked.Object, nil)
+		}
 	default:
 		errors = field.ErrorList{field.NotSupported(field.NewPath("verb"), asked.Verb, []string{"create", "update", "updateStatus"})}
 	}
