@@ -1,6 +1,6 @@
 """Cases that the same processes measure one after the other: imports, contexts and kernels are paid once.
 
-A case that fails is a result too: when all ranks report within some seconds, the rest goes on in the same processes.
+A case that fails is a result too: when all ranks report within some seconds, the same processes continue with the rest.
 When one does not, because it waits for an exchange that the failed rank never enters, the ranks end, and torchrun
 starts them again with `--max-restarts`; they continue behind the case that ended them, which a file remembers.
 """
