@@ -59,26 +59,39 @@ class Started:
         return global_batch(documents, batch_plan(self.spec, self.sizes, 0))[self.groups.data.rank]
 
 
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """Weights that are the same however the model is divided, which takes longer; `reached` hears of each part done."""
+
+    reached: Callable[[str], None]
+
+
+def print_nothing(_: str) -> None:
+    """Take no notice of a part that is done."""
+
+
 def started(
     config: Mapping[str, Any],
     spec: Spec,
     device: torch.device,
     rate: Callable[[int], float] = lambda _: 1e-5,
-    *,
-    alike: bool = False,
+    beginning: Beginning | None = None,
 ) -> Started:
-    """The engine of a job for a model with this config.json; `rate` returns the learning rate of an update.
-
-    alike: the model is the same however it is divided, which takes longer.
-    """
+    """The engine of a job for a model with this config.json; `rate` returns the learning rate of an update."""
+    reached = print_nothing if beginning is None else beginning.reached
     model, sizes = architecture(config), layout_of(spec.parallelism, 8)
     groups = start_groups(sizes)
     stages = built(model, spec, sizes, groups, device)
-    if alike:
+    reached("stages built")
+    if beginning is not None:
         initialise(stages, parameters(model.shape), groups, seed=1, device=device)
     else:
         _fill(stages)
+    synchronize(device)
+    reached("weights set")
     engine = MegatronEngine(model, spec, stages, EnginePlacement(groups, device), rate)
+    synchronize(device)
+    reached("engine built")
     return Started(engine, model, spec, sizes, groups)
 
 
