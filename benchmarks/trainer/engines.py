@@ -149,7 +149,7 @@ class Ranks:
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-            torch.accelerator.empty_host_cache()
+            torch._C._host_emptyCache()  # noqa: SLF001 torch.accelerator has it in new versions only
             torch.cuda.reset_peak_memory_stats()
 
 

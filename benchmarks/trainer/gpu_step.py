@@ -2,8 +2,8 @@
 
     python -m benchmarks.trainer.gpu_step --micro 4 --accumulate 4
     torchrun --nproc-per-node 4 -m benchmarks.trainer.gpu_step --expert 4 --layers 24
-    torchrun --nproc-per-node 2 --max-restarts 9 -m benchmarks.trainer.gpu_step --data 2 --case "--layers 8" \\
-        --case "--layers 8 --sharding FSDP" --cases FILE
+    torchrun --nproc-per-node 2 --max-restarts 9 -m benchmarks.trainer.gpu_step --data 2 --case="--layers 8" \\
+        --case="--layers 8 --sharding FSDP" --cases FILE
 
 Random tokens, real routing, nothing dropped; a whole step with clipping and Adam. Prints one JSON line for each case
 as soon as it is there, beside what `moejob plan` expects of it. A case takes what it does not say from the options
@@ -168,7 +168,7 @@ def _parallelism(chosen: argparse.Namespace) -> dict[str, object]:
 def _cases() -> list[argparse.Namespace]:
     whole = parser()
     asked = whole.add_argument_group("several cases")
-    asked.add_argument("--case", action="append", default=[], metavar="OPTIONS", help="once for each")
+    asked.add_argument("--case", action="append", default=[], metavar="OPTIONS", help="once for each, as --case='...'")
     asked.add_argument("--cases", type=Path, metavar="FILE", help="more of them, one a line")
     chosen = vars(whole.parse_args())
     texts, file = chosen.pop("case"), chosen.pop("cases")
