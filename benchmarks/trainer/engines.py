@@ -1,7 +1,11 @@
-"""An engine with random weights on the GPUs of this machine, as the benchmarks of training measure it."""
+"""An engine with random weights on the GPUs of this machine, as the benchmarks of training measure it.
+
+Without GPUs the ranks are processes of the CPU, which shows that a benchmark runs and measures nothing.
+"""
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
 
 from moejob_api.job import Spec
@@ -18,9 +24,10 @@ from moejob_api.layout.sizes import layout as layout_of
 from moejob_trainer.data.packing import batch_plan, global_batch
 from moejob_trainer.distributed.groups import Groups
 from moejob_trainer.engine import Document, LossTerms, MicroBatch, TokenOutputs
+from moejob_trainer.megatron.cpu import use_cpu
 from moejob_trainer.megatron.engine import EnginePlacement, MegatronEngine
 from moejob_trainer.megatron.stages import built
-from moejob_trainer.megatron.topology import start_groups
+from moejob_trainer.megatron.topology import start_groups, stop_groups
 from moejob_trainer.megatron.weights import initialise
 from moejob_trainer.model.architecture import Architecture, architecture
 from moejob_trainer.model.parameters import parameters
@@ -52,26 +59,39 @@ class Started:
         return global_batch(documents, batch_plan(self.spec, self.sizes, 0))[self.groups.data.rank]
 
 
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """Weights that are the same however the model is divided, which takes longer; `reached` hears of each part done."""
+
+    reached: Callable[[str], None]
+
+
+def print_nothing(_: str) -> None:
+    """Take no notice of a part that is done."""
+
+
 def started(
     config: Mapping[str, Any],
     spec: Spec,
     device: torch.device,
     rate: Callable[[int], float] = lambda _: 1e-5,
-    *,
-    alike: bool = False,
+    beginning: Beginning | None = None,
 ) -> Started:
-    """The engine of a job for a model with this config.json; `rate` returns the learning rate of an update.
-
-    alike: the model is the same however it is divided, which takes longer.
-    """
+    """The engine of a job for a model with this config.json; `rate` returns the learning rate of an update."""
+    reached = print_nothing if beginning is None else beginning.reached
     model, sizes = architecture(config), layout_of(spec.parallelism, 8)
     groups = start_groups(sizes)
     stages = built(model, spec, sizes, groups, device)
-    if alike:
+    reached("stages built")
+    if beginning is not None:
         initialise(stages, parameters(model.shape), groups, seed=1, device=device)
     else:
         _fill(stages)
+    synchronize(device)
+    reached("weights set")
     engine = MegatronEngine(model, spec, stages, EnginePlacement(groups, device), rate)
+    synchronize(device)
+    reached("engine built")
     return Started(engine, model, spec, sizes, groups)
 
 
@@ -84,15 +104,86 @@ def _fill(stages: Sequence[Stage]) -> None:
             held.fill_(1.0) if "norm" in name else held.normal_(std=0.02)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Ranks:
+    """The processes that torchrun started, or one alone. They may join and part more than once."""
+
+    rank: int
+    size: int
+    device: torch.device
+    store: Store
+
+    @classmethod
+    def started(cls) -> Ranks:
+        """Find the others, and take this rank's GPU."""
+        for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "127.0.0.1")):
+            os.environ.setdefault(name, value)
+        os.environ.setdefault("MASTER_PORT", "29511")
+        if torch.cuda.is_available():
+            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(device)
+        else:
+            device = torch.device("cpu")
+        store, rank, size = next(rendezvous("env://"))
+        return cls(rank, size, device, store)
+
+    def join(self, meeting: str) -> None:
+        """Make the group of all ranks; `meeting` is another name each time, for addresses of the last are stale."""
+        # After torchrun has started the ranks again, too.
+        store = PrefixStore(f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{meeting}", self.store)
+        if self.device.type == "cuda":
+            dist.init_process_group("nccl", store=store, rank=self.rank, world_size=self.size, device_id=self.device)
+        else:
+            dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size)
+            use_cpu()
+
+    def part(self, *, is_broken: bool = False) -> None:
+        """End all groups, and hand memory back. is_broken: others may wait in an exchange that never comes."""
+        stop_groups()
+        if not dist.is_initialized():
+            return
+        if is_broken and self.device.type == "cuda":
+            dist.distributed_c10d._abort_process_group()  # noqa: SLF001 what waits for the exchange would wait for ever
+        else:
+            dist.destroy_process_group()
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch._C._host_emptyCache()  # noqa: SLF001 torch.accelerator has it in new versions only
+            torch.cuda.reset_peak_memory_stats()
+
+
 def joined() -> torch.device:
     """Join the ranks that torchrun started, or be alone. This rank's GPU."""
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "127.0.0.1")):
-        os.environ.setdefault(name, value)
-    os.environ.setdefault("MASTER_PORT", "29511")
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
-    return device
+    ranks = Ranks.started()
+    ranks.join("only")
+    return ranks.device
+
+
+def resources(device: torch.device) -> dict[str, str]:
+    """Return what a job on this device says of its resources."""
+    return {"gpuType": "H200"} if device.type == "cuda" else {"accelerator": "CPU"}
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done what it was asked to."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def peak_gib(device: torch.device) -> float:
+    """Return the most memory that tensors have had on the GPU of any rank. All ranks call it."""
+    most = torch.tensor(torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0.0, device=device)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return round(most.item() / 2**30, 1)
+
+
+def stack(device: torch.device) -> dict[str, str]:
+    """Return what was measured on."""
+    return {
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+    }
 
 
 def loss(outputs: TokenOutputs, batch: MicroBatch) -> LossTerms:

@@ -31,6 +31,9 @@ TARGETS = {
 
 OVERLAPS = {"all": ", weights gathered beside the next step", "sums": "", "none": ", nothing overlapped"}
 
+# Tokens of a document, of cases that do not say.
+USUAL_LENGTH = 4096
+
 # Cases were measured by and by.
 _OF_EACH = {"stack": "bfloat16, torch", "commit": "of each case in results/training-gpu.jsonl"}
 
@@ -61,10 +64,14 @@ def _results(line: dict[str, Any]) -> Iterator[Result]:
     )
     name += "" if case["sharding"] == "DistributedOptimizer" else f", {case['sharding']}"
     name += f", documents of {case['length'] // 2} to {case['length']}" if case.get("uneven") else ""
+    name += f", documents of {case['length']}" if case["length"] != USUAL_LENGTH and not case.get("uneven") else ""
+    name += ", experts folded" if case.get("folded") else ""
+    name += f", expertTensor {case['expert_tensor']}" if case.get("expert_tensor", 1) > 1 else ""
     name += ", gradients in bfloat16" if case["gradients"] == "bfloat16" else ""
     name += ", moments in bfloat16" if case["moments"] == "bfloat16" else ""
     name += "" if case["recompute"] == "None" else f", {' '.join(case['modules']) or case['recompute']} recomputed"
     name += f", {case['offload']:.0%} of the optimizer offloaded" if case.get("offload") else ""
+    name += ", activations offloaded" if case.get("activations") else ""
     name += OVERLAPS[case.get("overlaps", "sums")]
     name += ", flash-attn-4" if case["attention"] == "flash-attn-4" else ""
     yield Result(BENCH, f"{name}: speed", line["tokensPerSecondPerGpu"], "tokens/s/GPU", Better.HIGHER)

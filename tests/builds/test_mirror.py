@@ -14,6 +14,7 @@ SOURCES = {"api": "crds", "operator": "operator", "trainer": "trainer", "rollout
 APART: Mapping[str, str] = {
     "cli/stand_in": "a launcher that `moejob run` starts in place of the trainer's",
     "operator/golden": "manifests that the operator makes, written by `make generate`",
+    "trainer/benchmarks": "benchmarks of the trainer, which are not part of its package",
     "trainer/data/templates": "published chat templates, which tests of several folders read",
     "trainer/parity": "whole engines in every layout, held against references of Transformers",
 }

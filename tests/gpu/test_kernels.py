@@ -19,6 +19,7 @@ from moejob_trainer.layers.documents import Documents
 from moejob_trainer.layers.experts import ALIGNMENT_BYTES, grouped_linear
 from moejob_trainer.layers.gradient_sums import GradientSum
 from moejob_trainer.layers.kernels import kernels
+from moejob_trainer.layers.kernels.experts import tiles
 from moejob_trainer.layers.routing import router_logits
 from moejob_trainer.layers.vocabulary import token_log_probabilities
 
@@ -199,6 +200,15 @@ def test_weight_gradients_are_added_to_their_sum(
     # What no grouped kernel takes is multiplied expert by expert, and rounded before it is added.
     is_rounded = dtype is torch.bfloat16 or outputs * x.element_size() % ALIGNMENT_BYTES
     assert off <= (BFLOAT16.within if is_rounded else FLOAT32_WITHIN), off
+
+
+def test_wide_experts_are_multiplied_in_tiles_of_their_own() -> None:
+    counts, width = [5000, 0, 7001, 1, 3000], 4096
+    chosen = tiles(sum(counts) / len(counts), (width, width), torch.cuda.get_device_capability()[0])
+    if chosen is None:
+        pytest.skip("tiles of our own are for Hopper")
+    test_grouped_linear_maps(counts, width, width)
+    test_weight_gradients_are_added_to_their_sum(counts, width, width, torch.bfloat16)
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -73,7 +73,7 @@ class _RowsOfExperts(torch.autograd.Function):
 def _product(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     """x [r, k] by weights [e, k, n] -> [r, n]"""
     fused = kernels("experts", x)
-    if fused and fused.multiplies(x, *weights.shape[1:]):
+    if fused and fused.multiplies(x, weights):
         product: Tensor = fused.products(x.contiguous(), weights, ends)
     elif _kernel_takes(x, *weights.shape[1:]):
         product = grouped_mm(x.contiguous(), weights, offs=ends)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -19,28 +20,97 @@ ALIGNMENT_BYTES = 16
 # A small case, before anything is trained: experts without rows, with one, and with more than tiles divide evenly.
 TRIED_ROWS, TRIED_INPUTS, TRIED_OUTPUTS = (0, 5, 700, 0, 129, 1, 64, 0), 264, 392
 WITHIN = {torch.bfloat16: 1e-2, torch.float32: 1e-4}
+# From what width of both sides of a weight, and how many rows for each expert, tiles of our own are faster.
+WIDE, MANY_ROWS = 4096, 2048
+# The generation that they were measured on.
+HOPPER = 9
 
 
-def multiplies(x: Tensor, *widths: int) -> bool:
-    """Return whether `products` takes these rows with weights of these widths."""
-    return _supports(x, *widths) and _multiplies_rightly(x.device)
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """The part of a product that a block of threads makes at a time, and the blocks that share what they load."""
+
+    rows: int
+    columns: int
+    # Two groups of warps make a tile each by turns, instead of one together.
+    pingpong: bool
+    cluster_rows: int
+    cluster_columns: int
+
+
+# benchmarks/training-gpu.md has what was measured.
+WIDE_TILES = Tiles(192, 128, pingpong=True, cluster_rows=1, cluster_columns=2)
+
+
+def tiles(rows_per_expert: float, widths: tuple[int, int], generation: int) -> Tiles | None:
+    """Return the tiles of products with weights of these widths; None for those that quack-kernels takes itself."""
+    if generation != HOPPER or rows_per_expert < MANY_ROWS or min(widths) < WIDE:
+        return None
+    return WIDE_TILES
+
+
+def multiplies(x: Tensor, weights: Tensor) -> bool:
+    """Return whether `products` takes these rows with these weights [e, k, n]."""
+    return _supports(x, *weights.shape[1:]) and _multiplies_rightly(x.device, _tiles(x, weights))
 
 
 def products(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     """Twin of `grouped_mm` over rows. x [r, k] by weights [e, k, n] -> [r, n]"""
-    # It tunes itself for each count of rows, which no two micro batches share.
-    product: Tensor = _quack().gemm(x, weights, cu_seqlens_m=_bounds(ends), tuned=False)
+    return products_in_tiles(x, weights, ends, _tiles(x, weights))
+
+
+def products_in_tiles(x: Tensor, weights: Tensor, ends: Tensor, shape: Tiles | None) -> Tensor:
+    """Return the same in tiles of this shape."""
+    quack, bounds = _quack(), _bounds(ends)
+    if shape is None:
+        # It tunes itself for each count of rows, which no two micro batches share.
+        product: Tensor = quack.gemm(x, weights, cu_seqlens_m=bounds, tuned=False)
+        return product
+    product = x.new_empty(len(x), weights.shape[2])
+    # Without its tuner `gemm` takes no tiles; this is what it calls.
+    quack.gemm_tuned.fn(x, weights, product, C=None, cu_seqlens_m=bounds, config=_config(shape))
     return product
 
 
 def adds(gradient: Tensor, x: Tensor, total: Tensor) -> bool:
     """Return whether `add_outer_products` takes these."""
-    return _supports(x, x.shape[1], gradient.shape[1]) and _adds_rightly(x.device, total.dtype)
+    return _supports(x, x.shape[1], gradient.shape[1]) and _adds_rightly(x.device, total.dtype, _tiles(x, total))
 
 
 def add_outer_products(gradient: Tensor, x: Tensor, ends: Tensor, total: Tensor) -> None:
     """total [e, n, k] += gradient [r, n] by x [r, k], of the rows of each expert."""
-    _quack().gemm_add_inplace(gradient.t(), x, total, cu_seqlens_k=_bounds(ends), tuned=False)
+    add_outer_products_in_tiles(gradient, x, ends, total, _tiles(x, total))
+
+
+def add_outer_products_in_tiles(gradient: Tensor, x: Tensor, ends: Tensor, total: Tensor, shape: Tiles | None) -> None:
+    """Do the same in tiles of this shape."""
+    quack, bounds = _quack(), _bounds(ends)
+    if shape is None:
+        quack.gemm_add_inplace(gradient.t(), x, total, cu_seqlens_k=bounds, tuned=False)
+        return
+    quack.gemm_tuned.fn(gradient.t(), x, total, C=None, cu_seqlens_k=bounds, add_to_output=True, config=_config(shape))
+
+
+def _tiles(x: Tensor, weights: Tensor) -> Tiles | None:
+    """Return the tiles for these rows and weights [e, k, n], or sums of their gradients [e, n, k]."""
+    # Sums in float32 have not been measured in other tiles, and take more of a block's memory.
+    if weights.dtype is not torch.bfloat16:
+        return None
+    experts, *widths = weights.shape
+    generation = torch.cuda.get_device_capability(x.device)[0]
+    return tiles(len(x) / experts, (widths[0], widths[1]), generation)
+
+
+def _config(shape: Tiles) -> Any:
+    # A plain count of tiles, as its default on Hopper.
+    return import_module("quack.gemm_config").GemmConfig(
+        tile_m=shape.rows,
+        tile_n=shape.columns,
+        pingpong=shape.pingpong,
+        cluster_m=shape.cluster_rows,
+        cluster_n=shape.cluster_columns,
+        is_dynamic_persistent=False,
+    )
 
 
 def _bounds(ends: Tensor) -> Tensor:
@@ -59,20 +129,20 @@ def _supports(x: Tensor, *widths: int) -> bool:
 
 
 @cache
-def _multiplies_rightly(device: torch.device) -> bool:
+def _multiplies_rightly(device: torch.device, shape: Tiles | None) -> bool:
     x, ends, weights, _ = _tried(device)
     parts = zip(x.double().split(TRIED_ROWS), weights.double(), strict=True)
-    return _agrees(products(x, weights, ends), torch.cat([part @ weight for part, weight in parts]))
+    return _agrees(products_in_tiles(x, weights, ends, shape), torch.cat([part @ weight for part, weight in parts]))
 
 
 @cache
-def _adds_rightly(device: torch.device, dtype: torch.dtype) -> bool:
+def _adds_rightly(device: torch.device, dtype: torch.dtype, shape: Tiles | None) -> bool:
     if dtype not in WITHIN:
         return False
     x, ends, weights, gradient = _tried(device)
     before = weights.transpose(1, 2).to(dtype).contiguous()
     total = before.clone()
-    add_outer_products(gradient, x, ends, total)
+    add_outer_products_in_tiles(gradient, x, ends, total, shape)
     parts = zip(gradient.double().split(TRIED_ROWS), x.double().split(TRIED_ROWS), strict=True)
     return _agrees(total, before.double() + torch.stack([rows.t() @ part for rows, part in parts]))
 
