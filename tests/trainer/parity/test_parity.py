@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from builders import merged
 from moejob_api.models.shape import Family
 from trainer.parity.cells import (
     ALIKE,
@@ -51,6 +52,14 @@ GATHERED: dict[str, dict[str, Any]] = {
     "ETP2 folded": {"data": 2, "expertTensor": 2, **FOLDED},
     "TP2.EP2.ETP2 folded over TP2.DP2": {"tensor": 2, "data": 2, "expert": 2, "expertTensor": 2, **FOLDED},
     "TP2.CP2.EP4 folded over TP2.CP2": {"tensor": 2, "context": 2, "expert": 4, **FOLDED},
+}
+
+# Ranks that write to one another in every way that experts are divided.
+DIRECT: dict[str, dict[str, Any]] = {
+    **{name: layout for name, layout in LAYOUTS.items() if "EP" in name and "ETP" not in name},
+    "EP2.DP2": {"expert": 2, "data": 2},
+    "PP2.VPP2.EP2": {"pipeline": 2, "virtualPipeline": 2, "expert": 2},
+    "TP2.EP2.ETP2 folded over TP2.DP2": {"tensor": 2, "data": 2, "expert": 2, "expertTensor": 2, **FOLDED},
 }
 
 # Every layout of one family, and for the others each way of dividing a model.
@@ -115,6 +124,23 @@ def test_gathering_tokens_is_the_same_as_exchanging_them(
     worlds: Worlds, reference: Reference, family: Family, layout: str
 ) -> None:
     _holds(worlds, reference, Cell(family, {"parallelism": GATHERED[layout], "moe": {"dispatcher": "AllGather"}}))
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "how"),
+    rows(
+        [
+            *product((Family.QWEN3_MOE, Family.GPT_OSS, Family.DEEPSEEK_V3), DIRECT, [""]),
+            *product((Family.QWEN3_MOE,), ("EP2",), ALIKE),
+        ],
+        [(Family.QWEN3_MOE, layout, "") for layout in ("EP2", "PP2.VPP2.EP2", "TP2.EP2.ETP2 folded over TP2.DP2")],
+    ),
+)
+def test_writing_tokens_into_the_memory_of_others_is_the_same_as_exchanging_them(
+    worlds: Worlds, reference: Reference, family: Family, layout: str, how: str
+) -> None:
+    sections = {"parallelism": DIRECT[layout], "moe": {"dispatcher": "Flex"}}
+    _holds(worlds, reference, Cell(family, merged(sections, ALIKE.get(how, {}))))
 
 
 def test_every_rank_says_which_share_of_choices_was_dropped(worlds: Worlds, reference: Reference) -> None:
