@@ -1,7 +1,7 @@
 """Training steps of one shape on the GPUs of this machine: tokens per second, TFLOP/s and memory.
 
     python -m benchmarks.trainer.gpu_step --micro 4 --accumulate 4
-    torchrun --nproc-per-node 4 -m benchmarks.trainer.gpu_step --expert 4 --layers 24
+    torchrun --nproc-per-node 4 -m benchmarks.trainer.gpu_step --expert 4 --layers 24 --dispatcher Flex
 
 Random tokens, real routing, nothing dropped; a whole step with clipping and Adam. Prints one JSON line.
 """
@@ -116,7 +116,7 @@ def _spec(chosen: argparse.Namespace) -> Spec:
                     "recompute": {"granularity": chosen.recompute, "modules": chosen.modules},
                     "communication": OVERLAPS[chosen.overlaps],
                 },
-                "moe": {"balancing": "None"},
+                "moe": {"balancing": "None", "dispatcher": chosen.dispatcher},
                 "memory": {"sharding": chosen.sharding, "offloadOptimizer": chosen.offload},
                 "storage": {"size": "1Gi"},
                 "resources": {"gpuType": "H200"},
@@ -133,6 +133,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--recompute", default="None")
     parser.add_argument("--modules", nargs="*", default=[], help="of --recompute Selective; its own choice without")
     parser.add_argument("--sharding", default="DistributedOptimizer")
+    parser.add_argument("--dispatcher", default="AllToAll", help="AllToAll, AllGather or Flex")
     parser.add_argument("--overlaps", choices=[*OVERLAPS], default="sums", help="exchanges beside the computation")
     parser.add_argument("--offload", type=float, default=0.0, help="share of the optimizer in host memory")
     parser.add_argument("--profile", action="store_true")

@@ -191,7 +191,7 @@ def jobs(draw: st.DrawFn) -> Spec:
             "lora": draw(st.sampled_from((None, {"rank": 16}))),
         },
         memory={"offloadActivations": draw(st.booleans()) and recompute != "Full"},
-        moe={"dispatcher": draw(st.sampled_from(("AllToAll", "AllGather")))},
+        moe={"dispatcher": draw(st.sampled_from(("AllToAll", "AllGather", "Flex")))},
     )
 
 

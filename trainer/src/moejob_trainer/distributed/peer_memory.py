@@ -47,6 +47,7 @@ class PeerMemory:
         self.overflows += 1
         if self.overflows == 1:
             log.warning(
-                "tokens of a layer need more rows than the buffer of dispatcher Flex has; such exchanges use AllToAll",
-                extra={"rows_needed": needed, "rows": rows},
+                "tokens of a layer need %d rows on one rank, dispatcher Flex has room for %d: they go by all-to-all",
+                needed,
+                rows,
             )
