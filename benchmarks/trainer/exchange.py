@@ -1,4 +1,4 @@
-"""One layer's exchange of tokens on the GPUs of this machine: NCCL's all-to-all beside memory that all of them write to.
+"""One layer's exchange of tokens on this machine's GPUs: NCCL's all-to-all beside memory that all of them write to.
 
     torchrun --nproc-per-node 2 -m benchmarks.trainer.exchange
     torchrun --nproc-per-node 4 -m benchmarks.trainer.exchange --tokens 16384 --experts 128 --choices 8

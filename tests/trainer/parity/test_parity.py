@@ -55,7 +55,7 @@ GATHERED: dict[str, dict[str, Any]] = {
 }
 
 # Ranks that write to one another in every way that experts are divided.
-DIRECT: dict[str, dict[str, Any]] = {
+WRITTEN: dict[str, dict[str, Any]] = {
     **{name: layout for name, layout in LAYOUTS.items() if "EP" in name and "ETP" not in name},
     "EP2.DP2": {"expert": 2, "data": 2},
     "PP2.VPP2.EP2": {"pipeline": 2, "virtualPipeline": 2, "expert": 2},
@@ -130,17 +130,30 @@ def test_gathering_tokens_is_the_same_as_exchanging_them(
     ("family", "layout", "how"),
     rows(
         [
-            *product((Family.QWEN3_MOE, Family.GPT_OSS, Family.DEEPSEEK_V3), DIRECT, [""]),
+            *product((Family.QWEN3_MOE, Family.GPT_OSS, Family.DEEPSEEK_V3), WRITTEN, [""]),
             *product((Family.QWEN3_MOE,), ("EP2",), ALIKE),
         ],
-        [(Family.QWEN3_MOE, layout, "") for layout in ("EP2", "PP2.VPP2.EP2", "TP2.EP2.ETP2 folded over TP2.DP2")],
+        [
+            *((Family.QWEN3_MOE, layout, "") for layout in ("PP2.VPP2.EP2", "TP2.EP2.ETP2 folded over TP2.DP2")),
+            *((Family.QWEN3_MOE, "EP2", how) for how in ("everything recomputed", "norms and activations recomputed")),
+        ],
     ),
 )
 def test_writing_tokens_into_the_memory_of_others_is_the_same_as_exchanging_them(
     worlds: Worlds, reference: Reference, family: Family, layout: str, how: str
 ) -> None:
-    sections = {"parallelism": DIRECT[layout], "moe": {"dispatcher": "Flex"}}
+    sections = {"parallelism": WRITTEN[layout], "moe": {"dispatcher": "Flex"}}
     _holds(worlds, reference, Cell(family, merged(sections, ALIKE.get(how, {}))))
+
+
+def test_tokens_over_capacity_are_dropped_alike_by_either_way(worlds: Worlds, reference: Reference) -> None:
+    folder, _ = reference(Family.QWEN3_MOE)
+    written, exchanged = (
+        worlds.run(2, trained, Cell(Family.QWEN3_MOE, {"parallelism": {"expert": 2}, "moe": moe}), folder)
+        for moe in ({"capacityFactor": 1.0, "dispatcher": way} for way in ("Flex", "AllToAll"))
+    )
+    # To the last bit, of losses and of norms of gradients.
+    assert [found.steps for found in written] == [found.steps for found in exchanged]
 
 
 def test_every_rank_says_which_share_of_choices_was_dropped(worlds: Worlds, reference: Reference) -> None:
