@@ -146,7 +146,7 @@ def _timed(work: Work) -> float:
         work()
     done.record()
     torch.cuda.synchronize()
-    return begun.elapsed_time(done) / REPEATS
+    return float(begun.elapsed_time(done)) / REPEATS
 
 
 def _equal(layer: Layer) -> dict[str, bool]:

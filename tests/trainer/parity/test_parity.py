@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from builders import merged
 from moejob_api.models.shape import Family
+from moejob_trainer.megatron.cpu import use_cpu
+from moejob_trainer.megatron.topology import stop_groups
 from trainer.parity.cells import (
     ALIKE,
     FOLDED,
@@ -19,6 +22,7 @@ from trainer.parity.cells import (
     assert_like,
     measured,
     relative_errors,
+    stages_of,
     trained,
 )
 from trainer.parity.matrix import MATRIX, Entry
@@ -144,6 +148,35 @@ def test_writing_tokens_into_the_memory_of_others_is_the_same_as_exchanging_them
 ) -> None:
     sections = {"parallelism": WRITTEN[layout], "moe": {"dispatcher": "Flex"}}
     _holds(worlds, reference, Cell(family, merged(sections, ALIKE.get(how, {}))))
+
+
+def memory_bytes(cell: Cell, folder: Path) -> int:
+    """Bytes of this rank that its peers write to."""
+    use_cpu()
+    try:
+        [stage], groups, _ = stages_of(cell, folder)
+        memory = stage.groups.expert_memory
+        return 0 if memory is None else memory.shares[groups.expert.rank].numel()
+    finally:
+        stop_groups()
+
+
+@pytest.mark.parametrize(
+    ("layout", "dispatcher", "expected"),
+    [
+        # Micro batches of 32 tokens of 32 numbers in float32, of both ranks.
+        pytest.param({"expert": 2}, "Flex", 2 * 32 * 32 * 4, id="experts divided"),
+        pytest.param({"tensor": 2, "expert": 2, **FOLDED}, "Flex", 2 * 16 * 32 * 4, id="tokens divided over TP2"),
+        pytest.param({"expert": 2}, "AllToAll", 0, id="tokens exchanged"),
+        pytest.param({"data": 2}, "Flex", 0, id="experts whole"),
+    ],
+)
+def test_ranks_whose_experts_are_divided_have_memory_that_peers_write_to(
+    worlds: Worlds, reference: Reference, layout: dict[str, Any], dispatcher: str, expected: int
+) -> None:
+    folder, _ = reference(Family.QWEN3_MOE)
+    cell = Cell(Family.QWEN3_MOE, {"parallelism": layout, "moe": {"dispatcher": dispatcher}})
+    assert worlds.run(2, memory_bytes, cell, folder) == [expected, expected]
 
 
 def test_tokens_over_capacity_are_dropped_alike_by_either_way(worlds: Worlds, reference: Reference) -> None:

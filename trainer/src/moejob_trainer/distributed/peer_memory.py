@@ -43,9 +43,9 @@ class PeerMemory:
         return self.shares[rank][: rows * width * dtype.itemsize].view(dtype).view(rows, width)
 
     def count_overflow(self, needed: int, rows: int) -> None:
-        """Count an exchange that goes another way, and say so the first time."""
+        """Count an exchange that goes another way; the group's first rank says so the first time."""
         self.overflows += 1
-        if self.overflows == 1:
+        if self.overflows == 1 and self.rank == 0:
             log.warning(
                 "tokens of a layer need %d rows on one rank, dispatcher Flex has room for %d: they go by all-to-all",
                 needed,
