@@ -100,7 +100,7 @@ def _layer(chosen: argparse.Namespace, groups: Groups, device: torch.device) -> 
 def _works(layer: Layer) -> Mapping[str, Work]:
     sizes, group, sent = layer.by_nccl.sizes, layer.groups.expert, layer.by_nccl.permutation
     rows, arrived = permuted(layer.x, sent), layer.by_nccl.rows
-    route, shares = layer.route, _shares(layer)
+    route, shares = layer.route, layer.route.memory.as_rows(layer.x.shape[1], layer.x.dtype)
     return {
         "gather for the all-to-all": lambda: permuted(layer.x, sent),
         "all-to-all out": lambda: all_to_all(rows, sizes.sent, sizes.received, group),
@@ -116,11 +116,6 @@ def _works(layer: Layer) -> Mapping[str, Work]:
         "back by all-to-all": lambda: combine(layer.y, layer.by_nccl, layer.order, layer.groups),
         "back by memory": lambda: combine(layer.y, layer.by_memory, layer.order, layer.groups),
     }
-
-
-def _shares(layer: Layer) -> list[Tensor]:
-    memory, (_, width) = layer.route.memory, layer.x.shape
-    return [memory.share(rank, width, layer.x.dtype) for rank in range(len(memory.shares))]
 
 
 def _out_by_nccl(layer: Layer) -> Tensor:

@@ -41,7 +41,7 @@ def mapped(size_bytes: int) -> tuple[list[float], int]:
     handle = dist.group.WORLD
     memory = peer_memory(size_bytes, handle, torch.device("cpu"))
     assert memory is not None
-    shares = [memory.share(rank, 3, torch.bfloat16) for rank in range(len(memory.shares))]
+    shares = memory.as_rows(3, torch.bfloat16)
     memory.barrier()
     # Each rank writes to the one behind it.
     shares[(memory.rank + 1) % len(shares)][0] = memory.rank

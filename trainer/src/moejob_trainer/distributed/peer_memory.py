@@ -28,6 +28,8 @@ class PeerMemory:
     addresses: Tensor = field(init=False)
     # Exchanges that did not fit.
     overflows: int = 0
+    # Every exchange asks for the same few: to make them again would take the host longer than the exchange.
+    _views: dict[tuple[int, torch.dtype], tuple[Tensor, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         first = self.shares[self.rank]
@@ -37,10 +39,13 @@ class PeerMemory:
         """Rows of this width that a share has room for."""
         return self.shares[self.rank].numel() // (width * dtype.itemsize)
 
-    def share(self, rank: int, width: int, dtype: torch.dtype) -> Tensor:
-        """A rank's share as rows. [rows, width]"""
-        rows = self.rows(width, dtype)
-        return self.shares[rank][: rows * width * dtype.itemsize].view(dtype).view(rows, width)
+    def as_rows(self, width: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """The shares as rows, by rank, each [rows, width]."""
+        kind = width, dtype
+        if kind not in self._views:
+            taken = self.rows(width, dtype) * width * dtype.itemsize
+            self._views[kind] = tuple(share[:taken].view(dtype).view(-1, width) for share in self.shares)
+        return self._views[kind]
 
     def count_overflow(self, needed: int, rows: int) -> None:
         """Count an exchange that goes another way; the group's first rank says so the first time."""

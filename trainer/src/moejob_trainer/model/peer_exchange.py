@@ -89,7 +89,7 @@ class _Summed(torch.autograd.Function):
 
 
 def _send(x: Tensor, route: PeerRoute, order: Permutation | None) -> Tensor:
-    memory, shares = route.memory, _shares(route, x)
+    memory, shares = route.memory, route.memory.as_rows(x.shape[1], x.dtype)
     memory.barrier()
     write_rows(x, route.places, shares, memory.addresses)
     memory.barrier()
@@ -98,7 +98,7 @@ def _send(x: Tensor, route: PeerRoute, order: Permutation | None) -> Tensor:
 
 
 def _sum(y: Tensor, route: PeerRoute, order: Permutation | None) -> Tensor:
-    memory, shares = route.memory, _shares(route, y)
+    memory, shares = route.memory, route.memory.as_rows(y.shape[1], y.dtype)
     here = shares[memory.rank][: route.received]
     memory.barrier()
     if order is None:
@@ -107,7 +107,3 @@ def _sum(y: Tensor, route: PeerRoute, order: Permutation | None) -> Tensor:
         sum_rows_into(here, y, order)
     memory.barrier()
     return sum_rows(route.places, shares, memory.addresses)
-
-
-def _shares(route: PeerRoute, like: Tensor) -> list[Tensor]:
-    return [route.memory.share(rank, like.shape[1], like.dtype) for rank in range(len(route.memory.shares))]

@@ -43,9 +43,7 @@ def _write_rows(x, places, addresses, rows, width: tl.constexpr, choices: tl.con
     values = tl.load(x + token * width + columns, mask=inside)
     for choice in tl.static_range(choices):
         place = tl.load(places + token * choices + choice)
-        if place >= 0:
-            share = tl.load(addresses + place // rows).to(tl.pointer_type(x.dtype.element_ty))
-            tl.store(share + (place % rows) * width + columns, values, mask=inside)
+        tl.store(_row(place, addresses, rows, x, width) + columns, values, mask=inside & (place >= 0))
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -56,7 +54,16 @@ def _sum_rows(places, addresses, sums, rows, width: tl.constexpr, choices: tl.co
     total = tl.zeros((block,), tl.float32)
     for choice in tl.static_range(choices):
         place = tl.load(places + token * choices + choice)
-        if place >= 0:
-            share = tl.load(addresses + place // rows).to(tl.pointer_type(sums.dtype.element_ty))
-            total += tl.load(share + (place % rows) * width + columns, mask=inside, other=0.0).to(tl.float32)
+        row = _row(place, addresses, rows, sums, width)
+        # A mask, no branch: all loads of a token are on their way at once.
+        total += tl.load(row + columns, mask=inside & (place >= 0), other=0.0).to(tl.float32)
     tl.store(sums + token * width + columns, total.to(sums.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _row(place, addresses, rows, like, width: tl.constexpr):
+    place = tl.maximum(place, 0)
+    share = tl.load(addresses + place // rows).to(tl.pointer_type(like.dtype.element_ty))
+    # Memory is mapped in pages, but of an address that was loaded the compiler knows nothing: it would move one number
+    # at a time.
+    return tl.multiple_of(share, 16) + (place % rows) * width
