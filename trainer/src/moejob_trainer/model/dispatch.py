@@ -11,8 +11,8 @@ float32 what its experts make of the token, and one row returns. For two ranks o
 Where several ranks share an expert's matrices, each of them works on the rows of all.
 
 Rows travel by an all-to-all, or through memory that ranks of one node write to (`peer_exchange`), where the group has
-such memory and the routing fits into it. The host knows the sizes in both cases: without them every tensor behind would
-have the rows of the worst routing, four times those of an even one over four ranks, and the products with them.
+such memory and the routing fits into it. The host knows the sizes in both cases: without them every tensor in the order
+of experts would have the rows of the worst routing, four times those of an even one over four ranks.
 
 The third way (`all_gather_tokens`, `reduce_scatter_tokens`): every rank gathers the tokens of all and picks those of
 its own experts.
