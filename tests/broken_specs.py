@@ -190,7 +190,6 @@ BROKEN_SPECS: tuple[Broken, ...] = (
             "grpo": {"rewards": [{"name": "math"}], "routingReplay": True},
         },
     ),
-    Broken("a dispatcher that is not there", Rule.ROUTING, "needs DeepEP", {"moe": {"dispatcher": "Flex"}}),
     Broken(
         "gathering dynamic batches",
         Rule.ROUTING,

@@ -1,7 +1,7 @@
 """Training steps of one shape on the GPUs of this machine: tokens per second, TFLOP/s and memory.
 
     python -m benchmarks.trainer.gpu_step --micro 4 --accumulate 4
-    torchrun --nproc-per-node 4 -m benchmarks.trainer.gpu_step --expert 4 --layers 24
+    torchrun --nproc-per-node 4 -m benchmarks.trainer.gpu_step --expert 4 --layers 24 --dispatcher Flex
     torchrun --nproc-per-node 2 --max-restarts 9 -m benchmarks.trainer.gpu_step --data 2 --case="--layers 8" \\
         --case="--layers 8 --sharding FSDP" --cases FILE
 
@@ -145,7 +145,7 @@ def job(chosen: argparse.Namespace, device: torch.device) -> Spec:
                     "recompute": {"granularity": chosen.recompute, "modules": chosen.modules},
                     "communication": OVERLAPS[chosen.overlaps],
                 },
-                "moe": {"balancing": "None"},
+                "moe": {"balancing": "None", "dispatcher": chosen.dispatcher},
                 "memory": {
                     "sharding": chosen.sharding,
                     "offloadOptimizer": chosen.offload,
@@ -200,6 +200,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--recompute", default="None")
     options.add_argument("--modules", nargs="*", default=[], help="of --recompute Selective; its own choice without")
     options.add_argument("--sharding", default="DistributedOptimizer")
+    options.add_argument("--dispatcher", default="AllToAll", help="AllToAll, AllGather or Flex")
     options.add_argument("--overlaps", choices=[*OVERLAPS], default="sums", help="exchanges beside the computation")
     options.add_argument("--offload", type=float, default=0.0, help="share of the optimizer in host memory")
     options.add_argument("--activations", action="store_true", help="kept in host memory between the passes")

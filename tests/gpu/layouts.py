@@ -1,6 +1,6 @@
 """Trains the tiny model in one layout on all GPUs of this machine and prints its losses; torchrun starts it.
 
-torchrun --nproc-per-node 4 tests/gpu/layouts.py '{"tensor": 2, "expert": 2}' '{"sharding": "FSDP"}'
+torchrun --nproc-per-node 2 tests/gpu/layouts.py '{"expert": 2}' '{"sharding": "FSDP"}' '{"dispatcher": "Flex"}'
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from moejob_trainer.model.architecture import architecture  # noqa: E402
 from moejob_trainer.model.parameters import parameters  # noqa: E402
 
 
-def main(parallelism: dict[str, object], memory: dict[str, object]) -> None:
+def main(parallelism: dict[str, object], memory: dict[str, object], moe: dict[str, object] | None = None) -> None:
     """Trains and prints losses and gradient norms as JSON."""
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
     model = architecture(dict(catalog.config("moejob/tiny-moe") or {}))
-    spec = job("float32", "cuda", parallelism, memory)
+    spec = job("float32", "cuda", parallelism, memory, moe)
     layout = layout_of(spec.parallelism, 8)
     groups = start_groups(layout)
     stages = built(model, spec, layout, groups, device)
@@ -46,4 +46,4 @@ def main(parallelism: dict[str, object], memory: dict[str, object]) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(json.loads, sys.argv[1:3]))
+    main(*map(json.loads, sys.argv[1:4]))

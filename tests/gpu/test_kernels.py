@@ -68,6 +68,13 @@ def test_sums_of_rows(place: Place, tokens: int, choices: int, width: int, dropp
     assert_kernel("row sums", place, tokens, choices, width, dropped)
 
 
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("dropped", [True, False], ids=["some dropped", "all kept"])
+@pytest.mark.parametrize(("tokens", "choices", "width"), [(1000, 8, 2048), (100, 2, 7168), (7, 1, 24), (0, 2, 8)])
+def test_rows_of_peers(place: Place, tokens: int, choices: int, width: int, dropped: bool) -> None:
+    assert_kernel("peer rows", place, tokens, choices, width, dropped)
+
+
 @pytest.mark.parametrize(("tokens", "experts", "width"), [(5000, 128, 2048), (300, 8, 4096), (7, 60, 24)])
 def test_the_router_on_tensor_cores_is_a_float32_product(tokens: int, experts: int, width: int) -> None:
     assert_kernel("router", BFLOAT16, tokens, experts, width)

@@ -99,11 +99,57 @@ def test_fsdp_over_four_gpus_trains_what_one_cpu_trains(layout: str) -> None:
     _trains_what_one_cpu_trains(SHARES[layout], {"sharding": "FSDP"})
 
 
+# Experts divided over a node; recomputed layers exchange their tokens twice.
+WRITING: dict[str, dict[str, object]] = {
+    "EP2": {"expert": 2},
+    "EP4": {"expert": 4},
+    "PP2.VPP2.EP2": {"pipeline": 2, "virtualPipeline": 2, "expert": 2},
+    "TP2.EP2.ETP2 folded over TP2.DP2": {
+        "tensor": 2,
+        "data": 2,
+        "expert": 2,
+        "expertTensor": 2,
+        "expertLayout": "Folded",
+    },
+}
+
+
+@pytest.mark.parametrize("layout", WRITING)
+def test_writing_tokens_to_other_gpus_trains_what_exchanging_them_trains(layout: str) -> None:
+    ranks = 2 if layout == "EP2" else 4
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs")
+    written, exchanged = (
+        _started("layouts.py", ranks, json.dumps(WRITING[layout]), "{}", json.dumps({"dispatcher": dispatcher}))
+        for dispatcher in ("Flex", "AllToAll")
+    )
+    assert "becomes AllToAll" not in written.stderr
+    here, reference = (json.loads(done.stdout.splitlines()[-1]) for done in (written, exchanged))
+    assert here["losses"] == pytest.approx(reference["losses"], rel=1e-6)
+    assert here["norms"] == pytest.approx(reference["norms"], rel=1e-5)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_rows_through_the_memory_of_two_gpus_are_those_of_an_all_to_all_and_of_cpus() -> None:
+    for of_rank in json.loads(_started("exchanges.py", 2).stdout.splitlines()[-1]):
+        for name, (through_memory, *distances) in of_rank.items():
+            assert through_memory == (1 if name == "one layer does not fit" else 2), name
+            # Output, and gradients of tokens and of probabilities, beside the all-to-all; then beside CPUs, where the
+            # products of a probability's gradient are added in another order.
+            assert distances[:5] == [0.0] * 5, name
+            assert distances[5] < 1e-4 if "model" not in name else distances[5] < 1.0, name
+
+
 def _trains_what_one_cpu_trains(parallelism: dict[str, object], memory: dict[str, object], ranks: int = 4) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    program = [str(PROGRAM.with_name("layouts.py")), json.dumps(parallelism), json.dumps(memory)]
-    done = subprocess.run([*command, *program], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = _started("layouts.py", ranks, json.dumps(parallelism), json.dumps(memory))
     here, reference = json.loads(done.stdout.splitlines()[-1]), trained("cpu", "float32")
     assert here["losses"] == pytest.approx(reference["losses"], rel=2e-4)
     assert here["norms"] == pytest.approx(reference["norms"], rel=2e-3)
+
+
+def _started(program: str, ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    path = str(PROGRAM.with_name(program))
+    done = subprocess.run([*command, path, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done

@@ -74,6 +74,7 @@ def job(
     device: str,
     parallelism: Mapping[str, object] | None = None,
     memory: Mapping[str, object] | None = None,
+    moe: Mapping[str, object] | None = None,
 ) -> Spec:
     """The job that is trained here."""
     return Spec.model_validate_json(
@@ -85,7 +86,7 @@ def job(
                 "parallelism": dict(parallelism or {}),
                 "memory": dict(memory or {}),
                 "training": {"maxSteps": STEPS, "globalBatchSize": 4, "microBatchSize": 2},
-                "moe": {"balancing": "None"},
+                "moe": {"balancing": "None", **(moe or {})},
                 "storage": {"size": "1Gi"},
                 "resources": {"accelerator": "GPU" if device == "cuda" else "CPU"},
             }

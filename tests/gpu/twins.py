@@ -13,6 +13,7 @@ from torch.optim.adamw import adamw as one_by_one
 
 from moejob_trainer.layers import activation, attention, norm, permutation, rotary, routing, vocabulary
 from moejob_trainer.layers.documents import Documents
+from moejob_trainer.layers.peer_rows import plain_sum_rows, plain_write_rows
 from moejob_trainer.megatron.master_weights import Copied, Split, split
 
 Function = Callable[..., Tensor]
@@ -150,6 +151,50 @@ class _SumOf(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return gradient.index_select(0, context.chosen.tokens), None, None
+
+
+def peer_rows(place: Place, kernels: Any, tokens: int, choices: int, width: int, dropped: bool) -> Twins:
+    """Rows written to places in three shares, and summed over the same places in another order."""
+    places = torch.randperm(tokens * choices).view(tokens, choices).to(place.device)
+    if dropped:
+        places[::2, 0] = -1
+    others = places.flatten()[torch.randperm(places.numel(), device=place.device)].view(places.shape)
+    rows = -(-tokens * choices // 3)
+
+    def shares(x: Tensor) -> list[Tensor]:
+        return [x.new_zeros(rows, width) for _ in range(3)]
+
+    def by_kernels(x: Tensor, written: Tensor, summed: Tensor) -> Tensor:
+        held = shares(x)
+        addresses = torch.tensor([share.data_ptr() for share in held], device=x.device)
+        kernels.write_rows(x, written, addresses, rows)
+        sums: Tensor = kernels.sum_rows(summed, addresses, held[0])
+        return sums
+
+    def plainly(x: Tensor, written: Tensor, summed: Tensor) -> Tensor:
+        held = shares(x)
+        plain_write_rows(x, written, held)
+        return plain_sum_rows(summed, held)
+
+    return Twins(
+        lambda x: _ByPeers.apply(x, places, others, by_kernels),  # type: ignore[no-untyped-call]
+        lambda x: _ByPeers.apply(x, places, others, plainly),  # type: ignore[no-untyped-call]
+        (place.normal(tokens, width),),
+    )
+
+
+class _ByPeers(torch.autograd.Function):
+    """Tokens that reach other tokens through the shares, by one of the twins."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, written: Tensor, summed: Tensor, way: Function) -> Tensor:
+        context.places, context.way = (written, summed), way
+        return way(x, written, summed)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        written, summed = context.places
+        return context.way(gradient, summed, written), None, None, None
 
 
 def router(place: Place, kernels: Any, tokens: int, experts: int, width: int) -> Twins:
@@ -350,6 +395,7 @@ BUILDERS: dict[str, tuple[str, Callable[..., Twins]]] = {
     "norm": ("norm", rms_norm),
     "rotary": ("rotary", rotated),
     "row sums": ("permutation", row_sums),
+    "peer rows": ("peer_rows", peer_rows),
     "router": ("routing", router),
     "words": ("vocabulary", word_statistics),
     "adamw": ("adamw", adamw),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from moejob_api.job.moe import Dispatcher
 from moejob_api.models.shape import Family
 
 # Families whose shape is read and whose layers are not all there, each with what is missing.
@@ -17,6 +16,3 @@ UNTRAINED_FAMILIES: Mapping[Family, str] = {
 }
 # Families that publish all experts as one tensor, for which PEFT has no adapters.
 UNADAPTED_EXPERTS = frozenset({Family.GPT_OSS})
-UNTRAINED_DISPATCHERS: Mapping[Dispatcher, str] = {
-    Dispatcher.FLEX: "dispatcher Flex needs DeepEP, which the trainer does not have; use AllToAll",
-}

@@ -65,6 +65,7 @@ MIXED = {"tensor": 2, "data": 2, "expert": 2, **FOLDED}
 TRAINED: dict[str, dict[str, Any]] = ALIKE | {
     "experts recomputed": {"training": {"recompute": {"granularity": "Selective", "modules": ["Experts"]}}},
     "tokens gathered": {"moe": {"dispatcher": "AllGather"}},
+    "tokens written to peers": {"moe": {"dispatcher": "Flex"}},
 }
 
 

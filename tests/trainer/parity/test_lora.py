@@ -69,6 +69,21 @@ def test_adapters_train_as_the_merged_model_says(
     _holds(worlds, lora_reference, _cell(family, LAYOUTS[layout]))
 
 
+WRITTEN: dict[str, dict[str, Any]] = {
+    "whole weights": {},
+    "frozen weights divided": {"memory": {"sharding": "FSDP"}},
+}
+
+
+@pytest.mark.parametrize("way", rows(WRITTEN, ("whole weights",)))
+def test_adapters_train_alike_where_tokens_are_written_to_peers(
+    worlds: Worlds, lora_reference: Reference, way: str
+) -> None:
+    cell = _cell(Family.QWEN3_MOE, {"expert": 2, "data": 2})
+    sections = merged({"moe": {"dispatcher": "Flex"}}, WRITTEN[way])
+    _holds(worlds, lora_reference, Cell(cell.family, merged(cell.sections, sections)))
+
+
 SHARED: dict[str, dict[str, Any]] = {
     "alone": {},
     "DP2": {"data": 2},

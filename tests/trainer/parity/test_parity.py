@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from builders import merged
 from moejob_api.models.shape import Family
+from moejob_trainer.megatron.cpu import use_cpu
+from moejob_trainer.megatron.topology import stop_groups
 from trainer.parity.cells import (
     ALIKE,
     FOLDED,
@@ -18,6 +22,7 @@ from trainer.parity.cells import (
     assert_like,
     measured,
     relative_errors,
+    stages_of,
     trained,
 )
 from trainer.parity.matrix import MATRIX, Entry
@@ -51,6 +56,14 @@ GATHERED: dict[str, dict[str, Any]] = {
     "ETP2 folded": {"data": 2, "expertTensor": 2, **FOLDED},
     "TP2.EP2.ETP2 folded over TP2.DP2": {"tensor": 2, "data": 2, "expert": 2, "expertTensor": 2, **FOLDED},
     "TP2.CP2.EP4 folded over TP2.CP2": {"tensor": 2, "context": 2, "expert": 4, **FOLDED},
+}
+
+# Ranks that write to one another in every way that experts are divided.
+WRITTEN: dict[str, dict[str, Any]] = {
+    **{name: layout for name, layout in LAYOUTS.items() if "EP" in name and "ETP" not in name},
+    "EP2.DP2": {"expert": 2, "data": 2},
+    "PP2.VPP2.EP2": {"pipeline": 2, "virtualPipeline": 2, "expert": 2},
+    "TP2.EP2.ETP2 folded over TP2.DP2": {"tensor": 2, "data": 2, "expert": 2, "expertTensor": 2, **FOLDED},
 }
 
 # Every layout of one family, and for the others each way of dividing a model.
@@ -115,6 +128,65 @@ def test_gathering_tokens_is_the_same_as_exchanging_them(
     worlds: Worlds, reference: Reference, family: Family, layout: str
 ) -> None:
     _holds(worlds, reference, Cell(family, {"parallelism": GATHERED[layout], "moe": {"dispatcher": "AllGather"}}))
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "how"),
+    rows(
+        [
+            *product((Family.QWEN3_MOE, Family.GPT_OSS, Family.DEEPSEEK_V3), WRITTEN, [""]),
+            *product((Family.QWEN3_MOE,), ("EP2",), ALIKE),
+        ],
+        [
+            *((Family.QWEN3_MOE, layout, "") for layout in ("PP2.VPP2.EP2", "TP2.EP2.ETP2 folded over TP2.DP2")),
+            *((Family.QWEN3_MOE, "EP2", how) for how in ("everything recomputed", "norms and activations recomputed")),
+        ],
+    ),
+)
+def test_writing_tokens_into_the_memory_of_others_is_the_same_as_exchanging_them(
+    worlds: Worlds, reference: Reference, family: Family, layout: str, how: str
+) -> None:
+    sections = {"parallelism": WRITTEN[layout], "moe": {"dispatcher": "Flex"}}
+    _holds(worlds, reference, Cell(family, merged(sections, ALIKE.get(how, {}))))
+
+
+def memory_bytes(cell: Cell, folder: Path) -> int:
+    """Bytes of this rank that its peers write to."""
+    use_cpu()
+    try:
+        [stage], groups, _ = stages_of(cell, folder)
+        memory = stage.groups.expert_memory
+        return 0 if memory is None else memory.shares[groups.expert.rank].numel()
+    finally:
+        stop_groups()
+
+
+@pytest.mark.parametrize(
+    ("layout", "dispatcher", "expected"),
+    [
+        # Micro batches of 32 tokens of 32 numbers in float32, of both ranks.
+        pytest.param({"expert": 2}, "Flex", 2 * 32 * 32 * 4, id="experts divided"),
+        pytest.param({"tensor": 2, "expert": 2, **FOLDED}, "Flex", 2 * 16 * 32 * 4, id="tokens divided over TP2"),
+        pytest.param({"expert": 2}, "AllToAll", 0, id="tokens exchanged"),
+        pytest.param({"data": 2}, "Flex", 0, id="experts whole"),
+    ],
+)
+def test_ranks_whose_experts_are_divided_have_memory_that_peers_write_to(
+    worlds: Worlds, reference: Reference, layout: dict[str, Any], dispatcher: str, expected: int
+) -> None:
+    folder, _ = reference(Family.QWEN3_MOE)
+    cell = Cell(Family.QWEN3_MOE, {"parallelism": layout, "moe": {"dispatcher": dispatcher}})
+    assert worlds.run(2, memory_bytes, cell, folder) == [expected, expected]
+
+
+def test_tokens_over_capacity_are_dropped_alike_by_either_way(worlds: Worlds, reference: Reference) -> None:
+    folder, _ = reference(Family.QWEN3_MOE)
+    written, exchanged = (
+        worlds.run(2, trained, Cell(Family.QWEN3_MOE, {"parallelism": {"expert": 2}, "moe": moe}), folder)
+        for moe in ({"capacityFactor": 1.0, "dispatcher": way} for way in ("Flex", "AllToAll"))
+    )
+    # To the last bit, of losses and of norms of gradients.
+    assert [found.steps for found in written] == [found.steps for found in exchanged]
 
 
 def test_every_rank_says_which_share_of_choices_was_dropped(worlds: Worlds, reference: Reference) -> None:

@@ -61,7 +61,11 @@ class MoE(ApiModel):
     ] = None
     dispatcher: Annotated[
         Dispatcher,
-        Field(description="AllToAll; AllGather suits few experts per token's worth of GPUs; Flex is DeepEP."),
+        Field(
+            description="AllToAll goes over any network; AllGather suits few experts per token's worth of GPUs; Flex "
+            "writes tokens straight into the memory of the other GPUs of a node, and is AllToAll where experts are "
+            "divided over several nodes."
+        ),
     ] = Dispatcher.ALL_TO_ALL
 
 

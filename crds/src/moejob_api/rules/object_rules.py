@@ -23,7 +23,6 @@ from moejob_api.job.storage import Resume
 from moejob_api.job.training import RecomputeGranularity, SchedulerKind
 from moejob_api.layout.sizes import gpus
 from moejob_api.problems import Problem, Rule
-from moejob_api.trainable import UNTRAINED_DISPATCHERS
 
 # More than any cluster has; keeps products of sizes far from int64, in which CEL computes.
 MAX_GPUS = 1_048_576
@@ -360,10 +359,6 @@ def _rollout_sync(spec: Spec) -> Complaint:
 
 
 # --- mixture of experts and memory ----------------------------------------------------------------------------------
-
-
-def _trained_dispatcher(spec: Spec) -> Complaint:
-    return UNTRAINED_DISPATCHERS.get(spec.moe.dispatcher)
 
 
 def _replay_of_all_choices(spec: Spec) -> Complaint:
@@ -840,14 +835,6 @@ OBJECT_RULES: tuple[ObjectRule, ...] = (
         "'NCCL' || r.placement == 'Separate') && "
         f"(!(r.sync in ['IPC', 'NCCL']) || {_ON_GPU}))",
         "sync IPC is for Colocated, NCCL for Separate, and both need GPUs",
-    ),
-    ObjectRule(
-        Rule.ROUTING,
-        "spec.moe.dispatcher",
-        _trained_dispatcher,
-        f"!has(self.dispatcher) || !(self.dispatcher in {sorted(map(str, UNTRAINED_DISPATCHERS))})",
-        "; ".join(UNTRAINED_DISPATCHERS.values()),
-        on="spec.moe",
     ),
     ObjectRule(
         Rule.ROUTING,

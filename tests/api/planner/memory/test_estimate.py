@@ -191,7 +191,7 @@ def jobs(draw: st.DrawFn) -> Spec:
             "lora": draw(st.sampled_from((None, {"rank": 16}))),
         },
         memory={"offloadActivations": draw(st.booleans()) and recompute != "Full"},
-        moe={"dispatcher": draw(st.sampled_from(("AllToAll", "AllGather")))},
+        moe={"dispatcher": draw(st.sampled_from(("AllToAll", "AllGather", "Flex")))},
     )
 
 
@@ -244,6 +244,25 @@ def rest(parsed: dict[str, Any], name: str) -> dict[str, Any]:
 def test_nccl_takes_what_was_measured(sizes: dict[str, int], groups: int, alone: int) -> None:
     answer = needs(spec(parallelism=sizes), moe_model(layers=4))
     assert part(answer, Name.COMMUNICATORS) == (groups * 484 + alone * 384) * 2**20
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tokens", "expected"),
+    [
+        pytest.param({"data": 4}, 4096, 0, id="experts that are not divided"),
+        pytest.param({"expert": 4}, 4096, 4 * 4096 * 2048 * 2, id="every token of four ranks needs this one"),
+        pytest.param({"expert": 4, "tensor": 2}, 4096, 4 * 2048 * 2048 * 2, id="tokens divided over tensor ranks"),
+        pytest.param({"expert": 8}, 2**16, GIB, id="no more than a bound"),
+        pytest.param({"expert": 16}, 4096, 0, id="experts over two nodes"),
+    ],
+)
+def test_flex_takes_memory_that_peers_write_to(sizes: dict[str, int], tokens: int, expected: int) -> None:
+    shape = moe_model(layers=4, experts=16)
+    written, exchanged = (
+        needs(spec(parallelism=sizes, data={"maxLength": tokens}, moe={"dispatcher": dispatcher}), shape)
+        for dispatcher in ("Flex", "AllToAll")
+    )
+    assert part(written, Name.PEER_MEMORY) == written.bytes - exchanged.bytes == expected
 
 
 def test_a_remedy_makes_the_job_fit() -> None:

@@ -58,6 +58,12 @@ def test_sums_of_rows(check: Check, tokens: int, choices: int, width: int, dropp
     check("row sums", tokens, choices, width, dropped)
 
 
+@pytest.mark.parametrize("dropped", [True, False], ids=["some dropped", "all kept"])
+@pytest.mark.parametrize(("tokens", "choices", "width"), [(4, 1, 5), (3, 3, 2050), (0, 2, 8)])
+def test_rows_of_peers(check: Check, tokens: int, choices: int, width: int, dropped: bool) -> None:
+    check("peer rows", tokens, choices, width, dropped)
+
+
 # Weights are bfloat16 in the first place; gradients and moments are not, of which the interpreter would cut off what
 # bfloat16 rounds.
 @pytest.mark.parametrize("place", [Place("cpu", torch.float16), PLACE], ids=["bfloat16", "float32"])

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from moejob_trainer.distributed.peer_memory import PeerMemory
+
 
 @dataclass(frozen=True, slots=True)
 class Group:
@@ -36,3 +38,5 @@ class Groups:
     expert_tensor: Group = ALONE
     expert_replicas: Group = ALONE
     world: Group = ALONE
+    # Of the expert group, where its ranks exchange tokens through it.
+    expert_memory: PeerMemory | None = None

@@ -77,6 +77,15 @@ def permute_into(rows: Tensor, x: Tensor, permutation: Permutation) -> None:
     torch.index_select(x, 0, permutation.tokens, out=rows)
 
 
+def sum_rows_into(sums: Tensor, y: Tensor, permutation: Permutation) -> None:
+    """Write `combined` into sums [t, h], without a gradient."""
+    fused = kernels("permutation", y)
+    if fused:
+        fused.row_sums(y, permutation.inverse, sums)
+        return
+    sums.copy_(plain_row_sums(y, permutation.inverse))
+
+
 def permuted_probabilities(probabilities: Tensor, permutation: Permutation) -> Tensor:
     """The probabilities [t, k] of the choices, sorted by expert. [rows]"""
     rows: Tensor = _Picked.apply(probabilities, permutation)

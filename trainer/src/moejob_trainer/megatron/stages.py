@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -11,11 +11,16 @@ from megatron.core.enums import ModelType
 from megatron.core.model_parallel_config import ModelParallelConfig
 from torch import nn
 
+from moejob_api.derived import batch
 from moejob_api.job.job import Spec
 from moejob_api.job.moe import Sharding
 from moejob_api.layout.sizes import Layout
 from moejob_api.layout.stages import stages as stages_of
+from moejob_api.planner.memory.communication import peer_memory_bytes
+from moejob_api.planner.memory.microbatch_share import share
 from moejob_trainer.distributed.groups import Groups
+from moejob_trainer.distributed.peer_mapping import peer_memory
+from moejob_trainer.distributed.peer_memory import PeerMemory
 from moejob_trainer.megatron.sharding import fully_sharded, keep_gathered, precision
 from moejob_trainer.model.architecture import Architecture
 from moejob_trainer.model.stage import Stage, StagePlace
@@ -37,6 +42,7 @@ def built(model: Architecture, spec: Spec, layout: Layout, groups: Groups, devic
     """The stages of this rank, one unless the schedule is interleaved; their weights are not set."""
     dtype = getattr(torch, spec.model.dtype.value)
     schedule = _schedule_config(model, layout, dtype)
+    groups = replace(groups, expert_memory=_expert_memory(model, spec, layout, groups, device))
     made = []
     for place in places(model, spec, groups):
         stage = _placed(partial(Stage, model, spec, groups, place), spec, groups, device)
@@ -66,6 +72,14 @@ def named_parameters(stages: Sequence[Stage]) -> Iterator[tuple[str, nn.Paramete
     """Every parameter of this rank under its name in the whole model."""
     for stage in stages:
         yield from stage.named_parameters()
+
+
+def _expert_memory(
+    model: Architecture, spec: Spec, layout: Layout, groups: Groups, device: torch.device
+) -> PeerMemory | None:
+    """The memory through which all layers of this rank exchange tokens, if dispatcher Flex has one here."""
+    of_rank = share(spec, model.shape, layout, batch(spec, layout).micro_tokens)
+    return peer_memory(peer_memory_bytes(of_rank, spec.moe.dispatcher), groups.expert.handle, device)
 
 
 def _placed(make: Callable[[], Stage], spec: Spec, groups: Groups, device: torch.device) -> Stage:

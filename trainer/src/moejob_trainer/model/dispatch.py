@@ -10,13 +10,17 @@ float32 what its experts make of the token, and one row returns. For two ranks o
 
 Where several ranks share an expert's matrices, each of them works on the rows of all.
 
-The other way (`all_gather_tokens`, `reduce_scatter_tokens`): every rank gathers the tokens of all and picks those of
+Rows travel by an all-to-all, or through memory that ranks of one node write to (`peer_exchange`), where the group has
+such memory and the routing fits into it. The host knows the sizes in both cases: without them every tensor in the order
+of experts would have the rows of the worst routing, four times those of an even one over four ranks.
+
+The third way (`all_gather_tokens`, `reduce_scatter_tokens`): every rank gathers the tokens of all and picks those of
 its own experts.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -30,7 +34,10 @@ from moejob_trainer.distributed.collectives import (
     reduce_scatter_uneven,
 )
 from moejob_trainer.distributed.groups import Groups
+from moejob_trainer.distributed.peer_memory import PeerMemory
 from moejob_trainer.layers.permutation import Permutation, combined, permuted
+from moejob_trainer.model.peer_exchange import PeerRoute, peer_places, sent_to_peers, summed_from_peers
+from moejob_trainer.model.recompute import computes_again
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +49,15 @@ class Sizes:
     shares: tuple[int, ...]
     # Choices among the rows that arrive, of all ranks that share these experts.
     choices: int
+    # Rows that arrive at the fullest rank of the group, so that all of its ranks decide alike.
+    most: int
 
 
 @dataclass(frozen=True, slots=True)
 class TokenDispatch:
     """Tokens at a rank that holds some of their experts, and how they got there."""
 
+    # This rank's own tokens instead, where `fetch` both moves and permutes them.
     rows: Tensor
     # Counted from this rank's first expert; `experts`, which is none, for those of other ranks. [rows, k]
     chosen: Tensor
@@ -55,26 +65,58 @@ class TokenDispatch:
     sizes: Sizes
     # Of the tokens that left, over the ranks.
     permutation: Permutation
+    # Through the memory of the group, if that is their way.
+    route: PeerRoute | None = None
+
+    def fetch(self, rows: Tensor, order: Permutation) -> Tensor:
+        """The rows in the order of experts."""
+        if self.route is None or not self.route.is_fused:
+            return permuted(rows, order)
+        return sent_to_peers(rows, self.route, order)
 
 
-def dispatch(x: Tensor, chosen: Tensor, probabilities: Tensor, experts: int, groups: Groups) -> TokenDispatch:
-    """Take tokens x [t, h] with their choices and probabilities [t, k] to all ranks that hold `experts` each."""
+@dataclass(frozen=True, slots=True)
+class ExpertHolders:
+    """The ranks that hold a layer's experts, and the number that each holds."""
+
+    groups: Groups
+    experts: int
+    # The backward pass reads rows as they arrived.
+    keeps_rows: bool = False
+
+    @property
+    def fuses(self) -> bool:
+        """Return whether rows that arrive are needed in the order of experts only."""
+        return self.groups.expert_tensor.size == 1 and not self.keeps_rows
+
+
+def dispatch(x: Tensor, chosen: Tensor, probabilities: Tensor, holders: ExpertHolders) -> TokenDispatch:
+    """Take tokens x [t, h] with their choices and probabilities [t, k] to all ranks that hold their experts."""
+    groups, experts = holders.groups, holders.experts
     owners = chosen // experts
     destinations = owners.masked_fill(~_is_first(owners), groups.expert.size)
-    sizes = _sizes(destinations, owners, groups)
+    sizes, starts = _sizes(destinations, owners, groups)
     permutation = Permutation.of(destinations, groups.expert.size, sum(sizes.sent))
     here = local_choices(chosen[permutation.tokens], owners.flatten()[permutation.order].unsqueeze(-1), experts)
-    rows = _exchanged(permuted(x, permutation), sizes, groups)
     # One exchange for both; float32 holds every number of an expert exactly.
     both = torch.cat([permuted(probabilities, permutation), here.to(probabilities.dtype)], -1)
     probabilities, here = _exchanged(both, sizes, groups).chunk(2, -1)
-    return TokenDispatch(rows, here.detach().long(), probabilities, sizes, permutation)
+    sent = TokenDispatch(x, here.detach().long(), probabilities, sizes, permutation)
+    memory = groups.expert_memory
+    if memory is None or not _fits(x, sizes, memory):
+        return replace(sent, rows=_exchanged(permuted(x, permutation), sizes, groups))
+    places = peer_places(destinations, permutation, starts, memory.rows(x.shape[1], x.dtype))
+    return _through_memory(sent, PeerRoute(memory, places, sum(sizes.received), holders.fuses), groups)
 
 
-def combine(y: Tensor, sent: TokenDispatch, groups: Groups) -> Tensor:
-    """Send outputs back to the ranks of their tokens, and add up those of each token. [t, h]"""
-    sizes = sent.sizes
-    own = reduce_scatter_uneven(y, sizes.shares, groups.expert_tensor)
+def combine(y: Tensor, sent: TokenDispatch, order: Permutation, groups: Groups) -> Tensor:
+    """Add up outputs y in the order of experts for each row, send sums back and add up those of each token. [t, h]"""
+    sizes, route = sent.sizes, sent.route
+    if route is not None and route.is_fused:
+        return summed_from_peers(y, route, order)
+    own = reduce_scatter_uneven(combined(y, order), sizes.shares, groups.expert_tensor)
+    if route is not None:
+        return summed_from_peers(own, route)
     return combined(all_to_all(own, sizes.received, sizes.sent, groups.expert), sent.permutation)
 
 
@@ -105,15 +147,31 @@ def _is_first(owners: Tensor) -> Tensor:
     return ~same.tril(-1).any(-1)
 
 
-def _sizes(destinations: Tensor, owners: Tensor, groups: Groups) -> Sizes:
-    ranks = torch.arange(groups.expert.size, device=owners.device)
+def _through_memory(sent: TokenDispatch, route: PeerRoute, groups: Groups) -> TokenDispatch:
+    if route.is_fused:
+        return replace(sent, route=route)
+    arrived = sent_to_peers(sent.rows, route)
+    return replace(sent, rows=all_gather_uneven(arrived, sent.sizes.shares, groups.expert_tensor), route=route)
+
+
+def _fits(x: Tensor, sizes: Sizes, memory: PeerMemory) -> bool:
+    rows = memory.rows(x.shape[1], x.dtype)
+    if sizes.most > rows and not computes_again():
+        memory.count_overflow(sizes.most, rows)
+    return sizes.most <= rows
+
+
+def _sizes(destinations: Tensor, owners: Tensor, groups: Groups) -> tuple[Sizes, Tensor]:
+    """Return the sizes, and on the device the rows that the ranks before this one send to each."""
+    size, rank = groups.expert.size, groups.expert.rank
+    ranks = torch.arange(size, device=owners.device)
     # [rows or choices, to rank]
     counts = (torch.stack([destinations.flatten(), owners.flatten()]).unsqueeze(-1) == ranks).sum(1)
     # [expert tensor, from rank, rows or choices, to rank]
     everyones = all_gather_counts(all_gather_counts(counts, groups.expert), groups.expert_tensor)
-    arriving, here = everyones[..., groups.expert.rank], groups.expert_tensor.rank
-    sizes = [everyones[here, groups.expert.rank, 0], arriving[here, :, 0], arriving[..., 0].sum(1)]
+    arriving, rows = everyones[..., rank], everyones[groups.expert_tensor.rank, :, 0]
+    sizes = [rows[rank], rows[:, rank], arriving[..., 0].sum(1)]
     # The one wait for the device: sizes have to be known on the host.
-    *rows, choices = torch.cat([*sizes, arriving[..., 1].sum().view(1)]).tolist()
-    size = groups.expert.size
-    return Sizes(tuple(rows[:size]), tuple(rows[size : 2 * size]), tuple(rows[2 * size :]), choices)
+    *flat, choices, most = torch.cat([*sizes, arriving[..., 1].sum().view(1), rows.sum(0).max().view(1)]).tolist()
+    sent, received, shares = flat[:size], flat[size : 2 * size], flat[2 * size :]
+    return Sizes(tuple(sent), tuple(received), tuple(shares), choices, most), rows[:rank].sum(0)

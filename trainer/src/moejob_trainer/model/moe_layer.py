@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,11 +20,20 @@ from moejob_trainer.layers.permutation import Permutation, combined, permute_int
 from moejob_trainer.layers.routing import Routing, capacity, routed, router_logits, within_capacity
 from moejob_trainer.model.adapters import Adapter
 from moejob_trainer.model.balancing import Balance
-from moejob_trainer.model.dispatch import all_gather_tokens, combine, dispatch, local_choices, reduce_scatter_tokens
+from moejob_trainer.model.dispatch import (
+    ExpertHolders,
+    all_gather_tokens,
+    combine,
+    dispatch,
+    local_choices,
+    reduce_scatter_tokens,
+)
 from moejob_trainer.model.linear import Linear, TensorShare, mark_expert, mark_partial
 from moejob_trainer.model.mlp import GatedMLP
 from moejob_trainer.model.packed_batch import PackedBatch
 from moejob_trainer.model.recompute import discarded
+
+Fetch = Callable[[Tensor, Permutation], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +91,17 @@ class LocalExperts(nn.Module):
         self.gate_up_adapter: Adapter | None = None
         self.down_adapter: Adapter | None = None
 
-    def forward(self, x: Tensor, probabilities: Tensor, permutation: Permutation) -> Tensor:
-        """Tokens x [t, h], probabilities [r] of their rows -> rows [r, h] sorted by expert, weighted"""
+    def forward(self, x: Tensor, probabilities: Tensor, permutation: Permutation, fetch: Fetch = permuted) -> Tensor:
+        """Tokens x [t, h], probabilities [r] of their rows -> rows [r, h] sorted by expert, weighted
+
+        fetch: the way from tokens to sorted rows. If inputs are forgotten, `permuted`: tokens are here then.
+        """
         counts, rows = permutation.counts, permutation.rows
-        permute, again = partial(permuted, permutation=permutation), partial(permute_into, permutation=permutation)
+
+        def permute(x: Tensor) -> Tensor:
+            return fetch(x, permutation)
+
+        again = partial(permute_into, permutation=permutation)
         gate_up = discarded(self.forgets_input, permute, partial(self._gate_up, counts=counts), x, again=again)
         down = partial(self._down, counts=counts)
         y = discarded(self.forgets_activation, self._activated, down, gate_up, probabilities)
@@ -178,8 +195,10 @@ class MoELayer(nn.Module):
             return self._computed(x, chosen, probabilities, None if is_complete else _choices(chosen, experts))
         if self.settings.moe.dispatcher is Dispatcher.ALL_GATHER:
             return self._mixed_of_all(x, chosen, probabilities)
-        sent = dispatch(x, chosen, probabilities, experts, groups)
-        return combine(self._computed(sent.rows, sent.chosen, sent.probabilities, sent.sizes.choices), sent, groups)
+        sent = dispatch(x, chosen, probabilities, ExpertHolders(groups, experts, self.experts.forgets_input))
+        order = Permutation.of(sent.chosen, experts, sent.sizes.choices)
+        weights = permuted_probabilities(sent.probabilities, order)
+        return combine(self.experts(sent.rows, weights, order, sent.fetch), sent, order, groups)
 
     def _mixed_of_all(self, x: Tensor, chosen: Tensor, probabilities: Tensor) -> Tensor:
         """Every rank sees the tokens of all and adds what its own experts make of them."""

@@ -1,10 +1,11 @@
-"""The memory of NCCL on a GPU: buffers of each communicator, and of peers that are sent to alone."""
+"""The memory of exchanges on a GPU: NCCL's buffers, and the rows that other ranks write here themselves."""
 
 from __future__ import annotations
 
 from moejob_api.job.moe import Dispatcher
 from moejob_api.layout.sizes import Layout
-from moejob_api.planner.memory.constants import COMMUNICATOR_BYTES, PEER_BYTES
+from moejob_api.planner.memory.constants import COMMUNICATOR_BYTES, MOST_PEER_MEMORY_BYTES, PEER_BYTES
+from moejob_api.planner.memory.microbatch_share import Share
 
 
 def communicators(layout: Layout) -> int:
@@ -34,3 +35,19 @@ def peers(layout: Layout, dispatcher: Dispatcher) -> int:
 def communication_bytes(layout: Layout, dispatcher: Dispatcher) -> int:
     """All of it on one GPU."""
     return communicators(layout) * COMMUNICATOR_BYTES + peers(layout, dispatcher) * PEER_BYTES
+
+
+def peer_memory_bytes(share: Share, dispatcher: Dispatcher) -> int:
+    """Bytes of a rank that the others of its expert group write to, under dispatcher Flex. The trainer asks for them.
+
+    Room for the worst routing of a micro batch, in which every token of the group needs this rank, up to a bound.
+    """
+    if dispatcher is not Dispatcher.FLEX or share.expert == 1:
+        return 0
+    worst = share.sequence_tokens * share.expert * share.hidden * share.element_bytes
+    return min(worst, MOST_PEER_MEMORY_BYTES)
+
+
+def fits_a_node(layout: Layout) -> bool:
+    """Return whether an expert group has room in one pod: Megatron numbers its ranks one behind the other."""
+    return layout.expert * layout.expert_tensor <= layout.gpus_per_pod

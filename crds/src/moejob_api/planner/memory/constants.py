@@ -28,6 +28,9 @@ CONTEXT_BYTES = 2 * GIB
 # without multicast. Peers on other nodes take a few MiB, which are left out.
 COMMUNICATOR_BYTES = 484 * 2**20
 PEER_BYTES = 384 * 2**20
+# The most memory of a GPU that others write rows to under dispatcher Flex: room for the worst routing of 32,768 tokens
+# of 2,048 numbers in bfloat16 over eight GPUs. What does not fit goes through NCCL.
+MOST_PEER_MEMORY_BYTES = GIB
 # What the caching allocator cannot give back beyond what tensors ask for, as a share of what comes and goes in a step.
 FRAGMENTATION = 0.15
 # A rank's own host memory: the interpreter, torch, data loading.

@@ -140,6 +140,7 @@ _SAYINGS: Mapping[Name, str] = MappingProxyType(
         Name.ENGINE_ASLEEP: "context of the engine while the trainer works",
         Name.BUCKET: "the largest tensor, gathered, and a bucket",
         Name.CONTEXT: "the libraries' own memory",
+        Name.PEER_MEMORY: "dispatcher Flex: tokens that other GPUs of the node write here, of the worst routing",
         Name.FRAGMENTATION: f"{FRAGMENTATION:.0%} of what comes and goes",
     }
 )

@@ -11,7 +11,7 @@ from moejob_api.job.grpo import Placement
 from moejob_api.job.resources import Accelerator
 from moejob_api.planner.memory.activations import Activations, LayerBytes, activations, loss_bytes
 from moejob_api.planner.memory.case import Case, Portion, stage_parameters
-from moejob_api.planner.memory.communication import communication_bytes
+from moejob_api.planner.memory.communication import communication_bytes, fits_a_node, peer_memory_bytes
 from moejob_api.planner.memory.constants import (
     CONTEXT_BYTES,
     CPU_RANK_BYTES,
@@ -60,6 +60,7 @@ class Name(StrEnum):
     BUCKET = "weights on their way"
     CONTEXT = "context and libraries"
     COMMUNICATORS = "communicators"
+    PEER_MEMORY = "rows written by peers"
     FRAGMENTATION = "allocator"
 
 
@@ -129,12 +130,17 @@ def _resident(of: StageBytes) -> Amounts:
 def _around(of: StageBytes, moving: int) -> Amounts:
     """Return the bytes of libraries, with the allocator's waste on the bytes that come and go."""
     if of.case.spec.resources.accelerator is Accelerator.CPU:
-        return {Name.CONTEXT: CPU_RANK_BYTES}
+        return {Name.CONTEXT: CPU_RANK_BYTES, Name.PEER_MEMORY: _peer_memory(of.case)}
     return {
         Name.CONTEXT: CONTEXT_BYTES,
         Name.COMMUNICATORS: communication_bytes(of.case.layout, of.case.spec.moe.dispatcher),
+        Name.PEER_MEMORY: _peer_memory(of.case),
         Name.FRAGMENTATION: int(moving * FRAGMENTATION),
     }
+
+
+def _peer_memory(case: Case) -> int:
+    return peer_memory_bytes(case.share, case.spec.moe.dispatcher) if fits_a_node(case.layout) else 0
 
 
 def _asleep(of: StageBytes) -> Amounts:

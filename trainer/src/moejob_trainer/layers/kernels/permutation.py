@@ -9,11 +9,11 @@ from torch import Tensor
 BLOCK = 2048
 
 
-def row_sums(rows: Tensor, inverse: Tensor) -> Tensor:
-    """Twin of `permutation.plain_row_sums`."""
+def row_sums(rows: Tensor, inverse: Tensor, into: Tensor | None = None) -> Tensor:
+    """Twin of `permutation.plain_row_sums`; the sums are written into contiguous memory where some is given."""
     rows, inverse = rows.contiguous(), inverse.contiguous()
     (tokens, choices), width = inverse.shape, rows.shape[1]
-    sums = rows.new_empty(tokens, width)
+    sums = rows.new_empty(tokens, width) if into is None else into
     block = min(BLOCK, triton.next_power_of_2(width))
     if sums.numel():
         _row_sums[(tokens, triton.cdiv(width, block))](

@@ -1,0 +1,165 @@
+"""One layer's exchange of tokens on this machine's GPUs: NCCL's all-to-all beside memory that all of them write to.
+
+    torchrun --nproc-per-node 2 -m benchmarks.trainer.exchange
+    torchrun --nproc-per-node 4 -m benchmarks.trainer.exchange --tokens 16384 --experts 128 --choices 8
+
+Random routing, tokens in bfloat16. Prints one JSON line: milliseconds of the slowest GPU, and whether both ways give
+the same bits. `out` and `back` are all that a forward pass does between tokens and rows in the order of experts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moejob_trainer.distributed.collectives import all_to_all
+from moejob_trainer.distributed.groups import Group, Groups
+from moejob_trainer.distributed.peer_mapping import peer_memory
+from moejob_trainer.layers.peer_rows import sum_rows, write_rows
+from moejob_trainer.layers.permutation import Permutation, combined, permuted
+from moejob_trainer.model.dispatch import ExpertHolders, TokenDispatch, combine, dispatch
+from moejob_trainer.model.peer_exchange import PeerRoute
+
+WARM, REPEATS = 5, 30
+Work = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Tokens at the door of a layer's experts, sent by both ways."""
+
+    x: Tensor
+    groups: Groups
+    by_nccl: TokenDispatch
+    by_memory: TokenDispatch
+    order: Permutation
+    # Rows in the order of experts, as they would come out of them.
+    y: Tensor
+
+    @property
+    def route(self) -> PeerRoute:
+        """The places of its tokens."""
+        if self.by_memory.route is None:
+            raise SystemExit("routing did not fit into the memory of the group; ask for fewer --tokens")
+        return self.by_memory.route
+
+
+def main() -> None:
+    """Measures and prints."""
+    chosen = _arguments()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    with torch.no_grad():
+        layer = _layer(chosen, _groups(chosen, device), device)
+        seen = _milliseconds(_works(layer)), _equal(layer)
+    if dist.get_rank() == 0:
+        milliseconds, equal = seen
+        print(
+            json.dumps(
+                {
+                    "case": vars(chosen) | {"gpus": dist.get_world_size()},
+                    "rows": {"sent": sum(layer.by_nccl.sizes.sent), "ofExperts": layer.order.rows},
+                    "milliseconds": milliseconds,
+                    "equal": equal,
+                    "torch": torch.__version__,
+                    "device": torch.cuda.get_device_name(),
+                }
+            )
+        )
+    dist.destroy_process_group()
+
+
+def _groups(chosen: argparse.Namespace, device: torch.device) -> Groups:
+    group = Group(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
+    # Room for the worst routing.
+    memory = peer_memory(chosen.tokens * group.size * chosen.width * 2, group.handle, device)
+    if memory is None:
+        raise SystemExit("these GPUs do not reach each other's memory, the log says why: there is nothing to measure")
+    return Groups(expert=group, expert_memory=memory)
+
+
+def _layer(chosen: argparse.Namespace, groups: Groups, device: torch.device) -> Layer:
+    torch.manual_seed(1 + groups.expert.rank)
+    x = torch.randn(chosen.tokens, chosen.width, device=device, dtype=torch.bfloat16)
+    probabilities, choices = torch.rand(chosen.tokens, chosen.experts, device=device).topk(chosen.choices)
+    holders = ExpertHolders(groups, chosen.experts // groups.expert.size)
+    by_memory = dispatch(x, choices, probabilities, holders)
+    by_nccl = dispatch(x, choices, probabilities, replace(holders, groups=replace(groups, expert_memory=None)))
+    order = Permutation.of(by_nccl.chosen, holders.experts, by_nccl.sizes.choices)
+    return Layer(x, groups, by_nccl, by_memory, order, permuted(by_nccl.rows, order))
+
+
+def _works(layer: Layer) -> Mapping[str, Work]:
+    sizes, group, sent = layer.by_nccl.sizes, layer.groups.expert, layer.by_nccl.permutation
+    rows, arrived = permuted(layer.x, sent), layer.by_nccl.rows
+    route, shares = layer.route, layer.route.memory.as_rows(layer.x.shape[1], layer.x.dtype)
+    return {
+        "gather for the all-to-all": lambda: permuted(layer.x, sent),
+        "all-to-all out": lambda: all_to_all(rows, sizes.sent, sizes.received, group),
+        "all-to-all back": lambda: all_to_all(arrived, sizes.received, sizes.sent, group),
+        "sum behind the all-to-all": lambda: combined(rows, sent),
+        "rows into the order of experts": lambda: permuted(arrived, layer.order),
+        "sums of the rows of experts": lambda: combined(layer.y, layer.order),
+        "rows written to peers": lambda: write_rows(layer.x, route.places, shares, route.memory.addresses),
+        "rows of peers summed": lambda: sum_rows(route.places, shares, route.memory.addresses),
+        "barrier": route.memory.barrier,
+        "out by all-to-all": lambda: _out_by_nccl(layer),
+        "out by memory": lambda: layer.by_memory.fetch(layer.x, layer.order),
+        "back by all-to-all": lambda: combine(layer.y, layer.by_nccl, layer.order, layer.groups),
+        "back by memory": lambda: combine(layer.y, layer.by_memory, layer.order, layer.groups),
+    }
+
+
+def _out_by_nccl(layer: Layer) -> Tensor:
+    sizes = layer.by_nccl.sizes
+    rows = permuted(layer.x, layer.by_nccl.permutation)
+    return permuted(all_to_all(rows, sizes.sent, sizes.received, layer.groups.expert), layer.order)
+
+
+def _milliseconds(works: Mapping[str, Work]) -> dict[str, float]:
+    mine = torch.tensor([_timed(work) for work in works.values()], device="cuda")
+    dist.all_reduce(mine, op=dist.ReduceOp.MAX)
+    return {name: round(milliseconds, 3) for name, milliseconds in zip(works, mine.tolist(), strict=True)}
+
+
+def _timed(work: Work) -> float:
+    for _ in range(WARM):
+        work()
+    torch.cuda.synchronize()
+    dist.barrier()
+    begun, done = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begun.record()
+    for _ in range(REPEATS):
+        work()
+    done.record()
+    torch.cuda.synchronize()
+    return float(begun.elapsed_time(done)) / REPEATS
+
+
+def _equal(layer: Layer) -> dict[str, bool]:
+    pairs = {
+        "out": (_out_by_nccl(layer), layer.by_memory.fetch(layer.x, layer.order)),
+        "back": [combine(layer.y, sent, layer.order, layer.groups) for sent in (layer.by_nccl, layer.by_memory)],
+    }
+    mine = torch.tensor([torch.equal(one, other) for one, other in pairs.values()], device="cuda", dtype=torch.int32)
+    dist.all_reduce(mine, op=dist.ReduceOp.MIN)
+    return {name: bool(equal) for name, equal in zip(pairs, mine.tolist(), strict=True)}
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name, default in (("tokens", 16384), ("width", 2048), ("experts", 128), ("choices", 8)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""The mapping of peers' memory into this process: once for the whole run, since it takes a meeting of all ranks.
+
+Knows where ranks run; whether they reach one another is decided in `peers`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from pydantic import TypeAdapter
+
+from moejob_trainer.distributed import messages
+from moejob_trainer.distributed.peer_memory import PeerMemory
+from moejob_trainer.distributed.peers import PeerPlace, obstacle
+from moejob_trainer.errors import BadConfiguration
+
+log = logging.getLogger(__name__)
+
+_PLACE = TypeAdapter(PeerPlace)
+_PATH = TypeAdapter(str)
+
+
+def peer_memory(size_bytes: int, group: dist.ProcessGroup | None, device: torch.device) -> PeerMemory | None:
+    """The memory of a group whose ranks reach one another; None, said once in the log, where they do not.
+
+    Every rank of the group calls it.
+    """
+    if group is None or not size_bytes:
+        return None
+    why = obstacle(messages.all_gather(_place(device), _PLACE, group))
+    if why:
+        if group.rank() == 0:
+            log.warning("dispatcher Flex becomes AllToAll for an expert group: %s", why)
+        return None
+    return _on_gpus(size_bytes, group, device) if device.type == "cuda" else _on_cpus(size_bytes, group)
+
+
+def _place(device: torch.device) -> PeerPlace:
+    if device.type != "cuda":
+        return PeerPlace(_machine())
+    own = torch.cuda.current_device()
+    reached = [n for n in range(torch.cuda.device_count()) if n != own and torch.cuda.can_device_access_peer(own, n)]
+    return PeerPlace(_machine(), _gpu(own), tuple(map(_gpu, reached)))
+
+
+def _gpu(index: int) -> str:
+    return str(torch.cuda.get_device_properties(index).uuid)
+
+
+def _machine() -> str:
+    # Pods that share their node's network share its name, and still none opens what another holds.
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+
+
+def _on_gpus(size_bytes: int, group: dist.ProcessGroup, device: torch.device) -> PeerMemory:
+    # An object of NVLink's switches that nothing here uses, and that some machines refuse to make.
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    # On a machine without CUDA the module warns.
+    from torch.distributed import _symmetric_memory as symmetric_memory  # noqa: PLC0415
+
+    try:
+        own = symmetric_memory.empty(size_bytes, dtype=torch.uint8, device=device)
+        handle = symmetric_memory.rendezvous(own, group)
+    except RuntimeError as error:
+        raise BadConfiguration(
+            f"dispatcher Flex needs {size_bytes} bytes on each GPU that the others of its node can map, and got none: "
+            f"{error}; set moe.dispatcher to AllToAll"
+        ) from error
+    peers = [handle.get_buffer(rank, (size_bytes,), torch.uint8) for rank in range(group.size())]
+    # The memory lives as long as the tensor that it was asked for.
+    peers[group.rank()] = own
+    return PeerMemory(group.rank(), tuple(peers), handle.barrier)
+
+
+def _on_cpus(size_bytes: int, group: dist.ProcessGroup) -> PeerMemory:
+    """Files without a name, which end with the last process that maps them."""
+    own = os.memfd_create("moejob-peer-memory")
+    os.ftruncate(own, size_bytes)
+    paths = messages.all_gather(f"/proc/{os.getpid()}/fd/{own}", _PATH, group)
+    shares = tuple(torch.from_file(path, shared=True, size=size_bytes, dtype=torch.uint8) for path in paths)
+    messages.barrier(group)
+    os.close(own)
+    return PeerMemory(group.rank(), shares, partial(messages.barrier, group))
