@@ -164,7 +164,11 @@ test-cluster: $(operator_built) $(trainer_built) $(rollout_built) ## Test on a r
 # Needs what the nodes need, and half an hour; test-cluster does the four faults that happen most. Last comes `make kind-demo`.
 test-faults: $(operator_built) $(trainer_built) $(rollout_built) ## Test every fault: of ranks, engines, pods, nodes, volumes, clocks, the cluster and the operator
 	@MOEJOB_FAULTS=full $(operator)/pytest tests/cluster/control_plane/test_faults.py tests/cluster/nodes/test_faults.py \
-		tests/cluster/nodes/test_engines.py tests/cluster/nodes/test_policies.py tests/cluster/nodes/test_strangers.py tests/cluster/nodes/test_kind_demo.py -rs --no-fold-skipped $(ARGS)
+		tests/cluster/nodes/test_engines.py tests/cluster/nodes/test_policies.py tests/cluster/nodes/test_strangers.py tests/cluster/nodes/test_tenants.py tests/cluster/nodes/test_kind_demo.py -rs --no-fold-skipped $(ARGS)
+
+# Two minutes of the first run build kube-router.
+test-policies: $(operator_built) $(trainer_built) ## Test that kube-router, as clusters run it, keeps strangers off the pods of a job
+	@MOEJOB_POLICY_ENGINE=kube-router $(operator)/pytest tests/cluster/nodes/test_kube_router.py -rs --no-fold-skipped $(ARGS)
 
 # Ten gigabytes and five minutes for each image that is not there yet.
 test-images: $(operator_built) ## Test engines in their images, serving what a trainer exported
@@ -274,4 +278,4 @@ clean: ## Remove the environments and all build output; the cache stays
 		$(foreach dist,crds operator trainer rollout cli,$(dist)/dist $(dist)/build)
 	@find $(wildcard crds operator trainer rollout cli tests benchmarks scripts) -name __pycache__ -prune -exec rm -rf {} +
 
-.PHONY: help setup fmt lint types generate verify test test-operator test-trainer test-bridge test-learning matrix test-gate test-rollout test-cluster test-faults test-images gpu-test control-plane bench bench-operator bench-recovery bench-hostile bench-trainer bench-grpo demo demo-grpo cluster-demo docs pictures images bases kind-demo lock audit audit-images clean
+.PHONY: help setup fmt lint types generate verify test test-operator test-trainer test-bridge test-learning matrix test-gate test-rollout test-cluster test-faults test-policies test-images gpu-test control-plane bench bench-operator bench-recovery bench-hostile bench-trainer bench-grpo demo demo-grpo cluster-demo docs pictures images bases kind-demo lock audit audit-images clean

@@ -70,3 +70,9 @@ def sentence(init: Path) -> str:
     """Return the first paragraph of a package's docstring, on one line."""
     said = ast.get_docstring(ast.parse(init.read_text(encoding="utf-8"))) or ""
     return said.partition("\n\n")[0].replace("\n", " ")
+
+
+def test_the_tests_that_try_what_an_audit_found_are_there() -> None:
+    named = re.findall(r"`(tests/[\w/]+\.py)`", (ROOT / "SECURITY.md").read_text(encoding="utf-8"))
+    assert len(named) > 10
+    assert [path for path in named if not (ROOT / path).is_file()] == []

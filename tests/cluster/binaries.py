@@ -109,6 +109,11 @@ CONTAINERD = Tool(
 )
 CNI = Tool("cni", pins="github.com/containernetworking/plugins")
 COREDNS = Tool("coredns", pins="github.com/coredns/coredns")
+KUBE_ROUTER = Tool(
+    "kube-router",
+    pins="github.com/cloudnativelabs/kube-router/v2",
+    stamps=("github.com/cloudnativelabs/kube-router/v2/pkg/version.Version=v{v}",),
+)
 PEERS = Tool("peers", pins="github.com/kubeflow/training-operator")
 
 PROGRAMS: Mapping[str, Program] = {
@@ -131,10 +136,12 @@ PROGRAMS: Mapping[str, Program] = {
     "host-local": Program(CNI, "github.com/containernetworking/plugins/plugins/ipam/host-local"),
     "loopback": Program(CNI, "github.com/containernetworking/plugins/plugins/main/loopback"),
     "coredns": Program(COREDNS, ".", ("-version",)),
+    # Of `make test-policies` only.
+    "kube-router": Program(KUBE_ROUTER, "github.com/cloudnativelabs/kube-router/v2/cmd/kube-router"),
     # Of benchmarks only.
     "training-operator": Program(PEERS, "."),
 }
-_OF_A_CLUSTER = tuple(name for name, program in PROGRAMS.items() if program.tool is not PEERS)
+_OF_A_CLUSTER = tuple(name for name, program in PROGRAMS.items() if program.tool not in (KUBE_ROUTER, PEERS))
 
 
 def found_or_built(names: Iterable[str], report: Report) -> dict[str, Path]:

@@ -10,24 +10,26 @@ from threading import Thread
 from moejob_api.handshake import NONCE_BYTES, PROOF_BYTES, client_proof, server_proof
 
 
-def opened(key: bytes, to: int) -> int:
-    """Return a port that lets in those who know the key."""
+def opened(key: bytes, to: int, most: int | None = None) -> int:
+    """Return a port that lets in those who know the key, at most as many of them as a number says."""
     listening = socket.create_server(("127.0.0.1", 0))
-    Thread(target=_serve, args=(listening, key, to), daemon=True).start()
+    Thread(target=_serve, args=(listening, key, to, most), daemon=True).start()
     port: int = listening.getsockname()[1]
     return port
 
 
-def _serve(listening: socket.socket, key: bytes, to: int) -> None:
+def _serve(listening: socket.socket, key: bytes, to: int, most: int | None) -> None:
+    admitted = 0
     while True:
         peer, _ = listening.accept()
         ours = os.urandom(NONCE_BYTES)
         peer.sendall(ours)
         said = peer.recv(NONCE_BYTES + PROOF_BYTES, socket.MSG_WAITALL)
         theirs, proof = said[:NONCE_BYTES], said[NONCE_BYTES:]
-        if proof != client_proof(key, ours, theirs):
+        if proof != client_proof(key, ours, theirs) or admitted == most:
             peer.close()
             continue
+        admitted += 1
         peer.sendall(server_proof(key, ours, theirs))
         inner = socket.create_connection(("127.0.0.1", to))
         for ends in ((peer, inner), (inner, peer)):

@@ -21,6 +21,7 @@ from torch.distributed import BroadcastOptions, ProcessGroupGloo
 
 from engines import SECRET, Engine, free_port
 from moejob_api.contract import weights_key
+from moejob_api.group_rendezvous import arrive, give_up
 from moejob_rollout.listener import HEAD_BYTES
 from rollout.doors import opened
 from rollout.references import log_probabilities, model, published, published_tensors, without
@@ -185,10 +186,35 @@ def test_an_engine_whose_workers_could_not_join_the_trainer_takes_the_next_weigh
     for _ in range(2):
         reply = two_workers.post("/init_weight_transfer_engine", {"init_info": nowhere})
         assert (reply.status, "refused" in str(reply.body)) == (500, True)
-    # The way of the trainer out of an update that broke off.
-    assert two_workers.post("/start_weight_update").status == 500
-    two_workers.must("/finish_weight_update", {"weight_version": "unfinished"})
-    group, reference = _joined(two_workers, workers=2), model("mixtral", 23)
+    _break_off(two_workers)
+    _take_weights(two_workers, 23)
+
+
+def _break_off(engine: Engine) -> None:
+    """Leave an update as the trainer does, by a start that is refused."""
+    assert engine.post("/start_weight_update").status == 500
+    engine.must("/finish_weight_update", {"weight_version": "unfinished"})
+
+
+def test_a_worker_that_could_not_join_lets_the_others_wait_no_longer(two_workers: Engine) -> None:
+    # Which of the two gets in is chance, and an engine reads their replies in their order.
+    for _ in range(3):
+        two_workers.must("/pause", mode="keep")
+        two_workers.must("/start_weight_update")
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        one_only = _where(opened(weights_key(SECRET), store.port, most=1), workers=2)
+        reply = two_workers.post("/init_weight_transfer_engine", {"init_info": one_only})
+        assert (reply.status, "do not know one key" in str(reply.body)) == (500, True)
+        give_up(PrefixStore("weights", store), "rank 0 has left")
+        # Answered once both workers have done all that was asked before.
+        _break_off(two_workers)
+    assert "RankMissing: rank 0 has left" in two_workers.log
+    assert "wait timeout" not in two_workers.log
+    _take_weights(two_workers, 24)
+
+
+def _take_weights(two_workers: Engine, seed: int) -> None:
+    group, reference = _joined(two_workers, workers=2), model("mixtral", seed)
     tensors = {name: tensor.contiguous() for name, tensor in published_tensors(reference).items()}
     two_workers.must("/start_weight_update")
     _broadcast(two_workers, group, tensors)
@@ -238,7 +264,9 @@ def _joined(engine: Engine, workers: int) -> ProcessGroupGloo:
     where = _where(opened(weights_key(SECRET), inner), workers)
     joining = threading.Thread(target=engine.must, args=("/init_weight_transfer_engine", {"init_info": where}))
     joining.start()
-    group = ProcessGroupGloo(PrefixStore("weights", store), 0, world, timedelta(minutes=5))
+    named = PrefixStore("weights", store)
+    arrive(named, world, timedelta(minutes=5))
+    group = ProcessGroupGloo(named, 0, world, timedelta(minutes=5))
     _send(group, torch.zeros(1, dtype=torch.uint8))
     joining.join()
     return group

@@ -106,6 +106,27 @@ def test_a_worker_that_is_behind_is_awaited_by_the_next_call() -> None:
     assert workers.asked() == [30, 31]
 
 
+def test_a_call_has_failed_as_soon_as_one_worker_says_so_while_others_wait_for_it() -> None:
+    workers = Workers(3)
+    workers.say(2, (FAILED, "no route to the trainer"))
+    with pytest.raises(RuntimeError, match="no route to the trainer"):
+        workers.asked()
+    # The others have learned of it, one of them only by now.
+    workers.say(0, (FAILED, "rank 2 does not come"), (DONE, 20))
+    workers.say(1, (FAILED, "rank 2 does not come"), (DONE, 21))
+    workers.say(2, (DONE, 22))
+    assert workers.asked() == [20, 21, 22]
+
+
+def test_a_reply_that_came_before_the_failure_of_another_is_not_one_to_the_next_call() -> None:
+    workers = Workers(2)
+    workers.say(0, (DONE, 10), (DONE, 20))
+    workers.say(1, (FAILED, "no room"), (DONE, 21))
+    with pytest.raises(RuntimeError, match="no room"):
+        workers.asked()
+    assert workers.asked() == [20, 21]
+
+
 def test_a_call_that_ran_out_of_time_takes_nothing_from_the_next_call() -> None:
     workers = Workers(2)
     workers.say(0, (DONE, 10), (DONE, 20))

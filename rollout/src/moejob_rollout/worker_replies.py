@@ -9,10 +9,15 @@ worker still loads them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial, wraps
 from typing import Any
 
-from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
+
+# Waiting for one reply before the next worker's is looked for.
+_LOOK_SECONDS = 0.02
+_SUCCESS = WorkerProc.ResponseStatus.SUCCESS
 
 
 class Replies:
@@ -21,6 +26,7 @@ class Replies:
     def __init__(self, queue: Any) -> None:
         self._queue = queue
         self._unwanted = 0
+        self._taken: Any = None
         self.read = 0
 
     def __getattr__(self, name: str) -> Any:
@@ -28,16 +34,32 @@ class Replies:
 
     def dequeue(self, timeout: float | None = None) -> Any:
         """Return the reply to the call that is read now, once the worker has done all before it."""
-        while self._unwanted:
-            self._queue.dequeue(timeout=timeout)
-            self._unwanted -= 1
-        reply = self._queue.dequeue(timeout=timeout)
+        reply, self._taken = self._taken or self._dequeued(timeout), None
         self.read += 1
         return reply
 
+    def is_there(self, seconds: float) -> bool:
+        """Wait for the reply to the call that is read now, and keep it."""
+        with suppress(TimeoutError):
+            self._taken = self._taken or self._dequeued(seconds)
+        return self._taken is not None
+
+    @property
+    def is_failure(self) -> bool:
+        """Return whether the reply that is there says that the call failed."""
+        return self._taken is not None and self._taken[0] != _SUCCESS
+
+    def _dequeued(self, timeout: float | None) -> Any:
+        while self._unwanted:
+            self._queue.dequeue(timeout=timeout)
+            self._unwanted -= 1
+        return self._queue.dequeue(timeout=timeout)
+
     def leave_out(self) -> None:
-        """Leave out one reply more."""
-        self._unwanted += 1
+        """Leave out the reply to the call that is read now."""
+        if self._taken is None:
+            self._unwanted += 1
+        self._taken = None
 
 
 def keep_in_step() -> None:
@@ -61,12 +83,13 @@ def _leave_out_unread() -> None:
     original = MultiprocExecutor.collective_rpc
 
     @wraps(original)
-    def in_step(self: Any, *args: Any, non_block: bool = False, **kwargs: Any) -> Any:
-        future = original(self, *args, non_block=True, **kwargs)
+    def in_step(self: Any, method: Any, timeout: float | None = None, *args: Any, **kwargs: Any) -> Any:
+        non_block = kwargs.pop("non_block", False)
+        future = original(self, method, timeout, *args, non_block=True, **kwargs)
         # A call that wants the reply of one worker gets no other.
         is_of_one = kwargs.get("unique_reply_rank") is not None and not _merges(kwargs)
         if not is_of_one:
-            future.get_response = partial(read_all, self.response_mqs, future.get_response)
+            future.get_response = partial(read_all, self.response_mqs, future.get_response, timeout)
         return future if non_block else future.result()
 
     MultiprocExecutor.collective_rpc = in_step
@@ -76,13 +99,26 @@ def _merges(kwargs: dict[str, Any]) -> bool:
     return any(kwargs.get(name) for name in ("kv_output_aggregator", "ec_output_aggregator"))
 
 
-def read_all(workers: Sequence[Replies], read: Callable[[], Any]) -> Any:
+def read_all(workers: Sequence[Replies], read: Callable[[], Any], timeout: float | None) -> Any:
     """Read a reply of each worker; where that ends early, those that were not read belong to no later call."""
     before = [worker.read for worker in workers]
     try:
+        if timeout is None:
+            _await_all_or_a_failure(workers)
         return read()
     except (RuntimeError, TimeoutError):
         for worker, count in zip(workers, before, strict=True):
             if worker.read == count:
                 worker.leave_out()
         raise
+
+
+def _await_all_or_a_failure(workers: Sequence[Replies]) -> None:
+    """Return when the replies of all are there; RuntimeError, in vLLM's words, as soon as one is a failure."""
+    waiting = workers
+    while waiting:
+        waiting = [worker for worker in waiting if not worker.is_there(_LOOK_SECONDS)]
+        for worker in workers:
+            if worker.is_failure:
+                _, reason = worker.dequeue()
+                raise RuntimeError(f"Worker failed with error '{reason}', please check the stack trace above")

@@ -178,10 +178,10 @@ def _started(folder: Path, programs: Programs, settings: Settings, ending: ExitS
     registry.start()
     _add_images(registry, programs, folder)
     plane = ending.enter_context(_plane(folder / "plane", programs, str(address)))
-    dns = Dns(programs.paths["coredns"], address, _user(plane, "coredns", "system:masters"), folder)
+    dns = Dns(programs.paths["coredns"], address, user(plane, "coredns", "system:masters"), folder)
     ending.callback(dns.stop)
     dns.start()
-    proxy = _user(plane, "system:kube-proxy")
+    proxy = user(plane, "system:kube-proxy")
     nodes = {
         name: Node(
             _membership(index, plane, settings, proxy),
@@ -229,12 +229,13 @@ def _membership(index: int, plane: ControlPlane, settings: Settings, proxy_kubec
         dns=addresses.machine,
         cgroup=f"{settings.owner}/{name}",
         ca=plane.ca,
-        kubeconfig=_user(plane, f"system:node:{name}", "system:nodes"),
+        kubeconfig=user(plane, f"system:node:{name}", "system:nodes"),
         proxy_kubeconfig=proxy_kubeconfig,
     )
 
 
-def _user(plane: ControlPlane, name: str, group: str | None = None) -> Path:
+def user(plane: ControlPlane, name: str, group: str | None = None) -> Path:
+    """Return how one talks to the API server who has a certificate of this name and group."""
     path = plane.folder / f"{name.replace(':', '-')}.kubeconfig"
     return write_for_certificate(path, plane.site.server, plane.site.authority.client(name, group))
 

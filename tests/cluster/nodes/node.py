@@ -104,6 +104,10 @@ class Node:
         file.write_text(rules)
         self.enclosure.run(*self._programs.words, self._programs.paths["nft"], "--file", file)
 
+    def process(self, name: str, *words: str | Path) -> Process:
+        """A program that runs on the node beside all else, once it is started."""
+        return Process(name, self.enclosure.command(*words), self._folder)
+
     def path(self, inside: Path) -> Path:
         """Return where the machine sees what the node sees at a path."""
         return Path(f"/proc/{self.enclosure.pid}/root{inside}")
@@ -129,8 +133,7 @@ class Node:
             self.enclosure.run("mount", "--rbind", source, target)
 
     def _process(self, name: str, *flags: str) -> Process:
-        command = self.enclosure.command(*self._programs.words, self._programs.paths[name], *flags)
-        return Process(name, command, self._folder)
+        return self.process(name, *self._programs.words, self._programs.paths[name], *flags)
 
     def _kubelet_is_well(self) -> bool:
         try:

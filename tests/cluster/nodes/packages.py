@@ -26,6 +26,14 @@ PACKAGES: Mapping[str, tuple[str, ...]] = {
     # Not for nodes: what the images of tests are made of.
     "busybox": ("busybox-static",),
 }
+# Not for nodes either: what kube-router calls. The programs of iptables are links to one.
+IPSET, IPTABLES = "ipset", "iptables"
+FIREWALL: Mapping[str, tuple[str, ...]] = {
+    IPSET: ("ipset", "libipset13", "libmnl0"),
+    IPTABLES: ("iptables", "libxtables12", "libnftnl11", "libmnl0"),
+}
+_IPTABLES_PROGRAM = "xtables-nft-multi"
+_IPTABLES_NAMES = ("iptables", "iptables-save", "iptables-restore", "ip6tables", "ip6tables-save", "ip6tables-restore")
 # What shifts the clock of a process that loads it.
 FAKETIME = "libfaketime"
 # Linked with nothing, or it would not run in an image of its own.
@@ -52,6 +60,22 @@ def found_or_unpacked(report: Report) -> Unpacked:
         | {name: _program(folders[name], name) for name in wanted},
         tuple(folder / library for folder in folders.values() for library in LIBRARIES),
     )
+
+
+def firewall(folder: Path, report: Report) -> list[str]:
+    """Return the words that let a command find ipset and iptables; `folder`, which is made, gets their programs."""
+    unpacked = {name: _unpacked(name, packages, report) for name, packages in FIREWALL.items()}
+    folder.mkdir()
+    (folder / IPSET).symlink_to(_program(unpacked[IPSET], IPSET))
+    for name in _IPTABLES_NAMES:
+        (folder / name).symlink_to(_program(unpacked[IPTABLES], _IPTABLES_PROGRAM))
+    libraries = [str(root / library) for root in unpacked.values() for library in LIBRARIES]
+    return [
+        "env",
+        f"PATH={folder}:{os.environ['PATH']}",
+        f"LD_LIBRARY_PATH={':'.join(libraries)}",
+        f"XTABLES_LIBDIR={unpacked[IPTABLES] / LIBRARIES[0] / 'xtables'}",
+    ]
 
 
 def faketime(report: Report) -> Path:

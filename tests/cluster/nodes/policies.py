@@ -1,10 +1,9 @@
 """NetworkPolicies, enforced on the nodes by packet filters that follow from what the API server holds.
 
-The nodes' network is a bridge that enforces none. Of the engines that people run kube-router's is to be had as a Go
-module (v2.1.0): with all that comes with it, BGP and clouds, it was not built after 25 minutes of two busy cores, and
-each node would need iptables and ipset. This one decides for ingress as the documentation of the API does: a pod that a
-policy selects is reached only from where one of its policies allows it, and from its own node. A pod that is refused
-gets an error at once, and another one than of a port on which nothing listens. Knows nothing of jobs.
+The nodes' network is a bridge that enforces none. `make test-policies` has kube-router enforce those of a job
+(kube_router), which takes minutes of two cores to build. This one decides for ingress as the documentation of the API
+does: a pod that a policy selects is reached only from where one of its policies allows it, and from its own node. A pod
+that is refused gets an error at once, and another one than of a port on which nothing listens. Knows nothing of jobs.
 """
 
 from __future__ import annotations

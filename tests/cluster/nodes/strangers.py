@@ -11,10 +11,11 @@ from typing import Any
 
 from cluster.control_plane.plane import ControlPlane
 from cluster.nodes.cluster import Cluster
+from cluster.nodes.pods import VOLUME
 from cluster.waiting import until
 
 INTRUDER = (Path(__file__).parent / "intruder.py").read_text()
-_LISTENING = "0A"
+_LISTENING, _ESTABLISHED = "0A", "01"
 _LOOPBACK = ("0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F")
 # A verb of the intruder, a host and a port.
 Try = tuple[str, str, int]
@@ -46,11 +47,21 @@ def namespace_of(nodes: Cluster) -> Iterator[str]:
     nodes.plane.api.delete(f"/api/v1/namespaces/{name}")
 
 
-def stranger(nodes: Cluster, namespace: str, image: str, node: str, labels: Mapping[str, str] | None = None) -> Inside:
-    """A pod that runs in a namespace, on a node, under the restricted standard; with the labels of another, or none."""
+def stranger(
+    nodes: Cluster,
+    namespace: str,
+    image: str,
+    node: str,
+    labels: Mapping[str, str] | None = None,
+    claim: str | None = None,
+) -> Inside:
+    """A pod that runs in a namespace, on a node, under the restricted standard; with the labels of another, or none.
+
+    It mounts a claim where one is named.
+    """
     name = "stranger" if labels is None else "namesake"
     security = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
-    container = {
+    container: dict[str, Any] = {
         "name": "main",
         "image": image,
         "command": ["python", "-c", "import time; time.sleep(3600)"],
@@ -62,6 +73,9 @@ def stranger(nodes: Cluster, namespace: str, image: str, node: str, labels: Mapp
         "terminationGracePeriodSeconds": 0,
         "securityContext": {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}},
     }
+    if claim is not None:
+        container["volumeMounts"] = [{"name": "volume", "mountPath": VOLUME}]
+        spec["volumes"] = [{"name": "volume", "persistentVolumeClaim": {"claimName": claim}}]
     api, path = nodes.plane.api, f"/api/v1/namespaces/{namespace}/pods"
     api.create(path, {"metadata": {"name": name, "labels": dict(labels or {})}, "spec": spec})
     until(
@@ -77,12 +91,23 @@ def ports(nodes: Cluster, namespace: str, pod: str) -> set[int]:
     return {port for table in ("tcp", "tcp6") for port in _listening(Path(f"/proc/{pid}/net/{table}").read_text())}
 
 
+def connections(nodes: Cluster, namespace: str, pod: str, port: int) -> int:
+    """Count the connections to a port of a pod."""
+    pid = min(nodes.pids(namespace, pod))
+    tables = (Path(f"/proc/{pid}/net/{table}").read_text() for table in ("tcp", "tcp6"))
+    return sum((at, state) == (port, _ESTABLISHED) for table in tables for _, at, state in _sockets(table))
+
+
 def _listening(table: str) -> Iterator[int]:
+    return (port for local, port, state in _sockets(table) if state == _LISTENING and local not in _LOOPBACK)
+
+
+def _sockets(table: str) -> Iterator[tuple[str, int, str]]:
+    """Address and port of this side, and the state."""
     for line in table.splitlines()[1:]:
         _, local, _, state, *_ = line.split()
         address, _, port = local.partition(":")
-        if state == _LISTENING and address not in _LOOPBACK:
-            yield int(port, 16)
+        yield address, int(port, 16), state
 
 
 def address(nodes: Cluster, namespace: str, pod: str) -> str:

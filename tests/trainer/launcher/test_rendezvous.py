@@ -13,7 +13,7 @@ from moejob_api.pod_environment import from_environment
 from moejob_api.restarts import Cause
 from moejob_trainer.launcher.ending import Ending, FailureOrigin, Fault, ending_by
 from moejob_trainer.launcher.pod import TrainerPod
-from moejob_trainer.launcher.rendezvous import Rendezvous, Round
+from moejob_trainer.launcher.rendezvous import Rendezvous, Round, poll_seconds
 from moejob_trainer.launcher.stop import StopRequest
 from moejob_trainer.launcher.store import LostPeers, Store
 from trainer.launcher.launchers import Gang, free_port
@@ -49,6 +49,18 @@ def test_all_meet_in_the_next_round_once_one_has_ended(pair: tuple[Rendezvous, R
     assert [met.number for met in gathered(pair) if isinstance(met, Round)] == [0, 0]
     pair[1].end(0, ending(1))
     assert [met.number for met in gathered(pair) if isinstance(met, Round)] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "least", "expected"),
+    [
+        pytest.param(2, 0.02, 0.02, id="two pods look as often as they want"),
+        pytest.param(50, 0.02, 0.1, id="fifty look less often"),
+        pytest.param(1000, 0.02, 0.2, id="no pod waits for longer than before"),
+    ],
+)
+def test_the_more_pods_look_at_the_store_the_less_often_each_does(nodes: int, least: float, expected: float) -> None:
+    assert poll_seconds(nodes, least) == pytest.approx(expected)
 
 
 def test_ranks_of_each_round_have_a_store_of_their_own(pair: tuple[Rendezvous, Rendezvous]) -> None:

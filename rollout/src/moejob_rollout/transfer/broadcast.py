@@ -19,11 +19,15 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, Weight
 
 from moejob_api.addresses import LOOPBACK
 from moejob_api.contract import Environment, weights_key
+from moejob_api.group_rendezvous import arrive
 from moejob_rollout.transfer.buckets import size_bytes, unpacked
 from moejob_rollout.transfer.channel import carried
 from moejob_rollout.transfer.checkpoint import CheckpointTransfer
 
 _PATIENCE = timedelta(minutes=10)
+_CONNECT = timedelta(seconds=20)
+# All workers of an engine are asked at once, and each has reached rank 0, or has failed, in less.
+_ARRIVAL = timedelta(minutes=2)
 
 
 @dataclass
@@ -59,9 +63,13 @@ class GlooTransfer(CheckpointTransfer[BroadcastInit, BroadcastUpdate]):
         self._group = None
         key = weights_key(os.environ.get(Environment.SECRET, ""))
         port = carried(init_info.master_address, init_info.master_port, key)
-        store = TCPStore(LOOPBACK, port, is_master=False, timeout=_PATIENCE, wait_for_workers=False)
+        # A store that has gone in between is asked again and again for as long.
+        store = TCPStore(LOOPBACK, port, is_master=False, timeout=_CONNECT, wait_for_workers=False)
+        store.set_timeout(_PATIENCE)
+        named = PrefixStore(init_info.name, store)
+        arrive(named, init_info.world_size, _ARRIVAL)
         rank = init_info.rank_offset + self.parallel_config.rank
-        self._group = self._joined(PrefixStore(init_info.name, store), rank, init_info.world_size)
+        self._group = self._joined(named, rank, init_info.world_size)
         # NCCL connects when something is sent.
         self._received(1)
 

@@ -18,6 +18,7 @@ from torch.distributed import BroadcastOptions, ProcessGroupGloo
 
 from moejob_api.addresses import LOOPBACK
 from moejob_api.contract import weights_key
+from moejob_api.group_rendezvous import arrive
 from moejob_trainer.rollouts.connection import Connection
 from moejob_trainer.rollouts.fleet import Fleet, FleetLimits
 from moejob_trainer.rollouts.publisher import Publisher, Trial
@@ -116,11 +117,9 @@ class Receiver:
     def _join(self, where: dict[str, Any]) -> None:
         def join() -> None:
             port = carried(where["master_address"], where["master_port"], KEY)
-            store = TCPStore(LOOPBACK, port, is_master=False)
-            made = ProcessGroupGloo(
-                PrefixStore(where["name"], store), where["rank_offset"], where["world_size"], timedelta(minutes=5)
-            )
-            self._group = made
+            store = PrefixStore(where["name"], TCPStore(LOOPBACK, port, is_master=False))
+            arrive(store, where["world_size"], timedelta(minutes=5))
+            self._group = ProcessGroupGloo(store, where["rank_offset"], where["world_size"], timedelta(minutes=5))
             self._received(1)
 
         joining = threading.Thread(target=join, daemon=True)

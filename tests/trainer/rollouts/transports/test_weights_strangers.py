@@ -95,3 +95,15 @@ def test_no_one_is_let_in_any_more_after_the_group_has_been_left() -> None:
     place.close()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection((POD, place.port), timeout=60)
+
+
+def test_engines_that_are_in_are_let_go_when_the_group_is_left() -> None:
+    place = GroupStore(POD, KEY, timedelta(minutes=5))
+
+    async def let_go() -> bytes:
+        reader, writer = await asyncio.open_connection(POD, place.port)
+        await introduce(reader, writer, KEY)
+        await asyncio.to_thread(place.close)
+        return await asyncio.wait_for(reader.read(), 120)
+
+    assert asyncio.run(let_go()) == b""

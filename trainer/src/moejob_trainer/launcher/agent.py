@@ -48,7 +48,7 @@ from moejob_trainer.launcher.memory import kills_for_memory
 from moejob_trainer.launcher.options import Options
 from moejob_trainer.launcher.pod import TrainerPod
 from moejob_trainer.launcher.rank_processes import RankProcesses
-from moejob_trainer.launcher.rendezvous import Rendezvous, Round
+from moejob_trainer.launcher.rendezvous import Rendezvous, Round, poll_seconds
 from moejob_trainer.launcher.stop import Stopped, StopRequest
 from moejob_trainer.launcher.store import LostPeers
 from moejob_trainer.runtime.fencing import RESTART, FenceToken
@@ -58,6 +58,9 @@ from moejob_trainer.runtime.start_timing import START, LauncherTiming
 log = LauncherLog()
 
 _POLL_SECONDS = 0.2
+# Between two looks for what another pod has ended, while ranks train: a launcher of two takes
+# 0.7 % of a core, as at 0.2 s; at 0.05 s it takes 1.3 %.
+_WATCH_SECONDS = 0.1
 # Left of the grace period for the termination message once the ranks have saved.
 _MARGIN_SECONDS, _MARGIN_SHARE = 5.0, 0.2
 _LAST_TO_LEAVE_SECONDS = 5.0
@@ -239,8 +242,9 @@ class Agent:
     # --- watching -----------------------------------------------------------------------------------------------------
 
     def _watch(self, current: Round) -> _Seen:
+        pause = poll_seconds(self._pod.nodes, _WATCH_SECONDS) if self._pod.nodes > 1 else _POLL_SECONDS
         while True:
-            self._ranks.wait(self._stop, _POLL_SECONDS)
+            self._ranks.wait(self._stop, pause)
             seen = self._ended() or self._overdue_stop() or self._ending_from_peers(current) or self._hung()
             seen = seen or self._without_engine()
             if seen is not None:

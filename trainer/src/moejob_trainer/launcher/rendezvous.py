@@ -27,6 +27,11 @@ log = LauncherLog()
 
 _POLL_SECONDS = 0.2
 _HEARTBEAT_SECONDS = 1.0
+# Of pods that come back between two rounds, when no rank trains.
+_RETURN_POLL_SECONDS = 0.02
+_RETURN_SECONDS = 5.0
+# Added to a pause for each pod: pod 0 answers all of them, a few hundred times a second.
+_POLL_SECONDS_PER_POD = 0.002
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +43,11 @@ class Round:
 
     number: int
     port: int
+
+
+def poll_seconds(nodes: int, least: float) -> float:
+    """Return the pause between two looks at the store, which is longer the more pods look; pure."""
+    return min(_POLL_SECONDS, max(least, _POLL_SECONDS_PER_POD * nodes))
 
 
 class Rendezvous:
@@ -71,7 +81,8 @@ class Rendezvous:
         An Ending when there will be no other round. The wait has no limit for the first time: pods come when the
         cluster has room for them.
         """
-        until = None if wait_seconds is None else time.monotonic() + wait_seconds
+        began = time.monotonic()
+        until = None if wait_seconds is None else began + wait_seconds
         while True:
             number = self._arrived()
             if isinstance(number, Ending):
@@ -86,7 +97,8 @@ class Rendezvous:
                 self._stop.check()
                 if until is not None and time.monotonic() >= until:
                     raise LostPeers(f"{self._absent(number)} did not come back within {wait_seconds:.0f} s")
-                self._stop.wait(_POLL_SECONDS)
+                is_return = wait_seconds is not None and time.monotonic() < began + _RETURN_SECONDS
+                self._stop.wait(poll_seconds(self._pod.nodes, _RETURN_POLL_SECONDS) if is_return else _POLL_SECONDS)
 
     def ending(self, number: int) -> Ending | None:
         """Return the ending of a round, None while it runs. Sends this pod's heartbeat meanwhile."""

@@ -143,9 +143,12 @@ class LoopThread:
             self._loop.call_soon_threadsafe(self._end)
 
     def _end(self) -> None:
-        for task in asyncio.all_tasks(self._loop):
+        tasks = asyncio.all_tasks(self._loop)
+        for task in tasks:
             task.cancel()
-        self._loop.call_soon(self._loop.stop)
+        # Tasks close their connections when they end, and a loop that stops before leaves them open.
+        ended = asyncio.gather(*tasks, return_exceptions=True)
+        ended.add_done_callback(lambda _: self._loop.stop())
 
 
 def listener(address: str, port: int) -> socket.socket:

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Backend, PrefixStore, Store
 from torch.distributed import BroadcastOptions
 
+from moejob_api.group_rendezvous import arrive, give_up
 from moejob_trainer.rollouts.connection import EngineLost
 from moejob_trainer.rollouts.fleet import RolloutEngine
 from moejob_trainer.rollouts.publisher import Sent
@@ -109,13 +110,22 @@ class BroadcastTransport:
             "rank_offset": 1,
             "world_size": size,
         }
-        made = _in_thread(lambda: self._rendezvous.make_group(PrefixStore(name, store.store), 0, size))
+        named = PrefixStore(name, store.store)
+        made = _in_thread(lambda: self._made(named, size))
         try:
             group = await _both(sync.join(engine, where), made, engine)
-        except BaseException:
+        except BaseException as error:
+            with suppress(RuntimeError):
+                # By a connection of its own: the thread that waits holds the other one.
+                again = named.clone()  # type: ignore[attr-defined]  # not in torch's stubs
+                give_up(again, f"rank 0 has given the engine up: {error!r}")
             store.close()
             raise
         return _Joined(group, store, "")
+
+    def _made(self, store: Store, size: int) -> Backend:
+        arrive(store, size, _PATIENCE)
+        return self._rendezvous.make_group(store, 0, size)
 
     async def _sent(
         self, sync: WeightSync, engines: tuple[RolloutEngine, ...], bucket: Bucket
@@ -204,4 +214,7 @@ def _in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
             done.set_result(result)
 
     threading.Thread(target=worked, name="weights", daemon=True).start()
-    return asyncio.wrap_future(done)
+    found = asyncio.wrap_future(done)
+    # Once its engine is lost it has no awaiter.
+    found.add_done_callback(lambda one: one.cancelled() or one.exception())
+    return found
