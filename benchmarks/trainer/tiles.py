@@ -85,18 +85,16 @@ def _measured(shape: ExpertShape, *, everything: bool) -> Iterator[dict[str, obj
 
 
 def _products(shape: ExpertShape) -> dict[str, Callable[[Tiles | None], object]]:
-    """Return the three products of a step over random rows, of which experts get uneven shares."""
+    """Return the products of a step that take tiles, over random rows, of which experts get uneven shares."""
     torch.manual_seed(1)
     device, dtype = torch.device("cuda"), torch.bfloat16
     ends = _ends(shape, device)
     x = torch.randn(shape.rows, shape.inner, device=device, dtype=dtype)
     gradient = torch.randn(shape.rows, shape.outer, device=device, dtype=dtype)
     weight = torch.randn(shape.experts, shape.outer, shape.inner, device=device, dtype=dtype) * 0.02
-    total = torch.zeros_like(weight)
     return {
         "forward": lambda tiles: experts.products_in_tiles(x, weight.transpose(1, 2), ends, tiles),
         "rows": lambda tiles: experts.products_in_tiles(gradient, weight, ends, tiles),
-        "weights": lambda tiles: experts.add_outer_products_in_tiles(gradient, x, ends, total, tiles),
     }
 
 

@@ -20,8 +20,8 @@ ALIGNMENT_BYTES = 16
 # A small case, before anything is trained: experts without rows, with one, and with more than tiles divide evenly.
 TRIED_ROWS, TRIED_INPUTS, TRIED_OUTPUTS = (0, 5, 700, 0, 129, 1, 64, 0), 264, 392
 WITHIN = {torch.bfloat16: 1e-2, torch.float32: 1e-4}
-# From what width of both sides of a weight, and how many rows for each expert, tiles of our own are faster.
-WIDE, MANY_ROWS = 4096, 2048
+# Between what widths of both sides of a weight, and from how many rows for each expert, tiles of our own are faster.
+WIDE, WIDEST, MANY_ROWS = 4096, 16384, 2048
 # The generation that they were measured on.
 HOPPER = 9
 
@@ -44,9 +44,8 @@ WIDE_TILES = Tiles(192, 128, pingpong=True, cluster_rows=1, cluster_columns=2)
 
 def tiles(rows_per_expert: float, widths: tuple[int, int], generation: int) -> Tiles | None:
     """Return the tiles of products with weights of these widths; None for those that quack-kernels takes itself."""
-    if generation != HOPPER or rows_per_expert < MANY_ROWS or min(widths) < WIDE:
-        return None
-    return WIDE_TILES
+    is_wide = min(widths) >= WIDE and max(widths) <= WIDEST
+    return WIDE_TILES if generation == HOPPER and rows_per_expert >= MANY_ROWS and is_wide else None
 
 
 def multiplies(x: Tensor, weights: Tensor) -> bool:
@@ -74,28 +73,16 @@ def products_in_tiles(x: Tensor, weights: Tensor, ends: Tensor, shape: Tiles | N
 
 def adds(gradient: Tensor, x: Tensor, total: Tensor) -> bool:
     """Return whether `add_outer_products` takes these."""
-    return _supports(x, x.shape[1], gradient.shape[1]) and _adds_rightly(x.device, total.dtype, _tiles(x, total))
+    return _supports(x, x.shape[1], gradient.shape[1]) and _adds_rightly(x.device, total.dtype)
 
 
 def add_outer_products(gradient: Tensor, x: Tensor, ends: Tensor, total: Tensor) -> None:
     """total [e, n, k] += gradient [r, n] by x [r, k], of the rows of each expert."""
-    add_outer_products_in_tiles(gradient, x, ends, total, _tiles(x, total))
-
-
-def add_outer_products_in_tiles(gradient: Tensor, x: Tensor, ends: Tensor, total: Tensor, shape: Tiles | None) -> None:
-    """Do the same in tiles of this shape."""
-    quack, bounds = _quack(), _bounds(ends)
-    if shape is None:
-        quack.gemm_add_inplace(gradient.t(), x, total, cu_seqlens_k=bounds, tuned=False)
-        return
-    quack.gemm_tuned.fn(gradient.t(), x, total, C=None, cu_seqlens_k=bounds, add_to_output=True, config=_config(shape))
+    _quack().gemm_add_inplace(gradient.t(), x, total, cu_seqlens_k=_bounds(ends), tuned=False)
 
 
 def _tiles(x: Tensor, weights: Tensor) -> Tiles | None:
-    """Return the tiles for these rows and weights [e, k, n], or sums of their gradients [e, n, k]."""
-    # Sums in float32 have not been measured in other tiles, and take more of a block's memory.
-    if weights.dtype is not torch.bfloat16:
-        return None
+    """Return the tiles for these rows and weights [e, k, n]."""
     experts, *widths = weights.shape
     generation = torch.cuda.get_device_capability(x.device)[0]
     return tiles(len(x) / experts, (widths[0], widths[1]), generation)
@@ -136,13 +123,13 @@ def _multiplies_rightly(device: torch.device, shape: Tiles | None) -> bool:
 
 
 @cache
-def _adds_rightly(device: torch.device, dtype: torch.dtype, shape: Tiles | None) -> bool:
+def _adds_rightly(device: torch.device, dtype: torch.dtype) -> bool:
     if dtype not in WITHIN:
         return False
     x, ends, weights, gradient = _tried(device)
     before = weights.transpose(1, 2).to(dtype).contiguous()
     total = before.clone()
-    add_outer_products_in_tiles(gradient, x, ends, total, shape)
+    add_outer_products(gradient, x, ends, total)
     parts = zip(gradient.double().split(TRIED_ROWS), x.double().split(TRIED_ROWS), strict=True)
     return _agrees(total, before.double() + torch.stack([rows.t() @ part for rows, part in parts]))
 
