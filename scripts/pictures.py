@@ -211,6 +211,7 @@ def main() -> None:
     (FOLDER / "trust.svg").write_text(trust())
     (FOLDER / "demo.svg").write_text(terminal("a laptop, two CPU ranks", "make demo"))
     (FOLDER / "demo-grpo.svg").write_text(terminal("a laptop, and a vLLM engine on its CPU", "make demo-grpo"))
+    (FOLDER / "cluster.svg").write_text(terminal("two Kubernetes nodes on one machine", "make cluster-demo"))
     (FOLDER / "plan.svg").write_text(terminal("no cluster, no GPU", "moejob plan examples/mixtral-8x7b-sft-16gpu.yaml"))
 
 

@@ -34,6 +34,11 @@ class FaultyProxy:
     url: str = ""
     faults: Counter[str] = field(default_factory=Counter)
 
+    @property
+    def codes(self) -> set[str]:
+        """The codes that were answered."""
+        return {fault.split()[1] for fault in self.faults}
+
     async def answer(self, request: web.Request) -> web.StreamResponse:
         """Return what the operator gets."""
         while self.is_cut:
