@@ -71,12 +71,14 @@ def _watch(nodes: Cluster, job: Submitted) -> None:
     shown: list[str] = []
 
     def has_ended() -> bool:
+        # Asked first: the row that is shown last is the one of the end.
+        phase = job.phase
         head, row = nodes.plane.kubectl("get", "mtj", job.name, f"--namespace={job.namespace}").splitlines()
         *seen, _ = row.split()
         if seen != shown:
             say(row if shown else f"{head}\n{row}")
             shown[:] = seen
-        return job.phase in ENDS
+        return phase in ENDS
 
     until(has_ended, seconds=TRAINING_SECONDS, waiting_for=job.told)
     if job.phase != "Succeeded":
