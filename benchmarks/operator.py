@@ -398,8 +398,8 @@ async def _soaked(place: Arena, mine: Contender, cycles: int) -> _Held:
     for _ in range(cycles):
         burst = await place.burst(mine, SOAK_JOBS, 2)
         await place.delete(mine, tuple(burst.story.asked_at))
-    rest = await place.at_rest(mine)
-    return _Held(rest.resident_mib, rest.descriptors, mine.metric("moejob_tasks"))
+    rest, tasks = await place.at_rest(mine, "moejob_tasks")
+    return _Held(rest.resident_mib, rest.descriptors, tasks)
 
 
 # --- results ----------------------------------------------------------------------------------------------------------

@@ -25,7 +25,8 @@ _QUIET_SECONDS = 1.0
 _SECONDS = 400.0
 # Longer than an operator keeps a connection that it does not use: aiohttp looks every 15 s for those unused for 15 s.
 _KEPT_OPEN_SECONDS = 40.0
-_LOOKS_AT_REST = 20
+# Half a minute: all pods are asked how they are once in it, and between that nothing is under way.
+_LOOKS_AT_REST = 150
 
 
 class TooSlowError(Exception):
@@ -146,15 +147,16 @@ class Arena:
             await asyncio.sleep(_POLL_SECONDS)
             self._read()
 
-    async def at_rest(self, contender: Contender) -> Costs:
-        """Return what it takes once it has given back the connections of its last work: these stay open for a while."""
+    async def at_rest(self, contender: Contender, metric: str) -> tuple[Costs, float]:
+        """Return what it takes once it has given back the connections of its last work, and the least of a metric."""
         await asyncio.sleep(_KEPT_OPEN_SECONDS)
         # Pods may just be asked how they are.
         seen = []
         for _ in range(_LOOKS_AT_REST):
-            seen.append(contender.costs())
+            seen.append((contender.costs(), contender.metric(metric)))
             await asyncio.sleep(10 * _POLL_SECONDS)
-        return min(seen, key=lambda held: held.descriptors)
+        held, values = zip(*seen, strict=True)
+        return min(held, key=lambda costs: costs.descriptors), min(values)
 
     def _manager_cpu_seconds(self) -> float:
         pid = self.plane.processes[Component.CONTROLLER_MANAGER].pid
