@@ -139,6 +139,14 @@ def recomputed_modules(recompute: Recompute) -> frozenset[RecomputeModule]:
             assert_never(recompute.granularity)
 
 
+def share_dtype(spec: Spec) -> Dtype:
+    """Return the type of a weight's share where replicas divide it: the gradients of a share are of its own type.
+
+    Where they are to be float32, the share is, and rounded each time that it is gathered.
+    """
+    return spec.model.dtype if spec.training.precision.gradients is spec.model.dtype else Dtype.FLOAT32
+
+
 def sums_in_products(spec: Spec) -> bool:
     """Return whether products of experts add their weights' gradients to the sums: quack-kernels does, on its GPUs."""
     is_able = spec.resources.gpu_type in SUMMING_GPUS and not spec.training.deterministic

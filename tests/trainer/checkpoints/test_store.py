@@ -209,13 +209,13 @@ class Clock:
 
 @dataclass
 class Slow(Writer):
-    """A writer that holds training for 2 s, and then writes for 5 s more a question."""
+    """A writer that holds training for 2 s, lets an update wait for 3, and writes for 5 s more a question."""
 
     clock: Clock = field(default_factory=Clock)
 
     def begin(self, folder: Path) -> Writing:
         self.clock.now += 2
-        return super().begin(folder)
+        return replace(super().begin(folder), waited_seconds=3.0)
 
 
 def test_a_save_says_how_long_it_took_and_how_long_training_stood_still(tmp_path: Path) -> None:
@@ -228,7 +228,7 @@ def test_a_save_says_how_long_it_took_and_how_long_training_stood_still(tmp_path
     assert run.poll() is None
     clock.now += 5
     size_bytes = sum(len(content) for content in state(StepFolder(10, FenceToken(0, 0))).values())
-    expected = Saved(StepFolder(10, FenceToken(0, 0)), size_bytes, seconds=12.0, stalled_seconds=2.0)
+    expected = Saved(StepFolder(10, FenceToken(0, 0)), size_bytes, seconds=12.0, stalled_seconds=5.0)
     assert [run.poll(), run.last] == [expected, expected]
 
 

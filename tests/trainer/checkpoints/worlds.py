@@ -164,6 +164,7 @@ class Writing:
 
     files: Sequence[str]
     questions: int = 0
+    waited_seconds: float = 0.0
 
     def finished(self) -> bool:
         self.questions -= 1

@@ -31,6 +31,7 @@ from moejob_trainer.model.parameters import parameters
 from trainer.parity.cells import (
     ALIKE,
     FOLDED,
+    STEPS,
     Cell,
     assert_like,
     loss_of,
@@ -183,6 +184,39 @@ def trained_on_averages(cell: Cell, folder: Path) -> Any:
 
 def _averages(module: FSDPModule, factor: float) -> None:
     """The factor that torch takes when it is given none."""
+
+
+IN_BFLOAT16 = {
+    "model": {"dtype": "bfloat16"},
+    # One micro batch on each rank: replicas add two gradients either way, and nothing is added to the sums. Norms are
+    # summed piece by piece, and pieces differ, so nothing is clipped.
+    "training": {"precision": {"gradients": "bfloat16"}, "microBatchSize": 4, "clipGrad": 1e6},
+    "parallelism": {"data": 2},
+}
+
+
+@pytest.mark.parametrize("sections", [SHARDED, ZERO2], ids=["FSDP", "ZeRO-2"])
+def test_shares_in_bfloat16_train_what_whole_stages_train_to_the_bit(
+    worlds: Worlds, reference: Reference, sections: Mapping[str, Any]
+) -> None:
+    folder, _ = reference(Family.QWEN3_MOE)
+    whole = worlds.run(2, after_updates, Cell(Family.QWEN3_MOE, IN_BFLOAT16), folder)[0]
+    for shares in worlds.run(2, after_updates, Cell(Family.QWEN3_MOE, merged(sections, IN_BFLOAT16)), folder):
+        assert shares == whole
+
+
+def after_updates(cell: Cell, folder: Path) -> list[float]:
+    """Losses of one rank, each after the updates before it."""
+    use_cpu()
+    engine = started(cell, folder)
+    try:
+        loss = loss_of(cell, engine)
+        found = [engine.update(micro_batches(cell, engine, step), loss).loss for step in range(STEPS)]
+        if cell.spec().memory.sharding.divides_weights:
+            assert {own_part(parameter).dtype for parameter in engine.stages[0].parameters()} == {torch.bfloat16}
+        return found
+    finally:
+        stop_groups()
 
 
 # --- checkpoints ----------------------------------------------------------------------------------------------------

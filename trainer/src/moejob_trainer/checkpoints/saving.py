@@ -133,6 +133,11 @@ class RunWriter:
 class _WithCounters:
     tensors: Pending
 
+    @property
+    def waited_seconds(self) -> float:
+        """For as long training has waited for the tensors."""
+        return self.tensors.waited_seconds
+
     def finished(self) -> bool:
         """Return whether the tensors are written; the counters are."""
         return self.tensors.finished()

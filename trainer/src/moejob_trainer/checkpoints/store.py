@@ -222,7 +222,7 @@ class CheckpointStore:
     def _noted(self, saving: _Saving, size_bytes: int) -> Saved:
         folder, seconds = saving.facts.folder, self.clock() - saving.called_seconds
         self._newest, self._size_bytes = folder, size_bytes
-        self.last = Saved(folder, size_bytes, seconds, saving.stalled_seconds)
+        self.last = Saved(folder, size_bytes, seconds, saving.stalled_seconds + saving.pending.waited_seconds)
         self._clean_up()
         return self.last
 

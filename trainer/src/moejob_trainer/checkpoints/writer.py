@@ -10,6 +10,10 @@ from typing import Protocol
 class Pending(Protocol):
     """One rank's part of a save that is under way."""
 
+    @property
+    def waited_seconds(self) -> float:
+        """For as long training has waited for it between the calls."""
+
     def finished(self) -> bool:
         """Return whether this rank has written everything; raises what failed. Every rank asks equally often."""
 

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import BinaryIO
 
 import torch
@@ -51,10 +52,14 @@ class ShardWriter:
 
     def write(self, name: str, tensor: Tensor) -> str:
         """Write one tensor; return the checksum of its bytes."""
+        return hashlib.sha256(self.put(name, tensor)).hexdigest()
+
+    def put(self, name: str, tensor: Tensor) -> memoryview:
+        """Write one tensor; return its bytes."""
         content = _content(tensor)
         self.file.seek(self.offsets[name])
         self.file.write(content)
-        return hashlib.sha256(content).hexdigest()
+        return content
 
 
 def planned(entries: Sequence[TensorEntry], most_bytes: int) -> list[list[TensorEntry]]:
@@ -71,11 +76,13 @@ def planned(entries: Sequence[TensorEntry], most_bytes: int) -> list[list[Tensor
 
 
 @contextmanager
-def shard_writer(path: Path, entries: Sequence[TensorEntry]) -> Iterator[ShardWriter]:
+def shard_writer(
+    path: Path, entries: Sequence[TensorEntry], metadata: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[ShardWriter]:
     """A file ready for its tensors in any order; on storage when the block ends."""
     # Wide numbers first: so every tensor begins at a multiple of its own width.
     ordered = sorted(entries, key=lambda entry: (-entry.dtype.itemsize, entry.name))
-    header, offsets, end = _header(ordered)
+    header, offsets, end = _header(ordered, metadata)
     with path.open("xb") as file:
         file.write(header)
         file.truncate(end)
@@ -104,9 +111,9 @@ def _verify(path: Path, entry: TensorEntry, found: Tensor, checksum: str) -> Non
         raise CorruptExport(f"{path}: {entry.name} was read back with other bytes than were written")
 
 
-def _header(entries: Sequence[TensorEntry]) -> tuple[bytes, dict[str, int], int]:
+def _header(entries: Sequence[TensorEntry], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int], int]:
     """The header, where each tensor begins in the file, and the file's length."""
-    described: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    described: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
     begins: dict[str, int] = {}
     end = 0
     for entry in entries:

@@ -31,6 +31,7 @@ from moejob_trainer.megatron.gradients import finish_gradients
 from moejob_trainer.megatron.optimizer import ShardedAdamW, moments
 from moejob_trainer.megatron.pipeline import forward_backward, stage_input, whole
 from moejob_trainer.megatron.reference import ReferenceWeights
+from moejob_trainer.megatron.state_copies import StateCopies
 from moejob_trainer.megatron.update_metrics import UpdateMetrics
 from moejob_trainer.megatron.weights import merged_weights, model_groups
 from moejob_trainer.model.architecture import Architecture
@@ -80,6 +81,8 @@ class MegatronEngine:
         self.placement, self.groups, self.device = placement, placement.groups, placement.device
         self.learning_rate = learning_rate
         self.measures = UpdateMetrics(model, spec.moe, self._stages, placement.groups, placement.device)
+        # Of the state, for a save: what changes weights or moments waits for them.
+        self.copies = StateCopies(placement.device)
         self.updates = 0
         self._skipped = 0
         # The last loss that was asked for, whether forward only, and the names of what it measures.
@@ -111,6 +114,7 @@ class MegatronEngine:
         is_applied = math.isfinite(norm) and math.isfinite(result.loss)
         with named_range("optimizer"):
             if is_applied:
+                self.copies.finish()
                 self.optimizer.update(rate, self._clipping(norm))
                 self._move_selection_bias()
         self._count(is_applied, norm, result.loss)
@@ -166,6 +170,7 @@ class MegatronEngine:
         """The same of the reference model: the weights that the engine was built with."""
         if self.reference is None:
             raise ValueError("there is no reference model; grpo.kl.coefficient is 0")
+        self.copies.finish()
         # It routes by itself: experts that a trained router chose are no part of the model as it was.
         with self.reference.loaded():
             return self.outputs([batch.without(ROUTING) for batch in batches])

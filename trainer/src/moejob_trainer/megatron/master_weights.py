@@ -31,6 +31,10 @@ class Values(Protocol):
     def storage(self) -> Tensor:
         """The tensor that is kept: the numbers, or the part of them that the weights lack."""
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the numbers."""
+
     def read(self) -> Tensor:
         """Return the numbers: the tensor that keeps them, or a new one."""
 
@@ -50,6 +54,10 @@ class Whole:
     @property
     def storage(self) -> Tensor:
         return self.tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
 
     def read(self) -> Tensor:
         return self.tensor
@@ -73,6 +81,10 @@ class Copied:
     def storage(self) -> Tensor:
         return self.main
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.main.dtype
+
     def read(self) -> Tensor:
         return self.main
 
@@ -95,6 +107,10 @@ class Split:
     @property
     def storage(self) -> Tensor:
         return self.remainder
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32
 
     def read(self) -> Tensor:
         return joined(self.weight, self.remainder)

@@ -1,8 +1,10 @@
 """Stages of which every replica keeps a share only (ZeRO-3): torch's fully_shard over the groups of the layout.
 
-Weights are float32 and divided over the ranks that see other documents; a layer is whole, in the model's type, while it
-is computed, or from its first pass to the update (ZeRO-2). A share is a range of a flat parameter, as in Megatron's
-buffers, so that everything which knows pieces and shards knows these too. Knows nothing of steps, optimizers or files.
+Weights are divided over the ranks that see other documents; a layer is whole, in the model's type, while it is
+computed, or from its first pass to the update (ZeRO-2). Shares have that type too where gradients are summed in it, for
+torch gives a share gradients of its own type; else they are float32, and rounded whenever they are gathered. A share
+is a range of a flat parameter, as in Megatron's buffers, so that everything which knows pieces and shards knows these
+too. Knows nothing of steps, optimizers or files.
 """
 
 from __future__ import annotations

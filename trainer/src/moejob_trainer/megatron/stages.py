@@ -11,7 +11,7 @@ from megatron.core.enums import ModelType
 from megatron.core.model_parallel_config import ModelParallelConfig
 from torch import nn
 
-from moejob_api.derived import batch
+from moejob_api.derived import batch, share_dtype
 from moejob_api.job.job import Spec
 from moejob_api.job.moe import Sharding
 from moejob_api.layout.sizes import Layout
@@ -90,7 +90,8 @@ def _placed(make: Callable[[], Stage], spec: Spec, groups: Groups, device: torch
     # No rank may need the memory of a whole stage, not even to begin.
     with torch.device("meta"):
         stage = make()
-    stage = _typed(stage, getattr(torch, spec.model.dtype.value), trained=torch.float32)
+    shares = getattr(torch, share_dtype(spec).value)
+    stage = _typed(stage, getattr(torch, spec.model.dtype.value), trained=shares)
     types = precision(spec.model.dtype, spec.training.precision.gradients)
     stage = fully_sharded(stage, types, groups, device)
     if spec.memory.sharding is Sharding.ZERO2:

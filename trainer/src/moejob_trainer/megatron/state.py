@@ -8,35 +8,32 @@ the expert group changes to or from one. Knows nothing of steps, markers or rete
 from __future__ import annotations
 
 import json
-import os
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from moejob_api.job import Spec
 from moejob_api.layout.ranks import ParallelGroup as LayoutGroup
 from moejob_trainer.checkpoints.shards import ShardSpec, shards_of_range
+from moejob_trainer.conversion.safetensors_writer import TensorEntry, shard_writer
 from moejob_trainer.distributed import messages
 from moejob_trainer.distributed.groups import Group
 from moejob_trainer.megatron.engine import MegatronEngine
 from moejob_trainer.megatron.master_weights import Values, Whole, copied_to_host
 from moejob_trainer.megatron.optimizer import OptimizerShard, counts_here
 from moejob_trainer.megatron.sharding import local_shards, sharded_as
+from moejob_trainer.megatron.state_copies import StateCopy
 from moejob_trainer.megatron.stored_shards import SHARDS, ShardFiles, StoredShard, TensorRole, require_shape, shards_in
 from moejob_trainer.megatron.weights import coordinates, named_weights
 from moejob_trainer.model.adapters import adapters, is_adapter
 from moejob_trainer.model.linear import is_tied_copy
 from moejob_trainer.model.parameters import Parameter, division, local_shape, local_slices
-
-_SYSTEM_ERROR = re.compile(r"os error (\d+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,18 +71,21 @@ class StateFiles:
         self.parameters = {parameter.name: parameter for parameter in parameters}
 
     def begin(self, folder: Path) -> PendingFiles:
-        """Copy this rank's part and write the copy beside the training."""
-        groups = self.engine.groups
+        """Begin to write this rank's part: a copy of it, made and written beside the training, if the job says so.
+
+        Where training waits instead, no more than one tensor of it is ever copied.
+        """
         owned = [held for held in self._held() if held.is_own]
-        shards = [self._entry(held) for held in owned]
-        tensors = {str(number): copied_to_host(held.values).view(held.shard.size) for number, held in enumerate(owned)}
-        name = f"state-{groups.world.rank:05d}.safetensors"
-        writing = self.background.submit(_write, tensors, folder / name, {SHARDS: json.dumps(shards)})
-        return PendingFiles(name, writing)
+        values = [held.values for held in owned]
+        copy = self.engine.copies.begin(values) if self.engine.spec.checkpoint.asynchronous else None
+        tensors = partial(_one_by_one, values) if copy is None else copy.made
+        file = self._file(folder, owned)
+        return PendingFiles(file.path.name, self.background.submit(_write, tensors, file), copy)
 
     def read(self, folder: Path, *, weights_only: bool) -> None:
         """Set this rank's state, or only its weights, from what the ranks of any layout wrote."""
         kinds = frozenset({TensorRole.WEIGHT}) if weights_only else frozenset(TensorRole)
+        self.engine.copies.finish()
         stored = _index(folder, self.engine.groups.world)
         files = ShardFiles(folder)
         absent = _may_be_absent(self.parameters, stored) if weights_only else frozenset[str]()
@@ -113,6 +113,11 @@ class StateFiles:
         self.engine.updates, self.engine.optimizer.steps = counters["updates"], counters["applied"]
 
     # --- what this rank holds ---------------------------------------------------------------------------------------
+
+    def _file(self, folder: Path, owned: Sequence[Held]) -> _StateFile:
+        path = folder / f"state-{self.engine.groups.world.rank:05d}.safetensors"
+        tensors = tuple(TensorEntry(str(n), held.shard.size, held.values.dtype) for n, held in enumerate(owned))
+        return _StateFile(path, tensors, {SHARDS: json.dumps([self._entry(held) for held in owned])})
 
     def _entry(self, held: Held) -> Mapping[str, Any]:
         """Return the metadata of one tensor of a file."""
@@ -176,6 +181,13 @@ class PendingFiles:
 
     name: str
     writing: Future[None]
+    # What is written, where training does not wait for it.
+    copy: StateCopy | None
+
+    @property
+    def waited_seconds(self) -> float:
+        """For as long an update has waited until its copy was made."""
+        return 0.0 if self.copy is None else self.copy.waited_seconds
 
     def finished(self) -> bool:
         """Return whether the file is written; raises what failed."""
@@ -189,15 +201,23 @@ class PendingFiles:
         return [self.name]
 
 
-def _write(tensors: Mapping[str, Tensor], file: Path, about: Mapping[str, str]) -> None:
-    try:
-        save_file(dict(tensors), file, dict(about))
-    except SafetensorError as error:
-        # The library hides the system's error; a full disk has an answer of its own.
-        number = _SYSTEM_ERROR.search(str(error))
-        if number is None:
-            raise
-        raise OSError(int(number[1]), os.strerror(int(number[1])), str(file)) from error
+@dataclass(frozen=True, slots=True)
+class _StateFile:
+    """A file that is to be written: its tensors in order, and its metadata."""
+
+    path: Path
+    tensors: Sequence[TensorEntry]
+    metadata: Mapping[str, str]
+
+
+def _one_by_one(values: Sequence[Values]) -> Iterator[Tensor]:
+    return map(copied_to_host, values)
+
+
+def _write(tensors: Callable[[], Iterable[Tensor]], file: _StateFile) -> None:
+    with shard_writer(file.path, file.tensors, file.metadata) as writer:
+        for entry, tensor in zip(file.tensors, tensors(), strict=True):
+            writer.put(entry.name, tensor)
 
 
 def _name(name: str, parameter: nn.Parameter) -> str:

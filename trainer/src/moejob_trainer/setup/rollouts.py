@@ -95,7 +95,7 @@ class GpuRoom:
     """Memory of the trainer's GPU, which engines use while it waits for answers."""
 
     def __init__(self, spec: Spec, engine: MegatronEngine) -> None:
-        parts = engine.stages, engine.replicas
+        parts, self._copies = (engine.stages, engine.replicas), engine.copies
         self._weights = generation_offload(*parts, parameters=spec.memory.offload_parameters, gradients=False)
         self._gradients = generation_offload(*parts, parameters=False, gradients=spec.memory.offload_gradients)
 
@@ -106,6 +106,7 @@ class GpuRoom:
 
     def leave(self) -> None:
         """Move weights to the host with memory.offloadParameters."""
+        self._copies.finish()
         self._weights.leave()
         torch.cuda.empty_cache()
 

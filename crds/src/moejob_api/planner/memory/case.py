@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moejob_api.arithmetic import ceil_div, round_up
-from moejob_api.derived import UpdateBatch, batch, router_is_frozen, trained_shape
+from moejob_api.derived import UpdateBatch, batch, router_is_frozen, share_dtype, trained_shape
 from moejob_api.job import Spec
 from moejob_api.job.moe import Sharding
 from moejob_api.job.training import Lora
@@ -14,7 +14,6 @@ from moejob_api.models.parameters import ParameterCounts, layer_weights, mtp_wei
 from moejob_api.models.shape import Layer, ModelShape
 from moejob_api.planner.memory.adapters import adapter_weights
 from moejob_api.planner.memory.constants import VOCABULARY_MULTIPLE
-from moejob_api.planner.memory.kept_activations import FLOAT32_BYTES
 from moejob_api.planner.memory.kinds import Kinds, StageContents, distinct_stages, layers_by_kind, router_parameters
 from moejob_api.planner.memory.microbatch_share import Keeping, Share, keeping, share
 
@@ -77,8 +76,8 @@ class Case:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of a weight that is kept: replicas that divide them keep float32 ones and round what they gather."""
-        return FLOAT32_BYTES if self.divides_weights else self.element_bytes
+        """Bytes of a weight that is kept."""
+        return share_dtype(self.spec).size_bytes if self.divides_weights else self.element_bytes
 
     @property
     def frozen_bytes(self) -> int:
@@ -88,7 +87,7 @@ class Case:
     @property
     def summed_bytes(self) -> int:
         """Bytes of a gradient that is kept: shares of weights have gradients of their own type."""
-        return FLOAT32_BYTES if self.divides_weights else self.gradient_bytes
+        return self.weight_bytes if self.divides_weights else self.gradient_bytes
 
     @property
     def gradient_bytes(self) -> int:

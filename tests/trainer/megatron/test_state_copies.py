@@ -1,0 +1,187 @@
+"""A save whose copies leave beside the training holds the state as it was when the save began."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from builders import merged
+from moejob_api.models.shape import Family
+from moejob_trainer.conversion.families import table
+from moejob_trainer.megatron import state_copies
+from moejob_trainer.megatron.cpu import use_cpu
+from moejob_trainer.megatron.engine import MegatronEngine
+from moejob_trainer.megatron.master_weights import Split, Whole, split
+from moejob_trainer.megatron.state import StateFiles
+from moejob_trainer.megatron.state_copies import StateCopies
+from moejob_trainer.megatron.topology import stop_groups
+from trainer.parity.cells import Cell, loss_of, micro_batches, started
+from trainer.parity.checkpoints import state_in, unequal
+from trainer.worlds import Worlds
+
+CPU = torch.device("cpu")
+BFLOAT16 = {"model": {"dtype": "bfloat16"}}
+CELLS: dict[str, tuple[Family, dict[str, Any]]] = {
+    "ZeRO-1": (Family.QWEN3_MOE, {"parallelism": {"expert": 2, "data": 2}}),
+    "FSDP": (Family.QWEN3_MOE, {"parallelism": {"data": 2}, "memory": {"sharding": "FSDP"}}),
+    "weights and remainders": (Family.QWEN3_MOE, merged(BFLOAT16, {"parallelism": {"data": 2}})),
+    "a bias that moves": (Family.DEEPSEEK_V3, {"moe": {"balancing": "ExpertBias"}}),
+}
+
+
+class Held(Executor):
+    """Runs what it is given after `release`, on a thread of its own."""
+
+    def __init__(self) -> None:
+        self._released = threading.Event()
+        self._worker = ThreadPoolExecutor(1)
+
+    def submit(self, work: Callable[..., Any], /, *args: Any, **named: Any) -> Future[Any]:
+        def later() -> Any:
+            self._released.wait()
+            return work(*args, **named)
+
+        return self._worker.submit(later)
+
+    def release(self) -> None:
+        self._released.set()
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        self.release()
+        self._worker.shutdown(wait, cancel_futures=cancel_futures)
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_an_update_waits_for_the_copies_of_a_save_that_began_before_it(
+    worlds: Worlds, reference: Any, tmp_path: Path, name: str
+) -> None:
+    at_once, beside = _saves(worlds, reference, tmp_path, name, waits=True)
+    assert unequal(state_in(beside), state_in(at_once)) == []
+
+
+def test_an_update_that_did_not_wait_would_be_seen(worlds: Worlds, reference: Any, tmp_path: Path) -> None:
+    at_once, beside = _saves(worlds, reference, tmp_path, "a bias that moves", waits=False)
+    kinds = {kind for kind, _ in unequal(state_in(beside), state_in(at_once))}
+    assert kinds == {"weight", "firstMoment", "secondMoment"}
+
+
+def _saves(worlds: Worlds, reference: Any, tmp_path: Path, name: str, *, waits: bool) -> tuple[Path, Path]:
+    family, sections = CELLS[name]
+    folder, _ = reference(family)
+    cell, at_once, beside = Cell(family, sections), tmp_path / "at-once", tmp_path / "beside"
+    for path in (at_once, beside):
+        path.mkdir()
+    assert worlds.run(cell.ranks(), saved_twice, cell, folder, at_once, beside, waits) == [waits] * cell.ranks()
+    return at_once, beside
+
+
+def saved_twice(cell: Cell, first: Path, at_once: Path, beside: Path, waits: bool) -> bool:
+    """Save at once, and again while the next update has begun; return whether that has waited."""
+    use_cpu()
+    engine = started(cell, first)
+    try:
+        _update(cell, engine, 0)
+        with ThreadPoolExecutor(1) as background:
+            _files(engine, background).begin(at_once).writing.result()
+        with Held() as held:
+            pending, finish = _files(engine, held).begin(beside), engine.copies.finish
+
+            def released() -> None:
+                if waits:
+                    held.release()
+                    finish()
+
+            with patch.object(engine.copies, "finish", released):
+                _update(cell, engine, 1)
+        pending.writing.result()
+        return pending.waited_seconds > 0.0
+    finally:
+        stop_groups()
+
+
+def _files(engine: MegatronEngine, background: Executor) -> StateFiles:
+    return StateFiles(engine, table(engine.model.shape).parameters, background)
+
+
+def _update(cell: Cell, engine: MegatronEngine, step: int) -> None:
+    engine.update(micro_batches(cell, engine, step), loss_of(cell, engine))
+
+
+def test_a_save_that_training_waits_for_is_the_same_and_copies_nothing_ahead(
+    worlds: Worlds, reference: Any, tmp_path: Path
+) -> None:
+    folder, _ = reference(Family.QWEN3_MOE)
+    for name, is_asynchronous in (("copied", True), ("awaited", False)):
+        (tmp_path / name).mkdir()
+        sections = merged(BFLOAT16, {"parallelism": {"data": 2}, "checkpoint": {"async": is_asynchronous}})
+        copied = worlds.run(2, saved_once, Cell(Family.QWEN3_MOE, sections), folder, tmp_path / name)
+        assert copied == [is_asynchronous] * 2
+    assert unequal(state_in(tmp_path / "awaited"), state_in(tmp_path / "copied")) == []
+
+
+def saved_once(cell: Cell, first: Path, folder: Path) -> bool:
+    """Save after an update; return whether a copy of the state was made."""
+    use_cpu()
+    engine = started(cell, first)
+    try:
+        _update(cell, engine, 0)
+        with ThreadPoolExecutor(1) as background:
+            pending = _files(engine, background).begin(folder)
+            pending.writing.result()
+        return pending.copy is not None
+    finally:
+        stop_groups()
+
+
+@pytest.mark.parametrize("elements", [1, 3, 4, 100])
+def test_a_copy_is_the_same_in_parts_of_any_size(monkeypatch: pytest.MonkeyPatch, elements: int) -> None:
+    monkeypatch.setattr(state_copies, "PART_ELEMENTS", elements)
+    numbers, moments = torch.randn(10), torch.randn(7).bfloat16()
+    made = StateCopies(CPU).begin([Split(*split(numbers)), Whole(moments), Whole(torch.empty(0))]).made()
+    assert [_bits(copy) for copy in made] == [_bits(numbers), _bits(moments), []]
+
+
+def test_a_copy_that_fails_ends_the_wait_for_it() -> None:
+    copies = StateCopies(CPU)
+    copy = copies.begin([Split(torch.zeros(2), torch.zeros(3))])
+    with pytest.raises(RuntimeError):
+        copy.made()
+    copies.finish()
+
+
+def test_a_second_copy_lies_where_the_first_did_and_is_of_the_values_of_its_time() -> None:
+    copies, numbers = StateCopies(CPU), torch.ones(3)
+    first = copies.begin([Whole(numbers)]).made()
+    numbers += 1
+    second = copies.begin([Whole(numbers)]).made()
+    assert [copy.data_ptr() for copy in first] == [copy.data_ptr() for copy in second]
+    assert torch.equal(second[0], torch.full((3,), 2.0))
+    assert copies.begin([Whole(torch.zeros(4))]).made()[0].shape == (4,)
+
+
+def test_a_second_copy_waits_for_the_first() -> None:
+    copies, order = StateCopies(CPU), list[str]()
+    first = copies.begin([Whole(torch.zeros(1))])
+
+    def second() -> None:
+        copies.begin([Whole(torch.zeros(1))])
+        order.append("second begun")
+
+    waiting = threading.Thread(target=second)
+    waiting.start()
+    order.append("first made")
+    first.made()
+    waiting.join()
+    assert order == ["first made", "second begun"]
+
+
+def _bits(numbers: Tensor) -> list[float]:
+    return numbers.view(torch.uint8).tolist()

@@ -1,0 +1,148 @@
+"""Copies of a rank's state that leave for the host beside the training: it changes in updates alone.
+
+    stream of the training   update n | forward and backward of n + 1 | wait | update n + 1
+    stream of the copies              | part, part, part, part ------------> |
+    a thread of the host                | into the copy, beside the next part |
+
+A part crosses through pinned memory that is used again, for pinning a copy of everything takes longer than the copy.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from itertools import cycle
+from threading import Event
+
+import torch
+from torch import Tensor
+
+from moejob_trainer.megatron.master_weights import Values
+
+# Large enough for the speed of the bus, and small beside the activations that share the GPU with a part while its
+# float32 numbers are put together: 96 MiB.
+PART_ELEMENTS = 1 << 23
+
+
+class StateCopies:
+    """The copy that is under way, if any. What is about to change the state calls `finish` first."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._crossing: Crossing | None = None
+        self._copy: StateCopy | None = None
+        self._memory: Sequence[Tensor] = ()
+
+    def begin(self, values: Sequence[Values]) -> StateCopy:
+        """Return a copy of the values as they are now, for another thread to make.
+
+        It lies where the last one did, which must not be needed any more: a system takes longer to hand out memory
+        than a copy takes to fill it.
+        """
+        self.finish()
+        if [(copy.numel(), copy.dtype) for copy in self._memory] != [(of.storage.numel(), of.dtype) for of in values]:
+            self._memory = [torch.empty(of.storage.numel(), dtype=of.dtype) for of in values]
+        if self._device.type == "cuda":
+            self._crossing = self._crossing or Crossing(self._device)
+            self._crossing.follow()
+        self._copy = StateCopy(values, self._memory, self._crossing)
+        return self._copy
+
+    def finish(self) -> None:
+        """Wait until the copy is made."""
+        if self._copy is not None:
+            self._copy.wait()
+            self._copy = None
+
+
+class StateCopy:
+    """A copy of some values, in their order."""
+
+    def __init__(self, values: Sequence[Values], copies: Sequence[Tensor], crossing: Crossing | None) -> None:
+        self._values, self._copies, self._crossing, self._ended = values, copies, crossing, Event()
+        # Threads of the host that copy are those that the rank may use; a new thread would take all cores.
+        self._threads = torch.get_num_threads()
+        # For as long the training has waited for it.
+        self.waited_seconds = 0.0
+
+    def made(self) -> Sequence[Tensor]:
+        """Make the copy. What changes the values waits until it is made or has failed."""
+        try:
+            torch.set_num_threads(self._threads)
+            self._fill()
+        finally:
+            self._ended.set()
+            self._values = ()
+        return self._copies
+
+    def wait(self) -> None:
+        """Wait until nothing reads the values any more."""
+        begun = time.monotonic()
+        self._ended.wait()
+        self.waited_seconds += time.monotonic() - begun
+
+    def _fill(self) -> None:
+        for values, into in _parts(self._values, self._copies):
+            if self._crossing is not None and values.storage.is_cuda:
+                self._crossing.send(values, into)
+            else:
+                into.copy_(values.read())
+        if self._crossing is not None:
+            self._crossing.arrive()
+
+
+class Crossing:
+    """A stream of its own from a GPU to the host: one part fills pinned memory while the last is put into its place."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self._slots = PinnedPart(), PinnedPart()
+        self._next = cycle(self._slots)
+
+    def follow(self) -> None:
+        """Let what is sent from now on be what the training has computed by now."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+
+    def send(self, values: Values, into: Tensor) -> None:
+        """Send values to the host; another part may still be on its way when this returns."""
+        with torch.cuda.stream(self._stream):
+            next(self._next).send(values.read(), into)
+
+    def arrive(self) -> None:
+        """Wait until all are in their places."""
+        for slot in self._slots:
+            slot.arrive()
+
+
+class PinnedPart:
+    """Pinned memory for one part on its way."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(torch.float32.itemsize * PART_ELEMENTS, dtype=torch.uint8, pin_memory=True)
+        self._sent = torch.cuda.Event()
+        self._into: Tensor | None = None
+
+    def send(self, numbers: Tensor, into: Tensor) -> None:
+        """Send numbers to the host, and those before them to their place."""
+        self.arrive()
+        self._pinned(into).copy_(numbers, non_blocking=True)
+        self._sent.record()
+        self._into = into
+
+    def arrive(self) -> None:
+        """Wait for the numbers, and put them into their place."""
+        if self._into is None:
+            return
+        self._sent.synchronize()
+        self._into.copy_(self._pinned(self._into))
+        self._into = None
+
+    def _pinned(self, like: Tensor) -> Tensor:
+        return self._memory[: like.numel() * like.element_size()].view(like.dtype)
+
+
+def _parts(values: Sequence[Values], copies: Sequence[Tensor]) -> Iterator[tuple[Values, Tensor]]:
+    for one, copy in zip(values, copies, strict=True):
+        for start in range(0, copy.numel(), PART_ELEMENTS):
+            stop = min(start + PART_ELEMENTS, copy.numel())
+            yield one.part(start, stop), copy[start:stop]
