@@ -172,7 +172,7 @@ class StateFiles:
         if sharded_as(tensor) is None:
             is_own = is_own and replicas.rank == 0
         for shard, part in local_shards(tensor):
-            yield Held(TensorRole.WEIGHT, name, shard.moved(origin), Whole(part), is_own)
+            yield Held(TensorRole.WEIGHT, name, shard.moved(origin), Whole(part.view(-1)), is_own)
 
 
 @dataclass(frozen=True, slots=True)
