@@ -115,6 +115,26 @@ def _update(cell: Cell, engine: MegatronEngine, step: int) -> None:
     engine.update(micro_batches(cell, engine, step), loss_of(cell, engine))
 
 
+def test_an_update_goes_on_beside_a_save_whose_file_cannot_be_written(
+    worlds: Worlds, reference: Any, tmp_path: Path
+) -> None:
+    folder, _ = reference(Family.QWEN3_MOE)
+    assert worlds.run(1, updated_beside, Cell(Family.QWEN3_MOE, {}), folder, tmp_path / "nowhere") == [True]
+
+
+def updated_beside(cell: Cell, first: Path, nowhere: Path) -> bool:
+    """Update beside a save into a folder that is not there; return whether the save has failed."""
+    use_cpu()
+    engine = started(cell, first)
+    try:
+        with ThreadPoolExecutor(1) as background:
+            pending = _files(engine, background).begin(nowhere)
+            _update(cell, engine, 0)
+            return isinstance(pending.writing.exception(), FileNotFoundError)
+    finally:
+        stop_groups()
+
+
 def test_a_save_that_training_waits_for_is_the_same_and_copies_nothing_ahead(
     worlds: Worlds, reference: Any, tmp_path: Path
 ) -> None:

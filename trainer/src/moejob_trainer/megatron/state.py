@@ -215,8 +215,10 @@ def _one_by_one(values: Sequence[Values]) -> Iterator[Tensor]:
 
 
 def _write(tensors: Callable[[], Iterable[Tensor]], file: _StateFile) -> None:
+    # At first: an update waits for the copy, which must be made where there is no room for the file, too.
+    copied = tensors()
     with shard_writer(file.path, file.tensors, file.metadata) as writer:
-        for entry, tensor in zip(file.tensors, tensors(), strict=True):
+        for entry, tensor in zip(file.tensors, copied, strict=True):
             writer.put(entry.name, tensor)
 
 
