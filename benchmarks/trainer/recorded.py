@@ -34,8 +34,13 @@ OVERLAPS = {"all": ", weights gathered beside the next step", "sums": "", "none"
 # Tokens of a document, of cases that do not say.
 USUAL_LENGTH = 4096
 
-# Cases were measured by and by.
-_OF_EACH = {"stack": "bfloat16, torch", "commit": "of each case in results/training-gpu.jsonl"}
+# Cases were measured by and by, on this kind of GPU where they name no other.
+_USUAL_GPU = "NVIDIA H200"
+_OF_EACH = {
+    "machine": _USUAL_GPU,
+    "stack": "bfloat16, torch",
+    "commit": "of each case in results/training-gpu.jsonl",
+}
 
 
 def main(logs: list[str]) -> None:
@@ -44,7 +49,7 @@ def main(logs: list[str]) -> None:
     first = measured[0]
     around = {"machine": first["device"], "stack": f"torch {first['torch']}, bfloat16"}
     keep([result for line in measured for result in _results(line)], around)
-    write_page(BENCH, table(_newest(), around | _OF_EACH))
+    write_page(BENCH, table(_newest(), _OF_EACH))
 
 
 def _newest() -> list[Result]:
@@ -74,6 +79,7 @@ def _results(line: dict[str, Any]) -> Iterator[Result]:
     name += ", activations offloaded" if case.get("activations") else ""
     name += OVERLAPS[case.get("overlaps", "sums")]
     name += ", flash-attn-4" if case["attention"] == "flash-attn-4" else ""
+    name += "" if line["device"] == _USUAL_GPU else f", {line['device'].removeprefix('NVIDIA ').split()[0]}"
     yield Result(BENCH, f"{name}: speed", line["tokensPerSecondPerGpu"], "tokens/s/GPU", Better.HIGHER)
     yield Result(BENCH, f"{name}: arithmetic", line["teraflops"], "TFLOP/s", Better.HIGHER)
     yield Result(BENCH, f"{name}: memory", line["peakGiB"], "GiB", Better.LOWER)
