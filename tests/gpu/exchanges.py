@@ -91,12 +91,14 @@ def two_layers(way: Way, groups: Groups, device: str) -> Seen:
 
 
 def _layer(x: Tensor, chosen: Tensor, probabilities: Tensor, way: Way, groups: Groups) -> tuple[Tensor, int]:
-    """Experts that are a number each, by which ranks that share them differ."""
+    """Experts that are a number each from 1 to 2, to which ranks that share them add another."""
     sent = dispatch(x, chosen, probabilities, ExpertHolders(groups, HELD, way.keeps_rows))
     order = Permutation.of(sent.chosen, HELD, sent.choices)
     rows = sent.fetch(sent.rows, order)
     weights = permuted_probabilities(sent.probabilities, order).unsqueeze(1)
-    numbers = torch.arange(1.0, 1 + HELD, device=x.device).repeat_interleave(order.counts, output_size=len(rows))
+    first, count = HELD * groups.expert.rank, HELD * groups.expert.size
+    own = 1 + torch.arange(first, first + HELD, device=x.device) / count
+    numbers = own.repeat_interleave(order.counts, output_size=len(rows))
     # Only products, and sums whose order is known: every device gives the same bits.
     y = (rows * weights * (numbers.unsqueeze(1) + groups.expert_tensor.rank)).to(x.dtype)
     return combine(y, sent, order), int(sent.route is not None)
