@@ -97,7 +97,7 @@ def _ours() -> Step:
     model = architecture(CONFIG)
     spec = _spec()
     sizes = layout_of(spec.parallelism, 8)
-    groups = start_groups(sizes)
+    groups = start_groups(sizes, spec.moe.dispatcher)
     device = torch.device("cpu")
     stages = built(model, spec, sizes, groups, device)
     initialise(stages, parameters(model.shape), groups, seed=1)

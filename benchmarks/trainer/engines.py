@@ -80,7 +80,7 @@ def started(
     """The engine of a job for a model with this config.json; `rate` returns the learning rate of an update."""
     reached = print_nothing if beginning is None else beginning.reached
     model, sizes = architecture(config), layout_of(spec.parallelism, 8)
-    groups = start_groups(sizes)
+    groups = start_groups(sizes, spec.moe.dispatcher)
     stages = built(model, spec, sizes, groups, device)
     reached("stages built")
     if beginning is not None:

@@ -66,7 +66,7 @@ def main() -> None:
             json.dumps(
                 {
                     "case": vars(chosen) | {"gpus": dist.get_world_size()},
-                    "rows": {"sent": sum(layer.by_nccl.sizes.sent), "ofExperts": layer.order.rows},
+                    "rows": {"sent": sum(layer.by_nccl.sent_to_ranks.sizes.sent), "ofExperts": layer.order.rows},
                     "milliseconds": milliseconds,
                     "equal": equal,
                     "torch": torch.__version__,
@@ -93,12 +93,12 @@ def _layer(chosen: argparse.Namespace, groups: Groups, device: torch.device) -> 
     holders = ExpertHolders(groups, chosen.experts // groups.expert.size)
     by_memory = dispatch(x, choices, probabilities, holders)
     by_nccl = dispatch(x, choices, probabilities, replace(holders, groups=replace(groups, expert_memory=None)))
-    order = Permutation.of(by_nccl.chosen, holders.experts, by_nccl.sizes.choices)
+    order = Permutation.of(by_nccl.chosen, holders.experts, by_nccl.choices)
     return Layer(x, groups, by_nccl, by_memory, order, permuted(by_nccl.rows, order))
 
 
 def _works(layer: Layer) -> Mapping[str, Work]:
-    sizes, group, sent = layer.by_nccl.sizes, layer.groups.expert, layer.by_nccl.permutation
+    sizes, group, sent = layer.by_nccl.sent_to_ranks.sizes, layer.groups.expert, layer.by_nccl.sent_to_ranks.permutation
     rows, arrived = permuted(layer.x, sent), layer.by_nccl.rows
     route, shares = layer.route, layer.route.memory.as_rows(layer.x.shape[1], layer.x.dtype)
     return {
@@ -113,15 +113,14 @@ def _works(layer: Layer) -> Mapping[str, Work]:
         "barrier": route.memory.barrier,
         "out by all-to-all": lambda: _out_by_nccl(layer),
         "out by memory": lambda: layer.by_memory.fetch(layer.x, layer.order),
-        "back by all-to-all": lambda: combine(layer.y, layer.by_nccl, layer.order, layer.groups),
-        "back by memory": lambda: combine(layer.y, layer.by_memory, layer.order, layer.groups),
+        "back by all-to-all": lambda: combine(layer.y, layer.by_nccl, layer.order),
+        "back by memory": lambda: combine(layer.y, layer.by_memory, layer.order),
     }
 
 
 def _out_by_nccl(layer: Layer) -> Tensor:
-    sizes = layer.by_nccl.sizes
-    rows = permuted(layer.x, layer.by_nccl.permutation)
-    return permuted(all_to_all(rows, sizes.sent, sizes.received, layer.groups.expert), layer.order)
+    sent = layer.by_nccl.sent_to_ranks
+    return permuted(sent.exchanged(permuted(layer.x, sent.permutation)), layer.order)
 
 
 def _milliseconds(works: Mapping[str, Work]) -> dict[str, float]:
@@ -147,7 +146,7 @@ def _timed(work: Work) -> float:
 def _equal(layer: Layer) -> dict[str, bool]:
     pairs = {
         "out": (_out_by_nccl(layer), layer.by_memory.fetch(layer.x, layer.order)),
-        "back": [combine(layer.y, sent, layer.order, layer.groups) for sent in (layer.by_nccl, layer.by_memory)],
+        "back": [combine(layer.y, sent, layer.order) for sent in (layer.by_nccl, layer.by_memory)],
     }
     mine = torch.tensor([torch.equal(one, other) for one, other in pairs.values()], device="cuda", dtype=torch.int32)
     dist.all_reduce(mine, op=dist.ReduceOp.MIN)

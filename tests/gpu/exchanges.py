@@ -70,10 +70,11 @@ def both_ways(way: Way, device: str) -> tuple[Seen, Seen]:
     """Two layers, one behind the other, by all-to-all and through memory."""
     groups = groups_of(way.sharing)
     memory = peer_memory(way.size_bytes, groups.expert.handle, torch.device(device))
-    return _two_layers(way, groups, device), _two_layers(way, replace(groups, expert_memory=memory), device)
+    return two_layers(way, groups, device), two_layers(way, replace(groups, expert_memory=memory), device)
 
 
-def _two_layers(way: Way, groups: Groups, device: str) -> Seen:
+def two_layers(way: Way, groups: Groups, device: str) -> Seen:
+    """One way through two layers, and its gradients."""
     random = torch.Generator().manual_seed(dist.get_rank())
     tokens = way.tokens[dist.get_rank()]
     x = torch.randn(tokens, way.width, generator=random).to(device, way.dtype).requires_grad_()
@@ -90,15 +91,17 @@ def _two_layers(way: Way, groups: Groups, device: str) -> Seen:
 
 
 def _layer(x: Tensor, chosen: Tensor, probabilities: Tensor, way: Way, groups: Groups) -> tuple[Tensor, int]:
-    """Experts that are a number each, by which ranks that share them differ."""
+    """Experts that are a number each from 1 to 2, to which ranks that share them add another."""
     sent = dispatch(x, chosen, probabilities, ExpertHolders(groups, HELD, way.keeps_rows))
-    order = Permutation.of(sent.chosen, HELD, sent.sizes.choices)
+    order = Permutation.of(sent.chosen, HELD, sent.choices)
     rows = sent.fetch(sent.rows, order)
     weights = permuted_probabilities(sent.probabilities, order).unsqueeze(1)
-    numbers = torch.arange(1.0, 1 + HELD, device=x.device).repeat_interleave(order.counts, output_size=len(rows))
+    first, count = HELD * groups.expert.rank, HELD * groups.expert.size
+    own = 1 + torch.arange(first, first + HELD, device=x.device) / count
+    numbers = own.repeat_interleave(order.counts, output_size=len(rows))
     # Only products, and sums whose order is known: every device gives the same bits.
     y = (rows * weights * (numbers.unsqueeze(1) + groups.expert_tensor.rank)).to(x.dtype)
-    return combine(y, sent, order, groups), int(sent.route is not None)
+    return combine(y, sent, order), int(sent.route is not None)
 
 
 def _choices(tokens: int, groups: Groups, random: torch.Generator, *, drops: bool) -> Tensor:

@@ -35,7 +35,7 @@ def main(parallelism: dict[str, object], memory: dict[str, object], moe: dict[st
     model = architecture(dict(catalog.config("moejob/tiny-moe") or {}))
     spec = job("float32", "cuda", parallelism, memory, moe)
     layout = layout_of(spec.parallelism, 8)
-    groups = start_groups(layout)
+    groups = start_groups(layout, spec.moe.dispatcher)
     stages = built(model, spec, layout, groups, device)
     initialise(stages, parameters(model.shape), groups, seed=5)
     engine = MegatronEngine(model, spec, stages, EnginePlacement(groups, device), lambda _: 2e-3)

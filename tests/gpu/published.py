@@ -80,7 +80,7 @@ def said(folder: Path, model: Architecture, dtype: str) -> str:
     """Return what the check says; nothing if all is well."""
     spec, device = job(dtype, "cuda"), torch.device("cuda")
     layout = layout_of(spec.parallelism, 8)
-    groups = start_groups(layout)
+    groups = start_groups(layout, spec.moe.dispatcher)
     stages = built(model, spec, layout, groups, device)
     load_pretrained(stages, opened(folder, table(model.shape)), groups)
     engine = MegatronEngine(model, spec, stages, EnginePlacement(groups, device), lambda _: 1e-3)

@@ -44,7 +44,7 @@ def main(device: str, dtype: str, memory: dict[str, object]) -> None:
     model = architecture(dict(catalog.config("moejob/tiny-moe") or {}))
     spec = job(dtype, device, memory=memory)
     layout = layout_of(spec.parallelism, 8)
-    groups = start_groups(layout)
+    groups = start_groups(layout, spec.moe.dispatcher)
     stages = built(model, spec, layout, groups, torch.device(device))
     initialise(stages, parameters(model.shape), groups, seed=5)
     engine = MegatronEngine(model, spec, stages, EnginePlacement(groups, torch.device(device)), lambda _: 2e-3)

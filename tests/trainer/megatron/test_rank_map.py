@@ -13,10 +13,14 @@ from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from moejob_api.job.moe import Dispatcher
 from moejob_api.job.parallelism import ExpertLayout, Parallelism
+from moejob_api.layout.expert_nodes import expert_nodes
 from moejob_api.layout.ranks import ParallelGroup, members, place
 from moejob_api.layout.sizes import Layout, layout
 from moejob_api.layout.stages import stages
+from moejob_trainer.distributed.groups import ALONE, Group
+from moejob_trainer.megatron.topology import start_groups
 
 FOLDED = ExpertLayout.FOLDED
 LAYOUTS = [
@@ -45,6 +49,38 @@ def test_every_rank_has_the_groups_megatron_gives_it(asked: Parallelism) -> None
         with megatron(sizes, rank):
             assert megatron_groups() == {group: members(sizes, group, rank) for group in ParallelGroup}
             assert megatron_coordinates() == coordinates(sizes, rank)
+
+
+@pytest.mark.parametrize(
+    ("asked", "node"),
+    [
+        pytest.param(Parallelism(expert=8), 4, id="2 nodes of 4"),
+        pytest.param(Parallelism(expert=8), 2, id="4 nodes of 2"),
+        pytest.param(Parallelism(expert=8), 8, id="1 node of 8"),
+        pytest.param(Parallelism(tensor=2, expert=4), 4, id="2 nodes of 4, TP2 and ETP2"),
+        pytest.param(Parallelism(tensor=2, data=4, expert=8, expert_layout=FOLDED), 4, id="2 nodes of 4, TP2"),
+        pytest.param(Parallelism(context=2, data=4, expert=4, expert_layout=FOLDED), 2, id="4 nodes of 2, CP2"),
+        pytest.param(Parallelism(pipeline=2, expert=4), 2, id="4 nodes of 2, PP2"),
+    ],
+)
+def test_groups_over_nodes_are_those_of_the_layout(asked: Parallelism, node: int) -> None:
+    sizes = layout(asked, node)
+    nodes = expert_nodes(sizes, Dispatcher.FLEX)
+    for rank in range(sizes.gpus):
+        with fake_world(sizes, rank):
+            made = start_groups(sizes, Dispatcher.FLEX)
+            across, inside = made.expert_across, made.expert_inside
+            if nodes is None:
+                assert (across, inside) == (ALONE, ALONE)
+                continue
+            assert _ranks(across) == nodes.across(rank)
+            assert _ranks(inside) == nodes.inside(rank)
+            assert made.expert.rank == across.rank * inside.size + inside.rank
+
+
+def _ranks(group: Group) -> tuple[int, ...]:
+    assert group.handle is not None
+    return tuple(dist.get_process_group_ranks(group.handle))
 
 
 @pytest.mark.parametrize(
@@ -129,8 +165,7 @@ def sampled(sizes: Layout) -> list[int]:
 @contextmanager
 def megatron(sizes: Layout, rank: int) -> Iterator[None]:
     """Megatron's groups as one rank of the layout builds them, without the other ranks."""
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=sizes.gpus)
-    try:
+    with fake_world(sizes, rank):
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=sizes.tensor,
             pipeline_model_parallel_size=sizes.pipeline,
@@ -141,6 +176,14 @@ def megatron(sizes: Layout, rank: int) -> Iterator[None]:
             # Gloo would wait for the ranks that are not there.
             create_gloo_process_groups=False,
         )
+        yield
+
+
+@contextmanager
+def fake_world(sizes: Layout, rank: int) -> Iterator[None]:
+    """One rank of the layout, without the others."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=sizes.gpus)
+    try:
         yield
     finally:
         parallel_state.destroy_model_parallel()

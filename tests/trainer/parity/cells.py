@@ -24,6 +24,7 @@ from model_configs import config as small_config
 from moejob_api.derived import trained_shape
 from moejob_api.job import Spec
 from moejob_api.job.training import Lora
+from moejob_api.layout.sizes import Layout
 from moejob_api.layout.sizes import layout as layout_of
 from moejob_api.models.families import shape_of
 from moejob_api.models.shape import Family, ModelShape
@@ -168,7 +169,11 @@ class Cell:
 
     def ranks(self) -> int:
         """Ranks that it takes."""
-        return layout_of(self.spec().parallelism, 8).gpus
+        return self.layout().gpus
+
+    def layout(self) -> Layout:
+        """Sizes of its groups, and nodes."""
+        return layout_of(self.spec().parallelism, self.spec().resources.gpus_per_node)
 
 
 def documents(step: int, lengths: Sequence[int] = LENGTHS) -> list[Document]:
@@ -311,7 +316,7 @@ def started(cell: Cell, folder: Path) -> MegatronEngine:
 def stages_of(cell: Cell, folder: Path) -> tuple[list[Stage], Groups, Architecture]:
     """The stages of this rank, of which no weight is set, and the groups that divide them."""
     model = _model(cell, folder)
-    groups = start_groups(layout_of(cell.spec().parallelism, 8))
+    groups = start_groups(cell.layout(), cell.spec().moe.dispatcher)
     return _stages(cell, model, groups), groups, model
 
 
@@ -333,8 +338,7 @@ def _model(cell: Cell, folder: Path) -> Architecture:
 
 
 def _stages(cell: Cell, model: Architecture, groups: Groups) -> list[Stage]:
-    spec_of_cell = cell.spec()
-    return built(model, spec_of_cell, layout_of(spec_of_cell.parallelism, 8), groups, torch.device("cpu"))
+    return built(model, cell.spec(), cell.layout(), groups, torch.device("cpu"))
 
 
 def _engine(cell: Cell, model: Architecture, stages: list[Stage], groups: Groups) -> MegatronEngine:
@@ -347,8 +351,7 @@ def micro_batches(cell: Cell, engine: MegatronEngine, step: int) -> list[MicroBa
     batch = documents(step, cell.lengths)
     if cell.mutant == "mask shifted":
         batch = [Document(d.tokens, np.roll(d.weights, 1), d.id) for d in batch]
-    layout = layout_of(engine.spec.parallelism, 8)
-    own = global_batch(batch, batch_plan(engine.spec, layout, pad_token=0))[engine.groups.data.rank]
+    own = global_batch(batch, batch_plan(engine.spec, cell.layout(), pad_token=0))[engine.groups.data.rank]
     mistaken = MISTAKEN.get(cell.mutant)
     return own if mistaken is None else [mistaken(*(getattr(one, f.name) for f in fields(one))) for one in own]
 

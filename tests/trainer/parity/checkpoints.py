@@ -18,7 +18,6 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 
-from moejob_api.layout.sizes import layout as layout_of
 from moejob_trainer.conversion.families import table
 from moejob_trainer.megatron.cpu import use_cpu
 from moejob_trainer.megatron.engine import MegatronEngine
@@ -68,7 +67,7 @@ def saved(cell: Cell, first: Path, folder: Path) -> Saved:
 def resumed(cell: Cell, first: Path, resumptions: Sequence[Resumption]) -> list[tuple[float, ...]]:
     """The losses after each checkpoint, by an engine of its own, which saves at once what it has read."""
     use_cpu()
-    groups = start_groups(layout_of(cell.spec().parallelism, 8))
+    groups = start_groups(cell.layout(), cell.spec().moe.dispatcher)
     losses = []
     try:
         for resumption in resumptions:

@@ -67,6 +67,11 @@ TRAINED: dict[str, dict[str, Any]] = ALIKE | {
     "experts recomputed": {"training": {"recompute": {"granularity": "Selective", "modules": ["Experts"]}}},
     "tokens gathered": {"moe": {"dispatcher": "AllGather"}},
     "tokens written to peers": {"moe": {"dispatcher": "Flex"}},
+    "tokens sent to nodes of EP4": {
+        "parallelism": {"expert": 4},
+        "moe": {"dispatcher": "Flex"},
+        "resources": {"gpusPerNode": 2},
+    },
 }
 
 

@@ -72,6 +72,7 @@ def test_adapters_train_as_the_merged_model_says(
 WRITTEN: dict[str, dict[str, Any]] = {
     "whole weights": {},
     "frozen weights divided": {"memory": {"sharding": "FSDP"}},
+    "nodes of EP4": {"parallelism": {"expert": 4, "data": 1}, "resources": {"gpusPerNode": 2}},
 }
 
 

@@ -66,6 +66,14 @@ WRITTEN: dict[str, dict[str, Any]] = {
     "TP2.EP2.ETP2 folded over TP2.DP2": {"tensor": 2, "data": 2, "expert": 2, "expertTensor": 2, **FOLDED},
 }
 
+# Nodes of two ranks, of which each expert group has several.
+OVER_NODES: dict[str, dict[str, Any]] = {
+    "EP4": {"expert": 4},
+    "TP2.EP4 folded over TP2.DP2": {"tensor": 2, "data": 2, "expert": 4, **FOLDED},
+    "CP2.EP4 folded over CP2.DP2": {"context": 2, "data": 2, "expert": 4, **FOLDED},
+    "PP2.EP4": {"pipeline": 2, "expert": 4},
+}
+
 # Every layout of one family, and for the others each way of dividing a model.
 DIVIDED = ("TP2", "PP2.VPP2", "EP2", "CP2", "ETP2 folded")
 ALWAYS = [
@@ -150,13 +158,34 @@ def test_writing_tokens_into_the_memory_of_others_is_the_same_as_exchanging_them
     _holds(worlds, reference, Cell(family, merged(sections, ALIKE.get(how, {}))))
 
 
+@pytest.mark.parametrize(
+    ("family", "layout", "how"),
+    rows(
+        [
+            *product((Family.QWEN3_MOE, Family.GPT_OSS, Family.DEEPSEEK_V3), OVER_NODES, [""]),
+            *product((Family.QWEN3_MOE,), ("EP4",), ALIKE),
+        ],
+        [
+            *((Family.QWEN3_MOE, layout, "") for layout in ("EP4", "TP2.EP4 folded over TP2.DP2")),
+            *((Family.QWEN3_MOE, "EP4", how) for how in ("everything recomputed", "norms and activations recomputed")),
+        ],
+    ),
+)
+def test_sending_tokens_to_nodes_first_is_the_same_as_sending_them_to_ranks(
+    worlds: Worlds, reference: Reference, family: Family, layout: str, how: str
+) -> None:
+    sections = {"parallelism": OVER_NODES[layout], "moe": {"dispatcher": "Flex"}, "resources": {"gpusPerNode": 2}}
+    _holds(worlds, reference, Cell(family, merged(sections, ALIKE.get(how, {}))))
+
+
 def memory_bytes(cell: Cell, folder: Path) -> int:
     """Bytes of this rank that its peers write to."""
     use_cpu()
     try:
-        [stage], groups, _ = stages_of(cell, folder)
+        [stage], _, _ = stages_of(cell, folder)
         memory = stage.groups.expert_memory
-        return 0 if memory is None else memory.shares[groups.expert.rank].numel()
+        assert memory is None or len(memory.shares) == 2
+        return 0 if memory is None else memory.shares[memory.rank].numel()
     finally:
         stop_groups()
 
@@ -169,14 +198,30 @@ def memory_bytes(cell: Cell, folder: Path) -> int:
         pytest.param({"tensor": 2, "expert": 2, **FOLDED}, "Flex", 2 * 16 * 32 * 4, id="tokens divided over TP2"),
         pytest.param({"expert": 2}, "AllToAll", 0, id="tokens exchanged"),
         pytest.param({"data": 2}, "Flex", 0, id="experts whole"),
+        pytest.param({"expert": 4}, "Flex", 4 * 32 * 32 * 4, id="tokens of the other node too"),
     ],
 )
 def test_ranks_whose_experts_are_divided_have_memory_that_peers_write_to(
     worlds: Worlds, reference: Reference, layout: dict[str, Any], dispatcher: str, expected: int
 ) -> None:
     folder, _ = reference(Family.QWEN3_MOE)
-    cell = Cell(Family.QWEN3_MOE, {"parallelism": layout, "moe": {"dispatcher": dispatcher}})
-    assert worlds.run(2, memory_bytes, cell, folder) == [expected, expected]
+    sections = {"parallelism": layout, "moe": {"dispatcher": dispatcher}, "resources": {"gpusPerNode": 2}}
+    cell = Cell(Family.QWEN3_MOE, sections)
+    assert worlds.run(cell.ranks(), memory_bytes, cell, folder) == [expected] * cell.ranks()
+
+
+def test_tokens_over_capacity_are_dropped_alike_where_they_visit_nodes_first(
+    worlds: Worlds, reference: Reference
+) -> None:
+    folder, _ = reference(Family.QWEN3_MOE)
+    sections: dict[str, Any] = {"parallelism": {"expert": 4}, "resources": {"gpusPerNode": 2}}
+    nodes, straight = (
+        worlds.run(4, trained, Cell(Family.QWEN3_MOE, sections | {"moe": moe}), folder)
+        for moe in ({"capacityFactor": 1.0, "dispatcher": way} for way in ("Flex", "AllToAll"))
+    )
+    for one, other in zip(nodes, straight, strict=True):
+        assert one.steps.losses == pytest.approx(other.steps.losses, rel=WITHIN)
+        assert one.steps.norms == pytest.approx(other.steps.norms, rel=WITHIN)
 
 
 def test_tokens_over_capacity_are_dropped_alike_by_either_way(worlds: Worlds, reference: Reference) -> None:

@@ -36,6 +36,11 @@ SHARED: dict[str, dict[str, Any]] = {
     },
     "tokens gathered over EP2": {"parallelism": {"expert": 2}, "moe": {"dispatcher": "AllGather"}},
     "tokens written to peers of EP2": {"parallelism": {"expert": 2}, "moe": {"dispatcher": "Flex"}},
+    "tokens sent to two nodes of EP4": {
+        "parallelism": {"expert": 4},
+        "moe": {"dispatcher": "Flex"},
+        "resources": {"gpusPerNode": 2},
+    },
 }
 OF_DEEPSEEK = ("TP2", "PP2.VPP2", "CP2.EP2 folded over CP2", "PP2.EP2.CP2")
 ALL: dict[str, dict[str, Any]] = {name: {"parallelism": layout} for name, layout in LAYOUTS.items()} | SHARED

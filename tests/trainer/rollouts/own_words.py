@@ -27,7 +27,7 @@ def greedy(model: Path, checkpoint: Path, prompts: Sequence[Sequence[int]], coun
     use_cpu()
     cell = Cell(Family.QWEN3_MOE, {"data": {"maxLength": 128}})
     try:
-        engine = blank(cell, model, start_groups(layout_of(cell.spec().parallelism, 8)))
+        engine = blank(cell, model, start_groups(cell.layout(), cell.spec().moe.dispatcher))
         with ThreadPoolExecutor(1) as background:
             files = StateFiles(engine, table(engine.model.shape).parameters, background)
             files.read(checkpoint, weights_only=True)

@@ -63,8 +63,8 @@ class MoE(ApiModel):
         Dispatcher,
         Field(
             description="AllToAll goes over any network; AllGather suits few experts per token's worth of GPUs; Flex "
-            "writes tokens straight into the memory of the other GPUs of a node, and is AllToAll where experts are "
-            "divided over several nodes."
+            "writes tokens straight into the memory of the other GPUs of a node, and sends them once to each node "
+            "where experts are divided over several."
         ),
     ] = Dispatcher.ALL_TO_ALL
 

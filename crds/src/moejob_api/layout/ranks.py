@@ -68,7 +68,11 @@ def places(layout: Layout) -> Iterator[RankPlace]:
 
 def members(layout: Layout, group: ParallelGroup, rank: int) -> tuple[int, ...]:
     """The ranks that form `group` with this rank, in the order of their coordinates."""
-    stride, size = _stride_and_size(layout, group)
+    return spaced(rank, *_stride_and_size(layout, group))
+
+
+def spaced(rank: int, stride: int, size: int) -> tuple[int, ...]:
+    """The group of this rank among groups of `size` ranks that lie `stride` apart."""
     first = rank - rank // stride % size * stride
     return tuple(range(first, first + stride * size, stride))
 

@@ -15,6 +15,7 @@ from moejob_api.job import Spec
 from moejob_api.layout.sizes import layout
 from moejob_api.models.shape import ModelShape
 from moejob_api.planner.cost import Cost, Spent, step_cost
+from moejob_api.planner.cost.rates import IN_NODE_LATENCY_SECONDS, NETWORK_LATENCY_SECONDS
 
 
 def cost(job: Spec, shape: ModelShape, hardware: Hardware = H200) -> Cost:
@@ -94,6 +95,29 @@ def test_one_gpu_talks_to_nobody() -> None:
 )
 def test_every_group_has_its_price(change: dict[str, Any], spent: Spent) -> None:
     assert seconds(cost(spec(parallelism=change), moe_model(layers=4)), spent) > 0
+
+
+# Choices of moe_model; H200.
+@pytest.mark.parametrize(
+    ("dispatcher", "over_network", "inside"),
+    [
+        pytest.param("AllToAll", 16 * (1 - (15 / 16) ** 8) / 2, 0.0, id="to ranks, inside and outside at once"),
+        pytest.param("Flex", 2 * (1 - (1 / 2) ** 8) / 2, 16 * (1 - (15 / 16) ** 8) * 7 / 8, id="to nodes, then inside"),
+    ],
+)
+def test_tokens_to_experts_over_two_nodes_by_hand(dispatcher: str, over_network: float, inside: float) -> None:
+    shape = moe_model(layers=1)
+    assert shape.experts is not None
+    assert shape.experts.per_token == 8
+    answer = cost(spec(parallelism={"expert": 16}, moe={"dispatcher": dispatcher}), shape)
+    # Out and back, in both passes, with the rows of uneven routing.
+    row = 1.25 * 4096 * shape.hidden * 2
+    network = over_network * row / (0.80 * H200.network_bytes_per_second) + NETWORK_LATENCY_SECONDS
+    nvlink = inside * row / (0.48 * H200.nvlink_bytes_per_second) + IN_NODE_LATENCY_SECONDS if inside else 0.0
+    microbatches = 64 // 16
+    assert seconds(answer, Spent.DISPATCH) == pytest.approx(4 * microbatches * (network + nvlink))
+    why = next(part.why for part in answer.parts if part.name is Spent.DISPATCH)
+    assert why.endswith(f"{over_network:.1f} rows of a token over the network")
 
 
 def test_full_recomputation_costs_a_forward_pass() -> None:

@@ -169,7 +169,7 @@ def learned(start: Path, seed: int, sign: float, folder: Path) -> list[float]:
     """Return the share of right answers at each step of the example, from the model in `start`."""
     use_cpu()
     asked = job(start, seed, sign)
-    groups = start_groups(layout_of(asked.parallelism, 8))
+    groups = start_groups(layout_of(asked.parallelism, 8), asked.moe.dispatcher)
     try:
         return _learned(asked, folder, EnginePlacement(groups, torch.device("cpu")))
     finally:

@@ -79,7 +79,8 @@ def _expert_memory(
 ) -> PeerMemory | None:
     """The memory through which all layers of this rank exchange tokens, if dispatcher Flex has one here."""
     of_rank = share(spec, model.shape, layout, batch(spec, layout).micro_tokens)
-    return peer_memory(peer_memory_bytes(of_rank, spec.moe.dispatcher), groups.expert.handle, device)
+    writers = groups.expert if groups.expert_across.size == 1 else groups.expert_inside
+    return peer_memory(peer_memory_bytes(of_rank, spec.moe.dispatcher), writers.handle, device)
 
 
 def _placed(make: Callable[[], Stage], spec: Spec, groups: Groups, device: torch.device) -> Stage:

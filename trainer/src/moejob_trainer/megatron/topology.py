@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from moejob_api.job.moe import Dispatcher
+from moejob_api.layout.expert_nodes import expert_nodes
 from moejob_api.layout.ranks import RankPlace, place
 from moejob_api.layout.sizes import Layout
 from moejob_trainer.distributed.groups import Group, Groups
@@ -19,7 +23,7 @@ class WrongTopology(RuntimeError):
     """Megatron numbers ranks otherwise than the plan that was shown to the user."""
 
 
-def start_groups(layout: Layout) -> Groups:
+def start_groups(layout: Layout, dispatcher: Dispatcher) -> Groups:
     """Make every group of this rank. All ranks of the world call it."""
     world = dist.get_world_size()
     if world != layout.gpus:
@@ -37,7 +41,7 @@ def start_groups(layout: Layout) -> Groups:
     )
     groups = _groups()
     _expect(groups, place(layout, dist.get_rank()))
-    return groups
+    return _over_nodes(groups, layout, dispatcher)
 
 
 def stop_groups() -> None:
@@ -57,6 +61,21 @@ def _groups() -> Groups:
         expert_replicas=_group(parallel_state.get_expert_data_parallel_group()),
         world=Group(dist.get_rank(), dist.get_world_size(), dist.group.WORLD),
     )
+
+
+def _over_nodes(groups: Groups, layout: Layout, dispatcher: Dispatcher) -> Groups:
+    """The groups with those of tokens that visit nodes first, which Megatron does not know."""
+    nodes = expert_nodes(layout, dispatcher)
+    if nodes is None:
+        return groups
+    return replace(groups, expert_across=_own(nodes.across), expert_inside=_own(nodes.inside))
+
+
+def _own(members: Callable[[int], tuple[int, ...]]) -> Group:
+    """Make the groups of all ranks, on all ranks in the same order, and return this rank's."""
+    every = dict.fromkeys(members(rank) for rank in range(dist.get_world_size()))
+    own, _ = dist.new_subgroups_by_enumeration([[*one] for one in every], timeout=_PATIENCE)
+    return _group(own)
 
 
 def _group(handle: dist.ProcessGroup) -> Group:

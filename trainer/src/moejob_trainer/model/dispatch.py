@@ -10,6 +10,13 @@ float32 what its experts make of the token, and one row returns. For two ranks o
 
 Where several ranks share an expert's matrices, each of them works on the rows of all.
 
+Over several nodes that is done twice where the groups say so, since a network is slower than what joins the GPUs of a
+node: once among nodes, each of which holds the experts of all its ranks, and then among the ranks of one node. With 8
+choices over two nodes of four ranks one row of a token crosses the network, instead of 2.6:
+
+    out     token -> the rank of each node that has this rank's place in its own -> each rank of that node
+    back    sums of a rank's experts -> their sum over the ranks of the node -> the sum over nodes
+
 Rows travel by an all-to-all, or through memory that ranks of one node write to (`peer_exchange`), where the group has
 such memory and the routing fits into it. The host knows the sizes in both cases: without them every tensor in the order
 of experts would have the rows of the worst routing, four times those of an even one over four ranks.
@@ -33,7 +40,7 @@ from moejob_trainer.distributed.collectives import (
     reduce_scatter,
     reduce_scatter_uneven,
 )
-from moejob_trainer.distributed.groups import Groups
+from moejob_trainer.distributed.groups import ALONE, Groups
 from moejob_trainer.distributed.peer_memory import PeerMemory
 from moejob_trainer.layers.permutation import Permutation, combined, permuted
 from moejob_trainer.model.peer_exchange import PeerRoute, peer_places, sent_to_peers, summed_from_peers
@@ -54,19 +61,51 @@ class Sizes:
 
 
 @dataclass(frozen=True, slots=True)
+class SentRows:
+    """Rows of tokens that went to the expert group of `groups`, or to those of ranks that share experts."""
+
+    groups: Groups
+    sizes: Sizes
+    # Of the tokens that left, over the ranks.
+    permutation: Permutation
+
+    def exchanged(self, rows: Tensor) -> Tensor:
+        """Rows in the order of ranks sent to them, and those that came to all that share this rank's experts."""
+        return self.shared(all_to_all(rows, self.sizes.sent, self.sizes.received, self.groups.expert))
+
+    def shared(self, rows: Tensor) -> Tensor:
+        """The rows that came here, and to the ranks that share this one's experts."""
+        return all_gather_uneven(rows, self.sizes.shares, self.groups.expert_tensor)
+
+    def summed(self, rows: Tensor) -> Tensor:
+        """The sums of what the ranks that share experts made of the rows that came here."""
+        return reduce_scatter_uneven(rows, self.sizes.shares, self.groups.expert_tensor)
+
+    def returned(self, rows: Tensor) -> Tensor:
+        """Rows that came here sent back, and for each token the sum of those that return."""
+        back = all_to_all(rows, self.sizes.received, self.sizes.sent, self.groups.expert)
+        return combined(back, self.permutation)
+
+
+@dataclass(frozen=True, slots=True)
 class TokenDispatch:
     """Tokens at a rank that holds some of their experts, and how they got there."""
 
-    # This rank's own tokens instead, where `fetch` both moves and permutes them.
+    # The rows that were sent instead, where `fetch` both moves and permutes them.
     rows: Tensor
     # Counted from this rank's first expert; `experts`, which is none, for those of other ranks. [rows, k]
     chosen: Tensor
     probabilities: Tensor
-    sizes: Sizes
-    # Of the tokens that left, over the ranks.
-    permutation: Permutation
+    sent_to_ranks: SentRows
     # Through the memory of the group, if that is their way.
     route: PeerRoute | None = None
+    # To nodes, before they were sent to the ranks of one.
+    sent_to_nodes: SentRows | None = None
+
+    @property
+    def choices(self) -> int:
+        """Choices among the rows that are of this rank's experts."""
+        return self.sent_to_ranks.sizes.choices
 
     def fetch(self, rows: Tensor, order: Permutation) -> Tensor:
         """The rows in the order of experts."""
@@ -89,35 +128,34 @@ class ExpertHolders:
         """Return whether rows that arrive are needed in the order of experts only."""
         return self.groups.expert_tensor.size == 1 and not self.keeps_rows
 
+    @property
+    def nodes(self) -> ExpertHolders | None:
+        """The nodes in place of ranks, where tokens visit them first: each holds the experts of its ranks."""
+        across, inside = self.groups.expert_across, self.groups.expert_inside
+        return None if across.size == 1 else ExpertHolders(Groups(expert=across), self.experts * inside.size)
+
+    @property
+    def in_node(self) -> ExpertHolders:
+        """The ranks of this node alone."""
+        groups = replace(self.groups, expert=self.groups.expert_inside, expert_across=ALONE, expert_inside=ALONE)
+        return replace(self, groups=groups)
+
 
 def dispatch(x: Tensor, chosen: Tensor, probabilities: Tensor, holders: ExpertHolders) -> TokenDispatch:
     """Take tokens x [t, h] with their choices and probabilities [t, k] to all ranks that hold their experts."""
-    groups, experts = holders.groups, holders.experts
-    owners = chosen // experts
-    destinations = owners.masked_fill(~_is_first(owners), groups.expert.size)
-    sizes, starts = _sizes(destinations, owners, groups)
-    permutation = Permutation.of(destinations, groups.expert.size, sum(sizes.sent))
-    here = local_choices(chosen[permutation.tokens], owners.flatten()[permutation.order].unsqueeze(-1), experts)
-    # One exchange for both; float32 holds every number of an expert exactly.
-    both = torch.cat([permuted(probabilities, permutation), here.to(probabilities.dtype)], -1)
-    probabilities, here = _exchanged(both, sizes, groups).chunk(2, -1)
-    sent = TokenDispatch(x, here.detach().long(), probabilities, sizes, permutation)
-    memory = groups.expert_memory
-    if memory is None or not _fits(x, sizes, memory):
-        return replace(sent, rows=_exchanged(permuted(x, permutation), sizes, groups))
-    places = peer_places(destinations, permutation, starts, memory.rows(x.shape[1], x.dtype))
-    return _through_memory(sent, PeerRoute(memory, places, sum(sizes.received), holders.fuses), groups)
+    nodes = holders.nodes
+    if nodes is None:
+        return _dispatched(x, chosen, probabilities, holders)
+    # A choice that is none of a node's is none of its ranks'.
+    node = _dispatched(x, chosen, probabilities, nodes)
+    arrived = _dispatched(node.rows, node.chosen, node.probabilities, holders.in_node)
+    return replace(arrived, sent_to_nodes=node.sent_to_ranks)
 
 
-def combine(y: Tensor, sent: TokenDispatch, order: Permutation, groups: Groups) -> Tensor:
+def combine(y: Tensor, sent: TokenDispatch, order: Permutation) -> Tensor:
     """Add up outputs y in the order of experts for each row, send sums back and add up those of each token. [t, h]"""
-    sizes, route = sent.sizes, sent.route
-    if route is not None and route.is_fused:
-        return summed_from_peers(y, route, order)
-    own = reduce_scatter_uneven(combined(y, order), sizes.shares, groups.expert_tensor)
-    if route is not None:
-        return summed_from_peers(own, route)
-    return combined(all_to_all(own, sizes.received, sizes.sent, groups.expert), sent.permutation)
+    own = _combined(y, sent, order)
+    return own if sent.sent_to_nodes is None else sent.sent_to_nodes.returned(own)
 
 
 def all_gather_tokens(x: Tensor, groups: Groups) -> Tensor:
@@ -136,22 +174,39 @@ def reduce_scatter_tokens(x: Tensor, groups: Groups) -> Tensor:
     return reduce_scatter(reduce_scatter(x, groups.expert_tensor), groups.expert)
 
 
-def _exchanged(rows: Tensor, sizes: Sizes, groups: Groups) -> Tensor:
-    wait = all_to_all(rows, sizes.sent, sizes.received, groups.expert)
-    return all_gather_uneven(wait, sizes.shares, groups.expert_tensor)
+def _dispatched(x: Tensor, chosen: Tensor, probabilities: Tensor, holders: ExpertHolders) -> TokenDispatch:
+    groups, experts = holders.groups, holders.experts
+    owners = chosen // experts
+    destinations = owners.masked_fill(~_is_first(owners), groups.expert.size)
+    sizes, starts = _sizes(destinations, owners, groups)
+    permutation = Permutation.of(destinations, groups.expert.size, sum(sizes.sent))
+    sent = SentRows(groups, sizes, permutation)
+    here = local_choices(chosen[permutation.tokens], owners.flatten()[permutation.order].unsqueeze(-1), experts)
+    # One exchange for both; float32 holds every number of an expert exactly.
+    both = torch.cat([permuted(probabilities, permutation), here.to(probabilities.dtype)], -1)
+    probabilities, here = sent.exchanged(both).chunk(2, -1)
+    arrived = TokenDispatch(x, here.detach().long(), probabilities, sent)
+    memory = groups.expert_memory
+    if memory is None or not _fits(x, sizes, memory):
+        return replace(arrived, rows=sent.exchanged(permuted(x, permutation)))
+    places = peer_places(destinations, permutation, starts, memory.rows(x.shape[1], x.dtype))
+    route = PeerRoute(memory, places, sum(sizes.received), holders.fuses)
+    return replace(arrived, rows=x if route.is_fused else sent.shared(sent_to_peers(x, route)), route=route)
+
+
+def _combined(y: Tensor, sent: TokenDispatch, order: Permutation) -> Tensor:
+    """For each row that was sent the sum of what the ranks of the group made of it."""
+    route, rows = sent.route, sent.sent_to_ranks
+    if route is not None and route.is_fused:
+        return summed_from_peers(y, route, order)
+    own = rows.summed(combined(y, order))
+    return rows.returned(own) if route is None else summed_from_peers(own, route)
 
 
 def _is_first(owners: Tensor) -> Tensor:
     """Mark the first choice of each token on each rank. [t, k]"""
     same = owners.unsqueeze(-1) == owners.unsqueeze(-2)
     return ~same.tril(-1).any(-1)
-
-
-def _through_memory(sent: TokenDispatch, route: PeerRoute, groups: Groups) -> TokenDispatch:
-    if route.is_fused:
-        return replace(sent, route=route)
-    arrived = sent_to_peers(sent.rows, route)
-    return replace(sent, rows=all_gather_uneven(arrived, sent.sizes.shares, groups.expert_tensor), route=route)
 
 
 def _fits(x: Tensor, sizes: Sizes, memory: PeerMemory) -> bool:

@@ -196,9 +196,9 @@ class MoELayer(nn.Module):
         if self.settings.moe.dispatcher is Dispatcher.ALL_GATHER:
             return self._mixed_of_all(x, chosen, probabilities)
         sent = dispatch(x, chosen, probabilities, ExpertHolders(groups, experts, self.experts.forgets_input))
-        order = Permutation.of(sent.chosen, experts, sent.sizes.choices)
+        order = Permutation.of(sent.chosen, experts, sent.choices)
         weights = permuted_probabilities(sent.probabilities, order)
-        return combine(self.experts(sent.rows, weights, order, sent.fetch), sent, order, groups)
+        return combine(self.experts(sent.rows, weights, order, sent.fetch), sent, order)
 
     def _mixed_of_all(self, x: Tensor, chosen: Tensor, probabilities: Tensor) -> Tensor:
         """Every rank sees the tokens of all and adds what its own experts make of them."""

@@ -77,6 +77,6 @@ def joined(environment: RankEnvironment) -> Iterator[RankContext]:
     if device.type == "cpu":
         use_cpu()
     sizes = layout(environment.spec.parallelism, environment.spec.resources.gpus_per_node)
-    groups = start_groups(sizes)
+    groups = start_groups(sizes, environment.spec.moe.dispatcher)
     yield RankContext(environment, sizes, EnginePlacement(groups, device, control_group()))
     dist.destroy_process_group()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from moejob_api.derived import balancing
+from moejob_api.job.moe import Dispatcher
+from moejob_api.layout.expert_nodes import expert_nodes
+from moejob_api.planner.cost.layers import copies_over_network
 from moejob_api.planner.cost.step import Spent
 from moejob_api.planner.memory.case import Case
 
@@ -19,7 +22,7 @@ def _reason(case: Case, spent: Spent) -> str:
             chunks = f" / {layout.virtual_pipeline} chunks" if layout.virtual_pipeline > 1 else ""
             return f"({layout.pipeline} stages - 1){chunks} beside {batch.microbatches} microbatches"
         case Spent.DISPATCH:
-            return f"{part.sequence_tokens:,} tokens to experts on {layout.expert} GPUs and back"
+            return f"{part.sequence_tokens:,} tokens to experts on {layout.expert} GPUs and back{_over_network(case)}"
         case Spent.TENSOR:
             return f"{part.tokens:,} x {part.hidden:,} gathered and scattered over {layout.tensor} GPUs"
         case Spent.DATA:
@@ -36,3 +39,11 @@ def _reason(case: Case, spent: Spent) -> str:
             return f"{rows:,} rows an expert"
         case _:
             return f"{batch.microbatches} microbatches of {part.tokens:,} tokens"
+
+
+def _over_network(case: Case) -> str:
+    experts, dispatcher = case.shape.experts, case.spec.moe.dispatcher
+    if experts is None or dispatcher is Dispatcher.ALL_GATHER:
+        return ""
+    copies = copies_over_network(experts.per_token, case.layout, expert_nodes(case.layout, dispatcher))
+    return f", {copies:.1f} rows of a token over the network" if copies else ""

@@ -8,6 +8,8 @@ from typing import assert_never
 
 from moejob_api.arithmetic import ceil_div
 from moejob_api.job.moe import Dispatcher
+from moejob_api.layout.expert_nodes import ExpertNodes
+from moejob_api.layout.sizes import Layout
 from moejob_api.models.shape import (
     DenseMLP,
     Experts,
@@ -32,13 +34,17 @@ from moejob_api.planner.memory.microbatch_share import Keeping, Share
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The inputs of a layer's time beside its shape. keeping: without any recomputation."""
+    """The inputs of a layer's time beside its shape.
+
+    keeping: without any recomputation. nodes: those that tokens visit on the way to their experts.
+    """
 
     share: Share
     keeping: Keeping
     machine: Machine
     document_tokens: int
     dispatcher: Dispatcher
+    nodes: ExpertNodes | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,10 +209,21 @@ def _dispatch(layer: Layer, work: Work) -> float:
         size = share.expert * share.expert_tensor
         amount = share.sequence_tokens * size * (row + share.hidden * FLOAT32_BYTES)
         return gather_seconds(amount, 1, size, work.machine)
-    sent = share.sequence_tokens * share.expert_rows * copies_sent(experts.per_token, share.expert)
-    moved = 2 * all_to_all_seconds(sent * row, share.expert_tensor, share.expert, work.machine)
     gathered = share.rows(experts.per_token) * (row + share.hidden * FLOAT32_BYTES)
-    return moved + gather_seconds(gathered, 1, share.expert_tensor, work.machine)
+    return 2 * _moved(experts, work) + gather_seconds(gathered, 1, share.expert_tensor, work.machine)
+
+
+def _moved(experts: Experts, work: Work) -> float:
+    """Tokens one way between a rank and those that hold their experts."""
+    share, nodes, machine = work.share, work.nodes, work.machine
+    once = share.sequence_tokens * share.expert_rows * share.hidden * share.element_bytes
+    to_ranks = once * copies_sent(experts.per_token, share.expert)
+    if nodes is None:
+        return all_to_all_seconds(to_ranks, share.expert_tensor, share.expert, machine)
+    # Inside a node tokens of all nodes are sent on, in the end to as many ranks as without the visit.
+    to_nodes = once * copies_sent(experts.per_token, nodes.nodes)
+    across = all_to_all_seconds(to_nodes, nodes.stride * nodes.ranks, nodes.nodes, machine)
+    return across + all_to_all_seconds(to_ranks, nodes.stride, nodes.ranks, machine)
 
 
 def copies_sent(per_token: int, ranks: int) -> float:
@@ -215,6 +232,14 @@ def copies_sent(per_token: int, ranks: int) -> float:
     A rank holds none of k even choices among R ranks with probability (1 - 1/R)^k: 3.6 copies for 8 choices over 4.
     """
     return ranks * (1 - (1 - 1 / ranks) ** per_token)
+
+
+def copies_over_network(per_token: int, layout: Layout, nodes: ExpertNodes | None) -> float:
+    """Copies of a token that leave its node: with 8 choices over two nodes of four ranks 2.6, or 1.0 to nodes first."""
+    if nodes is not None:
+        return copies_sent(per_token, nodes.nodes) * (nodes.nodes - 1) / nodes.nodes
+    here = max(1, min(layout.expert, layout.gpus_per_pod // layout.expert_tensor))
+    return copies_sent(per_token, layout.expert) * (layout.expert - here) / layout.expert
 
 
 def _context(layer: Layer, work: Work) -> float:

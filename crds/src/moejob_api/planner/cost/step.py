@@ -7,6 +7,7 @@ from enum import StrEnum
 
 from moejob_api.derived import NO_MODULES, counts_choices
 from moejob_api.job.training import RecomputeGranularity, RecomputeMethod, RecomputeModule
+from moejob_api.layout.expert_nodes import expert_nodes
 from moejob_api.models.shape import DenseMLP, Layer
 from moejob_api.planner.cost.layers import Forward, Work, forward
 from moejob_api.planner.cost.rates import (
@@ -109,7 +110,9 @@ def least_update_seconds(case: Case, machine: Machine, chunks: int) -> float:
 
 def _work(case: Case, machine: Machine) -> Work:
     keeping = replace(case.keeping, recomputed=NO_MODULES) if case.keeping.recomputed else case.keeping
-    return Work(case.share, keeping, machine, case.spec.data.max_length, case.spec.moe.dispatcher)
+    dispatcher = case.spec.moe.dispatcher
+    nodes = expert_nodes(case.layout, dispatcher)
+    return Work(case.share, keeping, machine, case.spec.data.max_length, dispatcher, nodes)
 
 
 def _products(case: Case) -> float:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from moejob_api.job.moe import Dispatcher
+from moejob_api.layout.expert_nodes import expert_nodes
 from moejob_api.layout.sizes import Layout
 from moejob_api.planner.memory.constants import COMMUNICATOR_BYTES, MOST_PEER_MEMORY_BYTES, PEER_BYTES
 from moejob_api.planner.memory.microbatch_share import Share
 
 
-def communicators(layout: Layout) -> int:
-    """Communicators of one rank: the world, and every group of more than one."""
+def communicators(layout: Layout, dispatcher: Dispatcher) -> int:
+    """Communicators of one rank: the world, every group of more than one, and both of tokens that visit nodes first."""
     groups = (
         layout.tensor,
         layout.pipeline,
@@ -19,7 +20,8 @@ def communicators(layout: Layout) -> int:
         layout.expert_tensor,
         layout.expert_data,
     )
-    return 1 + sum(size > 1 for size in groups) if layout.gpus > 1 else 0
+    visits = 0 if expert_nodes(layout, dispatcher) is None else 2
+    return 1 + sum(size > 1 for size in groups) + visits if layout.gpus > 1 else 0
 
 
 def peers(layout: Layout, dispatcher: Dispatcher) -> int:
@@ -34,13 +36,14 @@ def peers(layout: Layout, dispatcher: Dispatcher) -> int:
 
 def communication_bytes(layout: Layout, dispatcher: Dispatcher) -> int:
     """All of it on one GPU."""
-    return communicators(layout) * COMMUNICATOR_BYTES + peers(layout, dispatcher) * PEER_BYTES
+    return communicators(layout, dispatcher) * COMMUNICATOR_BYTES + peers(layout, dispatcher) * PEER_BYTES
 
 
 def peer_memory_bytes(share: Share, dispatcher: Dispatcher) -> int:
-    """Bytes of a rank that the others of its expert group write to, under dispatcher Flex. The trainer asks for them.
+    """Bytes of a rank that others of its expert group write to, under dispatcher Flex. The trainer asks for them.
 
-    Room for the worst routing of a micro batch, in which every token of the group needs this rank, up to a bound.
+    Room for the worst routing of a micro batch, in which every token of the group needs this rank, up to a bound. Those
+    of other nodes are written by ranks of this one.
     """
     if dispatcher is not Dispatcher.FLEX or share.expert == 1:
         return 0
@@ -48,6 +51,10 @@ def peer_memory_bytes(share: Share, dispatcher: Dispatcher) -> int:
     return min(worst, MOST_PEER_MEMORY_BYTES)
 
 
-def fits_a_node(layout: Layout) -> bool:
-    """Return whether an expert group has room in one pod: Megatron numbers its ranks one behind the other."""
-    return layout.expert * layout.expert_tensor <= layout.gpus_per_pod
+def has_writers(layout: Layout, dispatcher: Dispatcher) -> bool:
+    """Return whether an expert group has room in one pod, or tokens come to its ranks from others of their pod alone.
+
+    Megatron numbers the ranks of a group one behind the other.
+    """
+    fits = layout.expert * layout.expert_tensor <= layout.gpus_per_pod
+    return fits or expert_nodes(layout, dispatcher) is not None

@@ -128,9 +128,10 @@ def _engine_cache(of: StageBytes) -> str:
 
 
 def _communicators(of: StageBytes) -> str:
-    alone = peers(of.case.layout, of.case.spec.moe.dispatcher)
+    layout, dispatcher = of.case.layout, of.case.spec.moe.dispatcher
+    alone = peers(layout, dispatcher)
     sent = f", {alone} peers in the node that are sent to one by one" if alone else ""
-    return f"{communicators(of.case.layout)} communicators{sent}"
+    return f"{communicators(layout, dispatcher)} communicators{sent}"
 
 
 _SAYINGS: Mapping[Name, str] = MappingProxyType(

@@ -11,7 +11,7 @@ from moejob_api.job.grpo import Placement
 from moejob_api.job.resources import Accelerator
 from moejob_api.planner.memory.activations import Activations, LayerBytes, activations, loss_bytes
 from moejob_api.planner.memory.case import Case, Portion, stage_parameters
-from moejob_api.planner.memory.communication import communication_bytes, fits_a_node, peer_memory_bytes
+from moejob_api.planner.memory.communication import communication_bytes, has_writers, peer_memory_bytes
 from moejob_api.planner.memory.constants import (
     CONTEXT_BYTES,
     CPU_RANK_BYTES,
@@ -140,7 +140,8 @@ def _around(of: StageBytes, moving: int) -> Amounts:
 
 
 def _peer_memory(case: Case) -> int:
-    return peer_memory_bytes(case.share, case.spec.moe.dispatcher) if fits_a_node(case.layout) else 0
+    dispatcher = case.spec.moe.dispatcher
+    return peer_memory_bytes(case.share, dispatcher) if has_writers(case.layout, dispatcher) else 0
 
 
 def _asleep(of: StageBytes) -> Amounts:
