@@ -145,7 +145,7 @@ class Gang:
         number, host = len(self.launchers), f"127.0.0.{index + 1}"
         log, word = self.folder / f"log-{number}", self.folder / f"word-{number}"
         log.touch()
-        module = "gloo_program" if program == "gather_ranks" else "rank_programs"
+        module = {"gather_ranks": "gloo_program", "begin": "incomplete_program"}.get(program, "rank_programs")
         options = Options(
             target=f"trainer.launcher.{module}:{program}",
             preload=self.preload,

@@ -60,6 +60,15 @@ def test_bad_configuration_passes_at_once_with_the_line_that_says_why(gang: Make
     gone(job.pids())
 
 
+def test_a_module_that_is_not_installed_is_named_and_ends_the_job_at_once(gang: Make) -> None:
+    launcher = gang().start("begin")
+    assert launcher.exit_code() == 78
+    word = launcher.word()
+    assert word.outcome is Outcome.BAD_CONFIGURATION
+    assert "has no module a_requirement_that_is_not_installed, which trainer.launcher.incomplete" in word.message
+    assert launcher.log.read_text().count("ranks started") == 1
+
+
 def test_ranks_that_fail_for_the_third_time_without_a_checkpoint_end_the_launcher(gang: Make) -> None:
     launcher = gang().start("fail")
     assert launcher.exit_code() == 1

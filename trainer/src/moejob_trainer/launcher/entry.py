@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
+from moejob_api.contract import ExitCode
 from moejob_trainer.launcher.fork_server import SERVER, WARM, die_with_parent
 from moejob_trainer.launcher.log import LauncherLog
 
@@ -35,14 +36,21 @@ def enter(rank: RankCommand, output: Connection, errors: Connection) -> None:
     os.environ.update(rank.environment)
     if _cuda_is_lost():
         _exec_fresh_interpreter(rank)
-    sys.exit(main_of(rank.target)())
+    sys.exit(run(rank.target))
 
 
-def main_of(target: str) -> Callable[[], int]:
-    """Import the function that a rank runs."""
+def run(target: str) -> int:
+    """Run the function of a rank, and return its exit code. What is not installed is missing at the next try, too."""
     module, _, function = target.partition(":")
-    main: Callable[[], int] = getattr(importlib.import_module(module), function)
-    return main
+    try:
+        main: Callable[[], int] = getattr(importlib.import_module(module), function)
+    except ModuleNotFoundError as missing:
+        sys.stderr.write(
+            f"{sys.executable} has no module {missing.name}, which {module} imports; install the trainer with all that "
+            "it requires, or use its image\n"
+        )
+        return ExitCode.BAD_CONFIGURATION
+    return main()
 
 
 def _cuda_is_lost() -> bool:
@@ -56,7 +64,7 @@ def _exec_fresh_interpreter(rank: RankCommand) -> None:
     log.warning("CUDA was used before the fork; the rank does its own imports, which takes longer", rank=rank.number)
     os.environ.pop(WARM, None)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    program = f"import sys; from {__name__} import main_of; sys.exit(main_of({rank.target!r})())"
+    program = f"import sys; from {__name__} import run; sys.exit(run({rank.target!r}))"
     os.execv(sys.executable, [sys.executable, "-X", "faulthandler", "-c", program])  # noqa: S606
 
 
