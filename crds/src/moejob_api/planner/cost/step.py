@@ -12,13 +12,12 @@ from moejob_api.models.shape import DenseMLP, Layer
 from moejob_api.planner.cost.layers import Forward, Work, forward
 from moejob_api.planner.cost.rates import (
     ACCUMULATION_SHARE,
-    DATA_EXPOSED,
     HOST_ADAM_BYTES,
     HOST_ADAM_BYTES_PER_SECOND,
     OPTIMIZER_SHARE,
     Machine,
-    gather_seconds,
     gemm_seconds,
+    replicas_seconds,
     send_seconds,
 )
 from moejob_api.planner.memory.case import Case, Parameters, Portion, model_parameters, stage_parameters
@@ -212,8 +211,16 @@ def _sends(case: Case, work: Work) -> float:
 
 
 def _accumulation(case: Case, part: Portion, machine: Machine) -> float:
-    """Each new gradient is read and added into its buffer."""
-    touched = part.trained.total * (case.element_bytes + 2 * case.gradient_bytes)
+    """Each new gradient is read and added into its buffer; of shares it is copied, summed, and added where it falls."""
+    if case.divides_weights:
+        touched = part.trained.total * (case.element_bytes + case.gradient_bytes)
+        touched += divided(case, part.trained) * (case.gradient_bytes + 2 * case.summed_bytes)
+    else:
+        touched = part.trained.total * (case.element_bytes + 2 * case.gradient_bytes)
+    return _touched_seconds(touched, machine)
+
+
+def _touched_seconds(touched: float, machine: Machine) -> float:
     return touched / (ACCUMULATION_SHARE * machine.hardware.memory_bytes_per_second)
 
 
@@ -228,21 +235,29 @@ def _after(case: Case, fullest: Portion, machine: Machine) -> Seconds:
 
 
 def _exchanged(case: Case, held: Parameters, trained: Parameters, machine: Machine) -> float:
-    """Gradients are scattered and weights gathered over the replicas; most of it hides behind computing."""
+    """Gradients are scattered and weights gathered over the replicas."""
     gradients = _over_replicas(case, trained, case.gradient_bytes, machine)
     if not case.divides_weights:
-        return DATA_EXPOSED * (gradients + _over_replicas(case, trained, case.element_bytes, machine))
-    weights = _over_replicas(case, held, case.element_bytes, machine)
+        return gradients + _over_replicas(case, trained, case.element_bytes, machine)
     # FSDP has nothing whole between microbatches: weights are gathered for either pass of each.
     gathers = 1 if case.keeps_gathered else 2 * case.batch.microbatches
-    return DATA_EXPOSED * (case.batch.microbatches * gradients + gathers * weights)
+    return case.batch.microbatches * gradients + gathers * _gathered(case, held, machine)
+
+
+def _gathered(case: Case, held: Parameters, machine: Machine) -> float:
+    """Shares of weights gathered into a buffer, and copied from that."""
+    layout = case.layout
+    copied = held.dense * (layout.data * layout.context > 1) + held.routed * (layout.expert_data > 1)
+    return _over_replicas(case, held, case.element_bytes, machine) + _touched_seconds(
+        2 * case.element_bytes * copied, machine
+    )
 
 
 def _over_replicas(case: Case, parameters: Parameters, size_bytes: int, machine: Machine) -> float:
     layout = case.layout
-    dense = gather_seconds(parameters.dense * size_bytes, layout.tensor, layout.data * layout.context, machine)
+    dense = replicas_seconds(parameters.dense * size_bytes, layout.tensor, layout.data * layout.context, machine)
     stride = layout.expert_tensor * layout.expert
-    return dense + gather_seconds(parameters.routed * size_bytes, stride, layout.expert_data, machine)
+    return dense + replicas_seconds(parameters.routed * size_bytes, stride, layout.expert_data, machine)
 
 
 def _optimizer(case: Case, mine: int, machine: Machine) -> float:
