@@ -82,7 +82,7 @@ def gather_seconds(amount: float, stride: int, size: int, machine: Machine) -> f
 
 
 def replicas_seconds(amount: float, stride: int, size: int, machine: Machine) -> float:
-    """What a gather or scatter over replicas adds to a step that computes beside it."""
+    """The seconds that a gather or scatter over replicas adds to a step which computes beside it."""
     is_inside = machine.members_in_node(stride, size) == size
     exposed = DATA_EXPOSED_IN_NODE if is_inside else DATA_EXPOSED
     return exposed * gather_seconds(amount, stride, size, machine)
