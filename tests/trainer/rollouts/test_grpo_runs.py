@@ -81,6 +81,10 @@ class Beside:
         }
         return Engine(self._folder, self._folder / "engine.log", port, **job)
 
+    def said(self) -> str:
+        """The last lines of its log."""
+        return "\n".join((self._folder / "engine.log").read_text().splitlines()[-100:])
+
     def replace_engine(self) -> None:
         """Kill the engine, and start another in its place."""
         self.engine.kill()
@@ -213,8 +217,9 @@ def assert_like(folder: Path, expected: Path) -> None:
         assert ours[step]["mismatchMean"] < CLOSE
 
 
-def break_off(passage: Passage, run: Started | Launched, sender: Callable[[], int], kill: Callable[[], None]) -> None:
+def break_off(beside: Beside, run: Started | Launched, sender: Callable[[], int], kill: Callable[[], None]) -> None:
     """Stop the rank that sends weights inside the broadcast of step 3, kill, and await the engine out of it."""
+    passage = beside.passage
     stands_still, samples = threading.Event(), run.folder / "samples/step-2.jsonl"
 
     def hold() -> None:
@@ -231,6 +236,8 @@ def break_off(passage: Passage, run: Started | Launched, sender: Callable[[], in
         eventually(lambda: unread(sender()), "the engine in the broadcast")
         kill()
         eventually(lambda: passage.refused["/update_weights"] > refused, "the engine out of the broadcast")
+    except AssertionError as late:
+        raise AssertionError(f"{late}; the run said:\n{run.said()}\nthe engine said:\n{beside.said()}") from late
     finally:
         del passage.arrivals["/update_weights"]
 
@@ -240,7 +247,7 @@ def test_a_trainer_that_is_killed_inside_a_broadcast_brings_the_engine_to_its_ne
 ) -> None:
     run = beside.start("killed")
     (trainer,) = run.processes
-    break_off(beside.passage, run, lambda: trainer.pid or 0, run.kill)
+    break_off(beside, run, lambda: trainer.pid or 0, run.kill)
     again = beside.finished("killed", 2)
     assert {line["attempt"] for step, line in lines(again.folder).items() if step > 2} == {2}
     assert_like(again.folder, undisturbed)
@@ -252,7 +259,7 @@ def test_ranks_that_lose_one_of_them_inside_a_broadcast_start_again_and_learn_th
     beside: Beside, undisturbed: Path
 ) -> None:
     run = beside.launched("halved", parallelism={"tensor": 2}, resources={"gpusPerNode": 2})
-    break_off(beside.passage, run, lambda: run.ranks()[0], lambda: os.kill(run.ranks()[1], signal.SIGKILL))
+    break_off(beside, run, lambda: run.ranks()[0], lambda: os.kill(run.ranks()[1], signal.SIGKILL))
     assert run.process.wait(LONGEST_SECONDS) == 0, run.said()
     told = lines(run.folder)
     assert {line["attempt"] for line in told.values()} == {1}
