@@ -208,6 +208,10 @@ bench-hostile: $(operator_built) $(trainer_built) $(rollout_built) ## Measure ho
 bench-trainer: $(trainer_built) ## Measure training on this CPU beside Transformers
 	@$(trainer)/python -W ignore -m benchmarks.trainer.cpu_step
 
+# An hour and more. ARGS="--only peers replicas" measures these alone, ARGS="--folder FOLDER" saves on another disk.
+bench-gpu: $(trainer_gpu_built) ## Measure training on the GPUs of this machine, beside Transformers and the cost model
+	@$(trainer_gpu)/python -W ignore -m benchmarks.trainer.on_gpus --log runs/bench-gpu.log $(ARGS)
+
 bench-grpo: $(trainer_built) $(operator_built) $(rollout_built) ## Measure GRPO on this CPU with vLLM, beside vLLM alone
 	@PYTHONPATH=tests $(trainer)/python -W ignore -m benchmarks.rollout.cpu
 
@@ -280,4 +284,4 @@ clean: ## Remove the environments and all build output; the cache stays
 		$(foreach dist,crds operator trainer rollout cli,$(dist)/dist $(dist)/build)
 	@find $(wildcard crds operator trainer rollout cli tests benchmarks scripts) -name __pycache__ -prune -exec rm -rf {} +
 
-.PHONY: help setup fmt lint types generate verify test test-operator test-trainer test-bridge test-learning matrix test-gate test-rollout test-cluster test-faults test-policies test-images gpu-test control-plane bench bench-operator bench-recovery bench-hostile bench-trainer bench-grpo demo demo-grpo cluster-demo docs pictures images bases kind-demo lock audit audit-images clean
+.PHONY: help setup fmt lint types generate verify test test-operator test-trainer test-bridge test-learning matrix test-gate test-rollout test-cluster test-faults test-policies test-images gpu-test control-plane bench bench-operator bench-recovery bench-hostile bench-trainer bench-gpu bench-grpo demo demo-grpo cluster-demo docs pictures images bases kind-demo lock audit audit-images clean

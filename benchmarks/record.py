@@ -116,7 +116,7 @@ def _beside(ours: Result, theirs: Result | None) -> str:
     if theirs is None or theirs.peer_value is None:
         return ""
     times = f" ({theirs.peer_value / ours.value:.2g}x)" if ours.value else ""
-    return f"{theirs.peer_value:.4g} {ours.unit}".strip() + times + _range(theirs.peer_spread)
+    return f"{shown(theirs.peer_value)} {ours.unit}".strip() + times + _range(theirs.peer_spread)
 
 
 def _range(spread: tuple[float, float] | None) -> str:

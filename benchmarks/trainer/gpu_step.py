@@ -105,7 +105,7 @@ def _measured(
     ranks = dist.get_world_size()
     flops = result.tokens * model_flops(of_rank.model.shape, chosen.length)
     return {
-        "case": vars(chosen) | {"attention": "flash-attn-4" if _has_flash() else "cuDNN"},
+        "case": vars(chosen) | {"attention": attention_here()},
         "tokensPerSecondPerGpu": round(result.tokens / step / ranks),
         "teraflops": round(flops / step / ranks / 1e12, 1),
         "secondsPerStep": round(step, 4),
@@ -114,12 +114,12 @@ def _measured(
     }
 
 
-def _has_flash() -> bool:
-    """Return whether flash-attn-4 works here; installed beside other versions of what it is built on it does not."""
+def attention_here() -> str:
+    """Return which attention steps have. flash-attn-4 beside other versions of what it is built on does not work."""
     if not torch.cuda.is_available():
-        return False
+        return "cuDNN"
     head = torch.empty(1, 1, 128, dtype=torch.bfloat16, device="cuda")
-    return attention.flash_takes(head, head)
+    return "flash-attn-4" if attention.flash_takes(head, head) else "cuDNN"
 
 
 def job(chosen: argparse.Namespace, device: torch.device) -> Spec:

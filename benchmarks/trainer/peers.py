@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from benchmarks.trainer.engines import stack, synchronize
-from benchmarks.trainer.gpu_step import STEPS, WARM, job, measured, parser
+from benchmarks.trainer.gpu_step import STEPS, WARM, attention_here, job, measured, parser
 from benchmarks.trainer.in_turn import Line, in_turn
 from moejob_api.models import catalog
 from moejob_trainer.distributed.groups import ALONE, Groups
@@ -33,6 +33,7 @@ from moejob_trainer.model.moe_layer import MoELayer
 from moejob_trainer.model.packed_batch import LocalTokens, make_packed_batch
 
 REPEATS, WARM_REPEATS = 20, 5
+_SPEED = "tokensPerSecondPerGpu"
 _CASE_SECONDS = 240
 
 
@@ -46,11 +47,18 @@ def main() -> None:
         "mixture of Transformers": _transformers_mixture,
     }
     lines = in_turn(list(ways), lambda number, device: list(ways.values())[number](chosen, device), _CASE_SECONDS)
-    seconds = {name: line.get("secondsPerStep") for name, line in zip(ways, lines or [], strict=False)}
+    found = dict(zip(ways, lines or [], strict=False))
     for name in ("step", "mixture"):
-        ours, theirs = seconds.get(name), seconds.get(f"{name} of Transformers")
-        if isinstance(ours, float) and isinstance(theirs, float):
-            print(json.dumps({"ratio": name, "timesAsFast": round(theirs / ours, 2)}), flush=True)
+        ours, theirs = found.get(name, {}), found.get(f"{name} of Transformers", {})
+        if _SPEED in ours and _SPEED in theirs:
+            print(json.dumps(compared(name, ours, theirs)), flush=True)
+
+
+def compared(name: str, ours: Line, theirs: Line) -> Line:
+    """Return the line of both, which goes into the page."""
+    about = {key: theirs[key] for key in ("peer", "case", "torch", "device")}
+    mine, other = float(str(ours[_SPEED])), float(str(theirs[_SPEED]))
+    return {"compared": name, **about, _SPEED: mine, "peerSpeed": other, "timesAsFast": round(mine / other, 2)}
 
 
 def _transformers_step(chosen: argparse.Namespace, device: torch.device) -> Line:
@@ -97,7 +105,7 @@ def _mixture(chosen: argparse.Namespace, device: torch.device) -> Line:
     own = LocalTokens(torch.ones_like(segments, dtype=torch.bool), segments)
     packed = make_packed_batch(documents, model.rotary, None, own)
     seconds = _repeated(layer, lambda x: layer(x, packed), _tokens(chosen, model.shape.hidden, device), device)
-    return _line(chosen, device, "moejob, mixture", seconds, 1)
+    return _line(chosen, device, "moejob", seconds, 1)
 
 
 def _transformers_mixture(chosen: argparse.Namespace, device: torch.device) -> Line:
@@ -113,7 +121,7 @@ def _transformers_mixture(chosen: argparse.Namespace, device: torch.device) -> L
         return y[0] if isinstance(y, tuple) else y
 
     seconds = _repeated(block, mixed, _tokens(chosen, config.hidden_size, device), device)
-    return _line(chosen, device, "Transformers, mixture", seconds, 1)
+    return _line(chosen, device, "Transformers", seconds, 1)
 
 
 def _tokens(chosen: argparse.Namespace, hidden: int, device: torch.device) -> Tensor:
@@ -147,9 +155,9 @@ def _line(chosen: argparse.Namespace, device: torch.device, name: str, seconds: 
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     return {
         "peer": name,
-        "of": vars(chosen),
+        "case": vars(chosen) | {"attention": attention_here()},
         "secondsPerStep": round(seconds, 6),
-        "tokensPerSecondPerGpu": round(batches * chosen.micro * chosen.length / seconds),
+        _SPEED: round(batches * chosen.micro * chosen.length / seconds),
         "peakGiB": round(peak / 2**30, 1),
         **stack(device),
     }

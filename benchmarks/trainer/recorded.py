@@ -45,7 +45,9 @@ _OF_EACH = {
 
 def main(logs: list[str]) -> None:
     """Appends every measured line and writes the page, with the newest of each case: no run measures all."""
-    measured = [json.loads(line) for log in logs for line in Path(log).read_text().splitlines() if '"case"' in line]
+    lines = (line for log in logs for line in Path(log).read_text().splitlines() if '"case"' in line)
+    # A peer's own line is in the one that compares both.
+    measured = [line for line in map(json.loads, lines) if "peer" not in line or "compared" in line]
     first = measured[0]
     around = {"machine": first["device"], "stack": f"torch {first['torch']}, bfloat16"}
     keep([result for line in measured for result in _results(line)], around)
@@ -56,13 +58,33 @@ def _newest() -> list[Result]:
     lines = map(json.loads, (RESULTS / f"{BENCH}.jsonl").read_text().splitlines())
     newest = {line["case"]: line for line in lines}
     return [
-        Result(BENCH, line["case"], line["value"], line["unit"], Better(line["better"]), TARGETS.get(line["case"]))
+        Result(
+            BENCH,
+            line["case"],
+            line["value"],
+            line["unit"],
+            Better(line["better"]),
+            TARGETS.get(line["case"]),
+            line.get("peer"),
+            line.get("peerValue"),
+        )
         for line in newest.values()
     ]
 
 
 def _results(line: dict[str, Any]) -> Iterator[Result]:
-    case = line["case"]
+    name, speed = _name(line["case"], line["device"]), ("tokens/s/GPU", Better.HIGHER)
+    if "compared" in line:
+        kind = f"{name}: {line['compared']} beside a peer"
+        ours, theirs = line["tokensPerSecondPerGpu"], line["peerSpeed"]
+        yield Result(BENCH, kind, ours, *speed, peer=line["peer"], peer_value=theirs)
+        return
+    yield Result(BENCH, f"{name}: speed", line["tokensPerSecondPerGpu"], *speed)
+    yield Result(BENCH, f"{name}: arithmetic", line["teraflops"], "TFLOP/s", Better.HIGHER)
+    yield Result(BENCH, f"{name}: memory", line["peakGiB"], "GiB", Better.LOWER)
+
+
+def _name(case: dict[str, Any], device: str) -> str:
     name = f"{case['model'].partition('/')[2]}, {case['layers']} layers, {case['micro']}x{case['accumulate']}"
     name += "".join(
         f", {key} {case[key]}" for key in ("tensor", "pipeline", "expert", "context", "data") if case[key] > 1
@@ -79,10 +101,7 @@ def _results(line: dict[str, Any]) -> Iterator[Result]:
     name += ", activations offloaded" if case.get("activations") else ""
     name += OVERLAPS[case.get("overlaps", "sums")]
     name += ", flash-attn-4" if case["attention"] == "flash-attn-4" else ""
-    name += "" if line["device"] == _USUAL_GPU else f", {line['device'].removeprefix('NVIDIA ').split()[0]}"
-    yield Result(BENCH, f"{name}: speed", line["tokensPerSecondPerGpu"], "tokens/s/GPU", Better.HIGHER)
-    yield Result(BENCH, f"{name}: arithmetic", line["teraflops"], "TFLOP/s", Better.HIGHER)
-    yield Result(BENCH, f"{name}: memory", line["peakGiB"], "GiB", Better.LOWER)
+    return name + ("" if device == _USUAL_GPU else f", {device.removeprefix('NVIDIA ').split()[0]}")
 
 
 if __name__ == "__main__":
