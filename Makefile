@@ -112,9 +112,8 @@ tested = $(1)/pytest $(2) $(remembered) $(ARGS) || { [ -n "$${MOEJOB_SECOND_CHAN
 # Which tests failed last, of each target by itself: two targets may run at a time.
 remembered = -o cache_dir=.pytest_cache/$@
 
-# Nodes leave more than a core idle, and tests of the bridge and of engines are of one process each.
-test: test-operator test-trainer ## Run every test that needs no GPU
-	@$(MAKE) --jobs 2 --output-sync=target test-cluster test-bridge test-rollout
+# One after the other: two cores have no room for engines beside the nodes, where their tests took twice as long.
+test: test-operator test-trainer test-bridge test-rollout test-cluster ## Run every test that needs no GPU
 
 test-operator: $(operator_built) ## Test api, operator, cli, chart and how images are built
 	@$(call tested,$(operator),$(wildcard $(patsubst %,tests/%,api cli operator chart builds)) -n 2 --dist worksteal)

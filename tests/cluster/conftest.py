@@ -61,6 +61,7 @@ def control_plane(programs: Mapping[str, Path], tmp_path_factory: pytest.TempPat
 @pytest.fixture
 def namespace(control_plane: ControlPlane) -> Iterator[str]:
     """A namespace for one test. Its pods are gone when the next test starts, the rest of it a little later."""
+    control_plane.expect_running()
     created = control_plane.api.create("/api/v1/namespaces", {"metadata": {"generateName": "test-"}})
     name: str = created["metadata"]["name"]
     # After a loss of the API server the controller manager takes its time to come back.

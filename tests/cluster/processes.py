@@ -47,12 +47,16 @@ class Process:
                 self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
 
+    def expect_running(self) -> None:
+        """Say the last lines of the log when it has ended by itself."""
+        if self.pid is None:
+            raise EndedError(f"{self.name} ended with {self._ending()}; {self._tail()}")
+
     def wait_until(self, ready: Callable[[], bool], seconds: float = LONGEST_SECONDS) -> None:
         """Return when `ready` holds; say the last lines of the log when it does not in time."""
 
         def ready_and_alive() -> bool:
-            if self.pid is None:
-                raise EndedError(f"{self.name} ended with {self._ending()}; {self._tail()}")
+            self.expect_running()
             return ready()
 
         until(ready_and_alive, seconds=seconds, waiting_for=lambda: f"{self.name} ready; {self._tail()}")

@@ -18,6 +18,16 @@ def test_a_process_that_ends_shows_the_end_of_its_log(tmp_path: Path) -> None:
     process.stop()
 
 
+def test_a_process_that_ended_on_its_own_is_not_taken_for_one_that_runs(tmp_path: Path) -> None:
+    process = Process("full", ["sh", "-c", "echo no space left on device; read it; exit 1"], tmp_path)
+    process.start()
+    with pytest.raises(EndedError, match=r"(?s)full ended with 1; .*no space left on device"):
+        process.wait_until(lambda: False)
+    with pytest.raises(EndedError, match="full ended with 1"):
+        process.expect_running()
+    process.stop()
+
+
 def test_a_process_that_is_never_ready_shows_the_end_of_its_log(tmp_path: Path) -> None:
     process = Process("slow", ["sh", "-c", "echo waiting for godot; exec sleep 60"], tmp_path)
     process.start()

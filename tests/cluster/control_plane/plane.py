@@ -75,6 +75,11 @@ class ControlPlane:
         for component in components:
             self.processes[component].wait_until(partial(self._is_ready, component))
 
+    def expect_running(self) -> None:
+        """Say which component has ended by itself, for want of room on the disk say: all who ask would wait in vain."""
+        for process in self.processes.values():
+            process.expect_running()
+
     def stop(self, *components: Component) -> None:
         """End components as a crash would."""
         for component in components:
