@@ -14,6 +14,8 @@ from typing import Any
 from benchmarks.record import RESULTS, Better, Result, keep, table, write_page
 
 BENCH = "training-gpu"
+# Lines of a log that have it are of steps; the others are for those who read the log.
+_SPEED = "tokensPerSecondPerGpu"
 
 # By case, of one kind of GPU: H200.
 _QWEN, _BEST = "Qwen3-30B-A3B, 8 layers", "gradients in bfloat16, flash-attn-4"
@@ -45,9 +47,12 @@ _OF_EACH = {
 
 def main(logs: list[str]) -> None:
     """Appends every measured line and writes the page, with the newest of each case: no run measures all."""
-    lines = (line for log in logs for line in Path(log).read_text().splitlines() if '"case"' in line)
+    lines = (json.loads(line) for log in logs for line in Path(log).read_text().splitlines() if _SPEED in line)
     # A peer's own line is in the one that compares both.
-    measured = [line for line in map(json.loads, lines) if "peer" not in line or "compared" in line]
+    measured = [line for line in lines if "peer" not in line or "compared" in line]
+    if not measured:
+        sys.stderr.write("no speed of a step was measured: the page stays as it is\n")
+        return
     first = measured[0]
     around = {"machine": first["device"], "stack": f"torch {first['torch']}, bfloat16"}
     keep([result for line in measured for result in _results(line)], around)
@@ -76,10 +81,10 @@ def _results(line: dict[str, Any]) -> Iterator[Result]:
     name, speed = _name(line["case"], line["device"]), ("tokens/s/GPU", Better.HIGHER)
     if "compared" in line:
         kind = f"{name}: {line['compared']} beside a peer"
-        ours, theirs = line["tokensPerSecondPerGpu"], line["peerSpeed"]
+        ours, theirs = line[_SPEED], line["peerSpeed"]
         yield Result(BENCH, kind, ours, *speed, peer=line["peer"], peer_value=theirs)
         return
-    yield Result(BENCH, f"{name}: speed", line["tokensPerSecondPerGpu"], *speed)
+    yield Result(BENCH, f"{name}: speed", line[_SPEED], *speed)
     yield Result(BENCH, f"{name}: arithmetic", line["teraflops"], "TFLOP/s", Better.HIGHER)
     yield Result(BENCH, f"{name}: memory", line["peakGiB"], "GiB", Better.LOWER)
 

@@ -52,6 +52,12 @@ def test_another_kind_of_gpu_has_rows_of_its_own(tmp_path: Path, monkeypatch: py
     assert len(page) == 6
 
 
+def test_lines_of_other_benches_are_not_taken_for_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    exchange = {"case": {"tokens": 16384, "gpus": 2}, "milliseconds": {"barrier": 0.006}, "device": "NVIDIA H200"}
+    assert len(rows(tmp_path, monkeypatch, exchange, line("NVIDIA H200"))) == 3
+    assert not rows(tmp_path, monkeypatch, exchange)
+
+
 def rows(folder: Path, monkeypatch: pytest.MonkeyPatch, *lines: Mapping[str, object]) -> dict[str, list[str]]:
     """Record these lines of a log into a page of their own; its cells by case."""
     for module in (record, recorded):
