@@ -16,7 +16,8 @@ from torch import Tensor
 from builders import merged
 from moejob_api.models.shape import Family
 from moejob_trainer.conversion.families import table
-from moejob_trainer.megatron import state_copies
+from moejob_trainer.megatron import copy_memory, state_copies
+from moejob_trainer.megatron.copy_memory import CopyMemory, CopySize
 from moejob_trainer.megatron.cpu import use_cpu
 from moejob_trainer.megatron.engine import MegatronEngine
 from moejob_trainer.megatron.master_weights import Split, Whole, split
@@ -185,6 +186,40 @@ def test_a_second_copy_lies_where_the_first_did_and_is_of_the_values_of_its_time
     assert [copy.data_ptr() for copy in first] == [copy.data_ptr() for copy in second]
     assert torch.equal(second[0], torch.full((3,), 2.0))
     assert copies.begin([Whole(torch.zeros(4))]).made()[0].shape == (4,)
+
+
+def test_a_copy_lies_in_the_memory_that_was_prepared_for_it() -> None:
+    copies, values = StateCopies(CPU), [Whole(torch.ones(3)), Whole(torch.ones(5).bfloat16())]
+    copies.prepare(values)
+    made = copies.begin(values).made()
+    copies.prepare(values)
+    copies.prepared()
+    assert [copy.tolist() for copy in made] == [[1.0] * 3, [1.0] * 5], "prepared again beside a copy"
+    assert [copy.data_ptr() for copy in copies.begin(values).made()] == [copy.data_ptr() for copy in made]
+
+
+def test_copies_begin_where_no_other_ends_in_blocks_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copy_memory, "BLOCK_BYTES", 256)
+    sizes = [CopySize(elements, dtype) for elements in (0, 1, 31, 33, 200) for dtype in (torch.float32, torch.bfloat16)]
+    memory = CopyMemory(sizes, CPU)
+    for number, copy in enumerate(memory.copies):
+        copy.fill_(number)
+    assert [copy.tolist() for copy in memory.copies] == [[n] * size.elements for n, size in enumerate(sizes)]
+    assert all(copy.data_ptr() % 64 == 0 for copy in memory.copies if copy.numel())
+    blocks = {copy.untyped_storage().data_ptr(): copy.untyped_storage().nbytes() for copy in memory.copies}
+    assert len(blocks) == 4
+    assert sum(blocks.values()) == sum(size.bytes for size in sizes)
+
+
+def test_memory_is_taken_once_and_waited_for() -> None:
+    memory = CopyMemory([CopySize(1000, torch.float32)], CPU)
+    memory.copies[0].fill_(1.0)
+    memory.wait()
+    assert memory.copies[0].sum() == 1000.0
+    memory.take()
+    memory.wait()
+    memory.wait()
+    assert memory.copies[0].sum() == 0.0
 
 
 def test_a_second_copy_waits_for_the_first() -> None:

@@ -38,6 +38,9 @@ _PACKAGES = ("torch", "megatron-core", "transformers")
 class ModelState(Protocol):
     """Writer and reader of the tensors of this rank."""
 
+    def prepare(self) -> None:
+        """Begin to take what writing needs, now that it is known what will be written."""
+
     def begin(self, folder: Path) -> Pending:
         """Begin to write this rank's part."""
 
@@ -169,6 +172,11 @@ class RunCheckpoints:
 
         Returns the steps that are done.
         """
+        done = self._restore()
+        self.writer.state.prepare()
+        return done
+
+    def _restore(self) -> int:
         found = self.store.start()
         if found is None:
             if self.begun is not None:

@@ -70,12 +70,17 @@ class StateFiles:
         self.engine, self.background = engine, background
         self.parameters = {parameter.name: parameter for parameter in parameters}
 
+    def prepare(self) -> None:
+        """Begin to take the memory that saves beside the training need."""
+        if self.engine.spec.checkpoint.asynchronous:
+            self.engine.copies.prepare([held.values for held in self._owned()])
+
     def begin(self, folder: Path) -> PendingFiles:
         """Begin to write this rank's part: a copy of it, made and written beside the training, if the job says so.
 
         Where training waits instead, no more than one tensor of it is ever copied.
         """
-        owned = [held for held in self._held() if held.is_own]
+        owned = self._owned()
         values = [held.values for held in owned]
         copy = self.engine.copies.begin(values) if self.engine.spec.checkpoint.asynchronous else None
         tensors = partial(_one_by_one, values) if copy is None else copy.made
@@ -129,6 +134,9 @@ class StateFiles:
             "start": held.shard.start,
             "size": held.shard.size,
         }
+
+    def _owned(self) -> Sequence[Held]:
+        return [held for held in self._held() if held.is_own]
 
     def _held(self) -> Iterator[Held]:
         for piece in self.engine.optimizer.pieces:

@@ -2,9 +2,9 @@
 
     stream of the training   update n | forward and backward of n + 1 | wait | update n + 1
     stream of the copies              | part, part, part, part ------------> |
-    a thread of the host                | into the copy, beside the next part |
 
-A part crosses through pinned memory that is used again, for pinning a copy of everything takes longer than the copy.
+A part goes straight into its place where that is page-locked. Where the system does not lock so much, it crosses
+through locked memory that is used again, and a thread of the host puts it into its place beside the next part.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from threading import Event
 import torch
 from torch import Tensor
 
+from moejob_trainer.megatron.copy_memory import CopyMemory, CopySize
 from moejob_trainer.megatron.master_weights import Values
 
 # Large enough for the speed of the bus, and small beside the activations that share the GPU with a part while its
@@ -31,21 +32,31 @@ class StateCopies:
         self._device = device
         self._crossing: Crossing | None = None
         self._copy: StateCopy | None = None
-        self._memory: Sequence[Tensor] = ()
+        self._memory: CopyMemory | None = None
+
+    def prepare(self, values: Sequence[Values]) -> None:
+        """Begin to take the memory that copies of these values will lie in."""
+        known, room = self._memory, self._room(values)
+        if room is not known:
+            room.take()
+
+    def prepared(self) -> None:
+        """Wait until it is taken."""
+        if self._memory is not None:
+            self._memory.wait()
 
     def begin(self, values: Sequence[Values]) -> StateCopy:
         """Return a copy of the values as they are now, for another thread to make.
 
-        It lies where the last one did, which must not be needed any more: a system takes longer to hand out memory
-        than a copy takes to fill it.
+        It lies where the last one did, which must not be needed any more.
         """
         self.finish()
-        if [(copy.numel(), copy.dtype) for copy in self._memory] != [(of.storage.numel(), of.dtype) for of in values]:
-            self._memory = [torch.empty(of.storage.numel(), dtype=of.dtype) for of in values]
+        room = self._room(values)
+        self.prepared()
         if self._device.type == "cuda":
             self._crossing = self._crossing or Crossing(self._device)
             self._crossing.follow()
-        self._copy = StateCopy(values, self._memory, self._crossing)
+        self._copy = StateCopy(values, room.copies, self._crossing)
         return self._copy
 
     def finish(self) -> None:
@@ -53,6 +64,13 @@ class StateCopies:
         if self._copy is not None:
             self._copy.wait()
             self._copy = None
+
+    def _room(self, values: Sequence[Values]) -> CopyMemory:
+        """Return memory for copies of these values; what there is serves for others of the same sizes."""
+        sizes = tuple(CopySize(of.storage.numel(), of.dtype) for of in values)
+        if self._memory is None or self._memory.sizes != sizes:
+            self._memory = CopyMemory(sizes, self._device)
+        return self._memory
 
 
 class StateCopy:
@@ -92,7 +110,7 @@ class StateCopy:
 
 
 class Crossing:
-    """A stream of its own from a GPU to the host: one part fills pinned memory while the last is put into its place."""
+    """A stream of its own from a GPU to the host, straight into locked memory or through parts of it."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
@@ -106,16 +124,20 @@ class Crossing:
     def send(self, values: Values, into: Tensor) -> None:
         """Send values to the host; another part may still be on its way when this returns."""
         with torch.cuda.stream(self._stream):
-            next(self._next).send(values.read(), into)
+            if into.is_pinned():
+                into.copy_(values.read(), non_blocking=True)
+            else:
+                next(self._next).send(values.read(), into)
 
     def arrive(self) -> None:
         """Wait until all are in their places."""
         for slot in self._slots:
             slot.arrive()
+        self._stream.synchronize()
 
 
 class PinnedPart:
-    """Pinned memory for one part on its way."""
+    """Locked memory for one part on its way. One fills while the last is put into its place."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(torch.float32.itemsize * PART_ELEMENTS, dtype=torch.uint8, pin_memory=True)

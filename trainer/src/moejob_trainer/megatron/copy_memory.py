@@ -1,0 +1,114 @@
+"""Host memory for copies of a rank's state: taken before the first save, and page-locked where a GPU copies into it.
+
+A system hands out new memory more slowly than a bus fills it, and a copy into memory that is not locked keeps the host
+busy: training would wait for the first save as long as that takes.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from threading import Thread
+
+import torch
+from torch import Tensor
+
+# A call of the driver locks one block, and a thread that maps memory meanwhile waits for it.
+BLOCK_BYTES = 1 << 30
+# As torch aligns its own memory.
+_ALIGNMENT = 64
+_GIGA = 10**9
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class CopySize:
+    """The size of one copy."""
+
+    elements: int
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        """The bytes up to where the next may begin."""
+        return -(-self.elements * self.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+
+
+class CopyMemory:
+    """Memory for copies of these sizes. The system hands it out when it is first written, or by `take`."""
+
+    def __init__(self, sizes: Sequence[CopySize], device: torch.device) -> None:
+        self.sizes, self._device = tuple(sizes), device
+        self._blocks: list[Tensor] = []
+        self.copies: list[Tensor] = []
+        for together in _blocks(self.sizes):
+            block = torch.empty(sum(size.bytes for size in together), dtype=torch.uint8)
+            self._blocks.append(block)
+            self.copies += _cut(block, together)
+        self._locked: list[int] = []
+        # The driver keeps locked pages although nothing maps them any more. At the end of the process it lets go.
+        weakref.finalize(self, _unlock, self._locked).atexit = False
+        self._taking: Thread | None = None
+
+    def take(self) -> None:
+        """Begin to take it, beside whatever else happens."""
+        self._taking = Thread(target=self._take, args=(torch.get_num_threads(),), name="copy-memory", daemon=True)
+        self._taking.start()
+
+    def wait(self) -> None:
+        """Wait until it is taken, where that was begun."""
+        if self._taking is not None:
+            self._taking.join()
+            self._taking = None
+
+    def _take(self, threads: int) -> None:
+        begun = time.monotonic()
+        # Threads that the rank may use; a new one would take all cores.
+        torch.set_num_threads(threads)
+        for block in self._blocks:
+            block.zero_()
+        if self._device.type == "cuda":
+            self.lock()
+        taken = {"GB": round(sum(block.numel() for block in self._blocks) / _GIGA, 2), "locked": len(self._locked)}
+        log.debug("took host memory for saves", extra=taken | {"seconds": round(time.monotonic() - begun, 1)})
+
+    def lock(self) -> None:
+        """Lock it for the GPU, as far as the system does."""
+        torch.cuda.set_device(self._device)
+        runtime = torch.cuda.cudart()
+        for block in filter(Tensor.numel, self._blocks):
+            refused = int(runtime.cudaHostRegister(block.data_ptr(), block.numel(), 0))
+            if refused:
+                log.warning(
+                    "the system locks no more host memory: training waits longer for saves",
+                    extra={"locked": len(self._locked), "blocks": len(self._blocks), "cudaError": refused},
+                )
+                return
+            self._locked.append(block.data_ptr())
+
+
+def _blocks(sizes: Sequence[CopySize]) -> Iterator[list[CopySize]]:
+    """Yield the copies of each block: as many, one behind the other, as reach its size."""
+    together: list[CopySize] = []
+    for size in sizes:
+        together.append(size)
+        if sum(one.bytes for one in together) >= BLOCK_BYTES:
+            yield together
+            together = []
+    if together:
+        yield together
+
+
+def _cut(block: Tensor, sizes: Sequence[CopySize]) -> Iterator[Tensor]:
+    start = 0
+    for size in sizes:
+        yield block[start : start + size.elements * size.dtype.itemsize].view(size.dtype)
+        start += size.bytes
+
+
+def _unlock(pointers: Sequence[int]) -> None:
+    for pointer in pointers:
+        torch.cuda.cudart().cudaHostUnregister(pointer)
