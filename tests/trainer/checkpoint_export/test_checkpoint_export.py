@@ -1,4 +1,4 @@
-"""A checkpoint becomes the model that the run itself would have exported, to the bit, in the memory of one tensor."""
+"""A checkpoint becomes the model that the run itself would have exported, to the bit, in the memory of a few shards."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import logging
 import re
 import shutil
 import subprocess
+import threading
+import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,11 +27,13 @@ from moejob_api.models.shape import Family
 from moejob_api.pod_environment import spec_text
 from moejob_trainer.checkpoint_export.__main__ import in_words, main
 from moejob_trainer.checkpoint_export.run import Best, StoredRun, stored_run
-from moejob_trainer.checkpoint_export.run_export import Wanted, export_run
+from moejob_trainer.checkpoint_export.run_export import BoundedMemory, Wanted, export_run
+from moejob_trainer.checkpoint_export.tensors import CheckpointTensors
 from moejob_trainer.checkpoints.commit import commit
 from moejob_trainer.checkpoints.manifest import Facts, entries, manifest
 from moejob_trainer.checkpoints.verification import Found, latest
 from moejob_trainer.conversion.families import Table, table
+from moejob_trainer.conversion.tensor_table import Piece
 from moejob_trainer.data import tiny
 from moejob_trainer.errors import BadConfiguration
 from moejob_trainer.megatron.stored_shards import SHARDS, STATE_FORMAT
@@ -184,10 +189,10 @@ def test_a_folder_that_is_there_is_never_written_to(volume: Path, tmp_path: Path
 
 # --- memory -----------------------------------------------------------------------------------------------------------
 
-SHARD_BYTES = 8 * 2**20
+SHARD_BYTES = 16 * 2**20
 
 
-def test_a_model_of_many_shards_is_exported_in_the_memory_of_one(tmp_path: Path) -> None:
+def test_a_model_of_many_shards_is_exported_in_the_memory_of_few(tmp_path: Path) -> None:
     run = large_run(tmp_path)
     # Of the process as a whole, mapped files among them; from now on.
     Path("/proc/self/clear_refs").write_text("5")
@@ -197,12 +202,13 @@ def test_a_model_of_many_shards_is_exported_in_the_memory_of_one(tmp_path: Path)
     shards = list((tmp_path / "out").glob("model-*.safetensors"))
     assert sum(path.stat().st_size for path in shards) > 10 * SHARD_BYTES, said
     assert len(shards) > 10
-    assert grown < 2 * SHARD_BYTES
+    # The allocator keeps some of what threads have freed.
+    assert grown < 4 * SHARD_BYTES
 
 
 def large_run(folder: Path) -> StoredRun:
-    """A checkpoint of a model of 100 MB, of which every tensor has its own number for all elements."""
-    config = small_config(Family.QWEN3_MOE) | {"hidden_size": 512, "moe_intermediate_size": 512, "num_experts": 8}
+    """A checkpoint of a model of 200 MB, of which every tensor has its own number for all elements."""
+    config = small_config(Family.QWEN3_MOE) | {"hidden_size": 1024, "moe_intermediate_size": 512, "num_experts": 16}
     template, path = folder / "template", folder / "checkpoints" / "step-1.1.0"
     tiny.tokenizer().save_pretrained(template)
     (template / "config.json").write_text(json.dumps(config))
@@ -230,3 +236,39 @@ def _memory_bytes(name: str) -> int:
     found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found is not None
     return int(found[1]) * 1024
+
+
+def test_threads_hold_no_more_memory_together_than_the_bound_and_one_alone_what_it_needs() -> None:
+    memory, lock, held, most = BoundedMemory(10), threading.Lock(), list[int](), list[tuple[int, int]]()
+
+    def work(needed: int) -> None:
+        with memory.of(needed):
+            with lock:
+                held.append(needed)
+                most.append((sum(held), len(held)))
+            time.sleep(0.001)
+            with lock:
+                held.remove(needed)
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(work, [3, 4, 5, 25, 1, 9, 10] * 10))
+    assert held == []
+    assert all(together <= 10 or count == 1 for together, count in most)
+    assert {25, 10} <= {together for together, _ in most}
+
+
+def test_an_export_of_which_one_tensor_cannot_be_read_fails_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, read = large_run(tmp_path), CheckpointTensors.tensor
+
+    def tensor(of: CheckpointTensors, piece: Piece) -> Tensor:
+        if piece.tensor == "model.norm.weight":
+            raise OSError("the disk is gone")
+        return read(of, piece)
+
+    monkeypatch.setattr(CheckpointTensors, "tensor", tensor)
+    before = {path.name for path in tmp_path.iterdir()}
+    with pytest.raises(OSError, match="the disk is gone"):
+        export_run(run, Wanted(tmp_path / "out", most_shard_bytes=SHARD_BYTES))
+    assert {path.name for path in tmp_path.iterdir()} == before

@@ -5,8 +5,13 @@ What is being written lies under another name until it has been read back, and i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from math import prod
 from pathlib import Path
+from threading import Condition
 
 import torch
 
@@ -26,7 +31,14 @@ from moejob_trainer.conversion.model_export import (
     prepare,
     removed_on_failure,
 )
-from moejob_trainer.conversion.safetensors_writer import TensorEntry, planned, shard_writer, verify
+from moejob_trainer.conversion.safetensors_writer import (
+    ShardWriter,
+    TensorEntry,
+    hashing_threads,
+    planned,
+    shard_writer,
+    verify,
+)
 from moejob_trainer.conversion.tensor_table import Piece
 from moejob_trainer.data import tiny
 from moejob_trainer.errors import BadConfiguration
@@ -42,6 +54,28 @@ class Wanted:
     dtype: torch.dtype | None = None
     base: Path | None = None
     most_shard_bytes: int = MOST_SHARD_BYTES
+
+
+@dataclass(slots=True)
+class BoundedMemory:
+    """Bytes that threads may hold together. One that needs more than all of them holds them alone."""
+
+    most_bytes: int
+    _held_bytes: int = 0
+    _changed: Condition = field(default_factory=Condition)
+
+    @contextmanager
+    def of(self, needed_bytes: int) -> Iterator[None]:
+        """Hold as many bytes while the block runs, as soon as others have let go of enough."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._held_bytes or self._held_bytes + needed_bytes <= self.most_bytes)
+            self._held_bytes += needed_bytes
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._held_bytes -= needed_bytes
+                self._changed.notify_all()
 
 
 def export_run(run: StoredRun, wanted: Wanted) -> str:
@@ -60,7 +94,7 @@ def export_run(run: StoredRun, wanted: Wanted) -> str:
 
 
 def export_model(run: StoredRun, wanted: Wanted) -> ExportReport:
-    """Write every tensor of the model, with no more than one of them in memory."""
+    """Write every tensor of the model, with a few of them in memory, or one that is large."""
     declared = table(run.shape)
     tensors = _merged(run, declared, wanted) if run.adapters.lora else _weights(run, declared)
     dtype = wanted.dtype or getattr(torch, run.spec.model.dtype.value)
@@ -121,16 +155,26 @@ def _write(tensors: PublishedTensors, declared: Table, target: Target, dtype: to
     entries = [TensorEntry(name, piece.shape, _dtype(piece, declared, dtype)) for name, piece in pieces.items()]
     shards = planned(entries, target.most_shard_bytes)
     prepare(target, declared.shape, dtype, sum(entry.bytes for entry in entries))
+    memory = BoundedMemory(target.most_shard_bytes // 4)
     written = []
     for file, of_file in zip(file_names([len(shards)], 0), shards, strict=True):
         path = target.unfinished / file
-        with shard_writer(path, of_file) as shard:
-            checksums = {
-                one.name: shard.write(one.name, tensors.tensor(pieces[one.name]).to(one.dtype)) for one in of_file
-            }
+        # Threads end before the file closes, also where one of them fails.
+        with shard_writer(path, of_file) as shard, hashing_threads() as threads:
+            write = partial(_write_one, tensors, memory, shard)
+            begun = {one.name: threads.submit(write, pieces[one.name], one) for one in of_file}
+            checksums = {name: of_tensor.result() for name, of_tensor in begun.items()}
         verify(path, of_file, checksums)
         written.append(WrittenFile(file, tuple(of_file), checksums))
     return complete(declared, target, written)
+
+
+def _write_one(
+    tensors: PublishedTensors, memory: BoundedMemory, shard: ShardWriter, piece: Piece, entry: TensorEntry
+) -> str:
+    # As it lies in the file, which is mapped, as it is read, and as it is written.
+    with memory.of(prod(entry.shape) * (2 * torch.float32.itemsize + entry.dtype.itemsize)):
+        return shard.write(entry.name, tensors.tensor(piece).to(entry.dtype))
 
 
 def _dtype(piece: Piece, declared: Table, dtype: torch.dtype) -> torch.dtype:
