@@ -6,13 +6,14 @@ On a CPU norms and activations keep more than their kernels do; what a choice of
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -32,7 +33,7 @@ from moejob_trainer.layers.routing import router_logits
 from moejob_trainer.model.architecture import architecture
 from moejob_trainer.model.layer import TransformerLayer
 from moejob_trainer.model.multi_token_prediction import MTPModule
-from moejob_trainer.model.offload import Offloading
+from moejob_trainer.model.offload import OffloadedLayer, OffloadedPass
 from moejob_trainer.model.packed_batch import LocalTokens, PackedBatch, make_packed_batch
 
 TOKENS = 64
@@ -204,7 +205,7 @@ def _offloaded_bytes(layer: TransformerLayer, packed: PackedBatch, x: Tensor) ->
     """Copies in host memory, and whatever is left where it was computed."""
 
     def offloaded() -> Tensor:
-        with Offloading(layer, [packed.cosine, packed.sine]):
+        with OffloadedPass([packed.cosine, packed.sine]) as offloaded, offloaded.of(layer):
             result: Tensor = layer(x, packed)
             return result
 
@@ -221,6 +222,42 @@ def test_what_is_kept_is_offloaded_once_and_weights_stay(name: str) -> None:
     assert offloaded == pytest.approx(whole + x.nbytes, rel=0.06)
     if name == "a dense layer":
         assert offloaded == whole + x.nbytes
+
+
+@pytest.mark.parametrize("modules", EXACT)
+def test_what_is_made_again_is_not_offloaded_and_is_made_from_what_is(modules: str) -> None:
+    layer, packed, _ = _layer("experts", _job(modules))
+    staying = [*layer.parameters(), packed.cosine, packed.sine]
+    x = torch.randn(TOKENS, 32, generator=torch.Generator().manual_seed(5)).requires_grad_()
+    kept = kept_bytes(lambda: layer(x, packed), staying)
+    assert _offloaded_bytes(layer, packed, x) == pytest.approx(kept + x.nbytes, rel=0.07)
+    plain = torch.autograd.grad(layer(x, packed).square().sum(), [x, *layer.parameters()])
+    with OffloadedPass([packed.cosine, packed.sine]) as offloaded, offloaded.of(layer):
+        result = layer(x, packed)
+    found = torch.autograd.grad(result.square().sum(), [x, *layer.parameters()])
+    # What comes back lies in rows, which another kernel multiplies.
+    assert all(torch.allclose(*pair, rtol=1e-4, atol=1e-3) for pair in zip(found, plain, strict=True))
+
+
+def test_two_layers_at_most_are_fetched_at_a_time_and_none_is_left() -> None:
+    layers = [nn.Linear(8, 8) for _ in range(5)]
+    fetched, x = list[list[int]](), torch.randn(4, 8, requires_grad=True)
+    with OffloadedPass([]) as offloaded:
+        numbers = weakref.WeakKeyDictionary[OffloadedLayer, int]()
+        for number, module in enumerate(layers):
+            with offloaded.of(module):
+                within = module(x)
+                x = within.tanh()
+            assert offloaded.last is not None
+            numbers[offloaded.last] = number
+            for passed in (x, within):
+                passed.register_hook(
+                    lambda _: fetched.append(sorted(n for layer, n in numbers.items() if layer.is_fetched))
+                )
+    del offloaded
+    x.sum().backward()  # type: ignore[no-untyped-call]
+    assert fetched == [[], [3, 4], [3], [2, 3], [2], [1, 2], [1], [0, 1], [0], [0]]
+    assert not numbers, "layers outlive the pass, and their memory with them"
 
 
 @pytest.mark.parametrize("name", ["a dense layer", "a dense layer with compressed keys"])

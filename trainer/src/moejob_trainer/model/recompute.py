@@ -18,6 +18,16 @@ from moejob_trainer.model.adapters import dropout_key
 R = TypeVar("R")
 
 _computes_again: ContextVar[bool] = ContextVar("computes_again", default=False)
+# The storages that will be discarded as soon as they have been used.
+_discarded: ContextVar[frozenset[int]] = ContextVar("discarded", default=frozenset())
+
+
+def _as_it_is(tensor: Tensor) -> Callable[[], Tensor]:
+    return lambda: tensor
+
+
+# The way in which a tensor is kept between the passes: it returns what gives it back.
+keeping: ContextVar[Callable[[Tensor], Callable[[], Tensor]]] = ContextVar("keeping", default=_as_it_is)
 
 
 def recomputed_groups(recompute: Recompute, layers: int) -> list[tuple[range, bool]]:
@@ -54,12 +64,31 @@ def discarded(
     `make` were merely computed again. `again(into, *arguments)` makes it in place; without, it is made and copied.
     """
     made = make(*arguments)
-    result = use(made)
-    if is_forgotten and result.requires_grad:
+    if not is_forgotten:
+        return use(made)
+    token = _discarded.set(_discarded.get() | {storage_address(made)})
+    try:
+        result = use(made)
+    finally:
+        _discarded.reset(token)
+    if result.requires_grad:
         made.untyped_storage().resize_(0)
+        kept = [keeping.get()(argument) for argument in arguments]
         # Whatever looks at it in the backward pass comes behind the result's gradient.
-        result.register_hook(_MakeAgain(made.detach(), again or partial(_copy, make), arguments))
+        result.register_hook(_MakeAgain(made.detach(), again or partial(_copy, make), kept))
     return result
+
+
+def is_discarded(address: int) -> bool:
+    """Return whether what lies in this storage will be discarded: it need not be kept elsewhere."""
+    return address in _discarded.get()
+
+
+def storage_address(tensor: Tensor) -> int:
+    """Return what all views of a tensor have in common, and no other tensor as long as one of them lives."""
+    storage: Any = tensor.untyped_storage()
+    address: int = storage._cdata  # noqa: SLF001 the only name that views of a tensor share
+    return address
 
 
 class _MakeAgain:
@@ -69,19 +98,19 @@ class _MakeAgain:
     held on to it would keep what all layers made until the end of the backward pass.
     """
 
-    def __init__(self, made: Tensor, again: Callable[..., object], arguments: Sequence[Tensor]) -> None:
-        self._todo: tuple[Tensor, Callable[..., object], Sequence[Tensor]] | None = made, again, arguments
+    def __init__(self, made: Tensor, again: Callable[..., object], kept: Sequence[Callable[[], Tensor]]) -> None:
+        self._todo: tuple[Tensor, Callable[..., object], Sequence[Callable[[], Tensor]]] | None = made, again, kept
 
     def __call__(self, _: Tensor) -> None:
         if self._todo is None:
             return
-        (made, again, arguments), self._todo = self._todo, None
+        (made, again, kept), self._todo = self._todo, None
         storage = made.untyped_storage()
         storage.resize_(made.nbytes)
         # Another tensor in the same memory: autograd would take one of its own that was written to for a mistake.
         into = made.new_empty(0).set_(storage, 0, made.shape, made.stride())
         with torch.no_grad():
-            again(into, *arguments)
+            again(into, *[argument() for argument in kept])
 
 
 def _copy(make: Callable[..., Tensor], into: Tensor, *arguments: Tensor) -> None:

@@ -4,8 +4,8 @@ states or log-probabilities.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -25,7 +25,7 @@ from moejob_trainer.model.architecture import Architecture
 from moejob_trainer.model.layer import TransformerLayer, norm
 from moejob_trainer.model.linear import TensorShare, mark_tied
 from moejob_trainer.model.multi_token_prediction import MTPModule
-from moejob_trainer.model.offload import Offloading
+from moejob_trainer.model.offload import OffloadedPass
 from moejob_trainer.model.packed_batch import PackedBatch
 from moejob_trainer.model.parameters import padded_vocabulary, parameters
 from moejob_trainer.model.recompute import recomputed, recomputed_groups
@@ -205,14 +205,20 @@ class Stage(nn.Module):
         for module, mtp in zip(self.mtp, batch.mtp, strict=True):
             packed = replace(batch.packed, is_real=mtp.is_real)
             embedded = self.embedding(mtp.tokens)
-            with self._offloading(module, packed):
+            with self._offloading(packed) as of, of(module):
                 hidden = module(hidden, embedded, packed)
             outputs.append(self.output(hidden, mtp.labels)[0])
         return tuple(outputs)
 
-    def _offloading(self, module: nn.Module, packed: PackedBatch) -> AbstractContextManager[object]:
+    @contextmanager
+    def _offloading(self, packed: PackedBatch) -> Iterator[Callable[[nn.Module], AbstractContextManager[object]]]:
+        """Yield what each layer of one pass is computed in."""
+        if not self.offloads:
+            yield lambda _: nullcontext()
+            return
         # All layers turn their queries and keys by the same angles.
-        return Offloading(module, [packed.cosine, packed.sine]) if self.offloads else nullcontext()
+        with OffloadedPass([packed.cosine, packed.sine]) as offloaded:
+            yield offloaded.of
 
     def _entrance(self, batch: StageInput) -> Tensor:
         if self.place.is_first:
@@ -230,7 +236,8 @@ class Stage(nn.Module):
         return x
 
     def _through(self, layers: Sequence[nn.Module], x: Tensor, packed: PackedBatch) -> Tensor:
-        for layer in layers:
-            with self._offloading(layer, packed):
-                x = layer(x, packed)
+        with self._offloading(packed) as of:
+            for layer in layers:
+                with of(layer):
+                    x = layer(x, packed)
         return x
