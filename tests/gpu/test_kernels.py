@@ -17,7 +17,7 @@ from gpu.twins import Heads, Place, Twins, assert_kernel, assert_twins, attended
 from moejob_trainer.layers import activation, attention, norm, permutation, rotary
 from moejob_trainer.layers.documents import Documents
 from moejob_trainer.layers.experts import ALIGNMENT_BYTES, grouped_linear
-from moejob_trainer.layers.gradient_sums import GradientSum
+from moejob_trainer.layers.gradient_sums import gradient_sum
 from moejob_trainer.layers.kernels import kernels
 from moejob_trainer.layers.kernels.experts import tiles
 from moejob_trainer.layers.routing import router_logits
@@ -199,7 +199,7 @@ def test_weight_gradients_are_added_to_their_sum(
     total = before.clone()
     weight.main_grad = total  # type: ignore[attr-defined]
     for _ in range(2):
-        output = grouped_linear(x, weight, torch.tensor(counts, device="cuda"), total=GradientSum.of(weight))
+        output = grouped_linear(x, weight, torch.tensor(counts, device="cuda"), total=gradient_sum(weight))
         output.backward(upstream)
     parts = zip(upstream.double().split(counts), x.double().split(counts), strict=True)
     exact = before.double() + 2 * torch.stack([rows.t() @ part for rows, part in parts])

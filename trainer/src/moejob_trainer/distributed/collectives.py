@@ -53,9 +53,11 @@ class PendingCollective:
         return self.rows
 
 
-def start_all_gather(x: Tensor, group: Group) -> PendingCollective:
-    """The rows of all ranks, in the order of ranks, on their way."""
-    everyones, sent = x.new_empty((group.size * x.shape[0], *x.shape[1:])), x.contiguous()
+def start_all_gather(x: Tensor, group: Group, into: Tensor | None = None) -> PendingCollective:
+    """The rows of all ranks, in the order of ranks, on their way into new memory or `into`."""
+    everyones, sent = into, x.contiguous()
+    if everyones is None:
+        everyones = x.new_empty((group.size * x.shape[0], *x.shape[1:]))
     return PendingCollective(everyones, sent, _all_gather_single(everyones, sent, group=group.handle, async_op=True))
 
 

@@ -83,7 +83,9 @@ def _product(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     return product
 
 
-def _weight_gradient(gradient: Tensor, x: Tensor, ends: Tensor, weight: Tensor, total: GradientSum | None) -> Tensor:
+def _weight_gradient(
+    gradient: Tensor, x: Tensor, ends: Tensor, weight: Tensor, total: GradientSum | None
+) -> Tensor | None:
     """gradient [r, n] by x [r, k] -> [e, n, k], or no numbers where they were added to `total`"""
     if total is None:
         return _outer_products(gradient, x, ends)

@@ -1,0 +1,142 @@
+"""Matrices of which every replica keeps a share: what is gathered, and what is summed into the shares."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from moejob_trainer.distributed.groups import ALONE, Group
+from moejob_trainer.distributed.side_stream import SideStream
+from moejob_trainer.layers.experts import grouped_linear
+from moejob_trainer.layers.gradient_sums import gradient_sum
+from moejob_trainer.megatron.divided_matrix import DividedMatrix, LentGradient, ReplicaSums
+from moejob_trainer.megatron.shares import Sharded, own_part, share_elements
+from trainer.worlds import Worlds
+
+CPU = torch.device("cpu")
+COUNTS = torch.tensor([3, 0])
+# Two experts of three rows: four ranks have two, two, two and none, five ranks have fewer still.
+SHAPE = (2, 3, 8)
+MICRO_BATCHES = 5
+
+
+def _group() -> Group:
+    return Group(dist.get_rank(), dist.get_world_size(), dist.group.WORLD) if dist.is_initialized() else ALONE
+
+
+def _values() -> Tensor:
+    return torch.arange(1.0, 49.0).view(SHAPE)
+
+
+def _divided(group: Group, computes: torch.dtype = torch.float32) -> tuple[DividedMatrix, ReplicaSums]:
+    sharded = Sharded(SHAPE, computes, group, share_elements(SHAPE, group))
+    matrix = DividedMatrix(nn.Parameter(torch.empty(SHAPE, device="meta")), sharded, CPU)
+    own_part(matrix.share).copy_(_values().flatten()[sharded.start : sharded.stop])
+    matrix.share.grad = torch.zeros_like(matrix.share)
+    sums = ReplicaSums(SideStream(CPU), torch.float32, CPU)
+    matrix.whole.gradient_sum = lent = LentGradient(matrix, sums)  # type: ignore[attr-defined]
+    matrix.whole.register_post_accumulate_grad_hook(lent.take)
+    return matrix, sums
+
+
+def _rows(rank: int, micro_batch: int) -> Tensor:
+    return torch.randn((3, 8), generator=torch.Generator().manual_seed(100 * rank + micro_batch))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 5])
+def test_a_matrix_is_the_same_on_all_replicas_each_time_that_it_is_gathered(worlds: Worlds, ranks: int) -> None:
+    assert worlds.run(ranks, gathered_twice) == [True] * ranks
+
+
+def gathered_twice() -> bool:
+    """Return whether the matrix was whole after each gather, and without memory between them."""
+    matrix, _ = _divided(_group())
+    stream, found = SideStream(CPU), []
+    for times in (1, 2):
+        own_part(matrix.share).copy_(own_part(matrix.share) * times)
+        matrix.gather(stream)()
+        found.append(torch.equal(matrix.whole.detach(), _values() * times))
+        matrix.free()
+        found.append(matrix.whole.untyped_storage().nbytes() == 0)
+    return all(found)
+
+
+def test_shares_with_more_bits_are_rounded_when_they_are_gathered(worlds: Worlds) -> None:
+    assert worlds.run(2, gathered_in_bfloat16) == [True] * 2
+
+
+def gathered_in_bfloat16() -> bool:
+    """Return whether the whole matrix is the share, rounded."""
+    matrix, _ = _divided(_group(), torch.bfloat16)
+    own_part(matrix.share).add_(0.001)
+    matrix.gather(SideStream(CPU))()
+    return torch.equal(matrix.whole.detach(), (_values() + 0.001).to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 5])
+def test_shares_have_the_gradients_of_all_micro_batches_and_replicas(worlds: Worlds, ranks: int) -> None:
+    for found, expected in worlds.run(ranks, summed_and_expected):
+        torch.testing.assert_close(found, expected)
+
+
+def summed_and_expected() -> tuple[Tensor, Tensor]:
+    """Return the gradient of this rank's share, and the same range of what autograd makes in one process."""
+    group = _group()
+    matrix, sums = _divided(group)
+    stream = SideStream(CPU)
+    for number in range(MICRO_BATCHES):
+        matrix.gather(stream)()
+        product = grouped_linear(_rows(group.rank, number), matrix.whole, COUNTS, total=gradient_sum(matrix.whole))
+        (product**2).sum().backward()
+        matrix.free()
+    sums.finish()
+    weight = _values().requires_grad_()
+    for rank in range(group.size):
+        for number in range(MICRO_BATCHES):
+            (grouped_linear(_rows(rank, number), weight, COUNTS) ** 2).sum().backward()
+    assert weight.grad is not None
+    assert matrix.share.grad is not None
+    sharded = matrix.sharded
+    return own_part(matrix.share.grad).clone(), weight.grad.flatten()[sharded.start : sharded.stop].clone()
+
+
+def test_a_gradient_of_autograd_is_summed_beside_that_of_a_product(worlds: Worlds) -> None:
+    for found in worlds.run(2, summed_of_both_kinds):
+        # The product's is that of three rows of ones, for the first expert alone; autograd's is two everywhere.
+        expected = torch.cat([torch.full((24,), 5.0), torch.full((24,), 2.0)])
+        assert torch.equal(found, 2 * expected)
+
+
+def summed_of_both_kinds() -> Tensor:
+    """Return the gradients of all shares."""
+    group = _group()
+    matrix, sums = _divided(group)
+    matrix.gather(SideStream(CPU))()
+    product = grouped_linear(torch.ones(3, 8), matrix.whole, COUNTS, total=gradient_sum(matrix.whole))
+    product.sum().backward()
+    (2 * matrix.whole).sum().backward()
+    sums.finish()
+    assert matrix.share.grad is not None
+    everyones = [torch.empty(24) for _ in range(group.size)]
+    dist.all_gather(everyones, own_part(matrix.share.grad).clone())
+    return torch.cat(everyones)
+
+
+def test_two_gradients_of_a_size_are_on_their_way_at_most(worlds: Worlds) -> None:
+    assert worlds.run(2, memory_lent) == [2, 2]
+
+
+def memory_lent() -> int:
+    """Return how many places in memory six gradients have had."""
+    group = _group()
+    sums = ReplicaSums(SideStream(CPU), torch.float32, CPU)
+    places = []
+    for _ in range(6):
+        lent = sums.lend(8)
+        assert torch.equal(lent, torch.zeros(8)), "a product would add to what was left behind"
+        places.append(lent.data_ptr())
+        sums.send(lent.add_(1.0), group, lambda _: None)
+    sums.finish()
+    return len({*places})

@@ -1,0 +1,140 @@
+"""A matrix of which every replica keeps a share: gathered into the memory that products read, its gradients summed over
+replicas from the memory that products wrote.
+
+torch's fully_shard copies both beside no product, on the stream of the products. Knows nothing of layers and passes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from moejob_trainer.distributed.collectives import PendingCollective, start_all_gather, start_reduce_scatter
+from moejob_trainer.distributed.groups import Group
+from moejob_trainer.distributed.side_stream import Finish, SideStream
+from moejob_trainer.megatron.shares import Sharded
+
+Add = Callable[[Tensor], None]
+
+
+class DividedMatrix:
+    """One matrix: `share` is the parameter that is trained, `whole` the one that computes while it has memory."""
+
+    def __init__(self, given: nn.Parameter, sharded: Sharded, device: torch.device) -> None:
+        """Given is on the meta device; its share has its type, and no values yet."""
+        self.sharded = sharded
+        # As long as any other share: what is sent has to be.
+        self._padded = torch.zeros(sharded.each, dtype=given.dtype, device=device)
+        held = self._padded[: sharded.stop - sharded.start]
+        width = sharded.shape[-1]
+        self.share = nn.Parameter(held.view(held.numel() // width, width), requires_grad=given.requires_grad)
+        self._gathered = torch.empty(sharded.group.size * sharded.each, dtype=sharded.dtype, device=device)
+        self._bytes = self._gathered.nbytes
+        # Another tensor in the same memory: autograd would take one that is written to again for a mistake.
+        storage = self._gathered.untyped_storage()
+        whole = self._gathered.new_empty(0).set_(storage, 0, sharded.shape, _strides(sharded.shape))
+        self.whole = nn.Parameter(whole, requires_grad=given.requires_grad)
+        self.free()
+
+    def gather(self, stream: SideStream) -> Finish:
+        """Give the whole matrix memory, and begin to fill it."""
+        self._gathered.untyped_storage().resize_(self._bytes)
+        return stream.begin(self._begun, _nothing)
+
+    def free(self) -> None:
+        """Keep the share alone."""
+        self._gathered.untyped_storage().resize_(0)
+
+    def _begun(self) -> PendingCollective:
+        # Rounded before it travels: half the bytes.
+        share = self._padded.to(self.sharded.dtype)
+        if self.sharded.group.size > 1:
+            return start_all_gather(share, self.sharded.group, self._gathered)
+        return PendingCollective(self._gathered.copy_(share), share, None)
+
+
+class ReplicaSums:
+    """Whole gradients on their way to shares: two of a size at a time, in memory that is used again."""
+
+    MOST = 2
+
+    def __init__(self, stream: SideStream, dtype: torch.dtype, device: torch.device) -> None:
+        self._stream, self._dtype, self._device = stream, dtype, device
+        self._sent: dict[int, deque[tuple[Tensor, Finish]]] = {}
+
+    def lend(self, elements: int) -> Tensor:
+        """Zeros for a gradient to be added to."""
+        sent = self._sent.setdefault(elements, deque())
+        if len(sent) < self.MOST:
+            return torch.zeros(elements, dtype=self._dtype, device=self._device)
+        gradient, finish = sent.popleft()
+        finish()
+        return gradient
+
+    def send(self, gradient: Tensor, group: Group, add: Add) -> None:
+        """Begin to sum what was lent over replicas; `add` gets the rows of this rank's share."""
+
+        def added(rows: Tensor) -> None:
+            add(rows)
+            # Beside the computation, for the next product to add to.
+            gradient.zero_()
+
+        finish = self._stream.begin(partial(_summed, gradient, group), added)
+        self._sent[gradient.numel()].append((gradient, finish))
+
+    def finish(self) -> None:
+        """Wait for all sums, and keep no memory."""
+        for sent in self._sent.values():
+            while sent:
+                _, finish = sent.popleft()
+                finish()
+
+
+class LentGradient:
+    """The gradient of one matrix in one micro batch. A product adds all of it at once, and then it leaves."""
+
+    def __init__(self, matrix: DividedMatrix, sums: ReplicaSums) -> None:
+        self._share, self._sharded, self._sums = matrix.share, matrix.sharded, sums
+        self._lent: Tensor | None = None
+
+    def like(self, weight: Tensor) -> Tensor:
+        """Zeros in the shape in which a product sees the weight."""
+        self._lent = self._sums.lend(self._sharded.group.size * self._sharded.each)
+        return self._lent[: self._sharded.elements].view(weight.shape)
+
+    def added(self, _: Tensor) -> None:
+        """Begin to sum it over replicas."""
+        if self._lent is None:
+            raise RuntimeError("a product added its gradient to a sum that it has not asked for; report this")
+        self._sums.send(self._lent, self._sharded.group, self._add)
+        self._lent = None
+
+    def take(self, whole: Tensor) -> None:
+        """Sum what autograd made of a use that knew no sum."""
+        if whole.grad is not None:
+            self.like(whole).add_(whole.grad)
+            self.added(whole)
+            whole.grad = None
+
+    def _add(self, rows: Tensor) -> None:
+        if self._share.grad is None:
+            raise RuntimeError("gradients of a divided parameter exist as long as it is trained")
+        total = self._share.grad.view(-1)
+        total.add_(rows[: total.numel()])
+
+
+def _summed(gradient: Tensor, group: Group) -> PendingCollective:
+    return start_reduce_scatter(gradient, group) if group.size > 1 else PendingCollective(gradient, gradient, None)
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+
+
+def _nothing(_: Tensor) -> None:
+    """A gather is done when it has arrived."""

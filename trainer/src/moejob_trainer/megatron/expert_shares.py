@@ -1,0 +1,168 @@
+"""Experts of which every replica keeps a share: the layers that are whole, and when their matrices travel.
+
+    computed   | experts 3   |  ...  | experts 4   |  ...        or backward, from 4 to 3
+    on its way | layer 4 ------->    | layer 5 ------->
+    freed      | layer 2             | layer 3
+
+What a graph has kept of a matrix is its memory, which is freed and filled again: before the backward pass of its layer
+it has to be there.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moejob_trainer.distributed.groups import Group
+from moejob_trainer.distributed.side_stream import Finish, SideStream
+from moejob_trainer.megatron.divided_matrix import DividedMatrix, LentGradient, ReplicaSums
+from moejob_trainer.megatron.shares import Sharded, WeightTypes, share_elements
+from moejob_trainer.model.moe_layer import LocalExperts
+from moejob_trainer.model.recompute import computes_again
+
+# What grouped products multiply with. Biases and adapters are small, and used in other ways.
+MATRICES = ("gate_up", "down")
+# For measurements: `torch` leaves experts to fully_shard.
+VARIANT = os.environ.get("MOEJOB_EXPERT_SHARES", "")
+# Layers that may be whole at a time: the one that is computed and the next; and those that stay beside the loss, which
+# needs the most memory of a step.
+MOST_WHOLE, MOST_BESIDE_LOSS = 2, int(os.environ.get("MOEJOB_EXPERTS_BESIDE_LOSS", "2"))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DividedExperts:
+    """The matrices of one layer, and the module that shows their shares while they are not whole."""
+
+    module: LocalExperts
+    matrices: Mapping[str, DividedMatrix]
+
+    def gather(self, stream: SideStream) -> list[Finish]:
+        """Begin to make them whole."""
+        for name, matrix in self.matrices.items():
+            setattr(self.module, name, matrix.whole)
+        return [matrix.gather(stream) for matrix in self.matrices.values()]
+
+    def free(self) -> None:
+        """Keep the shares alone."""
+        for name, matrix in self.matrices.items():
+            setattr(self.module, name, matrix.share)
+            matrix.free()
+
+
+class ExpertShares:
+    """The experts of a stage, in the order in which they compute."""
+
+    def __init__(self, layers: Sequence[DividedExperts], sums: ReplicaSums, stream: SideStream) -> None:
+        self._layers, self._sums, self._stream = layers, sums, stream
+        self._most, self._most_beside_loss = MOST_WHOLE, MOST_BESIDE_LOSS
+        # Those that are, with what is on its way; the one that was needed last is the last.
+        self._whole: dict[int, list[Finish]] = {}
+
+    def watch(self, stage: nn.Module) -> None:
+        """From now on layers are whole when they compute."""
+        stage.register_forward_pre_hook(lambda *_: self._begin(0))
+        for index, layer in enumerate(self._layers):
+            layer.module.register_forward_pre_hook(partial(self._before_forward, index))
+            layer.module.register_forward_hook(partial(self._behind_forward, index))
+
+    def keep(self) -> None:
+        """Let layers stay whole until all of them are freed."""
+        self._most = self._most_beside_loss = len(self._layers)
+
+    def finish_sums(self) -> None:
+        """Wait for the gradients that are being summed."""
+        self._sums.finish()
+
+    def free(self) -> None:
+        """Keep the shares alone."""
+        for index in [*self._whole]:
+            self._free(index)
+
+    def _before_forward(self, index: int, *_: object) -> None:
+        self._need(index)
+        # The backward pass asks for the layer before by itself.
+        if not computes_again():
+            self._begin(index + 1)
+
+    def _behind_forward(self, index: int, _: nn.Module, __: Any, output: Tensor) -> None:
+        if not output.requires_grad:
+            return
+        output.register_hook(partial(self._before_backward, index))
+        if index == len(self._layers) - 1 and not computes_again():
+            self._sums.finish()
+            self._make_room(self._most_beside_loss)
+
+    def _before_backward(self, index: int, _: Tensor) -> None:
+        self._need(index)
+        self._begin(index - 1)
+
+    def _need(self, index: int) -> None:
+        """Let what is computed from now on find this layer whole."""
+        self._begin(index)
+        for finish in self._whole.pop(index):
+            finish()
+        self._whole[index] = []
+
+    def _begin(self, index: int) -> None:
+        """Begin to gather a layer, in the place of the one that was needed longest ago."""
+        if index in self._whole or not 0 <= index < len(self._layers):
+            return
+        self._make_room(self._most - 1)
+        self._whole[index] = self._layers[index].gather(self._stream)
+
+    def _make_room(self, most: int) -> None:
+        while len(self._whole) > most:
+            self._free(next(iter(self._whole)))
+
+    def _free(self, index: int) -> None:
+        # Memory is not used again before what fills it has ended.
+        for finish in self._whole.pop(index):
+            finish()
+        self._layers[index].free()
+
+
+def take_matrices(stage: nn.Module) -> list[tuple[LocalExperts, dict[str, nn.Parameter]]]:
+    """Take the matrices out of all experts of a stage, so that nothing else divides them."""
+    taken: list[tuple[LocalExperts, dict[str, nn.Parameter]]] = []
+    if VARIANT == "torch":
+        return taken
+    for experts in [module for module in stage.modules() if isinstance(module, LocalExperts)]:
+        matrices = {name: getattr(experts, name) for name in MATRICES}
+        for name in MATRICES:
+            # The name keeps its place among the parameters.
+            setattr(experts, name, None)
+        taken.append((experts, matrices))
+    return taken
+
+
+def divide_experts(
+    taken: Sequence[tuple[LocalExperts, Mapping[str, nn.Parameter]]],
+    types: WeightTypes,
+    group: Group,
+    device: torch.device,
+) -> ExpertShares:
+    """Put this rank's shares in the place of matrices on the meta device; their values are not set."""
+    sums = ReplicaSums(SideStream(device), types.gradients, device)
+    layers = [
+        DividedExperts(module, {name: _divided(matrix, types, group, device) for name, matrix in matrices.items()})
+        for module, matrices in taken
+    ]
+    for layer in layers:
+        layer.free()
+        for matrix in layer.matrices.values():
+            if matrix.share.requires_grad:
+                lent = LentGradient(matrix, sums)
+                matrix.whole.gradient_sum = lent  # type: ignore[attr-defined]
+                matrix.whole.register_post_accumulate_grad_hook(lent.take)
+    return ExpertShares(layers, sums, SideStream(device))
+
+
+def _divided(given: nn.Parameter, types: WeightTypes, group: Group, device: torch.device) -> DividedMatrix:
+    shape = tuple(given.shape)
+    return DividedMatrix(given, Sharded(shape, types.weights, group, share_elements(shape, group)), device)
