@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from moejob_trainer.distributed.groups import ALONE, Group
 from moejob_trainer.distributed.side_stream import SideStream
 from moejob_trainer.layers.experts import grouped_linear
 from moejob_trainer.layers.gradient_sums import gradient_sum
-from moejob_trainer.megatron.divided_matrix import DividedMatrix, LentGradient, ReplicaSums
+from moejob_trainer.megatron.divided_matrix import DividedMatrix, ReplicaSums, sum_into
+from moejob_trainer.megatron.share_memory import ShareMemory, memory_in_reach
 from moejob_trainer.megatron.shares import Sharded, own_part, share_elements
 from trainer.worlds import Worlds
 
@@ -30,14 +31,16 @@ def _values() -> Tensor:
     return torch.arange(1.0, 49.0).view(SHAPE)
 
 
-def _divided(group: Group, computes: torch.dtype = torch.float32) -> tuple[DividedMatrix, ReplicaSums]:
+def _divided(
+    group: Group, computes: torch.dtype = torch.float32, memory: ShareMemory | None = None
+) -> tuple[DividedMatrix, ReplicaSums]:
     sharded = Sharded(SHAPE, computes, group, share_elements(SHAPE, group))
-    matrix = DividedMatrix(nn.Parameter(torch.empty(SHAPE, device="meta")), sharded, CPU)
+    padded, peers = (memory or ShareMemory(None, CPU)).take(sharded.each, torch.float32)
+    matrix = DividedMatrix(padded, sharded, is_trained=True, peers=peers)
     own_part(matrix.share).copy_(_values().flatten()[sharded.start : sharded.stop])
     matrix.share.grad = torch.zeros_like(matrix.share)
     sums = ReplicaSums(SideStream(CPU), torch.float32, CPU)
-    matrix.whole.gradient_sum = lent = LentGradient(matrix, sums)  # type: ignore[attr-defined]
-    matrix.whole.register_post_accumulate_grad_hook(lent.take)
+    sum_into(matrix, sums)
     return matrix, sums
 
 
@@ -45,22 +48,37 @@ def _rows(rank: int, micro_batch: int) -> Tensor:
     return torch.randn((3, 8), generator=torch.Generator().manual_seed(100 * rank + micro_batch))
 
 
+@pytest.mark.parametrize("are_read", [False, True], ids=["sent", "read by peers"])
 @pytest.mark.parametrize("ranks", [1, 2, 4, 5])
-def test_a_matrix_is_the_same_on_all_replicas_each_time_that_it_is_gathered(worlds: Worlds, ranks: int) -> None:
-    assert worlds.run(ranks, gathered_twice) == [True] * ranks
+def test_a_matrix_is_the_same_on_all_replicas_each_time_that_it_is_gathered(
+    worlds: Worlds, ranks: int, are_read: bool
+) -> None:
+    assert worlds.run(ranks, gathered_twice, are_read) == [True] * ranks
 
 
-def gathered_twice() -> bool:
+def gathered_twice(are_read: bool) -> bool:
     """Return whether the matrix was whole after each gather, and without memory between them."""
-    matrix, _ = _divided(_group())
+    group = _group()
+    each = share_elements(SHAPE, group)
+    memory = memory_in_reach([5, each], torch.float32, group, CPU) if are_read else ShareMemory(None, CPU)
+    # Another share lies before it.
+    memory.take(5, torch.float32)
+    matrix, _ = _divided(group, memory=memory)
     stream, found = SideStream(CPU), []
     for times in (1, 2):
+        _wait_for(memory)
         own_part(matrix.share).copy_(own_part(matrix.share) * times)
+        _wait_for(memory)
         matrix.gather(stream)()
         found.append(torch.equal(matrix.whole.detach(), _values() * times))
         matrix.free()
         found.append(matrix.whole.untyped_storage().nbytes() == 0)
     return all(found)
+
+
+def _wait_for(memory: ShareMemory) -> None:
+    if memory.barrier is not None:
+        memory.barrier()
 
 
 def test_shares_with_more_bits_are_rounded_when_they_are_gathered(worlds: Worlds) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -49,6 +50,20 @@ def test_several_micro_batches_train_what_transformers_trains(
 ) -> None:
     folder, expected = reference(Family.QWEN3_MOE)
     assert_like(worlds.run(data, trained, _cell(AGAIN[how], data), folder), expected, within=1e-5)
+
+
+@pytest.mark.parametrize("sections", [{}, ZERO2], ids=["FSDP", "ZeRO-2"])
+def test_shares_that_replicas_read_train_the_same(
+    worlds: Worlds, reference: Reference, sections: Mapping[str, Any]
+) -> None:
+    folder, expected = reference(Family.QWEN3_MOE)
+    assert_like(worlds.run(3, trained_by_readers, _cell(sections, 3), folder), expected, within=1e-5)
+
+
+def trained_by_readers(cell: Cell, folder: Path) -> Any:
+    """Train where ranks copy one another's shares."""
+    with patch.dict(os.environ, {"MOEJOB_EXPERT_SHARES": "peers"}):
+        return trained(cell, folder)
 
 
 @dataclass(frozen=True)

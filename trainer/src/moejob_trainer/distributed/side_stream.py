@@ -29,10 +29,16 @@ class SideStream:
         """Begin an exchange, and do `then` with its rows as soon as they are there: on a CPU when it is finished."""
         if self._stream is None:
             return partial(_finish, start(), then)
-        computing = torch.cuda.current_stream(self._stream.device)
-        self._stream.wait_stream(computing)
+        return self.run(lambda: _finish(start(), then))
+
+    def run(self, act: Callable[[], None]) -> Finish:
+        """Do something behind all that was begun and computed; on a CPU at once."""
+        if self._stream is None:
+            act()
+            return _nothing
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
-            _finish(start(), then)
+            act()
             is_done = self._stream.record_event()
         return partial(_follow, is_done, self._stream.device)
 
@@ -43,3 +49,7 @@ def _finish(pending: PendingCollective, then: Callable[[Tensor], None]) -> None:
 
 def _follow(event: torch.cuda.Event, device: torch.device) -> None:
     torch.cuda.current_stream(device).wait_event(event)
+
+
+def _nothing() -> None:
+    """It is done."""

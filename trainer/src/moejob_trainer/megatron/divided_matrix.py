@@ -1,14 +1,14 @@
 """A matrix of which every replica keeps a share: gathered into the memory that products read, its gradients summed over
 replicas from the memory that products wrote.
 
-torch's fully_shard copies both beside no product, on the stream of the products. Knows nothing of layers and passes.
+torch's fully_shard copies both once more, on the stream of the products. Knows nothing of layers and passes.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -25,20 +25,18 @@ Add = Callable[[Tensor], None]
 class DividedMatrix:
     """One matrix: `share` is the parameter that is trained, `whole` the one that computes while it has memory."""
 
-    def __init__(self, given: nn.Parameter, sharded: Sharded, device: torch.device) -> None:
-        """Given is on the meta device; its share has its type, and no values yet."""
-        self.sharded = sharded
-        # As long as any other share: what is sent has to be.
-        self._padded = torch.zeros(sharded.each, dtype=given.dtype, device=device)
-        held = self._padded[: sharded.stop - sharded.start]
+    def __init__(self, padded: Tensor, sharded: Sharded, *, is_trained: bool, peers: Sequence[Tensor] = ()) -> None:
+        """Padded is the memory of this rank's share, as long as any other's; peers are those of all, if in reach."""
+        self.sharded, self._padded, self._peers = sharded, padded, peers
+        held = padded[: sharded.stop - sharded.start]
         width = sharded.shape[-1]
-        self.share = nn.Parameter(held.view(held.numel() // width, width), requires_grad=given.requires_grad)
-        self._gathered = torch.empty(sharded.group.size * sharded.each, dtype=sharded.dtype, device=device)
+        self.share = nn.Parameter(held.view(held.numel() // width, width), requires_grad=is_trained)
+        self._gathered = padded.new_empty(sharded.group.size * sharded.each, dtype=sharded.dtype)
         self._bytes = self._gathered.nbytes
         # Another tensor in the same memory: autograd would take one that is written to again for a mistake.
         storage = self._gathered.untyped_storage()
         whole = self._gathered.new_empty(0).set_(storage, 0, sharded.shape, _strides(sharded.shape))
-        self.whole = nn.Parameter(whole, requires_grad=given.requires_grad)
+        self.whole = nn.Parameter(whole, requires_grad=is_trained)
         self.free()
 
     def gather(self, stream: SideStream) -> Finish:
@@ -51,11 +49,22 @@ class DividedMatrix:
         self._gathered.untyped_storage().resize_(0)
 
     def _begun(self) -> PendingCollective:
+        if self._peers:
+            return self._copied()
         # Rounded before it travels: half the bytes.
         share = self._padded.to(self.sharded.dtype)
         if self.sharded.group.size > 1:
             return start_all_gather(share, self.sharded.group, self._gathered)
         return PendingCollective(self._gathered.copy_(share), share, None)
+
+    def _copied(self) -> PendingCollective:
+        """Copies between GPUs leave their multiprocessors to the products."""
+        size, own = self.sharded.group.size, self.sharded.group.rank
+        parts = self._gathered.view(size, -1)
+        # No two ranks read from one at first.
+        for rank in (*range(own, size), *range(own)):
+            parts[rank].copy_(self._peers[rank])
+        return PendingCollective(self._gathered, self._padded, None)
 
 
 class ReplicaSums:
@@ -95,7 +104,7 @@ class ReplicaSums:
                 finish()
 
 
-class LentGradient:
+class _LentGradient:
     """The gradient of one matrix in one micro batch. A product adds all of it at once, and then it leaves."""
 
     def __init__(self, matrix: DividedMatrix, sums: ReplicaSums) -> None:
@@ -126,6 +135,13 @@ class LentGradient:
             raise RuntimeError("gradients of a divided parameter exist as long as it is trained")
         total = self._share.grad.view(-1)
         total.add_(rows[: total.numel()])
+
+
+def sum_into(matrix: DividedMatrix, sums: ReplicaSums) -> None:
+    """Let gradients of the whole matrix be summed over replicas, wherever they are computed."""
+    lent = _LentGradient(matrix, sums)
+    matrix.whole.gradient_sum = lent  # type: ignore[attr-defined]
+    matrix.whole.register_post_accumulate_grad_hook(lent.take)
 
 
 def _summed(gradient: Tensor, group: Group) -> PendingCollective:

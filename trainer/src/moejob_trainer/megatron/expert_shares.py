@@ -11,7 +11,7 @@ it has to be there.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,18 +21,16 @@ from torch import Tensor, nn
 
 from moejob_trainer.distributed.groups import Group
 from moejob_trainer.distributed.side_stream import Finish, SideStream
-from moejob_trainer.megatron.divided_matrix import DividedMatrix, LentGradient, ReplicaSums
+from moejob_trainer.megatron.divided_matrix import DividedMatrix, ReplicaSums, sum_into
+from moejob_trainer.megatron.share_memory import ShareMemory, memory_in_reach
 from moejob_trainer.megatron.shares import Sharded, WeightTypes, share_elements
 from moejob_trainer.model.moe_layer import LocalExperts
 from moejob_trainer.model.recompute import computes_again
 
 # What grouped products multiply with. Biases and adapters are small, and used in other ways.
 MATRICES = ("gate_up", "down")
-# For measurements: `torch` leaves experts to fully_shard.
-VARIANT = os.environ.get("MOEJOB_EXPERT_SHARES", "")
-# Layers that may be whole at a time: the one that is computed and the next; and those that stay beside the loss, which
-# needs the most memory of a step.
-MOST_WHOLE, MOST_BESIDE_LOSS = 2, int(os.environ.get("MOEJOB_EXPERTS_BESIDE_LOSS", "2"))
+# Layers that may be whole at a time: the one that is computed, and the next.
+MOST_WHOLE = 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,9 +56,20 @@ class DividedExperts:
 class ExpertShares:
     """The experts of a stage, in the order in which they compute."""
 
-    def __init__(self, layers: Sequence[DividedExperts], sums: ReplicaSums, stream: SideStream) -> None:
-        self._layers, self._sums, self._stream = layers, sums, stream
-        self._most, self._most_beside_loss = MOST_WHOLE, MOST_BESIDE_LOSS
+    def __init__(
+        self,
+        layers: Sequence[DividedExperts],
+        sums: ReplicaSums,
+        stream: SideStream,
+        meet: Callable[[], None] | None = None,
+    ) -> None:
+        """`meet` waits on the device for all replicas, where these read one another's shares."""
+        self._layers, self._sums, self._stream, self._meet = layers, sums, stream, meet
+        # Shares change between the passes, and are read in them.
+        self._are_read = False
+        self._most = MOST_WHOLE
+        # The loss needs the most memory of a step.
+        self._most_beside_loss = int(os.environ.get("MOEJOB_EXPERTS_BESIDE_LOSS", MOST_WHOLE))
         # Those that are, with what is on its way; the one that was needed last is the last.
         self._whole: dict[int, list[Finish]] = {}
 
@@ -83,6 +92,10 @@ class ExpertShares:
         """Keep the shares alone."""
         for index in [*self._whole]:
             self._free(index)
+        if self._meet is not None and self._are_read:
+            # No update before all replicas have read.
+            self._stream.run(self._meet)()
+        self._are_read = False
 
     def _before_forward(self, index: int, *_: object) -> None:
         self._need(index)
@@ -114,6 +127,10 @@ class ExpertShares:
         if index in self._whole or not 0 <= index < len(self._layers):
             return
         self._make_room(self._most - 1)
+        if self._meet is not None and not self._are_read:
+            # None reads before all replicas have updated.
+            self._stream.run(self._meet)
+        self._are_read = True
         self._whole[index] = self._layers[index].gather(self._stream)
 
     def _make_room(self, most: int) -> None:
@@ -130,7 +147,7 @@ class ExpertShares:
 def take_matrices(stage: nn.Module) -> list[tuple[LocalExperts, dict[str, nn.Parameter]]]:
     """Take the matrices out of all experts of a stage, so that nothing else divides them."""
     taken: list[tuple[LocalExperts, dict[str, nn.Parameter]]] = []
-    if VARIANT == "torch":
+    if _variant() == "torch":
         return taken
     for experts in [module for module in stage.modules() if isinstance(module, LocalExperts)]:
         matrices = {name: getattr(experts, name) for name in MATRICES}
@@ -149,20 +166,33 @@ def divide_experts(
 ) -> ExpertShares:
     """Put this rank's shares in the place of matrices on the meta device; their values are not set."""
     sums = ReplicaSums(SideStream(device), types.gradients, device)
-    layers = [
-        DividedExperts(module, {name: _divided(matrix, types, group, device) for name, matrix in matrices.items()})
-        for module, matrices in taken
-    ]
-    for layer in layers:
-        layer.free()
-        for matrix in layer.matrices.values():
+    memory = _memory([matrix for _, matrices in taken for matrix in matrices.values()], types, group, device)
+    layers = []
+    for module, given in taken:
+        matrices = {name: _divided(matrix, types, group, memory) for name, matrix in given.items()}
+        for matrix in matrices.values():
             if matrix.share.requires_grad:
-                lent = LentGradient(matrix, sums)
-                matrix.whole.gradient_sum = lent  # type: ignore[attr-defined]
-                matrix.whole.register_post_accumulate_grad_hook(lent.take)
-    return ExpertShares(layers, sums, SideStream(device))
+                sum_into(matrix, sums)
+        layers.append(DividedExperts(module, matrices))
+        layers[-1].free()
+    return ExpertShares(layers, sums, SideStream(device), memory.barrier)
 
 
-def _divided(given: nn.Parameter, types: WeightTypes, group: Group, device: torch.device) -> DividedMatrix:
+def _memory(given: Sequence[nn.Parameter], types: WeightTypes, group: Group, device: torch.device) -> ShareMemory:
+    # Shares with more bits than weights are rounded before they travel.
+    if _variant() != "peers" or any(matrix.dtype != types.weights for matrix in given):
+        return ShareMemory(None, device)
+    elements = [share_elements(tuple(matrix.shape), group) for matrix in given]
+    return memory_in_reach(elements, types.weights, group, device)
+
+
+def _divided(given: nn.Parameter, types: WeightTypes, group: Group, memory: ShareMemory) -> DividedMatrix:
     shape = tuple(given.shape)
-    return DividedMatrix(given, Sharded(shape, types.weights, group, share_elements(shape, group)), device)
+    sharded = Sharded(shape, types.weights, group, share_elements(shape, group))
+    padded, peers = memory.take(sharded.each, given.dtype)
+    return DividedMatrix(padded, sharded, is_trained=given.requires_grad, peers=peers)
+
+
+def _variant() -> str:
+    """Return what is measured: `torch` leaves experts to fully_shard, `peers` copies from the memory of replicas."""
+    return os.environ.get("MOEJOB_EXPERT_SHARES", "")
