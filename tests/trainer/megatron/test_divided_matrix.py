@@ -11,7 +11,8 @@ from moejob_trainer.distributed.groups import ALONE, Group
 from moejob_trainer.distributed.side_stream import SideStream
 from moejob_trainer.layers.experts import grouped_linear
 from moejob_trainer.layers.gradient_sums import gradient_sum
-from moejob_trainer.megatron.divided_matrix import DividedMatrix, ReplicaSums, sum_into
+from moejob_trainer.megatron.divided_matrix import DividedMatrix, sum_into
+from moejob_trainer.megatron.replica_sums import GradientMemory, ReadGradientMemory, ReplicaSums
 from moejob_trainer.megatron.share_memory import ShareMemory, memory_in_reach
 from moejob_trainer.megatron.shares import Sharded, own_part, share_elements
 from trainer.worlds import Worlds
@@ -21,6 +22,8 @@ COUNTS = torch.tensor([3, 0])
 # Two experts of three rows: four ranks have two, two, two and none, five ranks have fewer still.
 SHAPE = (2, 3, 8)
 MICRO_BATCHES = 5
+MOST = 2
+READ = pytest.mark.parametrize("are_read", [False, True], ids=["sent", "read by peers"])
 
 
 def _group() -> Group:
@@ -32,23 +35,34 @@ def _values() -> Tensor:
 
 
 def _divided(
-    group: Group, computes: torch.dtype = torch.float32, memory: ShareMemory | None = None
+    group: Group,
+    computes: torch.dtype = torch.float32,
+    memory: ShareMemory | None = None,
+    *,
+    are_read: bool = False,
 ) -> tuple[DividedMatrix, ReplicaSums]:
     sharded = Sharded(SHAPE, computes, group, share_elements(SHAPE, group))
     padded, peers = (memory or ShareMemory(None, CPU)).take(sharded.each, torch.float32)
     matrix = DividedMatrix(padded, sharded, is_trained=True, peers=peers)
     own_part(matrix.share).copy_(_values().flatten()[sharded.start : sharded.stop])
     matrix.share.grad = torch.zeros_like(matrix.share)
-    sums = ReplicaSums(SideStream(CPU), torch.float32, CPU)
+    sums = ReplicaSums(group, SideStream(CPU), _gradient_memory(group, sharded.each * group.size, are_read=are_read))
     sum_into(matrix, sums)
     return matrix, sums
+
+
+def _gradient_memory(group: Group, elements: int, *, are_read: bool) -> GradientMemory:
+    if not are_read:
+        return GradientMemory(torch.float32, CPU, MOST)
+    memory = memory_in_reach([elements] * MOST, torch.float32, group, CPU)
+    return ReadGradientMemory(memory, torch.float32, CPU, MOST)
 
 
 def _rows(rank: int, micro_batch: int) -> Tensor:
     return torch.randn((3, 8), generator=torch.Generator().manual_seed(100 * rank + micro_batch))
 
 
-@pytest.mark.parametrize("are_read", [False, True], ids=["sent", "read by peers"])
+@READ
 @pytest.mark.parametrize("ranks", [1, 2, 4, 5])
 def test_a_matrix_is_the_same_on_all_replicas_each_time_that_it_is_gathered(
     worlds: Worlds, ranks: int, are_read: bool
@@ -93,16 +107,19 @@ def gathered_in_bfloat16() -> bool:
     return torch.equal(matrix.whole.detach(), (_values() + 0.001).to(torch.bfloat16))
 
 
+@READ
 @pytest.mark.parametrize("ranks", [1, 2, 4, 5])
-def test_shares_have_the_gradients_of_all_micro_batches_and_replicas(worlds: Worlds, ranks: int) -> None:
-    for found, expected in worlds.run(ranks, summed_and_expected):
+def test_shares_have_the_gradients_of_all_micro_batches_and_replicas(
+    worlds: Worlds, ranks: int, are_read: bool
+) -> None:
+    for found, expected in worlds.run(ranks, summed_and_expected, are_read):
         torch.testing.assert_close(found, expected)
 
 
-def summed_and_expected() -> tuple[Tensor, Tensor]:
+def summed_and_expected(are_read: bool) -> tuple[Tensor, Tensor]:
     """Return the gradient of this rank's share, and the same range of what autograd makes in one process."""
     group = _group()
-    matrix, sums = _divided(group)
+    matrix, sums = _divided(group, are_read=are_read)
     stream = SideStream(CPU)
     for number in range(MICRO_BATCHES):
         matrix.gather(stream)()
@@ -122,8 +139,8 @@ def summed_and_expected() -> tuple[Tensor, Tensor]:
 
 def test_a_gradient_of_autograd_is_summed_beside_that_of_a_product(worlds: Worlds) -> None:
     for found in worlds.run(2, summed_of_both_kinds):
-        # The product's is that of three rows of ones, for the first expert alone; autograd's is two everywhere.
-        expected = torch.cat([torch.full((24,), 5.0), torch.full((24,), 2.0)])
+        # The product's is three for the first expert alone, autograd's two everywhere, both twice.
+        expected = torch.cat([torch.full((24,), 10.0), torch.full((24,), 4.0)])
         assert torch.equal(found, 2 * expected)
 
 
@@ -132,9 +149,10 @@ def summed_of_both_kinds() -> Tensor:
     group = _group()
     matrix, sums = _divided(group)
     matrix.gather(SideStream(CPU))()
-    product = grouped_linear(torch.ones(3, 8), matrix.whole, COUNTS, total=gradient_sum(matrix.whole))
-    product.sum().backward()
-    (2 * matrix.whole).sum().backward()
+    for _ in range(2):
+        product = grouped_linear(torch.ones(3, 8), matrix.whole, COUNTS, total=gradient_sum(matrix.whole))
+        product.sum().backward()
+        (2 * matrix.whole).sum().backward()
     sums.finish()
     assert matrix.share.grad is not None
     everyones = [torch.empty(24) for _ in range(group.size)]
@@ -142,19 +160,23 @@ def summed_of_both_kinds() -> Tensor:
     return torch.cat(everyones)
 
 
-def test_two_gradients_of_a_size_are_on_their_way_at_most(worlds: Worlds) -> None:
-    assert worlds.run(2, memory_lent) == [2, 2]
+@READ
+def test_two_gradients_of_a_size_are_on_their_way_at_most(worlds: Worlds, are_read: bool) -> None:
+    assert worlds.run(2, memory_lent, are_read) == [MOST, MOST]
 
 
-def memory_lent() -> int:
+def memory_lent(are_read: bool) -> int:
     """Return how many places in memory six gradients have had."""
     group = _group()
-    sums = ReplicaSums(SideStream(CPU), torch.float32, CPU)
-    places = []
-    for _ in range(6):
+    sums = ReplicaSums(group, SideStream(CPU), _gradient_memory(group, 8, are_read=are_read))
+    places, found = [], []
+    for number in range(6):
         lent = sums.lend(8)
         assert torch.equal(lent, torch.zeros(8)), "a product would add to what was left behind"
         places.append(lent.data_ptr())
-        sums.send(lent.add_(1.0), group, lambda _: None)
+        sums.send(lent.add_(1.0), lambda rows: found.append(rows.tolist()))
+        if are_read and number == 2:
+            sums.finish()
     sums.finish()
+    assert found == [[2.0] * 4] * 6
     return len({*places})

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from builders import merged
 from moejob_api.models.shape import Family
 from moejob_trainer.megatron.cpu import use_cpu
-from moejob_trainer.megatron.divided_matrix import DividedMatrix, ReplicaSums
+from moejob_trainer.megatron.divided_matrix import DividedMatrix
 from moejob_trainer.megatron.engine import MegatronEngine
+from moejob_trainer.megatron.replica_sums import ReplicaSums
 from moejob_trainer.megatron.topology import stop_groups
 from moejob_trainer.model.layer import TransformerLayer
 from moejob_trainer.model.moe_layer import LocalExperts
@@ -52,17 +53,18 @@ def test_several_micro_batches_train_what_transformers_trains(
     assert_like(worlds.run(data, trained, _cell(AGAIN[how], data), folder), expected, within=1e-5)
 
 
+@pytest.mark.parametrize("variant", ["peers", "peers-sums"])
 @pytest.mark.parametrize("sections", [{}, ZERO2], ids=["FSDP", "ZeRO-2"])
-def test_shares_that_replicas_read_train_the_same(
-    worlds: Worlds, reference: Reference, sections: Mapping[str, Any]
+def test_shares_and_gradients_that_replicas_read_train_the_same(
+    worlds: Worlds, reference: Reference, sections: Mapping[str, Any], variant: str
 ) -> None:
     folder, expected = reference(Family.QWEN3_MOE)
-    assert_like(worlds.run(3, trained_by_readers, _cell(sections, 3), folder), expected, within=1e-5)
+    assert_like(worlds.run(3, trained_by_readers, _cell(sections, 3), folder, variant), expected, within=1e-5)
 
 
-def trained_by_readers(cell: Cell, folder: Path) -> Any:
+def trained_by_readers(cell: Cell, folder: Path, variant: str) -> Any:
     """Train where ranks copy one another's shares."""
-    with patch.dict(os.environ, {"MOEJOB_EXPERT_SHARES": "peers"}):
+    with patch.dict(os.environ, {"TRIAL_EXPERT_SHARES": variant}):
         return trained(cell, folder)
 
 

@@ -7,19 +7,14 @@ torch's fully_shard copies both once more, on the stream of the products. Knows 
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
-import torch
 from torch import Tensor, nn
 
-from moejob_trainer.distributed.collectives import PendingCollective, start_all_gather, start_reduce_scatter
-from moejob_trainer.distributed.groups import Group
+from moejob_trainer.distributed.collectives import PendingCollective, start_all_gather
 from moejob_trainer.distributed.side_stream import Finish, SideStream
+from moejob_trainer.megatron.replica_sums import ReplicaSums
 from moejob_trainer.megatron.shares import Sharded
-
-Add = Callable[[Tensor], None]
 
 
 class DividedMatrix:
@@ -67,43 +62,6 @@ class DividedMatrix:
         return PendingCollective(self._gathered, self._padded, None)
 
 
-class ReplicaSums:
-    """Whole gradients on their way to shares: two of a size at a time, in memory that is used again."""
-
-    MOST = 2
-
-    def __init__(self, stream: SideStream, dtype: torch.dtype, device: torch.device) -> None:
-        self._stream, self._dtype, self._device = stream, dtype, device
-        self._sent: dict[int, deque[tuple[Tensor, Finish]]] = {}
-
-    def lend(self, elements: int) -> Tensor:
-        """Zeros for a gradient to be added to."""
-        sent = self._sent.setdefault(elements, deque())
-        if len(sent) < self.MOST:
-            return torch.zeros(elements, dtype=self._dtype, device=self._device)
-        gradient, finish = sent.popleft()
-        finish()
-        return gradient
-
-    def send(self, gradient: Tensor, group: Group, add: Add) -> None:
-        """Begin to sum what was lent over replicas; `add` gets the rows of this rank's share."""
-
-        def added(rows: Tensor) -> None:
-            add(rows)
-            # Beside the computation, for the next product to add to.
-            gradient.zero_()
-
-        finish = self._stream.begin(partial(_summed, gradient, group), added)
-        self._sent[gradient.numel()].append((gradient, finish))
-
-    def finish(self) -> None:
-        """Wait for all sums, and keep no memory."""
-        for sent in self._sent.values():
-            while sent:
-                _, finish = sent.popleft()
-                finish()
-
-
 class _LentGradient:
     """The gradient of one matrix in one micro batch. A product adds all of it at once, and then it leaves."""
 
@@ -120,7 +78,7 @@ class _LentGradient:
         """Begin to sum it over replicas."""
         if self._lent is None:
             raise RuntimeError("a product added its gradient to a sum that it has not asked for; report this")
-        self._sums.send(self._lent, self._sharded.group, self._add)
+        self._sums.send(self._lent, self._add)
         self._lent = None
 
     def take(self, whole: Tensor) -> None:
@@ -142,10 +100,6 @@ def sum_into(matrix: DividedMatrix, sums: ReplicaSums) -> None:
     lent = _LentGradient(matrix, sums)
     matrix.whole.gradient_sum = lent  # type: ignore[attr-defined]
     matrix.whole.register_post_accumulate_grad_hook(lent.take)
-
-
-def _summed(gradient: Tensor, group: Group) -> PendingCollective:
-    return start_reduce_scatter(gradient, group) if group.size > 1 else PendingCollective(gradient, gradient, None)
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:

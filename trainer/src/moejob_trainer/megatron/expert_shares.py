@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from moejob_trainer.distributed.groups import Group
 from moejob_trainer.distributed.side_stream import Finish, SideStream
-from moejob_trainer.megatron.divided_matrix import DividedMatrix, ReplicaSums, sum_into
+from moejob_trainer.megatron.divided_matrix import DividedMatrix, sum_into
+from moejob_trainer.megatron.replica_sums import GradientMemory, ReadGradientMemory, ReplicaSums
 from moejob_trainer.megatron.share_memory import ShareMemory, memory_in_reach
 from moejob_trainer.megatron.shares import Sharded, WeightTypes, share_elements
 from moejob_trainer.model.moe_layer import LocalExperts
@@ -31,6 +32,8 @@ from moejob_trainer.model.recompute import computes_again
 MATRICES = ("gate_up", "down")
 # Layers that may be whole at a time: the one that is computed, and the next.
 MOST_WHOLE = 2
+# Gradients of a matrix that are whole at a time: one that is added to, and one that is being summed.
+MOST_GRADIENTS = 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,7 +72,7 @@ class ExpertShares:
         self._are_read = False
         self._most = MOST_WHOLE
         # The loss needs the most memory of a step.
-        self._most_beside_loss = int(os.environ.get("MOEJOB_EXPERTS_BESIDE_LOSS", MOST_WHOLE))
+        self._most_beside_loss = int(os.environ.get("TRIAL_EXPERTS_BESIDE_LOSS", MOST_WHOLE))
         # Those that are, with what is on its way; the one that was needed last is the last.
         self._whole: dict[int, list[Finish]] = {}
 
@@ -165,11 +168,12 @@ def divide_experts(
     device: torch.device,
 ) -> ExpertShares:
     """Put this rank's shares in the place of matrices on the meta device; their values are not set."""
-    sums = ReplicaSums(SideStream(device), types.gradients, device)
-    memory = _memory([matrix for _, matrices in taken for matrix in matrices.values()], types, group, device)
+    given = [matrix for _, matrices in taken for matrix in matrices.values()]
+    memory = _share_memory(given, types, group, device)
+    sums = ReplicaSums(group, SideStream(device), _gradient_memory(given, types, group, device))
     layers = []
-    for module, given in taken:
-        matrices = {name: _divided(matrix, types, group, memory) for name, matrix in given.items()}
+    for module, named in taken:
+        matrices = {name: _divided(matrix, types, group, memory) for name, matrix in named.items()}
         for matrix in matrices.values():
             if matrix.share.requires_grad:
                 sum_into(matrix, sums)
@@ -178,21 +182,37 @@ def divide_experts(
     return ExpertShares(layers, sums, SideStream(device), memory.barrier)
 
 
-def _memory(given: Sequence[nn.Parameter], types: WeightTypes, group: Group, device: torch.device) -> ShareMemory:
+def _share_memory(given: Sequence[nn.Parameter], types: WeightTypes, group: Group, device: torch.device) -> ShareMemory:
     # Shares with more bits than weights are rounded before they travel.
-    if _variant() != "peers" or any(matrix.dtype != types.weights for matrix in given):
+    if _variant() not in ("peers", "peers-sums") or any(matrix.dtype != types.weights for matrix in given):
         return ShareMemory(None, device)
-    elements = [share_elements(tuple(matrix.shape), group) for matrix in given]
-    return memory_in_reach(elements, types.weights, group, device)
+    return memory_in_reach([_each(matrix, group) for matrix in given], types.weights, group, device)
+
+
+def _gradient_memory(
+    given: Sequence[nn.Parameter], types: WeightTypes, group: Group, device: torch.device
+) -> GradientMemory:
+    most = int(os.environ.get("TRIAL_EXPERT_GRADIENTS", MOST_GRADIENTS))
+    sizes = sorted({group.size * _each(matrix, group) for matrix in given if matrix.requires_grad})
+    if _variant() != "peers-sums" or not sizes:
+        return GradientMemory(types.gradients, device, most)
+    memory = memory_in_reach([*sizes] * most, types.gradients, group, device)
+    return ReadGradientMemory(memory, types.gradients, device, most)
 
 
 def _divided(given: nn.Parameter, types: WeightTypes, group: Group, memory: ShareMemory) -> DividedMatrix:
-    shape = tuple(given.shape)
-    sharded = Sharded(shape, types.weights, group, share_elements(shape, group))
+    sharded = Sharded(tuple(given.shape), types.weights, group, _each(given, group))
     padded, peers = memory.take(sharded.each, given.dtype)
     return DividedMatrix(padded, sharded, is_trained=given.requires_grad, peers=peers)
 
 
+def _each(matrix: nn.Parameter, group: Group) -> int:
+    return share_elements(tuple(matrix.shape), group)
+
+
 def _variant() -> str:
-    """Return what is measured: `torch` leaves experts to fully_shard, `peers` copies from the memory of replicas."""
-    return os.environ.get("MOEJOB_EXPERT_SHARES", "")
+    """Return what is measured.
+
+    torch leaves experts to fully_shard, peers copies shares from the memory of replicas, peers-sums gradients too.
+    """
+    return os.environ.get("TRIAL_EXPERT_SHARES", "")
