@@ -108,6 +108,16 @@ def test_gradients_leave_once_for_each_micro_batch(worlds: Worlds, reference: Re
         assert seen.sums == 2 * LAYERS * seen.micro_batches, how
 
 
+@pytest.mark.parametrize("sections", [{}, ZERO2], ids=["FSDP", "ZeRO-2"])
+def test_experts_without_replicas_lie_still(worlds: Worlds, reference: Reference, sections: Mapping[str, Any]) -> None:
+    folder, expected = reference(Family.QWEN3_MOE)
+    alone = {"parallelism": {"data": 2, "expert": 2, "expertLayout": "Folded"}}
+    cell = _cell(merged(sections, alone))
+    seen = worlds.run(2, step, cell, folder)[0]
+    assert (seen.gathers, seen.sums) == (0, 0)
+    assert_like(worlds.run(2, trained, cell, folder), expected, within=1e-5)
+
+
 def test_frozen_experts_are_gathered_and_have_no_gradients(worlds: Worlds, lora_reference: Reference) -> None:
     folder, _ = lora_reference(Family.QWEN3_MOE)
     seen = worlds.run(2, step, _cell({"training": {"lora": LORA}}), folder)[0]

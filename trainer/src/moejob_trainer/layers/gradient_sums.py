@@ -42,6 +42,22 @@ class MainGradient:
         return weight.new_empty(weight.shape)
 
 
+@dataclass(frozen=True, slots=True)
+class OwnGradient:
+    """The gradient of a parameter that no other rank has: autograd would add to it, too."""
+
+    parameter: nn.Parameter
+
+    def like(self, weight: Tensor) -> Tensor:
+        """The sum of all micro batches."""
+        if self.parameter.grad is None:
+            raise RuntimeError("products add to a gradient that exists as long as the parameter is trained")
+        return self.parameter.grad.view(weight.shape)
+
+    def added(self, _: Tensor) -> None:
+        """The sum has it."""
+
+
 def gradient_sum(parameter: nn.Parameter) -> GradientSum | None:
     """The sum of this parameter, or None where gradients are autograd's: frozen, not trained, of fully_shard."""
     of_replicas: GradientSum | None = getattr(parameter, "gradient_sum", None)

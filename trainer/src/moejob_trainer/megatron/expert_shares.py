@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from moejob_trainer.distributed.groups import Group
 from moejob_trainer.distributed.side_stream import Finish, SideStream
+from moejob_trainer.layers.gradient_sums import OwnGradient
 from moejob_trainer.megatron.divided_matrix import DividedMatrix, sum_into
 from moejob_trainer.megatron.replica_sums import GradientMemory, ReadGradientMemory, ReplicaSums
 from moejob_trainer.megatron.share_memory import ShareMemory, memory_in_reach
@@ -28,6 +29,8 @@ from moejob_trainer.megatron.shares import Sharded, WeightTypes, share_elements
 from moejob_trainer.model.moe_layer import LocalExperts
 from moejob_trainer.model.recompute import computes_again
 
+# The matrices of one layer on the meta device, by name, and the module that they come from.
+Taken = tuple[LocalExperts, Mapping[str, nn.Parameter]]
 # What grouped products multiply with. Biases and adapters are small, and used in other ways.
 MATRICES = ("gate_up", "down")
 # Layers that may be whole at a time: the one that is computed, and the next.
@@ -147,9 +150,9 @@ class ExpertShares:
         self._layers[index].free()
 
 
-def take_matrices(stage: nn.Module) -> list[tuple[LocalExperts, dict[str, nn.Parameter]]]:
+def take_matrices(stage: nn.Module) -> list[Taken]:
     """Take the matrices out of all experts of a stage, so that nothing else divides them."""
-    taken: list[tuple[LocalExperts, dict[str, nn.Parameter]]] = []
+    taken: list[Taken] = []
     if _variant() == "torch":
         return taken
     for experts in [module for module in stage.modules() if isinstance(module, LocalExperts)]:
@@ -162,13 +165,16 @@ def take_matrices(stage: nn.Module) -> list[tuple[LocalExperts, dict[str, nn.Par
 
 
 def divide_experts(
-    taken: Sequence[tuple[LocalExperts, Mapping[str, nn.Parameter]]],
-    types: WeightTypes,
-    group: Group,
-    device: torch.device,
-) -> ExpertShares:
-    """Put this rank's shares in the place of matrices on the meta device; their values are not set."""
+    taken: Sequence[Taken], types: WeightTypes, group: Group, device: torch.device
+) -> ExpertShares | None:
+    """Put this rank's shares in the place of matrices on the meta device; their values are not set.
+
+    None where all that computes lies still.
+    """
     given = [matrix for _, matrices in taken for matrix in matrices.values()]
+    if not given or (group.size == 1 and all(matrix.dtype == types.weights for matrix in given)):
+        _place_whole(taken, device)
+        return None
     memory = _share_memory(given, types, group, device)
     sums = ReplicaSums(group, SideStream(device), _gradient_memory(given, types, group, device))
     layers = []
@@ -180,6 +186,15 @@ def divide_experts(
         layers.append(DividedExperts(module, matrices))
         layers[-1].free()
     return ExpertShares(layers, sums, SideStream(device), memory.barrier)
+
+
+def _place_whole(taken: Sequence[Taken], device: torch.device) -> None:
+    """Put matrices that have no replicas into their places: what computes with them is what is trained."""
+    for module, matrices in taken:
+        for name, given in matrices.items():
+            own = nn.Parameter(torch.zeros_like(given, device=device), requires_grad=given.requires_grad)
+            own.gradient_sum = OwnGradient(own) if given.requires_grad else None  # type: ignore[attr-defined]
+            setattr(module, name, own)
 
 
 def _share_memory(given: Sequence[nn.Parameter], types: WeightTypes, group: Group, device: torch.device) -> ShareMemory:

@@ -45,8 +45,8 @@ def fully_sharded(stage: Stage, types: WeightTypes, groups: Groups, device: torc
         # Torch moves padded shares when they are first gathered; from now on they have to lie still.
         module.unshard()
         module.reshard()
-    if matrices:
-        experts = divide_experts(matrices, types, groups.expert_replicas, device)
+    experts = divide_experts(matrices, types, groups.expert_replicas, device)
+    if experts is not None:
         experts.watch(stage)
         vars(stage)["expert_shares"] = experts
     for name, parameter in stage.named_parameters():
