@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -93,6 +94,32 @@ def test_gradients_of_several_backward_passes_are_added_to_the_sum_that_there_is
     assert torch.equal(weight.main_grad, expected)  # type: ignore[attr-defined]
     # Megatron adds no gradient of a parameter that says so.
     assert weight.grad_added_to_main_grad is True  # type: ignore[attr-defined]
+
+
+@dataclass
+class Written:
+    """A sum of which nothing is there yet."""
+
+    into: Tensor
+    is_new = True
+    is_written = False
+
+    def like(self, weight: Tensor) -> Tensor:
+        return self.into.view(weight.shape)
+
+    def added(self, _: Tensor) -> None:
+        self.is_written = True
+
+
+@pytest.mark.parametrize("counts", COUNTS)
+def test_the_first_gradient_is_written_over_what_lies_there(counts: list[int]) -> None:
+    weight, into = torch.randn(3, 16, 24).requires_grad_(), Written(torch.full((3 * 16 * 24,), torch.nan))
+    x, upstream = torch.randn(sum(counts), 24), torch.randn(sum(counts), 16)
+    grouped_linear(x, weight, torch.tensor(counts), total=into).backward(upstream)
+    alone = grouped_linear(x, weight, torch.tensor(counts))
+    assert torch.equal(into.into.view(3, 16, 24), torch.autograd.grad(alone, weight, upstream)[0])
+    assert into.is_written
+    assert weight.grad is None
 
 
 def test_a_weight_without_a_sum_leaves_its_gradient_to_autograd() -> None:

@@ -7,7 +7,7 @@ weights for the rows that each of them sees: adding takes them up to as long as 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from torch import Tensor, nn
 
@@ -15,17 +15,22 @@ from torch import Tensor, nn
 class GradientSum(Protocol):
     """The place where a product leaves the gradient of its weight, instead of handing it to autograd."""
 
+    @property
+    def is_new(self) -> bool:
+        """Return whether there is nothing to be added to: the gradient is written over what lies there."""
+
     def like(self, weight: Tensor) -> Tensor:
-        """Return what the gradient is to be added to, in the shape in which a product sees the weight."""
+        """Return what takes the gradient, in the shape in which a product sees the weight."""
 
     def added(self, weight: Tensor) -> Tensor | None:
-        """Take note that the gradient was added, and return what autograd is given in its place: no numbers."""
+        """Take note that the gradient is there, and return what autograd is given in its place: no numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class MainGradient:
     """The sum of one parameter's gradients in Megatron's buffers: `main_grad`."""
 
+    is_new: ClassVar[bool] = False
     parameter: nn.Parameter
 
     def like(self, weight: Tensor) -> Tensor:
@@ -46,6 +51,7 @@ class MainGradient:
 class OwnGradient:
     """The gradient of a parameter that no other rank has: autograd would add to it, too."""
 
+    is_new: ClassVar[bool] = False
     parameter: nn.Parameter
 
     def like(self, weight: Tensor) -> Tensor:

@@ -49,7 +49,7 @@ class DividedMatrix:
         # Rounded before it travels: half the bytes.
         share = self._padded.to(self.sharded.dtype)
         if self.sharded.group.size > 1:
-            return start_all_gather(share, self.sharded.group, self._gathered)
+            return start_all_gather(share, self.sharded.group, self._gathered, is_async=not share.is_cuda)
         return PendingCollective(self._gathered.copy_(share), share, None)
 
     def _copied(self) -> PendingCollective:
@@ -63,28 +63,30 @@ class DividedMatrix:
 
 
 class _LentGradient:
-    """The gradient of one matrix in one micro batch. A product adds all of it at once, and then it leaves."""
+    """The gradient of one matrix in one micro batch. A product writes all of it at once, and then it leaves."""
+
+    is_new = True
 
     def __init__(self, matrix: DividedMatrix, sums: ReplicaSums) -> None:
         self._share, self._sharded, self._sums = matrix.share, matrix.sharded, sums
         self._lent: Tensor | None = None
 
     def like(self, weight: Tensor) -> Tensor:
-        """Zeros in the shape in which a product sees the weight."""
+        """Memory in the shape in which a product sees the weight."""
         self._lent = self._sums.lend(self._sharded.group.size * self._sharded.each)
         return self._lent[: self._sharded.elements].view(weight.shape)
 
     def added(self, _: Tensor) -> None:
         """Begin to sum it over replicas."""
         if self._lent is None:
-            raise RuntimeError("a product added its gradient to a sum that it has not asked for; report this")
+            raise RuntimeError("a product has written a gradient that nothing was lent for; report this")
         self._sums.send(self._lent, self._add)
         self._lent = None
 
     def take(self, whole: Tensor) -> None:
         """Sum what autograd made of a use that knew no sum."""
         if whole.grad is not None:
-            self.like(whole).add_(whole.grad)
+            self.like(whole).copy_(whole.grad)
             self.added(whole)
             whole.grad = None
 

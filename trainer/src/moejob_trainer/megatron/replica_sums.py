@@ -1,6 +1,6 @@
 """Whole gradients on their way to the shares of replicas: summed from the memory that products wrote, beside others.
 
-A product adds to zeros, which are written behind the last sum of that memory. Knows no layers and no matrices.
+Knows no layers and no matrices.
 """
 
 from __future__ import annotations
@@ -28,23 +28,17 @@ class ReplicaSums:
         self._sent: dict[int, deque[tuple[Tensor, Finish]]] = {}
 
     def lend(self, elements: int) -> Tensor:
-        """Zeros for a gradient to be added to."""
+        """Memory for a gradient to be written to."""
         sent = self._sent.setdefault(elements, deque())
         if len(sent) < self._memory.most:
-            return self._memory.zeros(elements)
+            return self._memory.new(elements)
         gradient, finish = sent.popleft()
         finish()
         return gradient
 
     def send(self, gradient: Tensor, add: Add) -> None:
         """Begin to sum what was lent over replicas; `add` gets the rows of this rank's share."""
-
-        def added(rows: Tensor) -> None:
-            add(rows)
-            # Beside the computation, for the next product to add to.
-            gradient.zero_()
-
-        finish = self._stream.begin(partial(self._memory.summed, gradient, self.group), added)
+        finish = self._stream.begin(partial(self._memory.summed, gradient, self.group), add)
         self._sent[gradient.numel()].append((gradient, finish))
 
     def finish(self) -> None:
@@ -64,13 +58,15 @@ class GradientMemory:
     def __init__(self, dtype: torch.dtype, device: torch.device, most: int) -> None:
         self.most, self._dtype, self._device = most, dtype, device
 
-    def zeros(self, elements: int) -> Tensor:
+    def new(self, elements: int) -> Tensor:
         """One more of them."""
-        return torch.zeros(elements, dtype=self._dtype, device=self._device)
+        return torch.empty(elements, dtype=self._dtype, device=self._device)
 
     def summed(self, gradient: Tensor, group: Group) -> PendingCollective:
         """Begin to sum the rows of this rank's share."""
-        return start_reduce_scatter(gradient, group) if group.size > 1 else PendingCollective(gradient, gradient, None)
+        if group.size == 1:
+            return PendingCollective(gradient, gradient, None)
+        return start_reduce_scatter(gradient, group, is_async=not gradient.is_cuda)
 
 
 class ReadGradientMemory(GradientMemory):
@@ -83,7 +79,7 @@ class ReadGradientMemory(GradientMemory):
         self._memory = memory
         self._everyones: dict[int, Sequence[Tensor]] = {}
 
-    def zeros(self, elements: int) -> Tensor:
+    def new(self, elements: int) -> Tensor:
         """One more of them."""
         own, everyones = self._memory.take(elements, self._dtype)
         self._everyones[own.data_ptr()] = everyones
@@ -102,7 +98,7 @@ class ReadGradientMemory(GradientMemory):
         rows.add_(parts[group.rank])
         for rank in others:
             rows.add_(torch.empty_like(rows).copy_(parts[rank]))
-        # No rank empties its memory before all have read.
+        # No product writes before all have read.
         meet()
         return PendingCollective(rows, gradient, None)
 
