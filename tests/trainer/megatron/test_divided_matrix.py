@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moejob_trainer.distributed.groups import ALONE, Group
+from moejob_trainer.distributed.peer_memory import PeerMemory
 from moejob_trainer.distributed.side_stream import SideStream
 from moejob_trainer.layers.experts import grouped_linear
 from moejob_trainer.layers.gradient_sums import gradient_sum
@@ -179,3 +180,20 @@ def memory_lent(are_read: bool) -> int:
     sums.finish()
     assert found == [[2.0] * 4] * 6
     return len({*places})
+
+
+def test_rows_are_read_between_two_meetings_of_all_replicas() -> None:
+    own, other = torch.zeros(256, dtype=torch.uint8), torch.zeros(256, dtype=torch.uint8)
+    meetings: list[float] = []
+
+    def meet() -> None:
+        # The other replica has its gradient at the first one, and writes another behind the second.
+        meetings.append(3.0 if not meetings else torch.nan)
+        other.view(torch.float32).fill_(meetings[-1])
+
+    memory = ShareMemory(PeerMemory(0, (own, other), meet), CPU)
+    gradients = ReadGradientMemory(memory, torch.float32, CPU, MOST)
+    gradient = gradients.new(8)
+    found = gradients.summed(gradient.fill_(1.0), Group(0, 2)).wait()
+    assert found.tolist() == [4.0] * 4
+    assert len(meetings) == 2
