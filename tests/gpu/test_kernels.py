@@ -7,6 +7,7 @@ more than twice the error of the plain twin itself and a quarter of the bound. B
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from gpu.twins import Heads, Place, Twins, assert_kernel, assert_twins, attended
 from moejob_trainer.layers import activation, attention, norm, permutation, rotary
 from moejob_trainer.layers.documents import Documents
 from moejob_trainer.layers.experts import ALIGNMENT_BYTES, grouped_linear
-from moejob_trainer.layers.gradient_sums import GradientSum
+from moejob_trainer.layers.gradient_sums import gradient_sum
 from moejob_trainer.layers.kernels import kernels
 from moejob_trainer.layers.kernels.experts import tiles
 from moejob_trainer.layers.routing import router_logits
@@ -199,7 +200,7 @@ def test_weight_gradients_are_added_to_their_sum(
     total = before.clone()
     weight.main_grad = total  # type: ignore[attr-defined]
     for _ in range(2):
-        output = grouped_linear(x, weight, torch.tensor(counts, device="cuda"), total=GradientSum.of(weight))
+        output = grouped_linear(x, weight, torch.tensor(counts, device="cuda"), total=gradient_sum(weight))
         output.backward(upstream)
     parts = zip(upstream.double().split(counts), x.double().split(counts), strict=True)
     exact = before.double() + 2 * torch.stack([rows.t() @ part for rows, part in parts])
@@ -207,6 +208,36 @@ def test_weight_gradients_are_added_to_their_sum(
     # What no grouped kernel takes is multiplied expert by expert, and rounded before it is added.
     is_rounded = dtype is torch.bfloat16 or outputs * x.element_size() % ALIGNMENT_BYTES
     assert off <= (BFLOAT16.within if is_rounded else FLOAT32_WITHIN), off
+
+
+@dataclass(frozen=True)
+class Written:
+    """A sum of which nothing is there yet."""
+
+    into: Tensor
+    is_new = True
+
+    def like(self, _: Tensor) -> Tensor:
+        return self.into
+
+    def added(self, _: Tensor) -> None:
+        """Autograd is given nothing."""
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    "counts", [[300, 0, 515, 1, 208], [0, 0, 0, 7, 0], [0, 0, 0, 0, 0]], ids=["uneven", "one expert has all", "no rows"]
+)
+def test_the_first_weight_gradients_are_written_over_what_lies_there(counts: list[int], dtype: torch.dtype) -> None:
+    inputs, outputs = 2048, 1536
+    x, upstream = BFLOAT16.normal(sum(counts), inputs), BFLOAT16.normal(sum(counts), outputs)
+    weight = (BFLOAT16.normal(5, outputs, inputs) / inputs**0.5).requires_grad_()
+    into = torch.full((5, outputs, inputs), torch.nan, device="cuda", dtype=dtype)
+    grouped_linear(x, weight, torch.tensor(counts, device="cuda"), total=Written(into)).backward(upstream)
+    parts = zip(upstream.double().split(counts), x.double().split(counts), strict=True)
+    exact = torch.stack([rows.t() @ part for rows, part in parts])
+    off = (into.double() - exact).abs().max() / exact.abs().max().clamp(min=1.0)
+    assert off <= (BFLOAT16.within if dtype is torch.bfloat16 else FLOAT32_WITHIN), off
 
 
 def test_wide_experts_are_multiplied_in_tiles_of_their_own() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from moejob_trainer.layers.experts import grouped_linear
-from moejob_trainer.layers.gradient_sums import GradientSum
+from moejob_trainer.layers.gradient_sums import gradient_sum
 from moejob_trainer.layers.permutation import Permutation, combined, permuted, permuted_probabilities
 from trainer.tolerance import assert_all_close
 
@@ -87,7 +88,7 @@ def test_gradients_of_several_backward_passes_are_added_to_the_sum_that_there_is
     for _ in range(2):
         x, upstream = torch.randn(sum(counts), 24).to(dtype), torch.randn(sum(counts), 16).to(dtype)
         flat = weight.view(3, 16, 24)
-        grouped_linear(x, flat, torch.tensor(counts), total=GradientSum.of(weight)).backward(upstream)
+        grouped_linear(x, flat, torch.tensor(counts), total=gradient_sum(weight)).backward(upstream)
         alone = grouped_linear(x, flat, torch.tensor(counts))
         expected = expected + torch.autograd.grad(alone, weight, upstream)[0]
     assert torch.equal(weight.main_grad, expected)  # type: ignore[attr-defined]
@@ -95,8 +96,34 @@ def test_gradients_of_several_backward_passes_are_added_to_the_sum_that_there_is
     assert weight.grad_added_to_main_grad is True  # type: ignore[attr-defined]
 
 
+@dataclass
+class Written:
+    """A sum of which nothing is there yet."""
+
+    into: Tensor
+    is_new = True
+    is_written = False
+
+    def like(self, weight: Tensor) -> Tensor:
+        return self.into.view(weight.shape)
+
+    def added(self, _: Tensor) -> None:
+        self.is_written = True
+
+
+@pytest.mark.parametrize("counts", COUNTS)
+def test_the_first_gradient_is_written_over_what_lies_there(counts: list[int]) -> None:
+    weight, into = torch.randn(3, 16, 24).requires_grad_(), Written(torch.full((3 * 16 * 24,), torch.nan))
+    x, upstream = torch.randn(sum(counts), 24), torch.randn(sum(counts), 16)
+    grouped_linear(x, weight, torch.tensor(counts), total=into).backward(upstream)
+    alone = grouped_linear(x, weight, torch.tensor(counts))
+    assert torch.equal(into.into.view(3, 16, 24), torch.autograd.grad(alone, weight, upstream)[0])
+    assert into.is_written
+    assert weight.grad is None
+
+
 def test_a_weight_without_a_sum_leaves_its_gradient_to_autograd() -> None:
-    assert GradientSum.of(nn.Parameter(torch.zeros(2))) is None
+    assert gradient_sum(nn.Parameter(torch.zeros(2))) is None
 
 
 def test_the_gradient_of_a_bias_is_summed_in_float32() -> None:

@@ -24,7 +24,7 @@ from moejob_api.models.shape import Family
 from moejob_trainer.conversion.adapters import adapter_table
 from moejob_trainer.conversion.families import table
 from moejob_trainer.megatron.cpu import use_cpu
-from moejob_trainer.megatron.sharding import own_part, sharded_as
+from moejob_trainer.megatron.shares import own_part, sharded_as
 from moejob_trainer.megatron.topology import stop_groups
 from moejob_trainer.megatron.weights import initialise, named_weights, start_adapters
 from moejob_trainer.model.parameters import parameters

@@ -53,16 +53,25 @@ class PendingCollective:
         return self.rows
 
 
-def start_all_gather(x: Tensor, group: Group) -> PendingCollective:
-    """The rows of all ranks, in the order of ranks, on their way."""
-    everyones, sent = x.new_empty((group.size * x.shape[0], *x.shape[1:])), x.contiguous()
-    return PendingCollective(everyones, sent, _all_gather_single(everyones, sent, group=group.handle, async_op=True))
+def start_all_gather(
+    x: Tensor, group: Group, into: Tensor | None = None, *, is_async: bool = True
+) -> PendingCollective:
+    """The rows of all ranks, in the order of ranks, on their way into new memory or `into`.
+
+    Where they are not asynchronous, a GPU has them on the stream that asks, and a CPU waits.
+    """
+    everyones, sent = into, x.contiguous()
+    if everyones is None:
+        everyones = x.new_empty((group.size * x.shape[0], *x.shape[1:]))
+    work = _all_gather_single(everyones, sent, group=group.handle, async_op=is_async)
+    return PendingCollective(everyones, sent, work)
 
 
-def start_reduce_scatter(x: Tensor, group: Group) -> PendingCollective:
-    """This rank's share of the rows, summed over the group, on its way."""
+def start_reduce_scatter(x: Tensor, group: Group, *, is_async: bool = True) -> PendingCollective:
+    """This rank's share of the rows, summed over the group, on its way, in the same sense."""
     share, sent = x.new_empty((x.shape[0] // group.size, *x.shape[1:])), x.contiguous()
-    return PendingCollective(share, sent, _reduce_scatter_single(share, sent, group=group.handle, async_op=True))
+    work = _reduce_scatter_single(share, sent, group=group.handle, async_op=is_async)
+    return PendingCollective(share, sent, work)
 
 
 # --- what gradients flow back through -------------------------------------------------------------------------------

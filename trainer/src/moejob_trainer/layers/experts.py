@@ -83,17 +83,34 @@ def _product(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     return product
 
 
-def _weight_gradient(gradient: Tensor, x: Tensor, ends: Tensor, weight: Tensor, total: GradientSum | None) -> Tensor:
-    """gradient [r, n] by x [r, k] -> [e, n, k], or no numbers where they were added to `total`"""
+def _weight_gradient(
+    gradient: Tensor, x: Tensor, ends: Tensor, weight: Tensor, total: GradientSum | None
+) -> Tensor | None:
+    """gradient [r, n] by x [r, k] -> [e, n, k], or no numbers where `total` has them"""
     if total is None:
         return _outer_products(gradient, x, ends)
     into = total.like(weight)
+    if total.is_new:
+        _write_outer_products(gradient, x, ends, into)
+    else:
+        _add_outer_products(gradient, x, ends, into)
+    return total.added(weight)
+
+
+def _write_outer_products(gradient: Tensor, x: Tensor, ends: Tensor, into: Tensor) -> None:
+    fused = kernels("experts", x)
+    if fused and fused.writes(gradient, x, into):
+        fused.write_outer_products(gradient, x.contiguous(), ends, into)
+    else:
+        into.copy_(_outer_products(gradient, x, ends))
+
+
+def _add_outer_products(gradient: Tensor, x: Tensor, ends: Tensor, into: Tensor) -> None:
     fused = kernels("experts", x)
     if fused and fused.adds(gradient, x, into):
         fused.add_outer_products(gradient, x.contiguous(), ends, into)
     else:
         into += _outer_products(gradient, x, ends)
-    return total.added(weight)
 
 
 def _outer_products(gradient: Tensor, x: Tensor, ends: Tensor) -> Tensor:

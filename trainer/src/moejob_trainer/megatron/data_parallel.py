@@ -18,7 +18,8 @@ from moejob_api.derived import overlaps_gradient_reduction, overlaps_parameter_g
 from moejob_api.job.base import Dtype
 from moejob_api.job.job import Spec
 from moejob_trainer.megatron.parameter_gather import ParameterGather, exchanged_buckets
-from moejob_trainer.megatron.sharding import own_part, reshard, sharded_as
+from moejob_trainer.megatron.sharding import finish_sums, reshard
+from moejob_trainer.megatron.shares import own_part, sharded_as
 from moejob_trainer.model.stage import Stage
 
 
@@ -132,7 +133,9 @@ class ShardedDataParallel:
             self.gradient(parameter).zero_()
 
     def sum(self) -> None:
-        """Every micro batch has been summed in its backward pass."""
+        """Every micro batch is summed in its backward pass; the last sums may be on their way."""
+        for stage in self.chunks:
+            finish_sums(stage)
 
     def gradient(self, parameter: nn.Parameter) -> Tensor:
         """The share of it."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from moejob_trainer.megatron.data_parallel import DataParallel
-from moejob_trainer.megatron.sharding import own_part
+from moejob_trainer.megatron.shares import own_part
 from moejob_trainer.model.stage import Stage
 
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from moejob_trainer.megatron.sharding import own_part
+from moejob_trainer.megatron.shares import own_part
 from moejob_trainer.model.stage import Stage
 
 

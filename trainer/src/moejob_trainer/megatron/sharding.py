@@ -1,71 +1,31 @@
-"""Stages of which every replica keeps a share only (ZeRO-3): torch's fully_shard over the groups of the layout.
+"""Stages of which every replica keeps a share only (ZeRO-3): torch's fully_shard over the groups of the layout, beside
+shares of experts' matrices that travel without being copied.
 
 Weights are divided over the ranks that see other documents; a layer is whole, in the model's type, while it is
 computed, or from its first pass to the update (ZeRO-2). Shares have that type too where gradients are summed in it, for
-torch gives a share gradients of its own type; else they are float32, and rounded whenever they are gathered. A share
-is a range of a flat parameter, as in Megatron's buffers, so that everything which knows pieces and shards knows these
-too. Knows nothing of steps, optimizers or files.
+torch gives a share gradients of its own type; else they are float32, and rounded whenever they are gathered. Knows
+nothing of steps, optimizers or files.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
-from torch.nn import functional
 
 from moejob_api.job.base import Dtype
-from moejob_trainer.checkpoints.shards import ShardSpec, shards_of_range
-from moejob_trainer.distributed.collectives import all_gather_alike
-from moejob_trainer.distributed.groups import Group, Groups
+from moejob_trainer.distributed.groups import Groups
+from moejob_trainer.megatron.expert_shares import ExpertShares, divide_experts, take_matrices
+from moejob_trainer.megatron.shares import Sharded, WeightTypes, own_part, share_elements
 from moejob_trainer.model.layer import TransformerLayer
 from moejob_trainer.model.linear import is_expert
 from moejob_trainer.model.moe_layer import LocalExperts
 from moejob_trainer.model.stage import Stage
-
-
-@dataclass(frozen=True, slots=True)
-class Sharded:
-    """A divided parameter beside its share: its whole shape on this rank, and the type it computes in.
-
-    Every rank of the group has a share of `each` elements; the last ones have fewer or none.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    group: Group
-    each: int
-
-    @property
-    def elements(self) -> int:
-        """Of all shares."""
-        return math.prod(self.shape)
-
-    @property
-    def start(self) -> int:
-        """The first element of this rank's share in the flat parameter."""
-        return min(self.group.rank * self.each, self.elements)
-
-    @property
-    def stop(self) -> int:
-        """Behind its last element."""
-        return min(self.start + self.each, self.elements)
-
-
-@dataclass(frozen=True, slots=True)
-class WeightTypes:
-    """The type that weights compute in, and the one that their gradients are summed in."""
-
-    weights: torch.dtype
-    gradients: torch.dtype
 
 
 def precision(weights: Dtype, gradients: Dtype) -> WeightTypes:
@@ -77,6 +37,7 @@ def fully_sharded(stage: Stage, types: WeightTypes, groups: Groups, device: torc
     """A stage made on the meta device, as this rank's shares on a real one; their values are not set."""
     marks = {name: dict(vars(parameter)) for name, parameter in stage.named_parameters()}
     shapes = {name: tuple(parameter.shape) for name, parameter in stage.named_parameters()}
+    matrices = take_matrices(stage)
     _flatten(stage)
     _divide(stage, types, device)
     _materialise(stage, device)
@@ -84,10 +45,14 @@ def fully_sharded(stage: Stage, types: WeightTypes, groups: Groups, device: torc
         # Torch moves padded shares when they are first gathered; from now on they have to lie still.
         module.unshard()
         module.reshard()
+    experts = divide_experts(matrices, types, groups.expert_replicas, device)
+    if experts is not None:
+        experts.watch(stage)
+        vars(stage)["expert_shares"] = experts
     for name, parameter in stage.named_parameters():
         vars(parameter).update(marks[name])
         group = groups.expert_replicas if is_expert(parameter) else groups.replicas
-        _mark(parameter, Sharded(shapes[name], types.weights, group, _each(parameter, group)))
+        _mark(parameter, Sharded(shapes[name], types.weights, group, share_elements(shapes[name], group)))
     return stage
 
 
@@ -96,44 +61,26 @@ def keep_gathered(stage: Stage) -> None:
     for module in _divided(stage):
         module.set_reshard_after_forward(False, recurse=False)
         module.set_reshard_after_backward(False, recurse=False)
+    if (experts := _expert_shares(stage)) is not None:
+        experts.keep()
 
 
 def reshard(stage: nn.Module) -> None:
     """Free whole weights; what is left is the share of this rank."""
     for module in _divided(stage):
         module.reshard()
+    if (experts := _expert_shares(stage)) is not None:
+        experts.free()
 
 
-def sharded_as(tensor: Tensor) -> Sharded | None:
-    """Return the sharding of a tensor over replicas; None when each of them holds it whole."""
-    return getattr(tensor, "sharded", None)
+def finish_sums(stage: nn.Module) -> None:
+    """Wait for the gradients of experts; torch's own are summed when the backward pass has ended."""
+    if (experts := _expert_shares(stage)) is not None:
+        experts.finish_sums()
 
 
-def own_part(tensor: Tensor) -> Tensor:
-    """Return the local part of a tensor. A view: writing into it sets the tensor."""
-    found = tensor.detach()
-    return (found.to_local() if isinstance(found, DTensor) else found).view(-1)
-
-
-def local_shards(tensor: Tensor) -> Iterator[tuple[ShardSpec, Tensor]]:
-    """Yield it as shards of what this rank would hold without replicas, each with its view."""
-    sharded, flat = sharded_as(tensor), own_part(tensor)
-    shape, start = (tuple(tensor.shape), 0) if sharded is None else (sharded.shape, sharded.start)
-    begin = 0
-    for shard in shards_of_range(shape, start, start + flat.numel()):
-        yield shard, flat[begin : begin + shard.elements].view(shard.size)
-        begin += shard.elements
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """A tensor as it computes. Of a divided one all replicas call this together."""
-    sharded = sharded_as(tensor)
-    if sharded is None:
-        return tensor.detach()
-    # Rounded before it travels: half the bytes.
-    share = own_part(tensor).to(sharded.dtype)
-    share = functional.pad(share, (0, sharded.each - share.numel()))
-    return all_gather_alike(share, sharded.group)[: sharded.elements].view(sharded.shape)
+def _expert_shares(stage: nn.Module) -> ExpertShares | None:
+    return getattr(stage, "expert_shares", None)
 
 
 def _flatten(stage: Stage) -> None:
@@ -156,7 +103,9 @@ def _divide(stage: Stage, types: WeightTypes, device: torch.device) -> None:
     policy = MixedPrecisionPolicy(types.weights, types.gradients, cast_forward_inputs=False)
     for layer in [module for module in stage.modules() if isinstance(module, TransformerLayer)]:
         for experts in [module for module in layer.modules() if isinstance(module, LocalExperts)]:
-            fully_shard(experts, mesh=expert_replicas, mp_policy=policy)
+            # Their biases and adapters.
+            if any(True for _ in experts.parameters()):
+                fully_shard(experts, mesh=expert_replicas, mp_policy=policy)
         fully_shard(layer, mesh=replicas, mp_policy=policy)
     # The vocabulary's matrices stay whole between the passes: they are the last that one needs and the first of the
     # other.
@@ -187,11 +136,6 @@ def _materialise(stage: Stage, device: torch.device) -> None:
                 module._parameters[name] = made[parameter]  # noqa: SLF001
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, torch.zeros_like(buffer, device=device))
-
-
-def _each(parameter: nn.Parameter, group: Group) -> int:
-    """Elements of a share. Rows are divided as evenly as whole rows allow."""
-    return math.ceil(parameter.shape[0] / group.size) * math.prod(parameter.shape[1:])
 
 
 def _mark(parameter: nn.Parameter, sharded: Sharded) -> None:

@@ -12,7 +12,7 @@ from moejob_trainer.conversion.families import Table
 from moejob_trainer.conversion.groups import ModelGroups
 from moejob_trainer.conversion.loading import Source, import_weights
 from moejob_trainer.distributed.groups import Groups
-from moejob_trainer.megatron.sharding import local_shards, sharded_as, whole
+from moejob_trainer.megatron.shares import local_shards, sharded_as, whole
 from moejob_trainer.model.adapters import Adapter, fresh, is_adapter
 from moejob_trainer.model.parameters import Coordinates, Parameter, local_shape, local_slices
 from moejob_trainer.model.stage import Stage

@@ -15,7 +15,7 @@ from moejob_api.models.shape import Experts as ExpertShape
 from moejob_trainer.distributed.groups import Groups
 from moejob_trainer.layers.activation import clamped_swiglu, swiglu
 from moejob_trainer.layers.experts import grouped_linear, rows_of_experts
-from moejob_trainer.layers.gradient_sums import GradientSum
+from moejob_trainer.layers.gradient_sums import gradient_sum
 from moejob_trainer.layers.permutation import Permutation, combined, permute_into, permuted, permuted_probabilities
 from moejob_trainer.layers.routing import Routing, capacity, routed, router_logits, within_capacity
 from moejob_trainer.model.adapters import Adapter
@@ -113,7 +113,7 @@ class LocalExperts(nn.Module):
     def _gate_up(self, rows: Tensor, counts: Tensor) -> Tensor:
         bias = None if self.gate_up_bias is None else self.gate_up_bias.view(self.count, -1)
         weight = self.gate_up.view(self.count, 2 * self.features, -1)
-        total = GradientSum.of(self.gate_up)
+        total = gradient_sum(self.gate_up)
         gate_up = grouped_linear(rows, weight, counts, bias, total=total).unflatten(1, (2, -1))
         if self.gate_up_adapter is not None:
             gate_up = gate_up + self.gate_up_adapter.added_by_experts(rows, counts)
@@ -121,7 +121,7 @@ class LocalExperts(nn.Module):
 
     def _down(self, inner: Tensor, counts: Tensor) -> Tensor:
         weight = self.down.view(self.count, -1, self.features)
-        y = grouped_linear(inner, weight, counts, total=GradientSum.of(self.down))
+        y = grouped_linear(inner, weight, counts, total=gradient_sum(self.down))
         return y if self.down_adapter is None else y + self.down_adapter.added_by_experts(inner, counts)
 
     def _activated(self, gate_up: Tensor, probabilities: Tensor) -> Tensor:

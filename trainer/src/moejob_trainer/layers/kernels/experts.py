@@ -81,6 +81,16 @@ def add_outer_products(gradient: Tensor, x: Tensor, ends: Tensor, total: Tensor)
     _quack().gemm_add_inplace(gradient.t(), x, total, cu_seqlens_k=_bounds(ends), tuned=False)
 
 
+def writes(gradient: Tensor, x: Tensor, into: Tensor) -> bool:
+    """Return whether `write_outer_products` takes these."""
+    return _supports(x, x.shape[1], gradient.shape[1]) and _writes_rightly(x.device, into.dtype)
+
+
+def write_outer_products(gradient: Tensor, x: Tensor, ends: Tensor, into: Tensor) -> None:
+    """into [e, n, k] = gradient [r, n] by x [r, k], of the rows of each expert; zeros for one without rows."""
+    _quack().gemm(gradient.t(), x, out=into, cu_seqlens_k=_bounds(ends), tuned=False)
+
+
 def _tiles(x: Tensor, weights: Tensor) -> Tiles | None:
     """Return the tiles for these rows and weights [e, k, n]."""
     experts, *widths = weights.shape
@@ -132,6 +142,18 @@ def _adds_rightly(device: torch.device, dtype: torch.dtype) -> bool:
     add_outer_products(gradient, x, ends, total)
     parts = zip(gradient.double().split(TRIED_ROWS), x.double().split(TRIED_ROWS), strict=True)
     return _agrees(total, before.double() + torch.stack([rows.t() @ part for rows, part in parts]))
+
+
+@cache
+def _writes_rightly(device: torch.device, dtype: torch.dtype) -> bool:
+    if dtype not in WITHIN:
+        return False
+    x, ends, weights, gradient = _tried(device)
+    # Nothing of what lies there may be left.
+    into = torch.full_like(weights.transpose(1, 2), torch.nan, dtype=dtype, memory_format=torch.contiguous_format)
+    write_outer_products(gradient, x, ends, into)
+    parts = zip(gradient.double().split(TRIED_ROWS), x.double().split(TRIED_ROWS), strict=True)
+    return _agrees(into, torch.stack([rows.t() @ part for rows, part in parts]))
 
 
 def _tried(device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:

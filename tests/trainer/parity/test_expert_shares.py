@@ -1,0 +1,165 @@
+"""Experts of which every replica keeps a share are whole around their own products alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from torch import Tensor, nn
+
+from builders import merged
+from moejob_api.models.shape import Family
+from moejob_trainer.megatron.cpu import use_cpu
+from moejob_trainer.megatron.divided_matrix import DividedMatrix
+from moejob_trainer.megatron.engine import MegatronEngine
+from moejob_trainer.megatron.replica_sums import ReplicaSums
+from moejob_trainer.megatron.topology import stop_groups
+from moejob_trainer.model.layer import TransformerLayer
+from moejob_trainer.model.moe_layer import LocalExperts
+from trainer.parity.cells import Cell, assert_like, loss_of, micro_batches, started, trained
+from trainer.parity.lora import LORA
+from trainer.parity.references import Reference
+from trainer.worlds import Worlds
+
+LAYERS = 4
+SHARDED: dict[str, Any] = {"memory": {"sharding": "FSDP"}, "training": {"microBatchSize": 1}}
+ZERO2: dict[str, Any] = {"memory": {"sharding": "ZeRO2"}, "training": {"microBatchSize": 1}}
+AGAIN: dict[str, dict[str, Any]] = {
+    "everything kept": {},
+    "layers recomputed": {"training": {"recompute": {"granularity": "Full"}}},
+    "groups of layers recomputed": {
+        "training": {"recompute": {"granularity": "Full", "method": "Uniform", "layers": 3}}
+    },
+    "experts recomputed": {"training": {"recompute": {"granularity": "Selective", "modules": ["Experts"]}}},
+}
+
+
+def _cell(sections: Mapping[str, Any], data: int = 2) -> Cell:
+    return Cell(Family.QWEN3_MOE, merged(merged(SHARDED, {"parallelism": {"data": data}}), sections))
+
+
+@pytest.mark.parametrize("data", [2, 3])
+@pytest.mark.parametrize("how", AGAIN)
+def test_several_micro_batches_train_what_transformers_trains(
+    worlds: Worlds, reference: Reference, how: str, data: int
+) -> None:
+    folder, expected = reference(Family.QWEN3_MOE)
+    assert_like(worlds.run(data, trained, _cell(AGAIN[how], data), folder), expected, within=1e-5)
+
+
+@pytest.mark.parametrize("variant", ["peers", "peers-sums"])
+@pytest.mark.parametrize("sections", [{}, ZERO2], ids=["FSDP", "ZeRO-2"])
+def test_shares_and_gradients_that_replicas_read_train_the_same(
+    worlds: Worlds, reference: Reference, sections: Mapping[str, Any], variant: str
+) -> None:
+    folder, expected = reference(Family.QWEN3_MOE)
+    assert_like(worlds.run(3, trained_by_readers, _cell(sections, 3), folder, variant), expected, within=1e-5)
+
+
+def trained_by_readers(cell: Cell, folder: Path, variant: str) -> Any:
+    """Train where ranks copy one another's shares."""
+    with patch.dict(os.environ, {"TRIAL_EXPERT_SHARES": variant}):
+        return trained(cell, folder)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Layers with whole experts: the most at any time of a step and of an evaluation, and those left behind."""
+
+    most: int
+    left: int
+    gathers: int
+    sums: int
+    micro_batches: int
+
+
+@pytest.mark.parametrize("how", AGAIN)
+def test_two_layers_have_whole_experts_at_most(worlds: Worlds, reference: Reference, how: str) -> None:
+    folder, _ = reference(Family.QWEN3_MOE)
+    for seen in worlds.run(2, step, _cell(AGAIN[how]), folder):
+        assert (seen.most, seen.left) == (2, 0)
+
+
+def test_layers_at_the_turns_of_passes_stay_whole(worlds: Worlds, reference: Reference) -> None:
+    folder, _ = reference(Family.QWEN3_MOE)
+    seen = worlds.run(2, step, _cell({}), folder)[0]
+    assert seen.micro_batches > 1
+    # All of them once, then all but two on each way.
+    passes = 2 * seen.micro_batches - 1
+    assert seen.gathers == 2 * (LAYERS + passes * (LAYERS - 2))
+
+
+def test_zero_2_gathers_experts_once_a_step(worlds: Worlds, reference: Reference) -> None:
+    folder, _ = reference(Family.QWEN3_MOE)
+    seen = worlds.run(2, step, _cell(ZERO2), folder)[0]
+    assert (seen.most, seen.left, seen.gathers) == (LAYERS, 0, 2 * LAYERS)
+
+
+def test_gradients_leave_once_for_each_micro_batch(worlds: Worlds, reference: Reference) -> None:
+    folder, _ = reference(Family.QWEN3_MOE)
+    for how in AGAIN:
+        seen = worlds.run(2, step, _cell(AGAIN[how]), folder)[0]
+        assert seen.sums == 2 * LAYERS * seen.micro_batches, how
+
+
+@pytest.mark.parametrize("sections", [{}, ZERO2], ids=["FSDP", "ZeRO-2"])
+def test_experts_without_replicas_lie_still(worlds: Worlds, reference: Reference, sections: Mapping[str, Any]) -> None:
+    folder, expected = reference(Family.QWEN3_MOE)
+    alone = {"parallelism": {"data": 2, "expert": 2, "expertLayout": "Folded"}}
+    cell = _cell(merged(sections, alone))
+    seen = worlds.run(2, step, cell, folder)[0]
+    assert (seen.gathers, seen.sums) == (0, 0)
+    assert_like(worlds.run(2, trained, cell, folder), expected, within=1e-5)
+
+
+def test_frozen_experts_are_gathered_and_have_no_gradients(worlds: Worlds, lora_reference: Reference) -> None:
+    folder, _ = lora_reference(Family.QWEN3_MOE)
+    seen = worlds.run(2, step, _cell({"training": {"lora": LORA}}), folder)[0]
+    assert (seen.most, seen.left, seen.sums) == (2, 0, 0)
+    assert seen.gathers > 2 * LAYERS
+
+
+def step(cell: Cell, folder: Path) -> Seen:
+    """Return what one rank sees in an update."""
+    use_cpu()
+    try:
+        return _seen(cell, started(cell, folder))
+    finally:
+        stop_groups()
+
+
+def _seen(cell: Cell, engine: MegatronEngine) -> Seen:
+    batches, whole = micro_batches(cell, engine, 0), [0]
+    experts = [module for module in engine.stages[0].modules() if isinstance(module, LocalExperts)]
+    shares = [{parameter.data_ptr() for parameter in module.parameters()} for module in experts]
+
+    def count(*_: object) -> None:
+        pairs = zip(experts, shares, strict=True)
+        whole.append(sum(module.gate_up.data_ptr() not in held for module, held in pairs))
+
+    for layer in [
+        module for module in engine.stages[0].modules() if isinstance(module, (TransformerLayer, LocalExperts))
+    ]:
+        layer.register_forward_hook(partial(_count_both_ways, count))
+    gather, send = DividedMatrix.gather, ReplicaSums.send
+    with (
+        patch.object(DividedMatrix, "gather", autospec=True, side_effect=gather) as gathers,
+        patch.object(ReplicaSums, "send", autospec=True, side_effect=send) as sums,
+    ):
+        engine.update(batches, loss_of(cell, engine))
+    most = max(whole)
+    count()
+    return Seen(most, whole[-1], gathers.call_count, sums.call_count, len(batches))
+
+
+def _count_both_ways(count: Callable[..., None], _: nn.Module, __: object, output: Tensor) -> None:
+    """In the forward pass behind this module, and in the backward pass before it."""
+    count()
+    if output.requires_grad:
+        output.register_hook(count)

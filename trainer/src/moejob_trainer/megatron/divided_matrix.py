@@ -1,0 +1,112 @@
+"""A matrix of which every replica keeps a share: gathered into the memory that products read, its gradients summed over
+replicas from the memory that products wrote.
+
+torch's fully_shard copies both once more, on the stream of the products. Knows nothing of layers and passes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from moejob_trainer.distributed.collectives import PendingCollective, start_all_gather
+from moejob_trainer.distributed.side_stream import Finish, SideStream
+from moejob_trainer.megatron.replica_sums import ReplicaSums
+from moejob_trainer.megatron.shares import Sharded
+
+
+class DividedMatrix:
+    """One matrix: `share` is the parameter that is trained, `whole` the one that computes while it has memory."""
+
+    def __init__(self, padded: Tensor, sharded: Sharded, *, is_trained: bool, peers: Sequence[Tensor] = ()) -> None:
+        """Padded is the memory of this rank's share, as long as any other's; peers are those of all, if in reach."""
+        self.sharded, self._padded, self._peers = sharded, padded, peers
+        held = padded[: sharded.stop - sharded.start]
+        width = sharded.shape[-1]
+        self.share = nn.Parameter(held.view(held.numel() // width, width), requires_grad=is_trained)
+        self._gathered = padded.new_empty(sharded.group.size * sharded.each, dtype=sharded.dtype)
+        self._bytes = self._gathered.nbytes
+        # Another tensor in the same memory: autograd would take one that is written to again for a mistake.
+        storage = self._gathered.untyped_storage()
+        whole = self._gathered.new_empty(0).set_(storage, 0, sharded.shape, _strides(sharded.shape))
+        self.whole = nn.Parameter(whole, requires_grad=is_trained)
+        self.free()
+
+    def gather(self, stream: SideStream) -> Finish:
+        """Give the whole matrix memory, and begin to fill it."""
+        self._gathered.untyped_storage().resize_(self._bytes)
+        return stream.begin(self._begun, _nothing)
+
+    def free(self) -> None:
+        """Keep the share alone."""
+        self._gathered.untyped_storage().resize_(0)
+
+    def _begun(self) -> PendingCollective:
+        if self._peers:
+            return self._copied()
+        # Rounded before it travels: half the bytes.
+        share = self._padded.to(self.sharded.dtype)
+        if self.sharded.group.size > 1:
+            return start_all_gather(share, self.sharded.group, self._gathered, is_async=not share.is_cuda)
+        return PendingCollective(self._gathered.copy_(share), share, None)
+
+    def _copied(self) -> PendingCollective:
+        """Copies between GPUs leave their multiprocessors to the products."""
+        size, own = self.sharded.group.size, self.sharded.group.rank
+        parts = self._gathered.view(size, -1)
+        # No two ranks read from one at first.
+        for rank in (*range(own, size), *range(own)):
+            parts[rank].copy_(self._peers[rank])
+        return PendingCollective(self._gathered, self._padded, None)
+
+
+class _LentGradient:
+    """The gradient of one matrix in one micro batch. A product writes all of it at once, and then it leaves."""
+
+    is_new = True
+
+    def __init__(self, matrix: DividedMatrix, sums: ReplicaSums) -> None:
+        self._share, self._sharded, self._sums = matrix.share, matrix.sharded, sums
+        self._lent: Tensor | None = None
+
+    def like(self, weight: Tensor) -> Tensor:
+        """Memory in the shape in which a product sees the weight."""
+        self._lent = self._sums.lend(self._sharded.group.size * self._sharded.each)
+        return self._lent[: self._sharded.elements].view(weight.shape)
+
+    def added(self, _: Tensor) -> None:
+        """Begin to sum it over replicas."""
+        if self._lent is None:
+            raise RuntimeError("a product has written a gradient that nothing was lent for; report this")
+        self._sums.send(self._lent, self._add)
+        self._lent = None
+
+    def take(self, whole: Tensor) -> None:
+        """Sum what autograd made of a use that knew no sum."""
+        if whole.grad is not None:
+            self.like(whole).copy_(whole.grad)
+            self.added(whole)
+            whole.grad = None
+
+    def _add(self, rows: Tensor) -> None:
+        if self._share.grad is None:
+            raise RuntimeError("gradients of a divided parameter exist as long as it is trained")
+        total = self._share.grad.view(-1)
+        total.add_(rows[: total.numel()])
+
+
+def sum_into(matrix: DividedMatrix, sums: ReplicaSums) -> None:
+    """Let gradients of the whole matrix be summed over replicas, wherever they are computed."""
+    lent = _LentGradient(matrix, sums)
+    matrix.whole.gradient_sum = lent  # type: ignore[attr-defined]
+    matrix.whole.register_post_accumulate_grad_hook(lent.take)
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+
+
+def _nothing(_: Tensor) -> None:
+    """A gather is done when it has arrived."""

@@ -1,0 +1,50 @@
+"""Memory for shares of experts' matrices: this rank's own, or one that the replicas of a node read.
+
+What others read is copied between GPUs by engines that no product needs. Nothing but the barrier of that memory orders
+what its ranks do, so shares change in its sight alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from moejob_trainer.distributed.groups import Group
+from moejob_trainer.distributed.peer_mapping import peer_memory
+from moejob_trainer.distributed.peer_memory import PeerMemory
+
+# Copies are fastest from whole lines of memory.
+ALIGNMENT_BYTES = 256
+
+
+class ShareMemory:
+    """Hands out memory for shares, on every rank in the same order."""
+
+    def __init__(self, peers: PeerMemory | None, device: torch.device) -> None:
+        self._peers, self._device, self._taken_bytes = peers, device, 0
+
+    @property
+    def barrier(self) -> Callable[[], None] | None:
+        """Wait on the device until all that read this memory are here; None where no other does."""
+        return None if self._peers is None else self._peers.barrier
+
+    def take(self, elements: int, dtype: torch.dtype) -> tuple[Tensor, Sequence[Tensor]]:
+        """Return zeros for this rank's share, and those of all ranks where these are in reach."""
+        if self._peers is None:
+            return torch.zeros(elements, dtype=dtype, device=self._device), ()
+        start, stop = self._taken_bytes, self._taken_bytes + elements * dtype.itemsize
+        self._taken_bytes = _aligned(stop)
+        everyones = [share[start:stop].view(dtype) for share in self._peers.shares]
+        return everyones[self._peers.rank].zero_(), everyones
+
+
+def memory_in_reach(elements: Sequence[int], dtype: torch.dtype, group: Group, device: torch.device) -> ShareMemory:
+    """Memory for shares of these sizes that all ranks of the group read, or this rank's own where they do not."""
+    size_bytes = sum(_aligned(count * dtype.itemsize) for count in elements)
+    return ShareMemory(peer_memory(size_bytes, group.handle, device) if group.size > 1 else None, device)
+
+
+def _aligned(size_bytes: int) -> int:
+    return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

@@ -1,0 +1,94 @@
+"""Shares of parameters that replicas divide: the part that a rank holds, as shards, and the whole put together again.
+
+A share is a range of a flat parameter, as in Megatron's buffers, so that everything which knows pieces and shards knows
+these too. Knows nothing of what divides parameters, and of when they are whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+
+from moejob_trainer.checkpoints.shards import ShardSpec, shards_of_range
+from moejob_trainer.distributed.collectives import all_gather_alike
+from moejob_trainer.distributed.groups import Group
+
+
+@dataclass(frozen=True, slots=True)
+class Sharded:
+    """A divided parameter beside its share: its whole shape on this rank, and the type it computes in.
+
+    Every rank of the group has a share of `each` elements; the last ones have fewer or none.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    group: Group
+    each: int
+
+    @property
+    def elements(self) -> int:
+        """Of all shares."""
+        return math.prod(self.shape)
+
+    @property
+    def start(self) -> int:
+        """The first element of this rank's share in the flat parameter."""
+        return min(self.group.rank * self.each, self.elements)
+
+    @property
+    def stop(self) -> int:
+        """Behind its last element."""
+        return min(self.start + self.each, self.elements)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightTypes:
+    """The type that weights compute in, and the one that their gradients are summed in."""
+
+    weights: torch.dtype
+    gradients: torch.dtype
+
+
+def share_elements(shape: tuple[int, ...], group: Group) -> int:
+    """Elements of a share. Rows of the last axis are divided as evenly as whole rows allow."""
+    width = shape[-1] if len(shape) > 1 else 1
+    return math.ceil(math.prod(shape) // width / group.size) * width
+
+
+def sharded_as(tensor: Tensor) -> Sharded | None:
+    """Return the sharding of a tensor over replicas; None when each of them holds it whole."""
+    return getattr(tensor, "sharded", None)
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """Return the local part of a tensor. A view: writing into it sets the tensor."""
+    found = tensor.detach()
+    return (found.to_local() if isinstance(found, DTensor) else found).view(-1)
+
+
+def local_shards(tensor: Tensor) -> Iterator[tuple[ShardSpec, Tensor]]:
+    """Yield it as shards of what this rank would hold without replicas, each with its view."""
+    sharded, flat = sharded_as(tensor), own_part(tensor)
+    shape, start = (tuple(tensor.shape), 0) if sharded is None else (sharded.shape, sharded.start)
+    begin = 0
+    for shard in shards_of_range(shape, start, start + flat.numel()):
+        yield shard, flat[begin : begin + shard.elements].view(shard.size)
+        begin += shard.elements
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor as it computes. Of a divided one all replicas call this together."""
+    sharded = sharded_as(tensor)
+    if sharded is None:
+        return tensor.detach()
+    # Rounded before it travels: half the bytes.
+    share = own_part(tensor).to(sharded.dtype)
+    share = functional.pad(share, (0, sharded.each - share.numel()))
+    return all_gather_alike(share, sharded.group)[: sharded.elements].view(sharded.shape)
