@@ -255,7 +255,7 @@ def test_two_layers_at_most_are_fetched_at_a_time_and_none_is_left() -> None:
                     lambda _: fetched.append(sorted(n for layer, n in numbers.items() if layer.is_fetched))
                 )
     del offloaded
-    x.sum().backward()  # type: ignore[no-untyped-call]
+    x.sum().backward()
     assert fetched == [[], [3, 4], [3], [2, 3], [2], [1, 2], [1], [0, 1], [0], [0]]
     assert not numbers, "layers outlive the pass, and their memory with them"
 
