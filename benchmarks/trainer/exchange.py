@@ -21,7 +21,7 @@ from torch import Tensor
 
 from moejob_trainer.distributed.collectives import all_to_all
 from moejob_trainer.distributed.groups import Group, Groups
-from moejob_trainer.distributed.peer_mapping import peer_memory
+from moejob_trainer.distributed.peer_mapping import FOR_TOKENS, peer_memory
 from moejob_trainer.layers.peer_rows import sum_rows, write_rows
 from moejob_trainer.layers.permutation import Permutation, combined, permuted
 from moejob_trainer.model.dispatch import ExpertHolders, TokenDispatch, combine, dispatch
@@ -80,7 +80,7 @@ def main() -> None:
 def _groups(chosen: argparse.Namespace, device: torch.device) -> Groups:
     group = Group(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
     # Room for the worst routing.
-    memory = peer_memory(chosen.tokens * group.size * chosen.width * 2, group.handle, device)
+    memory = peer_memory(chosen.tokens * group.size * chosen.width * 2, group.handle, device, FOR_TOKENS)
     if memory is None:
         raise SystemExit("these GPUs do not reach each other's memory, the log says why: there is nothing to measure")
     return Groups(expert=group, expert_memory=memory)

@@ -19,7 +19,7 @@ import torch.distributed as dist  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from moejob_trainer.distributed.groups import Group, Groups  # noqa: E402
-from moejob_trainer.distributed.peer_mapping import peer_memory  # noqa: E402
+from moejob_trainer.distributed.peer_mapping import FOR_TOKENS, peer_memory  # noqa: E402
 from moejob_trainer.layers.permutation import Permutation, permuted_probabilities  # noqa: E402
 from moejob_trainer.model.dispatch import ExpertHolders, combine, dispatch  # noqa: E402
 
@@ -69,7 +69,7 @@ def groups_of(sharing: int) -> Groups:
 def both_ways(way: Way, device: str) -> tuple[Seen, Seen]:
     """Two layers, one behind the other, by all-to-all and through memory."""
     groups = groups_of(way.sharing)
-    memory = peer_memory(way.size_bytes, groups.expert.handle, torch.device(device))
+    memory = peer_memory(way.size_bytes, groups.expert.handle, torch.device(device), FOR_TOKENS)
     return two_layers(way, groups, device), two_layers(way, replace(groups, expert_memory=memory), device)
 
 

@@ -166,6 +166,14 @@ def overlaps_parameter_gather(spec: Spec) -> bool:
     return is_wanted and overlaps_gradient_reduction(spec) and not spec.memory.sharding.divides_weights
 
 
+def reads_replicas(spec: Spec) -> bool:
+    """Return whether experts' shares are copied from the memory of replicas, which must not move meanwhile."""
+    if not spec.memory.sharding.divides_weights or spec.memory.offload_parameters:
+        return False
+    given = spec.training.communication.read_replicas
+    return spec.resources.accelerator is Accelerator.GPU if given is None else given
+
+
 def kept_slope_bytes(spec: Spec, tokens: int, words: int, element_bytes: int) -> int:
     """Return the bytes that the loss keeps of a row's logits for the backward pass; 0 where it computes them again."""
     # Slopes are of log-probabilities; the gradient of an entropy needs the probabilities themselves.

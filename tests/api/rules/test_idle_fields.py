@@ -123,6 +123,18 @@ def communication(**settings: Any) -> dict[str, Any]:
         ),
         (
             moe_model(),
+            communication(readReplicas=True),
+            "training.communication.readReplicas",
+            "with DistributedOptimizer every replica has all weights",
+        ),
+        (
+            moe_model(),
+            grpo() | communication(readReplicas=True) | {"memory": {"sharding": "FSDP", "offloadParameters": True}},
+            "training.communication.readReplicas",
+            "offloadParameters moves shares",
+        ),
+        (
+            moe_model(),
             communication(overlapOptimizerCopies=True),
             "training.communication.overlapOptimizerCopies",
             "offloadOptimizer is 0",

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moejob_trainer.distributed.peer_mapping import peer_memory
+from moejob_trainer.distributed.peer_mapping import FOR_TOKENS, peer_memory
 from moejob_trainer.distributed.peers import PeerPlace, obstacle
 from trainer.worlds import Worlds
 
@@ -39,7 +39,7 @@ def test_ranks_write_to_each_other_only_where_all_of_them_reach_all(places: list
 def mapped(size_bytes: int) -> tuple[list[float], int]:
     """The first number of each rank's share as this rank sees it, and the rows of three that a share has room for."""
     handle = dist.group.WORLD
-    memory = peer_memory(size_bytes, handle, torch.device("cpu"))
+    memory = peer_memory(size_bytes, handle, torch.device("cpu"), FOR_TOKENS)
     assert memory is not None
     shares = memory.as_rows(3, torch.bfloat16)
     memory.barrier()
@@ -54,4 +54,4 @@ def test_what_one_rank_writes_all_ranks_read(worlds: Worlds) -> None:
 
 
 def test_a_rank_that_is_alone_has_no_peers() -> None:
-    assert peer_memory(100, None, torch.device("cpu")) is None
+    assert peer_memory(100, None, torch.device("cpu"), FOR_TOKENS) is None

@@ -17,7 +17,7 @@ from moejob_api.job.moe import Dispatcher
 from moejob_api.job.parallelism import ExpertLayout, Parallelism
 from moejob_api.layout.sizes import Layout, layout
 from moejob_trainer.distributed.groups import ALONE, Groups
-from moejob_trainer.distributed.peer_mapping import peer_memory
+from moejob_trainer.distributed.peer_mapping import FOR_TOKENS, peer_memory
 from moejob_trainer.layers.permutation import Permutation
 from moejob_trainer.megatron.topology import start_groups, stop_groups
 from moejob_trainer.model.dispatch import ExpertHolders, combine, dispatch
@@ -42,7 +42,7 @@ WAYS = {
 def by_all_ways(way: Way) -> tuple[Seen, Seen, Seen]:
     """Two layers straight to ranks, over nodes by all-to-all, and over nodes with memory inside each."""
     with _groups(TWO_NODES if way.sharing == 1 else TWO_NODES_SHARING) as groups:
-        memory = peer_memory(way.size_bytes, groups.expert_inside.handle, torch.device("cpu"))
+        memory = peer_memory(way.size_bytes, groups.expert_inside.handle, torch.device("cpu"), FOR_TOKENS)
         each = _straight(groups), groups, replace(groups, expert_memory=memory)
         straight, exchanged, written = (two_layers(way, one, "cpu") for one in each)
         return straight, exchanged, written

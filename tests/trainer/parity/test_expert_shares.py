@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -53,19 +52,13 @@ def test_several_micro_batches_train_what_transformers_trains(
     assert_like(worlds.run(data, trained, _cell(AGAIN[how], data), folder), expected, within=1e-5)
 
 
-@pytest.mark.parametrize("variant", ["peers", "peers-sums"])
 @pytest.mark.parametrize("sections", [{}, ZERO2], ids=["FSDP", "ZeRO-2"])
 def test_shares_and_gradients_that_replicas_read_train_the_same(
-    worlds: Worlds, reference: Reference, sections: Mapping[str, Any], variant: str
+    worlds: Worlds, reference: Reference, sections: Mapping[str, Any]
 ) -> None:
     folder, expected = reference(Family.QWEN3_MOE)
-    assert_like(worlds.run(3, trained_by_readers, _cell(sections, 3), folder, variant), expected, within=1e-5)
-
-
-def trained_by_readers(cell: Cell, folder: Path, variant: str) -> Any:
-    """Train where ranks copy one another's shares."""
-    with patch.dict(os.environ, {"TRIAL_EXPERT_SHARES": variant}):
-        return trained(cell, folder)
+    cell = _cell(merged(sections, {"training": {"communication": {"readReplicas": True}}}), 3)
+    assert_like(worlds.run(3, trained, cell, folder), expected, within=1e-5)
 
 
 @dataclass(frozen=True)

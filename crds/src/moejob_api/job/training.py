@@ -175,6 +175,13 @@ class Communication(ApiModel):
             "others."
         ),
     ] = False
+    read_replicas: Annotated[
+        bool | None,
+        Field(
+            description="With memory.sharding FSDP or ZeRO2: copy experts' shares and gradients from the memory of "
+            "replicas on the same node, where each GPU reaches the others, instead of by NCCL. Absent: on GPUs."
+        ),
+    ] = None
 
 
 class EarlyStop(ApiModel):

@@ -171,6 +171,10 @@ def _of_communication(spec: Spec) -> Iterator[Problem]:
         "overlap_optimizer_copies": [
             (spec.memory.offload_optimizer == 0, "memory.offloadOptimizer is 0, nothing is copied")
         ],
+        "read_replicas": [
+            (not sharding.divides_weights, f"with {sharding} every replica has all weights"),
+            (spec.memory.offload_parameters, "memory.offloadParameters moves shares, which no replica may read then"),
+        ],
     }
     for name, whys in cases.items():
         why = next((why for is_so, why in whys if is_so), None)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -25,7 +26,28 @@ _PLACE = TypeAdapter(PeerPlace)
 _PATH = TypeAdapter(str)
 
 
-def peer_memory(size_bytes: int, group: dist.ProcessGroup | None, device: torch.device) -> PeerMemory | None:
+@dataclass(frozen=True, slots=True)
+class PeerUse:
+    """The use of such memory, as the log says it: what happens without it, and the setting that does without."""
+
+    name: str
+    otherwise: str
+    without: str
+
+
+FOR_TOKENS = PeerUse(
+    "dispatcher Flex", "dispatcher Flex becomes AllToAll for an expert group", "set moe.dispatcher to AllToAll"
+)
+FOR_SHARES = PeerUse(
+    "training.communication.readReplicas",
+    "experts' shares travel by NCCL",
+    "set training.communication.readReplicas to false",
+)
+
+
+def peer_memory(
+    size_bytes: int, group: dist.ProcessGroup | None, device: torch.device, use: PeerUse
+) -> PeerMemory | None:
     """The memory of a group whose ranks reach one another; None, said once in the log, where they do not.
 
     Every rank of the group calls it.
@@ -35,9 +57,9 @@ def peer_memory(size_bytes: int, group: dist.ProcessGroup | None, device: torch.
     why = obstacle(messages.all_gather(_place(device), _PLACE, group))
     if why:
         if group.rank() == 0:
-            log.warning("dispatcher Flex becomes AllToAll for an expert group: %s", why)
+            log.warning("%s: %s", use.otherwise, why)
         return None
-    return _on_gpus(size_bytes, group, device) if device.type == "cuda" else _on_cpus(size_bytes, group)
+    return _on_gpus(size_bytes, group, device, use) if device.type == "cuda" else _on_cpus(size_bytes, group)
 
 
 def _place(device: torch.device) -> PeerPlace:
@@ -58,7 +80,7 @@ def _machine() -> str:
     return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
 
 
-def _on_gpus(size_bytes: int, group: dist.ProcessGroup, device: torch.device) -> PeerMemory:
+def _on_gpus(size_bytes: int, group: dist.ProcessGroup, device: torch.device, use: PeerUse) -> PeerMemory:
     # An object of NVLink's switches that nothing here uses, and that some machines refuse to make.
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     # On a machine without CUDA the module warns.
@@ -69,8 +91,8 @@ def _on_gpus(size_bytes: int, group: dist.ProcessGroup, device: torch.device) ->
         handle = symmetric_memory.rendezvous(own, group)
     except RuntimeError as error:
         raise BadConfiguration(
-            f"dispatcher Flex needs {size_bytes} bytes on each GPU that the others of its node can map, and got none: "
-            f"{error}; set moe.dispatcher to AllToAll"
+            f"{use.name} needs {size_bytes} bytes on each GPU that the others of its node can map, and got none: "
+            f"{error}; {use.without}"
         ) from error
     peers = [handle.get_buffer(rank, (size_bytes,), torch.uint8) for rank in range(group.size())]
     # The memory lives as long as the tensor that it was asked for.

@@ -10,7 +10,6 @@ it has to be there.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -74,8 +73,6 @@ class ExpertShares:
         # Shares change between the passes, and are read in them.
         self._are_read = False
         self._most = MOST_WHOLE
-        # The loss needs the most memory of a step.
-        self._most_beside_loss = int(os.environ.get("TRIAL_EXPERTS_BESIDE_LOSS", MOST_WHOLE))
         # Those that are, with what is on its way; the one that was needed last is the last.
         self._whole: dict[int, list[Finish]] = {}
 
@@ -88,7 +85,7 @@ class ExpertShares:
 
     def keep(self) -> None:
         """Let layers stay whole until all of them are freed."""
-        self._most = self._most_beside_loss = len(self._layers)
+        self._most = len(self._layers)
 
     def finish_sums(self) -> None:
         """Wait for the gradients that are being summed."""
@@ -114,8 +111,8 @@ class ExpertShares:
             return
         output.register_hook(partial(self._before_backward, index))
         if index == len(self._layers) - 1 and not computes_again():
+            # The loss needs the most memory of a step.
             self._sums.finish()
-            self._make_room(self._most_beside_loss)
 
     def _before_backward(self, index: int, _: Tensor) -> None:
         self._need(index)
@@ -153,8 +150,6 @@ class ExpertShares:
 def take_matrices(stage: nn.Module) -> list[Taken]:
     """Take the matrices out of all experts of a stage, so that nothing else divides them."""
     taken: list[Taken] = []
-    if _variant() == "torch":
-        return taken
     for experts in [module for module in stage.modules() if isinstance(module, LocalExperts)]:
         matrices = {name: getattr(experts, name) for name in MATRICES}
         for name in MATRICES:
@@ -165,18 +160,19 @@ def take_matrices(stage: nn.Module) -> list[Taken]:
 
 
 def divide_experts(
-    taken: Sequence[Taken], types: WeightTypes, group: Group, device: torch.device
+    taken: Sequence[Taken], types: WeightTypes, group: Group, device: torch.device, *, reads: bool
 ) -> ExpertShares | None:
     """Put this rank's shares in the place of matrices on the meta device; their values are not set.
 
-    None where all that computes lies still.
+    None where all that computes lies still. reads: replicas copy from one another's memory, where that is in reach.
     """
     given = [matrix for _, matrices in taken for matrix in matrices.values()]
     if not given or (group.size == 1 and all(matrix.dtype == types.weights for matrix in given)):
         _place_whole(taken, device)
         return None
-    memory = _share_memory(given, types, group, device)
-    sums = ReplicaSums(group, SideStream(device), _gradient_memory(given, types, group, device))
+    memory = _share_memory(given, types, group, device, reads=reads)
+    gradients = _gradient_memory(given, types, group, device, reads=reads)
+    sums = ReplicaSums(group, SideStream(device), gradients)
     layers = []
     for module, named in taken:
         matrices = {name: _divided(matrix, types, group, memory) for name, matrix in named.items()}
@@ -197,22 +193,23 @@ def _place_whole(taken: Sequence[Taken], device: torch.device) -> None:
             setattr(module, name, own)
 
 
-def _share_memory(given: Sequence[nn.Parameter], types: WeightTypes, group: Group, device: torch.device) -> ShareMemory:
+def _share_memory(
+    given: Sequence[nn.Parameter], types: WeightTypes, group: Group, device: torch.device, *, reads: bool
+) -> ShareMemory:
     # Shares with more bits than weights are rounded before they travel.
-    if _variant() not in ("peers", "peers-sums") or any(matrix.dtype != types.weights for matrix in given):
+    if not reads or any(matrix.dtype != types.weights for matrix in given):
         return ShareMemory(None, device)
     return memory_in_reach([_each(matrix, group) for matrix in given], types.weights, group, device)
 
 
 def _gradient_memory(
-    given: Sequence[nn.Parameter], types: WeightTypes, group: Group, device: torch.device
+    given: Sequence[nn.Parameter], types: WeightTypes, group: Group, device: torch.device, *, reads: bool
 ) -> GradientMemory:
-    most = int(os.environ.get("TRIAL_EXPERT_GRADIENTS", MOST_GRADIENTS))
     sizes = sorted({group.size * _each(matrix, group) for matrix in given if matrix.requires_grad})
-    if _variant() != "peers-sums" or not sizes:
-        return GradientMemory(types.gradients, device, most)
-    memory = memory_in_reach([*sizes] * most, types.gradients, group, device)
-    return ReadGradientMemory(memory, types.gradients, device, most)
+    if not reads or not sizes:
+        return GradientMemory(types.gradients, device, MOST_GRADIENTS)
+    memory = memory_in_reach([*sizes] * MOST_GRADIENTS, types.gradients, group, device)
+    return ReadGradientMemory(memory, types.gradients, device, MOST_GRADIENTS)
 
 
 def _divided(given: nn.Parameter, types: WeightTypes, group: Group, memory: ShareMemory) -> DividedMatrix:
@@ -223,11 +220,3 @@ def _divided(given: nn.Parameter, types: WeightTypes, group: Group, memory: Shar
 
 def _each(matrix: nn.Parameter, group: Group) -> int:
     return share_elements(tuple(matrix.shape), group)
-
-
-def _variant() -> str:
-    """Return what is measured.
-
-    torch leaves experts to fully_shard, peers copies shares from the memory of replicas, peers-sums gradients too.
-    """
-    return os.environ.get("TRIAL_EXPERT_SHARES", "")

@@ -33,8 +33,13 @@ def precision(weights: Dtype, gradients: Dtype) -> WeightTypes:
     return WeightTypes(getattr(torch, weights.value), getattr(torch, gradients.value))
 
 
-def fully_sharded(stage: Stage, types: WeightTypes, groups: Groups, device: torch.device) -> Stage:
-    """A stage made on the meta device, as this rank's shares on a real one; their values are not set."""
+def fully_sharded(
+    stage: Stage, types: WeightTypes, groups: Groups, device: torch.device, *, reads: bool = False
+) -> Stage:
+    """A stage made on the meta device, as this rank's shares on a real one; their values are not set.
+
+    reads: replicas copy experts' shares from one another's memory, where that is in reach.
+    """
     marks = {name: dict(vars(parameter)) for name, parameter in stage.named_parameters()}
     shapes = {name: tuple(parameter.shape) for name, parameter in stage.named_parameters()}
     matrices = take_matrices(stage)
@@ -45,7 +50,7 @@ def fully_sharded(stage: Stage, types: WeightTypes, groups: Groups, device: torc
         # Torch moves padded shares when they are first gathered; from now on they have to lie still.
         module.unshard()
         module.reshard()
-    experts = divide_experts(matrices, types, groups.expert_replicas, device)
+    experts = divide_experts(matrices, types, groups.expert_replicas, device, reads=reads)
     if experts is not None:
         experts.watch(stage)
         vars(stage)["expert_shares"] = experts

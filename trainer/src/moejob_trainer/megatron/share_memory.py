@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moejob_trainer.distributed.groups import Group
-from moejob_trainer.distributed.peer_mapping import peer_memory
+from moejob_trainer.distributed.peer_mapping import FOR_SHARES, peer_memory
 from moejob_trainer.distributed.peer_memory import PeerMemory
 
 # Copies are fastest from whole lines of memory.
@@ -43,7 +43,7 @@ class ShareMemory:
 def memory_in_reach(elements: Sequence[int], dtype: torch.dtype, group: Group, device: torch.device) -> ShareMemory:
     """Memory for shares of these sizes that all ranks of the group read, or this rank's own where they do not."""
     size_bytes = sum(_aligned(count * dtype.itemsize) for count in elements)
-    return ShareMemory(peer_memory(size_bytes, group.handle, device) if group.size > 1 else None, device)
+    return ShareMemory(peer_memory(size_bytes, group.handle, device, FOR_SHARES) if group.size > 1 else None, device)
 
 
 def _aligned(size_bytes: int) -> int:

@@ -11,7 +11,7 @@ from megatron.core.enums import ModelType
 from megatron.core.model_parallel_config import ModelParallelConfig
 from torch import nn
 
-from moejob_api.derived import batch, share_dtype
+from moejob_api.derived import batch, reads_replicas, share_dtype
 from moejob_api.job.job import Spec
 from moejob_api.job.moe import Sharding
 from moejob_api.layout.sizes import Layout
@@ -19,7 +19,7 @@ from moejob_api.layout.stages import stages as stages_of
 from moejob_api.planner.memory.communication import peer_memory_bytes
 from moejob_api.planner.memory.microbatch_share import share
 from moejob_trainer.distributed.groups import Groups
-from moejob_trainer.distributed.peer_mapping import peer_memory
+from moejob_trainer.distributed.peer_mapping import FOR_TOKENS, peer_memory
 from moejob_trainer.distributed.peer_memory import PeerMemory
 from moejob_trainer.megatron.sharding import fully_sharded, keep_gathered, precision
 from moejob_trainer.model.architecture import Architecture
@@ -80,7 +80,7 @@ def _expert_memory(
     """The memory through which all layers of this rank exchange tokens, if dispatcher Flex has one here."""
     of_rank = share(spec, model.shape, layout, batch(spec, layout).micro_tokens)
     writers = groups.expert if groups.expert_across.size == 1 else groups.expert_inside
-    return peer_memory(peer_memory_bytes(of_rank, spec.moe.dispatcher), writers.handle, device)
+    return peer_memory(peer_memory_bytes(of_rank, spec.moe.dispatcher), writers.handle, device, FOR_TOKENS)
 
 
 def _placed(make: Callable[[], Stage], spec: Spec, groups: Groups, device: torch.device) -> Stage:
@@ -94,7 +94,7 @@ def _placed(make: Callable[[], Stage], spec: Spec, groups: Groups, device: torch
     shares = getattr(torch, share_dtype(spec).value)
     stage = _typed(stage, getattr(torch, spec.model.dtype.value), trained=shares)
     types = precision(spec.model.dtype, spec.training.precision.gradients)
-    stage = fully_sharded(stage, types, groups, device)
+    stage = fully_sharded(stage, types, groups, device, reads=reads_replicas(spec))
     if spec.memory.sharding is Sharding.ZERO2:
         keep_gathered(stage)
     return stage

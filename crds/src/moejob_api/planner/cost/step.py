@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from moejob_api.derived import NO_MODULES, counts_choices
+from moejob_api.derived import NO_MODULES, counts_choices, reads_replicas
 from moejob_api.job.training import RecomputeGranularity, RecomputeMethod, RecomputeModule
 from moejob_api.layout.expert_nodes import expert_nodes
 from moejob_api.models.shape import DenseMLP, Layer
@@ -15,12 +15,15 @@ from moejob_api.planner.cost.rates import (
     HOST_ADAM_BYTES,
     HOST_ADAM_BYTES_PER_SECOND,
     OPTIMIZER_SHARE,
+    READ_EXPOSED,
     Machine,
+    gather_seconds,
     gemm_seconds,
     replicas_seconds,
     send_seconds,
 )
 from moejob_api.planner.memory.case import Case, Parameters, Portion, model_parameters, stage_parameters
+from moejob_api.planner.memory.constants import FSDP_UNITS
 from moejob_api.planner.memory.kept_activations import FLOAT32_BYTES
 from moejob_api.planner.memory.kinds import StageContents
 from moejob_api.planner.memory.states import divided, optimizer_bytes
@@ -211,12 +214,17 @@ def _sends(case: Case, work: Work) -> float:
 
 
 def _accumulation(case: Case, part: Portion, machine: Machine) -> float:
-    """Each new gradient is read and added into its buffer; of shares it is copied, summed, and added where it falls."""
-    if case.divides_weights:
-        touched = part.trained.total * (case.element_bytes + case.gradient_bytes)
-        touched += divided(case, part.trained) * (case.gradient_bytes + 2 * case.summed_bytes)
-    else:
+    """Each new gradient is read and added into its buffer; of shares it is copied, summed, and added where it falls.
+
+    Products write those of experts straight into what is summed.
+    """
+    if not case.divides_weights:
         touched = part.trained.total * (case.element_bytes + 2 * case.gradient_bytes)
+        return _touched_seconds(touched, machine)
+    touched = (
+        part.trained.dense * (case.element_bytes + case.gradient_bytes) + part.trained.routed * case.gradient_bytes
+    )
+    touched += divided(case, part.trained) * (case.gradient_bytes + 2 * case.summed_bytes)
     return _touched_seconds(touched, machine)
 
 
@@ -236,28 +244,43 @@ def _after(case: Case, fullest: Portion, machine: Machine) -> Seconds:
 
 def _exchanged(case: Case, held: Parameters, trained: Parameters, machine: Machine) -> float:
     """Gradients are scattered and weights gathered over the replicas."""
-    gradients = _over_replicas(case, trained, case.gradient_bytes, machine)
     if not case.divides_weights:
-        return gradients + _over_replicas(case, trained, case.element_bytes, machine)
+        amounts = (trained, case.gradient_bytes), (trained, case.element_bytes)
+        return sum(_of_dense(case, *one, machine) + _of_experts(case, *one, machine) for one in amounts)
+    sums = _of_dense(case, trained, case.gradient_bytes, machine) + _of_experts(
+        case, trained, case.gradient_bytes, machine
+    )
     # FSDP has nothing whole between microbatches: weights are gathered for either pass of each.
     gathers = 1 if case.keeps_gathered else 2 * case.batch.microbatches
-    return case.batch.microbatches * gradients + gathers * _gathered(case, held, machine)
+    experts = _of_experts(case, held, case.element_bytes, machine) * _gathered_share(case)
+    return case.batch.microbatches * sums + gathers * (_dense_gathered(case, held, machine) + experts)
 
 
-def _gathered(case: Case, held: Parameters, machine: Machine) -> float:
+def _dense_gathered(case: Case, held: Parameters, machine: Machine) -> float:
     """Shares of weights gathered into a buffer, and copied from that."""
-    layout = case.layout
-    copied = held.dense * (layout.data * layout.context > 1) + held.routed * (layout.expert_data > 1)
-    return _over_replicas(case, held, case.element_bytes, machine) + _touched_seconds(
-        2 * case.element_bytes * copied, machine
-    )
+    copied = held.dense * (case.layout.data * case.layout.context > 1)
+    copies = _touched_seconds(2 * case.element_bytes * copied, machine)
+    return _of_dense(case, held, case.element_bytes, machine) + copies
 
 
-def _over_replicas(case: Case, parameters: Parameters, size_bytes: int, machine: Machine) -> float:
+def _gathered_share(case: Case) -> float:
+    """Return the share of layers whose experts are gathered for a pass: those at its turns stay whole."""
+    layers = max(len(chunk) for stage in case.stages for chunk in stage.chunks)
+    return 1.0 if case.keeps_gathered else max(0.0, 1 - FSDP_UNITS / layers)
+
+
+def _of_dense(case: Case, parameters: Parameters, size_bytes: int, machine: Machine) -> float:
     layout = case.layout
-    dense = replicas_seconds(parameters.dense * size_bytes, layout.tensor, layout.data * layout.context, machine)
-    stride = layout.expert_tensor * layout.expert
-    return dense + replicas_seconds(parameters.routed * size_bytes, stride, layout.expert_data, machine)
+    return replicas_seconds(parameters.dense * size_bytes, layout.tensor, layout.data * layout.context, machine)
+
+
+def _of_experts(case: Case, parameters: Parameters, size_bytes: int, machine: Machine) -> float:
+    layout = case.layout
+    stride, replicas = layout.expert_tensor * layout.expert, layout.expert_data
+    amount = parameters.routed * size_bytes
+    if reads_replicas(case.spec) and machine.members_in_node(stride, replicas) == replicas:
+        return READ_EXPOSED * gather_seconds(amount, stride, replicas, machine)
+    return replicas_seconds(amount, stride, replicas, machine)
 
 
 def _optimizer(case: Case, mine: int, machine: Machine) -> float:

@@ -96,14 +96,16 @@ def _whole(case: Case, part: Portion) -> int:
 def _units(case: Case, stage: StageContents) -> int:
     """Return the peak of what is whole for a while: in the backward pass of the largest layer, or after the first.
 
-    A layer's weights and those of the next one on its way, its gradients, and a copy of either laid out to be summed.
+    A layer's weights and those of the next one on its way, its gradients, and a copy of either laid out to be summed;
+    of experts the gradients of two matrices of a size, without copies.
     The vocabulary's matrices stay whole through both passes, and their gradients, where they have any, are summed last.
     """
     ends = stage.embedding + (stage.output and not case.shape.tied_embeddings)
     matrices, learned = ends * case.vocabulary, ends * output_parameters(case)
     passing = max(
         part.held.total * FSDP_UNITS * case.element_bytes
-        + part.trained.total * (case.element_bytes + case.gradient_bytes)
+        + part.trained.dense * (case.element_bytes + case.gradient_bytes)
+        + part.trained.routed * FSDP_UNITS * case.gradient_bytes
         for part in case.layers
     )
     return (matrices + learned) * case.element_bytes + max(passing, learned * case.gradient_bytes)
