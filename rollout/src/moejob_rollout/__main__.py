@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,13 @@ def main() -> int:
         engine = from_environment(EngineEnvironment, os.environ)
     except BadEnvironment as error:
         sys.stderr.write(f"moejob-rollout: {error}\n")
+        return ExitCode.BAD_CONFIGURATION
+    if "moejob" not in entry_points(group="vllm.general_plugins").names:
+        # vLLM would refuse the way that weights take, after a minute.
+        sys.stderr.write(
+            f"moejob-rollout: vLLM knows plugins of installed packages, and {sys.executable} has only files of this; "
+            "install moejob-rollout there, or use its image\n"
+        )
         return ExitCode.BAD_CONFIGURATION
     os.environ |= variables(engine, sorted(os.sched_getaffinity(0)))
     # Takes ten seconds, in which the trainer lays out the model.
