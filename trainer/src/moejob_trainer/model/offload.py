@@ -146,7 +146,10 @@ class OffloadedLayer:
     def let_go(self) -> None:
         """Its backward pass is over."""
         for kept in self.kept:
-            kept.fetched = None
+            kept.let_go()
+
+    def __del__(self) -> None:
+        self.let_go()
 
 
 @dataclass(slots=True, eq=False)
@@ -171,6 +174,12 @@ class _Kept:
         with torch.cuda.stream(copies):
             self.fetched.copy_(self.held, non_blocking=True)
         self._arrived = copies.record_event()
+
+    def let_go(self) -> None:
+        """Give its memory back, behind the copy, for which nothing has waited that did not need it."""
+        if self._arrived is not None:
+            torch.cuda.current_stream(self.device).wait_event(self._arrived)
+        self.fetched = self._arrived = None
 
     def needed(self) -> Tensor:
         """Return it on the device, in the order of the training's own work."""
