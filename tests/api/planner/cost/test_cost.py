@@ -54,6 +54,12 @@ def test_throughput_measured_on_h200_is_met_within_ten_percent(job: Spec, layers
     assert cost(job, moe_model(layers=layers)).tokens_per_second_per_gpu == pytest.approx(measured, rel=0.10)
 
 
+def test_an_optimizer_in_host_memory_takes_what_was_measured_within_a_tenth() -> None:
+    batch = {"microBatchSize": 4, "globalBatchSize": 16, "precision": {"gradients": "bfloat16"}}
+    job = spec(training=batch, memory={"offloadOptimizer": 1.0})
+    assert cost(job, moe_model(layers=3)).seconds == pytest.approx(1.443, rel=0.1)
+
+
 # Two H100 in one run, 8 layers, 4 x 4, bfloat16 gradients: DistributedOptimizer made 78,227.
 @pytest.mark.parametrize(("reads", "measured"), [(None, 70_563), (False, 66_575)])
 def test_what_shares_cost_beside_whole_weights_is_met_within_five_percent(reads: bool | None, measured: int) -> None:
