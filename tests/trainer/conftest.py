@@ -16,6 +16,14 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 from trainer.worlds import Worlds
 
+# Files of few tests that take minutes each, for engines start in them. By the number of their tests they would come
+# last, when one worker would be alone with them.
+_BEGUN_FIRST = ("test_grpo_runs.py", "test_transports.py", "test_real_engines.py", "test_replayed_runs.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in _BEGUN_FIRST)
+
 
 def pytest_collection_finish() -> None:
     # What was imported is never garbage. Tests that count bytes look for garbage often, and forked processes would copy
