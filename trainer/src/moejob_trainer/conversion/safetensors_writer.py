@@ -58,11 +58,8 @@ class ShardWriter:
 
     def put(self, name: str, tensor: Tensor) -> memoryview:
         """Write one tensor; return its bytes."""
-        content, offset = _content(tensor), self.offsets[name]
-        written = 0
-        # A call writes 2 GiB at most.
-        while written < len(content):
-            written += os.pwrite(self.descriptor, content[written:], offset + written)
+        content = _content(tensor)
+        _write_at(self.descriptor, content, self.offsets[name])
         return content
 
 
@@ -88,7 +85,7 @@ def shard_writer(
     ordered = sorted(entries, key=lambda entry: (-entry.dtype.itemsize, entry.name))
     header, offsets, end = _header(ordered, metadata)
     with path.open("xb", buffering=0) as file:
-        os.pwrite(file.fileno(), header, 0)
+        _write_at(file.fileno(), memoryview(header), 0)
         file.truncate(end)
         yield ShardWriter(file.fileno(), offsets)
         os.fsync(file.fileno())
@@ -137,6 +134,13 @@ def _header(entries: Sequence[TensorEntry], metadata: Mapping[str, str]) -> tupl
     first = 8 + len(text)
     offsets = {name: first + begin for name, begin in begins.items()}
     return len(text).to_bytes(8, "little") + text, offsets, first + end
+
+
+def _write_at(descriptor: int, content: memoryview, offset: int) -> None:
+    """Write all of it. A call writes 2 GiB at most, and less where room ends."""
+    written = 0
+    while written < len(content):
+        written += os.pwrite(descriptor, content[written:], offset + written)
 
 
 def _content(tensor: Tensor) -> memoryview:

@@ -93,11 +93,13 @@ class CopyMemory:
 def _blocks(sizes: Sequence[CopySize]) -> Iterator[list[CopySize]]:
     """Yield the copies of each block: as many, one behind the other, as reach its size."""
     together: list[CopySize] = []
+    taken_bytes = 0
     for size in sizes:
         together.append(size)
-        if sum(one.bytes for one in together) >= BLOCK_BYTES:
+        taken_bytes += size.bytes
+        if taken_bytes >= BLOCK_BYTES:
             yield together
-            together = []
+            together, taken_bytes = [], 0
     if together:
         yield together
 

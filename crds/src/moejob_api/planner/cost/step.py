@@ -244,12 +244,9 @@ def _after(case: Case, fullest: Portion, machine: Machine) -> Seconds:
 
 def _exchanged(case: Case, held: Parameters, trained: Parameters, machine: Machine) -> float:
     """Gradients are scattered and weights gathered over the replicas."""
+    sums = _over_replicas(case, trained, case.gradient_bytes, machine)
     if not case.divides_weights:
-        amounts = (trained, case.gradient_bytes), (trained, case.element_bytes)
-        return sum(_of_dense(case, *one, machine) + _of_experts(case, *one, machine) for one in amounts)
-    sums = _of_dense(case, trained, case.gradient_bytes, machine) + _of_experts(
-        case, trained, case.gradient_bytes, machine
-    )
+        return sums + _over_replicas(case, trained, case.element_bytes, machine)
     # FSDP has nothing whole between microbatches: weights are gathered for either pass of each.
     gathers = 1 if case.keeps_gathered else 2 * case.batch.microbatches
     experts = _of_experts(case, held, case.element_bytes, machine) * _gathered_share(case)
@@ -267,6 +264,10 @@ def _gathered_share(case: Case) -> float:
     """Return the share of layers whose experts are gathered for a pass: those at its turns stay whole."""
     layers = max(len(chunk) for stage in case.stages for chunk in stage.chunks)
     return 1.0 if case.keeps_gathered else max(0.0, 1 - FSDP_UNITS / layers)
+
+
+def _over_replicas(case: Case, parameters: Parameters, size_bytes: int, machine: Machine) -> float:
+    return _of_dense(case, parameters, size_bytes, machine) + _of_experts(case, parameters, size_bytes, machine)
 
 
 def _of_dense(case: Case, parameters: Parameters, size_bytes: int, machine: Machine) -> float:

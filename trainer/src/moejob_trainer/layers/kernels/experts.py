@@ -140,8 +140,7 @@ def _adds_rightly(device: torch.device, dtype: torch.dtype) -> bool:
     before = weights.transpose(1, 2).to(dtype).contiguous()
     total = before.clone()
     add_outer_products(gradient, x, ends, total)
-    parts = zip(gradient.double().split(TRIED_ROWS), x.double().split(TRIED_ROWS), strict=True)
-    return _agrees(total, before.double() + torch.stack([rows.t() @ part for rows, part in parts]))
+    return _agrees(total, before.double() + _outer_products(gradient, x))
 
 
 @cache
@@ -152,8 +151,13 @@ def _writes_rightly(device: torch.device, dtype: torch.dtype) -> bool:
     # Nothing of what lies there may be left.
     into = torch.full_like(weights.transpose(1, 2), torch.nan, dtype=dtype, memory_format=torch.contiguous_format)
     write_outer_products(gradient, x, ends, into)
+    return _agrees(into, _outer_products(gradient, x))
+
+
+def _outer_products(gradient: Tensor, x: Tensor) -> Tensor:
+    """float64 [e, n, k], of the rows that were tried"""
     parts = zip(gradient.double().split(TRIED_ROWS), x.double().split(TRIED_ROWS), strict=True)
-    return _agrees(into, torch.stack([rows.t() @ part for rows, part in parts]))
+    return torch.stack([rows.t() @ part for rows, part in parts])
 
 
 def _tried(device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
