@@ -237,12 +237,14 @@ class RealCluster(FakeCluster):
         """Wait for the garbage collector, when a job was deleted, and for the volume controller."""
         if self.has_garbage:
             self._wait_for(self._garbage, "the garbage collector")
-            self.has_garbage = False
+            self.has_garbage = self.is_bound = False
         elif self.is_bound or not self.has_volumes:
             return
         for claim in self._listed(Kind.CLAIM):
-            self._bind(claim)
-            self.is_bound = True
+            # One that is going has no successor yet: the next look finds that.
+            if "deletionTimestamp" not in claim["metadata"]:
+                self._bind(claim)
+                self.is_bound = True
 
     def _garbage(self) -> list[str]:
         bodies = dict(self.objects.items())
@@ -256,7 +258,7 @@ class RealCluster(FakeCluster):
 
     def _bind(self, claim: Body) -> None:
         about = claim["metadata"]
-        if "deletionTimestamp" in about or claim["status"]["phase"] == "Bound":
+        if claim["status"]["phase"] == "Bound":
             return
         with suppress(RefusedError):
             self.plane.api.create(VOLUMES, volume_for(claim))
