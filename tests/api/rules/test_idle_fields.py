@@ -64,6 +64,12 @@ def communication(**settings: Any) -> dict[str, Any]:
         (moe_model(), {"data": {"train": [TEXT], "chatTemplate": "{{ 1 }}"}}, "data.chatTemplate", "format Chat"),
         (
             moe_model(),
+            {"data": {"train": [{**TEXT, "trainedTurns": "Last"}]}},
+            "data.train[0].trainedTurns",
+            "records of format Text have no turns",
+        ),
+        (
+            moe_model(),
             {"data": {"eval": [TEXT]}, "checkpoint": {"keepBest": 1}},
             "checkpoint.keepBest",
             "the last step alone is evaluated",

@@ -12,15 +12,16 @@ from hypothesis import strategies as st
 from tokenizers import processors
 from transformers import PreTrainedTokenizerBase
 
-from moejob_api.job.model import DataFormat
+from moejob_api.job.model import DataFormat, TrainedTurns
 from moejob_trainer.data import tiny
 from moejob_trainer.data.chat_template import Template
 from moejob_trainer.data.conversations import conversation
-from moejob_trainer.data.encoding import Sample, encoder
+from moejob_trainer.data.encoding import RecordKind, Sample, encoder
 from moejob_trainer.data.records import Record
 from moejob_trainer.errors import BadData
 from trainer.training_data import assistant, chat, user
 
+CHAT = RecordKind(DataFormat.CHAT)
 TEMPLATES = Path(__file__).parent / "templates"
 UNMARKED = tiny.TEMPLATE.replace("{% generation %}", "").replace("{%- endgeneration %}", "")
 WEATHER = {
@@ -56,15 +57,18 @@ def changed(name: str) -> str:
 
 
 def encoded(
-    fields: dict[str, Any], template: str | None = None, *special: str
+    fields: dict[str, Any], template: str | None = None, *special: str, turns: TrainedTurns = TrainedTurns.ALL
 ) -> tuple[PreTrainedTokenizerBase, Sample]:
     using = tokenizer(*special)
-    return using, encoder(DataFormat.CHAT, using, template)(Record(fields, "chats.jsonl, line 3"))
+    kind = RecordKind(DataFormat.CHAT, turns)
+    return using, encoder(kind, using, template)(Record(fields, "chats.jsonl, line 3"))
 
 
-def trained_texts(fields: dict[str, Any], template: str | None = None, *special: str) -> list[str]:
+def trained_texts(
+    fields: dict[str, Any], template: str | None = None, *special: str, turns: TrainedTurns = TrainedTurns.ALL
+) -> list[str]:
     """The runs of tokens that are trained on, as text."""
-    using, sample = encoded(fields, template, *special)
+    using, sample = encoded(fields, template, *special, turns=turns)
     edges = np.flatnonzero(np.diff(np.concatenate([[0], sample.trained.astype(np.int8), [0]])))
     return [str(using.decode(sample.tokens[start:end])) for start, end in edges.reshape(-1, 2)]
 
@@ -87,7 +91,7 @@ def test_blanks_that_a_tokenizer_leaves_out_of_its_offsets_are_trained_on() -> N
     using = tokenizer()
     using.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
     template = "{% for m in messages %}<|user|>{% generation %}{{ m.content + '  ' }}{% endgeneration %}{% endfor %}"
-    sample = encoder(DataFormat.CHAT, using, template)(Record(chat(" a", "b"), "chats.jsonl, line 3"))
+    sample = encoder(CHAT, using, template)(Record(chat(" a", "b"), "chats.jsonl, line 3"))
     assert using.decode(sample.tokens[sample.trained]) == " a  b  "
 
 
@@ -102,6 +106,76 @@ def test_arguments_written_as_text_are_those_of_the_object() -> None:
     written = {"role": "assistant", "tool_calls": [{"function": {"name": "weather", "arguments": '{"city": "Łódź"}'}}]}
     as_text = {**TOOL_CHAT, "messages": [user("is it sunny?"), written, *TOOL_CHAT["messages"][2:]]}
     assert trained_texts(as_text) == trained_texts(TOOL_CHAT)
+
+
+WEIGHED_CHAT = {
+    "messages": [
+        *(user("a"), {**assistant("no"), "weight": 0}),
+        *(user("b"), {**assistant("yes"), "weight": 1}),
+        *(user("c"), assistant("and this")),
+    ]
+}
+BOTH_WAYS = pytest.mark.parametrize("template", [None, UNMARKED], ids=["marked", "derived"])
+
+
+@BOTH_WAYS
+def test_a_message_of_weight_0_is_read_and_not_trained_on(template: str | None) -> None:
+    whole = {
+        "messages": [
+            {**message, "weight": 1} if message["role"] == "assistant" else message
+            for message in WEIGHED_CHAT["messages"]
+        ]
+    }
+    assert trained_texts(WEIGHED_CHAT, template) == ["yes<|end|>", "and this<|end|>"]
+    assert encoded(WEIGHED_CHAT, template)[1].tokens.tolist() == encoded(whole, template)[1].tokens.tolist()
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        pytest.param(chat("a", "first", "b", "second"), ["second<|end|>"], id="an exchange"),
+        pytest.param(
+            {**TOOL_CHAT, "messages": [*chat("a", "b")["messages"], *TOOL_CHAT["messages"]]},
+            ['<|call|>{"name": "weather", "arguments": {"city": "Łódź"}}<|end|>', "it is 🌞<|end|>"],
+            id="a call and what is said of its answer",
+        ),
+        pytest.param(
+            {"messages": [*chat("a", "first", "b", "second")["messages"], user("and?")]},
+            ["second<|end|>"],
+            id="a question left open",
+        ),
+        pytest.param(
+            {"messages": [assistant("hi"), assistant("there")]}, ["hi<|end|>", "there<|end|>"], id="no question"
+        ),
+    ],
+)
+def test_of_the_last_turn_alone_all_that_the_assistant_says_is_trained_on(
+    fields: dict[str, Any], expected: list[str], template: str | None
+) -> None:
+    assert trained_texts(fields, template, turns=TrainedTurns.LAST) == expected
+
+
+def test_earlier_answers_that_a_template_changes_are_no_matter_where_the_last_turn_alone_is_trained_on() -> None:
+    changing = UNMARKED.replace(
+        "{{ message.content or '' }}", "{{ message.content }}{% if not loop.last %}!{% endif %}"
+    )
+    fields = chat("a", "first", "b", "second")
+    with pytest.raises(BadData, match="message 2: the chat template writes this assistant message differently"):
+        trained_texts(fields, changing)
+    assert trained_texts(fields, changing, turns=TrainedTurns.LAST) == ["second<|end|>"]
+
+
+def test_marks_that_do_not_say_which_message_they_are_of_are_refused() -> None:
+    mark = "{% generation %}{{ m.content }}<|end|>{% endgeneration %}"
+    twice = "{% for m in messages %}" + mark + mark + "{% endfor %}"
+    with pytest.raises(BadData, match=r"line 3: the chat template marks 12 spans for 3 assistant messages"):
+        encoded(WEIGHED_CHAT, twice)
+
+
+def test_a_conversation_in_which_all_weighs_nothing_is_refused_with_the_place() -> None:
+    with pytest.raises(BadData, match="line 3 has no assistant message that is trained on: trainedTurns is Last"):
+        encoded({"messages": [user("a"), {**assistant("b"), "weight": 0}]}, turns=TrainedTurns.LAST)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +203,7 @@ def test_the_mask_is_the_one_of_transformers(turns: list[tuple[str, str]]) -> No
 def test_a_tokenizer_that_does_not_tell_characters_gives_the_same_mask(turns: list[tuple[str, str]]) -> None:
     record = Record(chat(*(text for turn in turns for text in turn)), "chats.jsonl, line 3")
     without_offsets: Any = Slow()
-    fast, slow = (encoder(DataFormat.CHAT, using, None)(record) for using in (tokenizer(), without_offsets))
+    fast, slow = (encoder(CHAT, using, None)(record) for using in (tokenizer(), without_offsets))
     assert (slow.tokens.tolist(), slow.trained.tolist()) == (fast.tokens.tolist(), fast.trained.tolist())
 
 
@@ -245,7 +319,16 @@ MESSAGE = "chats.jsonl, line 3, message 1"
             "list of parts of type text",
             id="an image",
         ),
-        pytest.param({"messages": [{**assistant("a"), "weight": 0}]}, "has a weight, which is not supp", id="a weight"),
+        pytest.param(
+            {"messages": [{**assistant("a"), "weight": 0.5}]},
+            f"{MESSAGE} has the role assistant and the weight 0.5; only",
+            id="a weight between",
+        ),
+        pytest.param(
+            {"messages": [{**user("a"), "weight": 1}]},
+            f"{MESSAGE} has the role user and the weight 1",
+            id="a user's weight",
+        ),
         pytest.param({"messages": [{**assistant("a"), "tool_calls": "x"}]}, 'the tool_calls "x"', id="calls as text"),
         pytest.param({"messages": [{**assistant("a"), "tool_calls": [{}]}]}, "the tool call {}", id="an empty call"),
         pytest.param(

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moejob_api.job.model import DataFormat, Overlong
+from moejob_api.job.model import DataFormat, Overlong, TrainedTurns
 from moejob_trainer.data import tiny
 from moejob_trainer.data.corpus import Corpus
 from moejob_trainer.data.preparation import prepare
@@ -29,6 +29,14 @@ def test_documents_are_what_was_encoded_in_order(tmp_path: Path) -> None:
     assert (second.id, second.source) == (1, 3)
     assert corpus.lengths.tolist() == [len(first.tokens), len(second.tokens)]
     assert corpus.trained_tokens.tolist() == [first.loss_weight, second.loss_weight] == [2, 6]
+
+
+def test_the_same_source_may_be_mixed_in_with_all_turns_and_with_the_last_alone(tmp_path: Path) -> None:
+    every = dataset(jsonl(tmp_path / "chats.jsonl", chat("3 + 4", "7", "say hello", "hello")), DataFormat.CHAT)
+    last = every.model_copy(update={"trained_turns": TrainedTurns.LAST})
+    found = corpora(tmp_path / "out", recipe(every, last))
+    assert [corpus.report.trained_tokens for corpus in found] == [8, 6]
+    assert found[0].report.tokens == found[1].report.tokens
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,13 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from moejob_api.job.model import DataFormat
 from moejob_trainer.data import tiny
-from moejob_trainer.data.encoding import Sample, encoder
+from moejob_trainer.data.encoding import RecordKind, Sample, encoder
 from moejob_trainer.data.records import Record
 from moejob_trainer.errors import BadData
 
 
 def encoded(format: DataFormat, using: PreTrainedTokenizerBase, **fields: Any) -> Sample:  # noqa: A002
-    return encoder(format, using, None)(Record(fields, "texts.jsonl, line 2"))
+    return encoder(RecordKind(format), using, None)(Record(fields, "texts.jsonl, line 2"))
 
 
 def words(bos: str | None = "<s>", eos: str | None = "</s>") -> PreTrainedTokenizerBase:

@@ -61,6 +61,13 @@ class DataShape(StrEnum):
     GSM8K = "GSM8K"
 
 
+class TrainedTurns(StrEnum):
+    """The part of a conversation whose assistant messages are trained on."""
+
+    ALL = "All"
+    LAST = "Last"
+
+
 class Overlong(StrEnum):
     """The treatment of a sample longer than maxLength."""
 
@@ -97,6 +104,13 @@ class Dataset(ApiModel):
             "value. GSM8K: question, answer with #### before the number. Absent: that of the format."
         ),
     ] = None
+    trained_turns: Annotated[
+        TrainedTurns,
+        Field(
+            description="Of a Chat. All: every assistant message is trained on. Last: those of the last turn, behind "
+            "what the user said last before an answer. Either way, no message whose weight is 0."
+        ),
+    ] = TrainedTurns.ALL
     where: Annotated[
         TextMap | None,
         Field(max_length=16, description="Only records whose columns have these values; the others are not read."),

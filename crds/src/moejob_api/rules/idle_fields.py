@@ -100,6 +100,8 @@ def _of_data(spec: Spec) -> Iterator[Problem]:
         for index, dataset in enumerate(datasets):
             if is_place(dataset.source):
                 yield from _of_place(f"data.{part}[{index}]", dataset)
+            if _is_given(dataset, "trained_turns") and dataset.format is not DataFormat.CHAT:
+                yield _idle(f"data.{part}[{index}].trainedTurns", f"records of format {dataset.format} have no turns")
     for index, dataset in enumerate(spec.data.eval):
         if _is_given(dataset, "weight"):
             yield _idle(f"data.eval[{index}].weight", "every record of evaluation data counts once")

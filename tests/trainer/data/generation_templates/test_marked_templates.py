@@ -148,6 +148,21 @@ def test_a_marked_template_writes_what_the_published_one_writes(name: str, field
     assert rendered.text == as_published(name, fields) + closing(name, fields)
 
 
+@pytest.mark.parametrize(("name", "fields"), cases())
+def test_each_message_can_be_trained_on_alone(name: str, fields: dict[str, Any]) -> None:
+    messages = fields["messages"]
+    answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    alone = list[tuple[int, int]]()
+    for chosen in answers:
+        weighed = [
+            {**message, "weight": int(number == chosen)} if number in answers else message
+            for number, message in enumerate(messages)
+        ]
+        alone += ours(name).rendered(conversation(Record({**fields, "messages": weighed}, PLACE))).spans
+    assert tuple(alone) == ours(name).rendered(conversation(Record(fields, PLACE))).spans
+    assert len(alone) == len(answers)
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_prompt_for_an_answer_is_the_published_one(name: str) -> None:
     for messages in (TURNS[:3], [system("be brief"), *USED, user("and now?")]):

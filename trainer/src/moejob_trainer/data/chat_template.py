@@ -16,6 +16,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from moejob_api.job.model import TrainedTurns
 from moejob_trainer.data.conversations import Conversation, Message
 from moejob_trainer.data.generation_templates import KNOWN, fingerprint, marked
 from moejob_trainer.errors import BadData
@@ -42,19 +43,31 @@ class Rendered:
 class Template:
     """The chat template of a tokenizer, or the one that the job gives instead."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, override: str | None) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, override: str | None, turns: TrainedTurns = TrainedTurns.ALL
+    ) -> None:
         if override is None and not tokenizer.chat_template:
             raise BadData("the tokenizer has no chat template; give one as data.chatTemplate, or use another format")
         self._tokenizer = tokenizer
         self._override = override
+        self._turns = turns
 
     def rendered(self, conversation: Conversation) -> Rendered:
         """The conversation with the spans of its assistant messages."""
-        if not any(message["role"] == "assistant" for message in conversation.messages):
+        if not conversation.answers:
             raise BadData(f"{conversation.place} has no assistant message, so there is nothing to train on")
+        trained = conversation.trained(self._turns)
+        if not trained:
+            raise BadData(
+                f"{conversation.place} has no assistant message that is trained on: trainedTurns is {self._turns}, and "
+                "a message of weight 0 is not"
+            )
         text, marked = self._render(conversation, conversation.messages, mark=True)
         _refuse_omissions(conversation, text)
-        spans = marked if self.has_markers(conversation) else tuple(self._spans(conversation, text))
+        if self.has_markers(conversation):
+            spans = _chosen(conversation, marked, trained)
+        else:
+            spans = tuple(self._spans(conversation, text, trained))
         written = tuple(sorted((start, end) for start, end in spans if start < end))
         if not written:
             raise BadData(f"{conversation.place}: the chat template marks nothing as the assistant's; {_FIX}")
@@ -70,11 +83,9 @@ class Template:
         """Return whether the template itself marks the assistant's text."""
         return _MARKER.search(self._source(conversation)) is not None
 
-    def _spans(self, conversation: Conversation, text: str) -> Iterator[Span]:
+    def _spans(self, conversation: Conversation, text: str, trained: Sequence[int]) -> Iterator[Span]:
         messages = conversation.messages
-        for number, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
+        for number in trained:
             before = self._text(conversation, messages[:number], prompt=True)
             after = self._text(conversation, messages[: number + 1])
             if not (after.startswith(before) and text.startswith(after)):
@@ -129,6 +140,20 @@ class Template:
         # A tokenizer can have several templates, one of them for tools.
         source: str = self._tokenizer.get_chat_template(None, list(conversation.tools) or None)  # type: ignore[arg-type]
         return source
+
+
+def _chosen(conversation: Conversation, marked: Sequence[Span], trained: Sequence[int]) -> tuple[Span, ...]:
+    """Return the marked spans of these messages."""
+    answers = conversation.answers
+    if len(trained) == len(answers):
+        return tuple(marked)
+    if len(marked) != len(answers):
+        raise BadData(
+            f"{conversation.place}: the chat template marks {len(marked)} spans for {len(answers)} assistant messages, "
+            "so which of them is one that is not trained on is unknown; give data.chatTemplate a template that has "
+            "{% generation %} once for each"
+        )
+    return tuple(span for number, span in zip(answers, marked, strict=True) if number in trained)
 
 
 def _refuse_omissions(conversation: Conversation, text: str) -> None:

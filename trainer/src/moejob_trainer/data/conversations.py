@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from moejob_api.job.model import TrainedTurns
 from moejob_trainer.data.records import Record
 from moejob_trainer.errors import BadData
 
@@ -23,6 +24,22 @@ class Conversation:
     messages: tuple[Message, ...]
     tools: tuple[Message, ...]
     place: str
+
+    @property
+    def answers(self) -> tuple[int, ...]:
+        """The numbers, from 0, of what the assistant says."""
+        return tuple(number for number, message in enumerate(self.messages) if message["role"] == "assistant")
+
+    def trained(self, turns: TrainedTurns) -> tuple[int, ...]:
+        """The numbers of the answers that are trained on."""
+        first = self._last_turn() if turns is TrainedTurns.LAST else 0
+        return tuple(number for number in self.answers if number >= first and self.messages[number].get("weight", 1))
+
+    def _last_turn(self) -> int:
+        """Return where the last turn with an answer begins, behind what the user said."""
+        until = max(self.answers, default=0)
+        asked = (number for number, message in enumerate(self.messages[:until]) if message["role"] == "user")
+        return max(asked, default=-1) + 1
 
 
 def conversation(record: Record, key: str = "messages") -> Conversation:
@@ -56,8 +73,11 @@ def _message(value: object, place: str) -> Message:
     role = message.get("role")
     if role not in ROLES:
         raise BadData(f"{place} has the role {_shown(role)}; expected one of {', '.join(ROLES)}")
-    if message.get("weight", 1) != 1:
-        raise BadData(f"{place} has a weight, which is not supported; remove it, every assistant message is trained on")
+    if "weight" in message and (role != "assistant" or message["weight"] not in (0, 1)):
+        raise BadData(
+            f"{place} has the role {role} and the weight {_shown(message['weight'])}; only a message of the assistant "
+            "has one, 1 or, where it is not trained on, 0"
+        )
     calls = message.get("tool_calls")
     if calls:
         message["tool_calls"] = _calls(calls, place)

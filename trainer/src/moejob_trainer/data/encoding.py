@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
-from moejob_api.job.model import DataFormat
+from moejob_api.job.model import DataFormat, Dataset, TrainedTurns
 from moejob_trainer.data.chat_template import Rendered, Span, Template
 from moejob_trainer.data.conversations import conversation, text
 from moejob_trainer.data.records import Record
@@ -35,11 +35,24 @@ Encoder = Callable[[Record], Sample]
 _NEVER = np.iinfo(np.int64).max
 
 
-def encoder(format: DataFormat, tokenizer: PreTrainedTokenizerBase, chat_template: str | None) -> Encoder:  # noqa: A002
-    """Return the function that turns records of a format into samples."""
-    match format:
+@dataclass(frozen=True, slots=True)
+class RecordKind:
+    """The format of records, and the turns of them that are trained on."""
+
+    format: DataFormat
+    turns: TrainedTurns = TrainedTurns.ALL
+
+    @classmethod
+    def of(cls, dataset: Dataset) -> RecordKind:
+        """The kind of a data set's records."""
+        return cls(dataset.format, dataset.trained_turns)
+
+
+def encoder(kind: RecordKind, tokenizer: PreTrainedTokenizerBase, chat_template: str | None) -> Encoder:
+    """Return the function that turns records of a kind into samples."""
+    match kind.format:
         case DataFormat.CHAT:
-            template = Template(tokenizer, chat_template)
+            template = Template(tokenizer, chat_template, kind.turns)
             return lambda record: _chat(record, tokenizer, template)
         case DataFormat.PROMPT_COMPLETION:
             return lambda record: _completion(record, tokenizer)
@@ -48,7 +61,7 @@ def encoder(format: DataFormat, tokenizer: PreTrainedTokenizerBase, chat_templat
         case DataFormat.PROMPTS:
             raise BadData("data of format Prompts has nothing to train on; it is for method GRPO")
         case _:
-            assert_never(format)
+            assert_never(kind.format)
 
 
 def ids(tokenizer: PreTrainedTokenizerBase, written: str) -> list[int]:

@@ -19,10 +19,10 @@ from typing import TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from moejob_api.job.model import Data, DataFormat, Dataset, Model, Overlong
+from moejob_api.job.model import Data, Dataset, Model, Overlong
 from moejob_trainer.data import corpus
 from moejob_trainer.data.corpus import Report
-from moejob_trainer.data.encoding import Encoder, Sample, encoder
+from moejob_trainer.data.encoding import Encoder, RecordKind, Sample, encoder
 from moejob_trainer.data.hub import HubPins
 from moejob_trainer.data.prepared_folder import built, finish
 from moejob_trainer.data.records import Record
@@ -131,7 +131,7 @@ def _written(building: Path, dataset: Dataset, recipe: Recipe, workers: int, ide
     fates = Counter[Disposition]()
 
     def kept() -> Iterator[Sample]:
-        for one in encoded(dataset, recipe, workers, partial(_encoded, dataset.format)):
+        for one in encoded(dataset, recipe, workers, partial(_encoded, RecordKind.of(dataset))):
             fates[one.fate] += 1
             if one.fate in (Disposition.KEPT, Disposition.TRUNCATED):
                 yield one.sample
@@ -204,15 +204,15 @@ def _on_all_cores(
             yield waiting.popleft().result()
 
 
-def _encoded(format: DataFormat, recipe: Recipe, chunk: Sequence[Record]) -> list[Fitted]:  # noqa: A002
-    encode = _encoder(format, recipe)
+def _encoded(kind: RecordKind, recipe: Recipe, chunk: Sequence[Record]) -> list[Fitted]:
+    encode = _encoder(kind, recipe)
     return [fitted(known(encode(record), recipe, record.place), recipe.data, record.place) for record in chunk]
 
 
 @cache
-def _encoder(format: DataFormat, recipe: Recipe) -> Encoder:  # noqa: A002
+def _encoder(kind: RecordKind, recipe: Recipe) -> Encoder:
     """Kept, for in a pool every chunk asks for it and a tokenizer takes a second to load."""
-    return encoder(format, recipe.tokenizer(), recipe.data.chat_template)
+    return encoder(kind, recipe.tokenizer(), recipe.data.chat_template)
 
 
 def known(sample: Sample, recipe: Recipe, place: str) -> Sample:

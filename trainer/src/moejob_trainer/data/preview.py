@@ -24,7 +24,7 @@ from moejob_api.data_preview import DataPreview, DatasetPreview, Extent, LeftOut
 from moejob_api.job import Spec
 from moejob_api.job.model import DataFormat, Dataset
 from moejob_api.pod_environment import read_spec
-from moejob_trainer.data.encoding import Sample, encoder
+from moejob_trainer.data.encoding import RecordKind, Sample, encoder
 from moejob_trainer.data.preparation import Disposition, Fitted, Recipe, fitted, known, refuse_empty
 from moejob_trainer.data.prompts import fits, read_prompt, refuse_none
 from moejob_trainer.data.records import Record
@@ -107,7 +107,7 @@ class Previewer:
             yield from map(self._prompt, found)
             return
         data = self.spec.data
-        encode = encoder(dataset.format, self.tokenizer, data.chat_template)
+        encode = encoder(RecordKind.of(dataset), self.tokenizer, data.chat_template)
         limit = f"data.maxLength is {data.max_length}"
         for record in found:
             sample = known(encode(record), self.recipe, record.place)
