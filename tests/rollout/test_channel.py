@@ -18,20 +18,24 @@ from rollout.doors import opened
 KEY = weights_key("secret")
 
 
+def ignored() -> None:
+    """The end of a connection that changes nothing here."""
+
+
 @pytest.fixture
 def store() -> TCPStore:
     return TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=timedelta(minutes=5))
 
 
 def test_a_store_is_reached_after_both_have_proved_the_key(store: TCPStore) -> None:
-    port = carried(LOOPBACK, opened(KEY, store.port), KEY)
+    port = carried(LOOPBACK, opened(KEY, store.port), KEY, ignored)
     reached = TCPStore(LOOPBACK, port, is_master=False, timeout=timedelta(minutes=5))
     store.set("a", "b")
     assert reached.get("a") == b"b"
 
 
 def test_one_connection_is_carried_and_none_after_it(store: TCPStore) -> None:
-    port = carried(LOOPBACK, opened(KEY, store.port), KEY)
+    port = carried(LOOPBACK, opened(KEY, store.port), KEY, ignored)
     reached = TCPStore(LOOPBACK, port, is_master=False, timeout=timedelta(minutes=5))
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection((LOOPBACK, port), timeout=60)
@@ -49,12 +53,12 @@ def test_one_connection_is_carried_and_none_after_it(store: TCPStore) -> None:
 )
 def test_a_worker_does_not_join_a_rank_0_with_another_key(store: TCPStore, key: bytes) -> None:
     with pytest.raises(Unproven, match="do not know one key"):
-        carried(LOOPBACK, opened(key, store.port), KEY)
+        carried(LOOPBACK, opened(key, store.port), KEY, ignored)
 
 
 def test_a_server_that_repeats_what_it_was_sent_is_not_believed() -> None:
     with socket.create_server((LOOPBACK, 0)) as mirror, ThreadPoolExecutor() as threads:
-        answer = threads.submit(carried, LOOPBACK, mirror.getsockname()[1], KEY)
+        answer = threads.submit(carried, LOOPBACK, mirror.getsockname()[1], KEY, ignored)
         with mirror.accept()[0] as peer:
             peer.sendall(b"\0" * NONCE_BYTES)
             said = peer.recv(NONCE_BYTES + PROOF_BYTES, socket.MSG_WAITALL)

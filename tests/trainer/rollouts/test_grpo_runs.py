@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -226,6 +227,8 @@ def break_off(beside: Beside, run: Started | Launched, sender: Callable[[], int]
         # The engine gets the request all the same, and waits for what never comes.
         if samples.exists() and not stands_still.is_set():
             os.kill(sender(), signal.SIGSTOP)
+            # Its threads stop one by one, and any of them could still send.
+            eventually(lambda: is_stopped(sender()), "the sender at a standstill")
             stands_still.set()
 
     refused = passage.refused["/update_weights"]
@@ -233,7 +236,7 @@ def break_off(beside: Beside, run: Started | Launched, sender: Callable[[], int]
     try:
         eventually(lambda: stands_still.is_set() or not run.is_running(), "the weights of step 3")
         assert run.is_running(), run.said()
-        eventually(lambda: unread(sender()), "the engine in the broadcast")
+        eventually(lambda: unread(sender(), beside.engine), "the engine in the broadcast")
         kill()
         eventually(lambda: passage.refused["/update_weights"] > refused, "the engine out of the broadcast")
     except AssertionError as late:
@@ -328,14 +331,25 @@ def test_the_only_engine_that_is_killed_while_it_generates_gets_the_weights_agai
     assert_like(run.folder, undisturbed)
 
 
-def unread(pid: int) -> bool:
-    """Return whether something has come for a process that it has not read: it stands still."""
-    sockets = {str(path.readlink()) for path in Path(f"/proc/{pid}/fd").iterdir()}
-    rows = [
-        row.split() for name in ("tcp", "tcp6") for row in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]
-    ]
-    established = [row for row in rows if row[3] == "01" and f"socket:[{row[9]}]" in sockets]
-    return any(int(row[4].partition(":")[2], 16) for row in established)
+def is_stopped(pid: int) -> bool:
+    """Return whether no thread of a process runs any more."""
+    stats = [(task / "stat").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
+    return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
+
+
+def unread(pid: int, engine: Engine) -> bool:
+    """Return whether something has come from an engine that a process, which stands still, has not read."""
+    others = {row[1] for worker in engine.workers() for row in connections(worker)}
+    return any(row[2] in others and int(row[4].partition(":")[2], 16) for row in connections(pid))
+
+
+def connections(pid: int) -> list[list[str]]:
+    """The rows of its sockets, as the kernel writes them: second and third are both ends, the fifth is what waits."""
+    sockets = set()
+    with suppress(OSError):
+        sockets = {str(path.readlink()) for path in Path(f"/proc/{pid}/fd").iterdir()}
+    rows = [row.split() for row in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return [row for row in rows if row[3] == "01" and f"socket:[{row[9]}]" in sockets]
 
 
 def test_a_run_that_is_suspended_goes_on_in_another_layout_with_the_same_answers(

@@ -7,6 +7,7 @@ so that a thousand small tensors are one message.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -23,6 +24,7 @@ from moejob_api.group_rendezvous import arrive
 from moejob_rollout.transfer.buckets import size_bytes, unpacked
 from moejob_rollout.transfer.channel import carried
 from moejob_rollout.transfer.checkpoint import CheckpointTransfer
+from moejob_rollout.transfer.presence import Presence
 
 _PATIENCE = timedelta(minutes=10)
 _CONNECT = timedelta(seconds=20)
@@ -56,13 +58,14 @@ class GlooTransfer(CheckpointTransfer[BroadcastInit, BroadcastUpdate]):
     init_info_cls = BroadcastInit
     update_info_cls = BroadcastUpdate
     _group: Any = None
+    _presence: Presence
 
     def init_transfer_engine(self, init_info: BroadcastInit) -> None:
         """Join the trainer; a second time after the trainer has been restarted."""
         # A trainer that was killed has left its end of the group.
-        self._group = None
+        self._group, self._presence = None, Presence()
         key = weights_key(os.environ.get(Environment.SECRET, ""))
-        port = carried(init_info.master_address, init_info.master_port, key)
+        port = carried(init_info.master_address, init_info.master_port, key, self._presence.end)
         # A store that has gone in between is asked again and again for as long.
         store = TCPStore(LOOPBACK, port, is_master=False, timeout=_CONNECT, wait_for_workers=False)
         store.set_timeout(_PATIENCE)
@@ -89,8 +92,12 @@ class GlooTransfer(CheckpointTransfer[BroadcastInit, BroadcastUpdate]):
         bucket = torch.empty(size, dtype=torch.uint8, device=self._memory())
         options = BroadcastOptions()
         options.rootRank = options.rootTensor = 0
-        self._group.broadcast([bucket], options).wait()
+        group = self._group
+        self._await(lambda: group.broadcast([bucket], options).wait())
         return bucket
+
+    def _await(self, receive: Callable[[], None]) -> None:
+        self._presence.wait_for(receive)
 
 
 class NcclTransfer(GlooTransfer):
@@ -103,3 +110,7 @@ class NcclTransfer(GlooTransfer):
 
     def _memory(self) -> torch.device:
         return torch.device(self.device)
+
+    def _await(self, receive: Callable[[], None]) -> None:
+        # What follows waits for it on the GPU; the host does not.
+        receive()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable
 from contextlib import suppress
 from threading import Thread
 
@@ -22,14 +23,17 @@ class Unproven(ConnectionError):
     """The other end and this one do not know the same key."""
 
 
-def carried(host: str, port: int, key: bytes) -> int:
-    """Return a port of loopback that carries the first connection to it to rank 0, and none after it."""
+def carried(host: str, port: int, key: bytes, ended: Callable[[], None]) -> int:
+    """Return a port of loopback that carries the first connection to it to rank 0, and none after it.
+
+    `ended` is called in another thread when that connection has ended, from either side.
+    """
     far = _proven(host, port, key)
     near = socket.create_server((LOOPBACK, 0), backlog=1)
     # The store connects at once, or has failed.
     near.settimeout(_CONNECT_SECONDS)
     found: int = near.getsockname()[1]
-    Thread(target=_carry_one, args=(near, far), name="weights store", daemon=True).start()
+    Thread(target=_carry_one, args=(near, far, ended), name="weights store", daemon=True).start()
     return found
 
 
@@ -58,15 +62,18 @@ def _read(peer: socket.socket, size: int) -> bytes:
     return content
 
 
-def _carry_one(listening: socket.socket, far: socket.socket) -> None:
-    with far, suppress(TimeoutError):
-        with listening:
-            near, _ = listening.accept()
-        with near:
-            back = Thread(target=_carry, args=(far, near), name="weights store", daemon=True)
-            back.start()
-            _carry(near, far)
-            back.join()
+def _carry_one(listening: socket.socket, far: socket.socket, ended: Callable[[], None]) -> None:
+    try:
+        with far, suppress(TimeoutError):
+            with listening:
+                near, _ = listening.accept()
+            with near:
+                back = Thread(target=_carry, args=(far, near), name="weights store", daemon=True)
+                back.start()
+                _carry(near, far)
+                back.join()
+    finally:
+        ended()
 
 
 def _carry(source: socket.socket, sink: socket.socket) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -97,7 +98,8 @@ def test_no_one_is_let_in_any_more_after_the_group_has_been_left() -> None:
         socket.create_connection((POD, place.port), timeout=60)
 
 
-def test_engines_that_are_in_are_let_go_when_the_group_is_left() -> None:
+def test_engines_that_are_in_are_let_go_without_a_word_when_the_group_is_left(caplog: pytest.LogCaptureFixture) -> None:
+    before = {*threading.enumerate()}
     place = GroupStore(POD, KEY, timedelta(minutes=5))
 
     async def let_go() -> bytes:
@@ -106,4 +108,7 @@ def test_engines_that_are_in_are_let_go_when_the_group_is_left() -> None:
         await asyncio.to_thread(place.close)
         return await asyncio.wait_for(reader.read(), 120)
 
+    [connections] = [found for found in threading.enumerate() if found.name == "connections" and found not in before]
     assert asyncio.run(let_go()) == b""
+    connections.join(120)
+    assert caplog.records == []

@@ -130,6 +130,7 @@ class LoopThread:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
+        self._loop.set_exception_handler(_unless_cancelled)
         Thread(target=self._loop.run_forever, name="connections", daemon=True).start()
 
     def run(self, work: Coroutine[Any, Any, Any], seconds: float) -> Any:
@@ -149,6 +150,12 @@ class LoopThread:
         # Tasks close their connections when they end, and a loop that stops before leaves them open.
         ended = asyncio.gather(*tasks, return_exceptions=True)
         ended.add_done_callback(lambda _: self._loop.stop())
+
+
+def _unless_cancelled(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    # Before Python 3.12 a server calls the end of a connection's task an error where it was asked for.
+    if not isinstance(context.get("exception"), asyncio.CancelledError):
+        loop.default_exception_handler(context)
 
 
 def listener(address: str, port: int) -> socket.socket:

@@ -1,0 +1,47 @@
+"""The presence of the trainer while its messages are awaited.
+
+A receiver of Gloo whose sender dies in the middle of a message waits for its whole timeout, and nothing can end that
+wait. So it is left alone as soon as the connection ends by which the receiver found the sender.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
+from contextlib import suppress
+from threading import Thread
+
+
+class TrainerGoneError(RuntimeError):
+    """The trainer has left while a message of it was awaited."""
+
+
+class Presence:
+    """One trainer, which leaves once and never comes back."""
+
+    def __init__(self) -> None:
+        self._end: Future[None] = Future()
+
+    def end(self) -> None:
+        """Say that it has left. May be called from any thread, and more than once."""
+        with suppress(InvalidStateError):
+            self._end.set_result(None)
+
+    def wait_for(self, receive: Callable[[], None]) -> None:
+        """Receive a message; TrainerGoneError where the trainer leaves before it is whole."""
+        received: Future[None] = Future()
+        # Never joined: what it waits for may never come, and the group that it holds cannot end before that.
+        Thread(target=_received, args=(receive, received), name="weights", daemon=True).start()
+        wait({received, self._end}, return_when=FIRST_COMPLETED)
+        if not received.done():
+            raise TrainerGoneError("the trainer has left in the middle of a bucket")
+        received.result()
+
+
+def _received(receive: Callable[[], None], received: Future[None]) -> None:
+    try:
+        receive()
+    except BaseException as error:  # noqa: BLE001  # it is raised where the message is awaited
+        received.set_exception(error)
+    else:
+        received.set_result(None)
