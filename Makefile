@@ -21,7 +21,7 @@ rollout := .venv/rollout/bin
 bridge := .venv/bridge/bin
 
 help: ## Say what each target does
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | awk -F '\t' '{ printf "  %-14s %s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | awk -F '\t' '{ printf "  %-18s %s\n", $$1, $$2 }'
 
 # What a tool says matters when it fails.
 quietly = said=$$($(1) 2>&1) || { echo "$$said"; exit 1; }
@@ -85,12 +85,22 @@ lint: $(operator_built) ## Check format, style, words and the import rules
 	@$(call quietly,PYTHONPATH=crds/src:operator/src:trainer/src:rollout/src:cli/src:scripts $(operator)/lint-imports --no-logo --no-cache)
 	@$(operator)/python scripts/words.py
 
+# What is said of one environment is not mixed with what is said of another.
+two_at_a_time = $(MAKE) --jobs=2 --output-sync=target
+
 types: $(operator_built) $(trainer_built) $(rollout_built) ## Check types, strictly, against what each package runs with
+	@$(two_at_a_time) operator-types trainer-types rollout-types
+
+operator-types:
 	@$(call quietly,$(operator)/mypy --cache-dir .mypy_cache/operator $(wildcard crds/src operator/src cli/src scripts images \
 		benchmarks/*.py benchmarks/contest \
 		$(filter-out %/launcher_listeners.py %/engine_listeners.py,$(wildcard benchmarks/hostile/*.py)) tests/*.py $(patsubst %,tests/%,api operator cli chart cluster builds)))
+
+trainer-types:
 	@$(call quietly,$(trainer)/mypy --cache-dir .mypy_cache/trainer trainer/src tests/trainer tests/bridge tests/gpu benchmarks/trainer benchmarks/rollout \
 		benchmarks/hostile/launcher_listeners.py examples/ask.py)
+
+rollout-types:
 	@$(call quietly,$(rollout)/mypy --cache-dir .mypy_cache/rollout rollout/src tests/rollout benchmarks/hostile/engine_listeners.py)
 
 generate: $(operator_built) ## Write the CRD that the models describe, and the manifests that the operator makes
@@ -112,8 +122,13 @@ tested = $(1)/pytest $(2) $(remembered) $(ARGS) || { [ -n "$${MOEJOB_SECOND_CHAN
 # Which tests failed last, of each target by itself: two targets may run at a time.
 remembered = -o cache_dir=.pytest_cache/$@
 
-# One after the other: two cores have no room for engines beside the nodes, where their tests took twice as long.
-test: test-operator test-trainer test-bridge test-rollout test-cluster ## Run every test that needs no GPU
+# The nodes are waited for more than they compute, so the trainer has its turn beside them. What two targets print comes
+# when each has ended.
+test: $(operator_built) $(trainer_built) $(rollout_built) $(bridge_built) ## Run every test that needs no GPU
+	@$(MAKE) test-operator
+	@$(two_at_a_time) test-nodes test-trainer
+	@$(two_at_a_time) test-bridge test-rollout
+	@$(MAKE) test-control-plane
 
 test-operator: $(operator_built) ## Test api, operator, cli, chart and how images are built
 	@$(call tested,$(operator),$(wildcard $(patsubst %,tests/%,api cli operator chart builds)) -n 2 --dist worksteal)
@@ -152,17 +167,20 @@ fuzz: $(operator_built) $(trainer_built) $(rollout_built) ## Send a million dama
 	@MOEJOB_FUZZ_INPUTS=$${MOEJOB_FUZZ_INPUTS:-1000000} $(rollout)/pytest tests/rollout/test_listener.py $(ARGS)
 
 test-rollout: $(rollout_built) ## Test what runs beside vLLM
-	@$(call tested,$(rollout),tests/rollout)
+	@$(call tested,$(rollout),tests/rollout -n 2 --dist loadfile)
 
 # Beside the trainer's environment, for this one has the kernels for GPUs; moejob run is the operator's.
 gpu-test: $(trainer_gpu_built) $(operator_built) ## Test kernels and training on the GPUs of this machine
 	@MOEJOB_TRAINER_PYTHON=$(CURDIR)/$(trainer_gpu)/python $(trainer_gpu)/pytest tests/gpu -rs $(ARGS)
 
-# Builds the cluster programs that it lacks, and skips by name where it cannot; so it does not wait for control-plane.
-test-cluster: $(operator_built) $(trainer_built) $(rollout_built) ## Test on a real control plane and two real nodes
-	@$(call tested,$(operator),tests/cluster -n 3 --dist loadscope --no-loadscope-reorder -rs --no-fold-skipped)
+# Both build the cluster programs that they lack, and skip by name where they cannot; so they do not wait for control-plane.
+test-control-plane: $(operator_built) $(trainer_built) $(rollout_built) ## Test on a real control plane, and what images hold
+	@$(call tested,$(operator),tests/cluster --ignore=tests/cluster/nodes -n 3 --dist loadfile --no-loadscope-reorder -rs --no-fold-skipped)
 
-# Needs what the nodes need, and half an hour; test-cluster does the four faults that happen most. Last comes `make kind-demo`.
+test-nodes: $(operator_built) $(trainer_built) $(rollout_built) ## Test on two real nodes, of which a machine has one set
+	@$(call tested,$(operator),tests/cluster/nodes -rs --no-fold-skipped)
+
+# Needs what the nodes need, and half an hour; test-nodes does the four faults that happen most. Last comes `make kind-demo`.
 test-faults: $(operator_built) $(trainer_built) $(rollout_built) ## Test every fault: of ranks, engines, pods, nodes, volumes, clocks, the cluster and the operator
 	@MOEJOB_FAULTS=full $(operator)/pytest tests/cluster/control_plane/test_faults.py tests/cluster/nodes/test_faults.py \
 		tests/cluster/nodes/test_engines.py tests/cluster/nodes/test_policies.py tests/cluster/nodes/test_strangers.py tests/cluster/nodes/test_tenants.py tests/cluster/nodes/test_kind_demo.py -rs --no-fold-skipped $(ARGS)
@@ -283,4 +301,4 @@ clean: ## Remove the environments and all build output; the cache stays
 		$(foreach dist,crds operator trainer rollout cli,$(dist)/dist $(dist)/build)
 	@find $(wildcard crds operator trainer rollout cli tests benchmarks scripts) -name __pycache__ -prune -exec rm -rf {} +
 
-.PHONY: help setup fmt lint types generate verify test test-operator test-trainer test-bridge test-learning matrix test-gate test-rollout test-cluster test-faults test-policies test-images gpu-test control-plane bench bench-operator bench-recovery bench-hostile bench-trainer bench-gpu bench-grpo demo demo-grpo cluster-demo docs pictures images bases kind-demo lock audit audit-images clean
+.PHONY: help setup fmt lint types operator-types trainer-types rollout-types generate verify test test-operator test-trainer test-bridge test-learning matrix test-gate test-rollout test-control-plane test-nodes test-faults test-policies test-images gpu-test control-plane bench bench-operator bench-recovery bench-hostile bench-trainer bench-gpu bench-grpo demo demo-grpo cluster-demo docs pictures images bases kind-demo lock audit audit-images clean
