@@ -111,7 +111,7 @@ def test_arguments_written_as_text_are_those_of_the_object() -> None:
 WEIGHED_CHAT = {
     "messages": [
         *(user("a"), {**assistant("no"), "weight": 0}),
-        *(user("b"), {**assistant("yes"), "weight": 1}),
+        *({**user("b"), "weight": 0.0}, {**assistant("yes"), "weight": 1}),
         *(user("c"), assistant("and this")),
     ]
 }
@@ -321,7 +321,7 @@ MESSAGE = "chats.jsonl, line 3, message 1"
         ),
         pytest.param(
             {"messages": [{**assistant("a"), "weight": 0.5}]},
-            f"{MESSAGE} has the role assistant and the weight 0.5; only",
+            f"{MESSAGE} has the role assistant and the weight 0.5; expected 0",
             id="a weight between",
         ),
         pytest.param(

@@ -60,6 +60,17 @@ def said(role: str, content: str) -> dict[str, str]:
             "Chat",
             {"messages": [said("system", "Be brief."), said("user", "2 + 3"), said("assistant", "5")]},
         ),
+        (
+            "ShareGPT",
+            {
+                "conversations": [
+                    {"from": "system", "value": "a", "weight": None},
+                    {"from": "gpt", "value": "b", "weight": 0},
+                ]
+            },
+            "Chat",
+            {"messages": [said("system", "a"), {**said("assistant", "b"), "weight": 0}]},
+        ),
     ],
 )
 def test_a_shape_becomes_what_the_format_reads(

@@ -73,10 +73,10 @@ def _message(value: object, place: str) -> Message:
     role = message.get("role")
     if role not in ROLES:
         raise BadData(f"{place} has the role {_shown(role)}; expected one of {', '.join(ROLES)}")
-    if "weight" in message and (role != "assistant" or message["weight"] not in (0, 1)):
+    if message.get("weight", 0) not in ((0, 1) if role == "assistant" else (0,)):
         raise BadData(
-            f"{place} has the role {role} and the weight {_shown(message['weight'])}; only a message of the assistant "
-            "has one, 1 or, where it is not trained on, 0"
+            f"{place} has the role {role} and the weight {_shown(message['weight'])}; expected 0, which is not trained "
+            "on, or 1, for the assistant alone"
         )
     calls = message.get("tool_calls")
     if calls:

@@ -84,7 +84,8 @@ def _message(turn: object, place: str) -> Mapping[str, object]:
     sender = turn.get("from") if isinstance(turn, Mapping) else None
     if not isinstance(turn, Mapping) or sender not in _ROLES or "value" not in turn:
         raise BadData(f"{place} is from {sender!r}; expected an object with value, and from one of {', '.join(_ROLES)}")
-    return {"role": _ROLES[sender], "content": turn["value"]}
+    weight = {} if turn.get("weight") is None else {"weight": turn["weight"]}
+    return {"role": _ROLES[sender], "content": turn["value"], **weight}
 
 
 def _with(record: Record, fields: Mapping[str, object]) -> Record:
