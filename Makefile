@@ -21,7 +21,7 @@ rollout := .venv/rollout/bin
 bridge := .venv/bridge/bin
 
 help: ## Say what each target does
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | awk -F '\t' '{ printf "  %-18s %s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | awk -F '\t' '{ printf "  %-14s %s\n", $$1, $$2 }'
 
 # What a tool says matters when it fails.
 quietly = said=$$($(1) 2>&1) || { echo "$$said"; exit 1; }
@@ -122,13 +122,12 @@ tested = $(1)/pytest $(2) $(remembered) $(ARGS) || { [ -n "$${MOEJOB_SECOND_CHAN
 # Which tests failed last, of each target by itself: two targets may run at a time.
 remembered = -o cache_dir=.pytest_cache/$@
 
-# The nodes are waited for more than they compute, so the trainer has its turn beside them. What two targets print comes
-# when each has ended.
+# Two cores have no room for trainers or engines beside the nodes, where their tests took twice as long. The bridge computes
+# in one process, and engines start in one each; what those two print comes when each has ended.
 test: $(operator_built) $(trainer_built) $(rollout_built) $(bridge_built) ## Run every test that needs no GPU
-	@$(MAKE) test-operator
-	@$(two_at_a_time) test-nodes test-trainer
+	@$(MAKE) test-operator test-trainer
 	@$(two_at_a_time) test-bridge test-rollout
-	@$(MAKE) test-control-plane
+	@$(MAKE) test-cluster
 
 test-operator: $(operator_built) ## Test api, operator, cli, chart and how images are built
 	@$(call tested,$(operator),$(wildcard $(patsubst %,tests/%,api cli operator chart builds)) -n 2 --dist worksteal)
@@ -173,14 +172,11 @@ test-rollout: $(rollout_built) ## Test what runs beside vLLM
 gpu-test: $(trainer_gpu_built) $(operator_built) ## Test kernels and training on the GPUs of this machine
 	@MOEJOB_TRAINER_PYTHON=$(CURDIR)/$(trainer_gpu)/python $(trainer_gpu)/pytest tests/gpu -rs $(ARGS)
 
-# Both build the cluster programs that they lack, and skip by name where they cannot; so they do not wait for control-plane.
-test-control-plane: $(operator_built) $(trainer_built) $(rollout_built) ## Test on a real control plane, and what images hold
-	@$(call tested,$(operator),tests/cluster --ignore=tests/cluster/nodes -n 3 --dist loadfile --no-loadscope-reorder -rs --no-fold-skipped)
+# Builds the cluster programs that it lacks, and skips by name where it cannot; so it does not wait for control-plane.
+test-cluster: $(operator_built) $(trainer_built) $(rollout_built) ## Test on a real control plane and two real nodes
+	@$(call tested,$(operator),tests/cluster -n 3 --dist loadscope --no-loadscope-reorder -rs --no-fold-skipped)
 
-test-nodes: $(operator_built) $(trainer_built) $(rollout_built) ## Test on two real nodes, of which a machine has one set
-	@$(call tested,$(operator),tests/cluster/nodes -rs --no-fold-skipped)
-
-# Needs what the nodes need, and half an hour; test-nodes does the four faults that happen most. Last comes `make kind-demo`.
+# Needs what the nodes need, and half an hour; test-cluster does the four faults that happen most. Last comes `make kind-demo`.
 test-faults: $(operator_built) $(trainer_built) $(rollout_built) ## Test every fault: of ranks, engines, pods, nodes, volumes, clocks, the cluster and the operator
 	@MOEJOB_FAULTS=full $(operator)/pytest tests/cluster/control_plane/test_faults.py tests/cluster/nodes/test_faults.py \
 		tests/cluster/nodes/test_engines.py tests/cluster/nodes/test_policies.py tests/cluster/nodes/test_strangers.py tests/cluster/nodes/test_tenants.py tests/cluster/nodes/test_kind_demo.py -rs --no-fold-skipped $(ARGS)
@@ -301,4 +297,4 @@ clean: ## Remove the environments and all build output; the cache stays
 		$(foreach dist,crds operator trainer rollout cli,$(dist)/dist $(dist)/build)
 	@find $(wildcard crds operator trainer rollout cli tests benchmarks scripts) -name __pycache__ -prune -exec rm -rf {} +
 
-.PHONY: help setup fmt lint types operator-types trainer-types rollout-types generate verify test test-operator test-trainer test-bridge test-learning matrix test-gate test-rollout test-control-plane test-nodes test-faults test-policies test-images gpu-test control-plane bench bench-operator bench-recovery bench-hostile bench-trainer bench-gpu bench-grpo demo demo-grpo cluster-demo docs pictures images bases kind-demo lock audit audit-images clean
+.PHONY: help setup fmt lint types operator-types trainer-types rollout-types generate verify test test-operator test-trainer test-bridge test-learning matrix test-gate test-rollout test-cluster test-faults test-policies test-images gpu-test control-plane bench bench-operator bench-recovery bench-hostile bench-trainer bench-gpu bench-grpo demo demo-grpo cluster-demo docs pictures images bases kind-demo lock audit audit-images clean
