@@ -59,16 +59,19 @@ class GlooTransfer(CheckpointTransfer[BroadcastInit, BroadcastUpdate]):
     update_info_cls = BroadcastUpdate
     _group: Any = None
     _presence: Presence
+    # Its connection shows that the trainer is there.
+    _store: Store | None = None
 
     def init_transfer_engine(self, init_info: BroadcastInit) -> None:
         """Join the trainer; a second time after the trainer has been restarted."""
         # A trainer that was killed has left its end of the group.
-        self._group, self._presence = None, Presence()
+        self._group, self._store, self._presence = None, None, Presence()
         key = weights_key(os.environ.get(Environment.SECRET, ""))
         port = carried(init_info.master_address, init_info.master_port, key, self._presence.end)
         # A store that has gone in between is asked again and again for as long.
         store = TCPStore(LOOPBACK, port, is_master=False, timeout=_CONNECT, wait_for_workers=False)
         store.set_timeout(_PATIENCE)
+        self._store = store
         named = PrefixStore(init_info.name, store)
         arrive(named, init_info.world_size, _ARRIVAL)
         rank = init_info.rank_offset + self.parallel_config.rank
