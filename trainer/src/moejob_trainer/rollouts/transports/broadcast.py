@@ -136,7 +136,7 @@ class BroadcastTransport:
             try:
                 await _both(sync.update(engine, bucket.description), sending, engine)
             except BaseException:
-                # What still waits for the engine ends with the group.
+                # What still waits for the engine ends with a group of NCCL. A thread in one of Gloo waits out its time.
                 self._leave(engine.url)
                 raise
 
