@@ -24,7 +24,7 @@ from moejob_api.group_rendezvous import arrive
 from moejob_rollout.transfer.buckets import size_bytes, unpacked
 from moejob_rollout.transfer.channel import carried
 from moejob_rollout.transfer.checkpoint import CheckpointTransfer
-from moejob_rollout.transfer.presence import Presence
+from moejob_rollout.transfer.presence import Presence, TrainerGoneError
 
 _PATIENCE = timedelta(minutes=10)
 _CONNECT = timedelta(seconds=20)
@@ -115,5 +115,17 @@ class NcclTransfer(GlooTransfer):
         return torch.device(self.device)
 
     def _await(self, receive: Callable[[], None]) -> None:
-        # What follows waits for it on the GPU; the host does not.
-        receive()
+        stream = torch.cuda.current_stream(self._memory())
+
+        def received() -> None:
+            with torch.cuda.stream(stream):
+                receive()
+            # What comes next on the GPU waits by itself. The host waits to see a trainer that leaves.
+            stream.synchronize()
+
+        try:
+            super()._await(received)
+        except TrainerGoneError:
+            # A kernel waits for the rest, and everything on the GPU for the kernel.
+            self._group.abort()
+            raise

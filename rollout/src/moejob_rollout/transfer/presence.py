@@ -1,7 +1,7 @@
 """The presence of the trainer while its messages are awaited.
 
-A receiver of Gloo whose sender dies in the middle of a message waits for its whole timeout, and nothing can end that
-wait. So it is left alone as soon as the connection ends by which the receiver found the sender.
+A receiver whose sender dies in the middle of a message waits on: one of Gloo for its whole timeout, one of NCCL until
+its group is aborted. So it is left alone as soon as the connection ends by which the receiver found the sender.
 """
 
 from __future__ import annotations
