@@ -267,6 +267,18 @@ def test_steps_of_adamw(place: Place, elements: int, step: int, scale: float) ->
     assert_kernel("adamw", place, elements, step, scale)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize("elements", [1, 4099, 3_000_000])
+def test_two_shares_are_added_to_a_total_and_rounded_once(dtype: torch.dtype, elements: int) -> None:
+    total, one, other = Place("cuda", dtype).normal(3, elements)
+    expected = (one.float() + other.float() + total.float()).to(dtype)
+    # One more, which must stay as it is.
+    held = torch.cat([total, total.new_tensor([7.0])])
+    kernels("sums", total).add_both(held[:elements], one, other)  # type: ignore[union-attr]
+    assert torch.equal(held[:elements], expected)
+    assert held[-1] == 7.0
+
+
 @pytest.mark.parametrize("keeps_slopes", [True, False], ids=["slopes are kept", "logits are computed again"])
 @pytest.mark.parametrize("chunk_tokens", [64, 10000])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

@@ -80,7 +80,9 @@ class _LentGradient:
         """Begin to sum it over replicas."""
         if self._lent is None:
             raise RuntimeError("a product has written a gradient that nothing was lent for; report this")
-        self._sums.send(self._lent, self._add)
+        if self._share.grad is None:
+            raise RuntimeError("gradients of a divided parameter exist as long as it is trained")
+        self._sums.send(self._lent, self._share.grad.view(-1))
         self._lent = None
 
     def take(self, whole: Tensor) -> None:
@@ -89,12 +91,6 @@ class _LentGradient:
             self.like(whole).copy_(whole.grad)
             self.added(whole)
             whole.grad = None
-
-    def _add(self, rows: Tensor) -> None:
-        if self._share.grad is None:
-            raise RuntimeError("gradients of a divided parameter exist as long as it is trained")
-        total = self._share.grad.view(-1)
-        total.add_(rows[: total.numel()])
 
 
 def sum_into(matrix: DividedMatrix, sums: ReplicaSums) -> None:

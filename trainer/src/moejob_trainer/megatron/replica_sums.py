@@ -15,9 +15,8 @@ from torch import Tensor
 from moejob_trainer.distributed.collectives import PendingCollective, start_reduce_scatter
 from moejob_trainer.distributed.groups import Group
 from moejob_trainer.distributed.side_stream import Finish, SideStream
+from moejob_trainer.layers.kernels import kernels
 from moejob_trainer.megatron.share_memory import ShareMemory
-
-Add = Callable[[Tensor], None]
 
 
 class ReplicaSums:
@@ -36,9 +35,9 @@ class ReplicaSums:
         finish()
         return gradient
 
-    def send(self, gradient: Tensor, add: Add) -> None:
-        """Begin to sum what was lent over replicas; `add` gets the rows of this rank's share."""
-        finish = self._stream.begin(partial(self._memory.summed, gradient, self.group), add)
+    def send(self, gradient: Tensor, total: Tensor) -> None:
+        """Begin to sum what was lent over replicas, and to add this rank's share of it to the gradient of the share."""
+        finish = self._memory.sum_into(total, gradient, self.group, self._stream)
         self._sent[gradient.numel()].append((gradient, finish))
 
     def finish(self) -> None:
@@ -62,11 +61,9 @@ class GradientMemory:
         """One more of them."""
         return torch.empty(elements, dtype=self._dtype, device=self._device)
 
-    def summed(self, gradient: Tensor, group: Group) -> PendingCollective:
-        """Begin to sum the rows of this rank's share."""
-        if group.size == 1:
-            return PendingCollective(gradient, gradient, None)
-        return start_reduce_scatter(gradient, group, is_async=not gradient.is_cuda)
+    def sum_into(self, total: Tensor, gradient: Tensor, group: Group, stream: SideStream) -> Finish:
+        """Begin to add to `total` what all replicas have of this rank's share. The share of the last may be shorter."""
+        return stream.begin(partial(_summed, gradient, group), partial(_add_to, total))
 
 
 class ReadGradientMemory(GradientMemory):
@@ -85,22 +82,39 @@ class ReadGradientMemory(GradientMemory):
         self._everyones[own.data_ptr()] = everyones
         return own
 
-    def summed(self, gradient: Tensor, group: Group) -> PendingCollective:
-        """Sum the rows of this rank's share, the next rank's first: no two ranks read from one."""
+    def sum_into(self, total: Tensor, gradient: Tensor, group: Group, stream: SideStream) -> Finish:
+        """Begin to add to `total` what all replicas have of this rank's share, read from their memory."""
         meet, everyones = self._memory.barrier, self._everyones[gradient.data_ptr()]
         if meet is None or not everyones:
-            return super().summed(gradient, group)
-        parts = [one.view(group.size, -1)[group.rank] for one in everyones]
-        rows = torch.empty_like(parts[group.rank])
-        meet()
-        first, *others = (*range(group.rank + 1, group.size), *range(group.rank))
-        rows.copy_(parts[first])
-        rows.add_(parts[group.rank])
-        for rank in others:
-            rows.add_(torch.empty_like(rows).copy_(parts[rank]))
-        # No product writes before all have read.
-        meet()
-        return PendingCollective(rows, gradient, None)
+            return super().sum_into(total, gradient, group, stream)
+        shares = [one.view(group.size, -1)[group.rank][: total.numel()] for one in everyones]
+        return stream.run(partial(_read_into, total, shares, group.rank, meet))
+
+
+def _summed(gradient: Tensor, group: Group) -> PendingCollective:
+    if group.size == 1:
+        return PendingCollective(gradient, gradient, None)
+    return start_reduce_scatter(gradient, group, is_async=not gradient.is_cuda)
+
+
+def _add_to(total: Tensor, share: Tensor) -> None:
+    total.add_(share[: total.numel()])
+
+
+def _read_into(total: Tensor, shares: Sequence[Tensor], own: int, meet: Callable[[], None]) -> None:
+    """Add all shares to a total, the next rank's first: no two ranks read from one."""
+    meet()
+    first, *others = (*range(own + 1, len(shares)), *range(own))
+    read = torch.empty_like(shares[first]).copy_(shares[first])
+    for rank in others:
+        read.add_(torch.empty_like(read).copy_(shares[rank]))
+    # No product writes before all have read. This rank's own waits for what comes next as well.
+    meet()
+    fast = kernels("sums", total)
+    if fast is None:
+        total.add_(read + shares[own])
+    else:
+        fast.add_both(total, read, shares[own])
 
 
 def _nothing() -> None:
