@@ -27,6 +27,8 @@ IN_NODE_LATENCY_SECONDS, NETWORK_LATENCY_SECONDS = 15e-6, 40e-6
 # A host's memory serves all its GPUs; Adam there reads and writes 28 bytes a parameter: 2.5 G of them in a step of
 # 1.44 s, which takes 0.43 without, beside one H200.
 HOST_ADAM_BYTES, HOST_ADAM_BYTES_PER_SECOND = 28, 90e9
+# What layers keep travels to the host and back, 26 GiB each way of 32,768 tokens: a step of 5.41 s.
+HOST_COPY_SHARE = 0.9
 # Of the exchange with replicas over a network, what neither the backward pass nor the next forward pass hides. Over
 # NVLink it costs the products beside it as much as it hides: 84,639 tokens/s with overlap, 84,464 without.
 DATA_EXPOSED, DATA_EXPOSED_IN_NODE = 0.3, 1.0

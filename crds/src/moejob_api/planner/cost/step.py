@@ -14,6 +14,7 @@ from moejob_api.planner.cost.rates import (
     ACCUMULATION_SHARE,
     HOST_ADAM_BYTES,
     HOST_ADAM_BYTES_PER_SECOND,
+    HOST_COPY_SHARE,
     OPTIMIZER_SHARE,
     READ_EXPOSED,
     Machine,
@@ -22,6 +23,7 @@ from moejob_api.planner.cost.rates import (
     replicas_seconds,
     send_seconds,
 )
+from moejob_api.planner.memory.activations import kept_by_chunk, layer_bytes
 from moejob_api.planner.memory.case import Case, Parameters, Portion, model_parameters, stage_parameters
 from moejob_api.planner.memory.constants import FSDP_UNITS
 from moejob_api.planner.memory.kept_activations import FLOAT32_BYTES
@@ -40,6 +42,7 @@ class Spent(StrEnum):
     OUTPUT = "logits and loss"
     RECOMPUTE = "recomputation"
     COUNTING = "counting of choices"
+    OFFLOAD = "activations to the host and back"
     TENSOR = "tensor group"
     DISPATCH = "tokens to experts"
     CONTEXT = "keys and values"
@@ -148,7 +151,19 @@ def _passes(case: Case, stage: StageContents, part: Portion, work: Work) -> _Pas
         Spent.PIPELINE: _sends(case, work),
         Spent.ACCUMULATION: _accumulation(case, part, work.machine),
     }
-    return _Passes(both, _whole(once) + output)
+    forward_seconds = _whole(once) + output
+    both[Spent.OFFLOAD] = _offloaded(case, stage, (forward_seconds, sum(both.values()) - forward_seconds), work.machine)
+    return _Passes(both, forward_seconds)
+
+
+def _offloaded(case: Case, stage: StageContents, passes: tuple[float, float], machine: Machine) -> float:
+    """Return how much longer copies take than each pass that they run beside."""
+    if not case.spec.memory.offload_activations:
+        return 0.0
+    layers = layer_bytes(case)
+    copied = sum(kept_by_chunk(case, chunk, layers).total for chunk in stage.chunks)
+    seconds = copied / (HOST_COPY_SHARE * machine.hardware.host_bytes_per_second)
+    return sum(max(0.0, seconds - beside) for beside in passes)
 
 
 def _summed(layers: list[Forward], counts: list[int]) -> Forward:

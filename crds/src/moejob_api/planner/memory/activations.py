@@ -60,7 +60,7 @@ def activations(case: Case, stage: StageContents, layers: LayerBytes) -> Activat
     flights = in_flight(case.layout, stage.index, case.batch.microbatches)
     total = Kept(stream=sum(flights) * case.share.tokens * BATCH_BYTES_PER_TOKEN)
     for chunk, count in zip(stage.chunks, flights, strict=True):
-        total += _chunk(case, chunk, layers) * count
+        total += kept_by_chunk(case, chunk, layers) * count
     if stage.output:
         total += _output(case) * flights[-1]
     loss = loss_bytes(case) + flights[-1] * slope_bytes(case) if stage.output else 0
@@ -90,7 +90,7 @@ def slope_bytes(case: Case) -> int:
     return (1 + len(case.shape.mtp_layers)) * kept_slope_bytes(case.spec, share.tokens, width, share.element_bytes)
 
 
-def _chunk(case: Case, chunk: range, layers: LayerBytes) -> Kept:
+def kept_by_chunk(case: Case, chunk: range, layers: LayerBytes) -> Kept:
     """Return the bytes that one microbatch leaves in the layers of one chunk."""
     recompute = case.spec.training.recompute
     size = recompute.layers or 1
