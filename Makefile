@@ -168,9 +168,11 @@ fuzz: $(operator_built) $(trainer_built) $(rollout_built) ## Send a million dama
 test-rollout: $(rollout_built) ## Test what runs beside vLLM
 	@$(call tested,$(rollout),tests/rollout -n 2 --dist loadfile)
 
-# Beside the trainer's environment, for this one has the kernels for GPUs; moejob run is the operator's.
+# Beside the trainer's environment, for this one has the kernels for GPUs; moejob run is the operator's. vLLM for GPUs is
+# in images alone: MOEJOB_ROLLOUT_PYTHON names a Python with requirements/rollout-gpu.txt and pytest where there is one.
 gpu-test: $(trainer_gpu_built) $(operator_built) ## Test kernels and training on the GPUs of this machine
 	@MOEJOB_TRAINER_PYTHON=$(CURDIR)/$(trainer_gpu)/python $(trainer_gpu)/pytest tests/gpu -rs $(ARGS)
+	@[ -z "$${MOEJOB_ROLLOUT_PYTHON:-}" ] || $$MOEJOB_ROLLOUT_PYTHON -m pytest tests/rollout/test_nccl.py -rs $(ARGS)
 
 # Builds the cluster programs that it lacks, and skips by name where it cannot; so it does not wait for control-plane.
 test-cluster: $(operator_built) $(trainer_built) $(rollout_built) ## Test on a real control plane and two real nodes
