@@ -10,7 +10,7 @@ import pytest
 
 from moejob_api.contract import Role
 from moejob_api.job import Spec
-from moejob_rollout.arguments import arguments
+from moejob_rollout.arguments import arguments, threads
 from moejob_rollout.engine import EngineEnvironment
 
 CONFIG = {"max_position_embeddings": 4096}
@@ -50,6 +50,24 @@ def test_an_engine_on_a_cpu_has_no_graphs() -> None:
     found = options("CPU")
     assert "--enforce-eager" in found
     assert "--compilation-config" not in found
+
+
+@pytest.mark.parametrize(("tensor", "is_alone"), [(1, True), (2, False)])
+def test_the_only_worker_on_a_cpu_is_no_process_of_its_own(tensor: int, is_alone: bool) -> None:
+    assert options("CPU", tensor=tensor).get("--distributed-executor-backend", "mp").endswith("Executor") is is_alone
+    assert "--distributed-executor-backend" not in options("GPU", tensor=tensor)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "bound"),
+    [
+        (1, {"OMP_NUM_THREADS": "3", "OMP_PLACES": "{0,2,5}", "OMP_PROC_BIND": "true"}),
+        (2, {"VLLM_CPU_OMP_THREADS_BIND": "0|2"}),
+        (4, {"VLLM_CPU_OMP_THREADS_BIND": "0|2|5|5"}),
+    ],
+)
+def test_each_worker_on_a_cpu_has_cores_of_its_own_as_far_as_there_are(tensor: int, bound: dict[str, str]) -> None:
+    assert threads((0, 2, 5), tensor) == bound
 
 
 @pytest.mark.parametrize(("placement", "sleeps"), [("Colocated", True), ("Separate", False)])

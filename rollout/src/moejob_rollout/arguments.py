@@ -21,6 +21,9 @@ MIDDLEWARE = "moejob_rollout.authentication.KeyAuthentication"
 # Each token of an answer is one replay of what was recorded, where the host would launch a thousand kernels. Recording
 # takes seconds; compiling, which this leaves out, minutes at each start.
 _GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+# The only worker of an engine lives in the process that schedules, as on a GPU: another one would import vLLM again, ten
+# seconds of a core. vLLM would turn "uni" into "mp" on a CPU, to bind threads, which `variables` does.
+_IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 # Enough for thousands of tokens of a model that is small enough for a CPU; vLLM itself would take the node's memory.
 _CPU_CACHE_BYTES = 512 * 1024**2
 
@@ -69,26 +72,30 @@ def variables(engine: EngineEnvironment, cores: Sequence[int]) -> dict[str, str]
     control = {"VLLM_SERVER_DEV_MODE": "1"}
     if engine.spec.resources.accelerator is Accelerator.CPU:
         # torch.compile would need a compiler of C++ at run time.
-        cpu = {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": threads(cores, engine.grpo.rollout.tensor)}
-        return quiet | control | cpu
+        return quiet | control | {"TORCHDYNAMO_DISABLE": "1"} | threads(cores, engine.grpo.rollout.tensor)
     # FlashInfer's sampler is compiled at the first start.
     gpu = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
     return quiet | control | gpu
 
 
-def threads(cores: Sequence[int], tensor: int) -> str:
-    """Return the cores of each worker, as in "0,1|2,3"; workers on the same cores would wait for one another."""
+def threads(cores: Sequence[int], tensor: int) -> dict[str, str]:
+    """Return the variables that bind each worker to cores of its own; on the same ones they would wait for one another."""
+    if tensor == 1:
+        places = ",".join(map(str, cores))
+        return {"OMP_NUM_THREADS": str(len(cores)), "OMP_PLACES": f"{{{places}}}", "OMP_PROC_BIND": "true"}
     each = max(1, len(cores) // tensor)
     shares = [cores[worker * each : (worker + 1) * each] for worker in range(tensor)]
     # More workers than cores take turns on the last one.
-    return "|".join(",".join(map(str, share or cores[-1:])) for share in shares)
+    bound = "|".join(",".join(map(str, share or cores[-1:])) for share in shares)
+    return {"VLLM_CPU_OMP_THREADS_BIND": bound}
 
 
 def _of_accelerator(engine: EngineEnvironment) -> list[str]:
     rollout = engine.grpo.rollout
     if engine.spec.resources.accelerator is Accelerator.CPU:
         # A prompt that is read in parts takes a random number back; no generator of a CPU can, and the engine dies.
-        return [f"--kv-cache-memory-bytes={_CPU_CACHE_BYTES}", "--no-enable-chunked-prefill", "--enforce-eager"]
+        alone = [f"--distributed-executor-backend={_IN_PROCESS}"] if rollout.tensor == 1 else []
+        return [f"--kv-cache-memory-bytes={_CPU_CACHE_BYTES}", "--no-enable-chunked-prefill", "--enforce-eager", *alone]
     sleeps = ["--enable-sleep-mode"] if rollout.placement is Placement.COLOCATED else []
     return [
         f"--gpu-memory-utilization={rollout.engine_share}",
