@@ -116,18 +116,24 @@ verify: lint types ## All of that, and that nothing generated is stale
 # $(call tested,ENVIRONMENT,TESTS). With MOEJOB_SECOND_CHANCE, which CI sets, what failed beside other tests runs once more
 # alone, up to the first that fails again: thousands of tests of processes, nodes and clocks share a machine that others
 # use too. What passes then is listed under "failed once": a defect to mend, in the test or in what it tests.
-tested = $(1)/pytest $(2) $(remembered) $(ARGS) || { [ -n "$${MOEJOB_SECOND_CHANCE:-}" ] && echo "=== failed once, again alone" && \
+# Alone, too, when two targets run at a time: it waits for the other one, by a lock of this file, and the next one for it.
+tested = $${MOEJOB_SECOND_CHANCE:+flock --close --shared Makefile} $(1)/pytest $(2) $(remembered) $(ARGS) || \
+	{ [ -n "$${MOEJOB_SECOND_CHANCE:-}" ] && echo "=== failed once, again alone" && flock --close Makefile \
 	$(1)/pytest $(2) $(remembered) $(ARGS) --last-failed --last-failed-no-failures none -n 0 -x -rp; }
 
 # Which tests failed last, of each target by itself: two targets may run at a time.
 remembered = -o cache_dir=.pytest_cache/$@
 
-# Two cores have no room for trainers or engines beside the nodes, where their tests took twice as long. The bridge computes
-# in one process, and engines start in one each; what those two print comes when each has ended.
+# Two cores have no room for trainers beside the nodes, where their tests took twice as long. Nodes wait for one another
+# as long as they compute, so all others run beside them. What targets print that run at a time comes when each has ended.
 test: $(operator_built) $(trainer_built) $(rollout_built) $(bridge_built) ## Run every test that needs no GPU
 	@$(MAKE) test-operator test-trainer
+	@$(two_at_a_time) test-nodes test-beside-nodes
+
+# The bridge computes in one process, and engines start in one each.
+test-beside-nodes: $(operator_built) $(trainer_built) $(rollout_built) $(bridge_built)
+	@$(MAKE) --jobs=1 test-cluster
 	@$(two_at_a_time) test-bridge test-rollout
-	@$(MAKE) test-cluster
 
 test-operator: $(operator_built) ## Test api, operator, cli, chart and how images are built
 	@$(call tested,$(operator),$(wildcard $(patsubst %,tests/%,api cli operator chart builds)) -n 2 --dist worksteal)
@@ -174,11 +180,15 @@ gpu-test: $(trainer_gpu_built) $(operator_built) ## Test kernels and training on
 	@MOEJOB_TRAINER_PYTHON=$(CURDIR)/$(trainer_gpu)/python $(trainer_gpu)/pytest tests/gpu -rs $(ARGS)
 	@[ -z "$${MOEJOB_ROLLOUT_PYTHON:-}" ] || $$MOEJOB_ROLLOUT_PYTHON -m pytest tests/rollout/test_nccl.py -rs $(ARGS)
 
-# Builds the cluster programs that it lacks, and skips by name where it cannot; so it does not wait for control-plane.
-test-cluster: $(operator_built) $(trainer_built) $(rollout_built) ## Test on a real control plane and two real nodes
-	@$(call tested,$(operator),tests/cluster -n 3 --dist loadscope --no-loadscope-reorder -rs --no-fold-skipped)
+# Both build the cluster programs that they lack, and skip by name where they cannot; so they do not wait for control-plane.
+test-cluster: $(operator_built) $(trainer_built) ## Test on a real control plane, and images
+	@$(call tested,$(operator),tests/cluster --ignore tests/cluster/nodes -n 2 --dist loadfile -rs --no-fold-skipped)
 
-# Needs what the nodes need, and half an hour; test-cluster does the four faults that happen most. Last comes `make kind-demo`.
+# One process: a machine has one set of nodes.
+test-nodes: $(operator_built) $(trainer_built) $(rollout_built) ## Test on two real nodes
+	@$(call tested,$(operator),tests/cluster/nodes -n 1 -rs --no-fold-skipped)
+
+# Needs what the nodes need, and half an hour; test-nodes does the four faults that happen most. Last comes `make kind-demo`.
 test-faults: $(operator_built) $(trainer_built) $(rollout_built) ## Test every fault: of ranks, engines, pods, nodes, volumes, clocks, the cluster and the operator
 	@MOEJOB_FAULTS=full $(operator)/pytest tests/cluster/control_plane/test_faults.py tests/cluster/nodes/test_faults.py \
 		tests/cluster/nodes/test_engines.py tests/cluster/nodes/test_policies.py tests/cluster/nodes/test_strangers.py tests/cluster/nodes/test_tenants.py tests/cluster/nodes/test_kind_demo.py -rs --no-fold-skipped $(ARGS)
@@ -299,4 +309,4 @@ clean: ## Remove the environments and all build output; the cache stays
 		$(foreach dist,crds operator trainer rollout cli,$(dist)/dist $(dist)/build)
 	@find $(wildcard crds operator trainer rollout cli tests benchmarks scripts) -name __pycache__ -prune -exec rm -rf {} +
 
-.PHONY: help setup fmt lint types operator-types trainer-types rollout-types generate verify test test-operator test-trainer test-bridge test-learning matrix test-gate test-rollout test-cluster test-faults test-policies test-images gpu-test control-plane bench bench-operator bench-recovery bench-hostile bench-trainer bench-gpu bench-grpo demo demo-grpo cluster-demo docs pictures images bases kind-demo lock audit audit-images clean
+.PHONY: help setup fmt lint types operator-types trainer-types rollout-types generate verify test test-operator test-trainer test-bridge test-learning matrix test-gate test-rollout test-cluster test-nodes test-beside-nodes test-faults test-policies test-images gpu-test control-plane bench bench-operator bench-recovery bench-hostile bench-trainer bench-gpu bench-grpo demo demo-grpo cluster-demo docs pictures images bases kind-demo lock audit audit-images clean

@@ -7,8 +7,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from xdist.remote import Producer
-from xdist.scheduler import LoadScopeScheduling
 
 from cluster.binaries import MissingProgramError, found_or_built
 from cluster.control_plane.plane import PROGRAMS, ControlPlane
@@ -16,28 +14,6 @@ from cluster.control_plane.plane import control_plane as running_control_plane
 from cluster.waiting import until
 
 FAKE_NODES = 2
-NODES = Path(__file__).parent / "nodes"
-
-
-class ByMachine(LoadScopeScheduling):  # type: ignore[misc]
-    """A file at a time for each process, but all that needs the nodes is one's: a machine has one set of them.
-
-    Not `--dist loadgroup`: what xdist 3.8 adds to the name of a test for that, pytest 9.2 does not hear.
-    """
-
-    def _split_scope(self, nodeid: str) -> str:
-        file = Path(nodeid.partition("::")[0])
-        return NODES.name if NODES.name in file.parts else str(file)
-
-
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByMachine:
-    """Return how processes share the tests."""
-    return ByMachine(config, log)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Return what takes longest begins."""
-    items.sort(key=lambda item: NODES not in item.path.parents)
 
 
 @pytest.fixture(scope="session")

@@ -21,8 +21,8 @@ MIDDLEWARE = "moejob_rollout.authentication.KeyAuthentication"
 # Each token of an answer is one replay of what was recorded, where the host would launch a thousand kernels. Recording
 # takes seconds; compiling, which this leaves out, minutes at each start.
 _GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
-# The only worker of an engine lives in the process that schedules, as on a GPU: another one would import vLLM again, ten
-# seconds of a core. vLLM would turn "uni" into "mp" on a CPU, to bind threads, which `variables` does.
+# The only worker of an engine lives in the process that schedules, as on a GPU: another would import vLLM again, for
+# ten seconds of a core. vLLM would turn "uni" into "mp" on a CPU, to bind threads, which `variables` does.
 _IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 # Enough for thousands of tokens of a model that is small enough for a CPU; vLLM itself would take the node's memory.
 _CPU_CACHE_BYTES = 512 * 1024**2
@@ -79,7 +79,7 @@ def variables(engine: EngineEnvironment, cores: Sequence[int]) -> dict[str, str]
 
 
 def threads(cores: Sequence[int], tensor: int) -> dict[str, str]:
-    """Return the variables that bind each worker to cores of its own; on the same ones they would wait for one another."""
+    """Return the variables that bind each worker to cores of its own, on which no other makes it wait."""
     if tensor == 1:
         places = ",".join(map(str, cores))
         return {"OMP_NUM_THREADS": str(len(cores)), "OMP_PLACES": f"{{{places}}}", "OMP_PROC_BIND": "true"}
