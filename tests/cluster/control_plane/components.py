@@ -20,6 +20,8 @@ SERVICE = "10.96.0.1"
 NAMES = "DNS:localhost,DNS:kubernetes.default.svc"
 # Gang scheduling by Kubernetes itself.
 FEATURE_GATES = "GenericWorkload=true,GangScheduling=true,TopologyAwareWorkloadScheduling=true"
+# Else the scheduler tries a gang that waits again and again without a pause, for more than a core.
+NO_HASTE = "SchedulerPopFromBackoffQ=false"
 RUNTIME_CONFIG = "scheduling.k8s.io/v1alpha2=true"
 # Below the ports that the kernel gives to outgoing connections: one of those could take the port of a component that
 # is about to start, or to start again.
@@ -179,7 +181,11 @@ def _controller_manager(site: Site) -> dict[str, object]:
 
 
 def _scheduler(site: Site) -> dict[str, object]:
-    return _delegating(site, Component.SCHEDULER) | {"kube-api-qps": 500, "kube-api-burst": 1000}
+    return _delegating(site, Component.SCHEDULER) | {
+        "kube-api-qps": 500,
+        "kube-api-burst": 1000,
+        "feature-gates": f"{FEATURE_GATES},{NO_HASTE}",
+    }
 
 
 def _kwok(site: Site) -> dict[str, object]:
