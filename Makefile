@@ -142,7 +142,8 @@ test-operator: $(operator_built) ## Test api, operator, cli, chart and how image
 test-trainer: $(trainer_built) $(operator_built) $(peft_built) $(trl_built) $(mlflow_built) ## Test the trainer
 	@$(call tested,$(trainer),tests/trainer -m "not thorough" -n 3 --dist loadfile --no-loadscope-reorder)
 
-# Seven minutes: other families and layouts of the tests that take longest, of which test-trainer does some, and demo-grpo.
+# Seven minutes: other families and layouts of the tests that take longest, of which test-trainer does some, a reward with
+# its sign turned, and demo-grpo.
 test-thorough: $(trainer_built) $(operator_built) $(rollout_built) ## Test the rows that test-trainer leaves out
 	@$(trainer)/pytest tests/trainer -m thorough -n 3 --dist loadfile $(ARGS)
 
