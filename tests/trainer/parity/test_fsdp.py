@@ -372,14 +372,22 @@ def test_a_rank_holds_its_share_alone_outside_of_the_passes(
         assert held.most_inside > held.updated + held.model / 10
 
 
-def test_zero_2_gathers_weights_once_a_step_and_fsdp_twice_a_micro_batch(worlds: Worlds, reference: Reference) -> None:
-    folder, _ = reference(Family.QWEN3_MOE)
-    micro = {"training": {"microBatchSize": 1}}
-    cells = [_cell(Family.QWEN3_MOE, {"data": 2}, merged(sections, micro)) for sections in ({}, ZERO2)]
-    shares, gathered = (worlds.run(2, gathers, cell, folder)[0] for cell in cells)
-    assert gathered.of_a_layer == 1
-    assert shares.micro_batches > 1
-    assert shares.of_a_layer == 2 * shares.micro_batches
+@pytest.mark.parametrize(
+    ("family", "sections", "is_once"),
+    [
+        pytest.param(Family.QWEN3, {}, False, id="a dense layer twice a micro batch"),
+        pytest.param(Family.QWEN3_MOE, {}, True, id="what a mixture has beside its experts once"),
+        pytest.param(Family.QWEN3, ZERO2, True, id="a dense layer once under ZeRO-2"),
+    ],
+)
+def test_a_layer_is_gathered_for_every_pass_or_once_a_step(
+    worlds: Worlds, reference: Reference, family: Family, sections: Mapping[str, Any], is_once: bool
+) -> None:
+    folder, _ = reference(family)
+    cell = _cell(family, {"data": 2}, merged(sections, {"training": {"microBatchSize": 1}}))
+    found = worlds.run(2, gathers, cell, folder)[0]
+    assert found.micro_batches > 1
+    assert found.of_a_layer == (1 if is_once else 2 * found.micro_batches)
 
 
 @dataclass(frozen=True)

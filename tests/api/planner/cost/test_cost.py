@@ -70,9 +70,8 @@ def test_activations_in_host_memory_take_what_was_measured_within_a_tenth() -> N
 @pytest.mark.parametrize(
     ("hardware", "sharding", "reads", "measured"),
     [
-        pytest.param(H100, "FSDP", None, 70_563 / 78_227, id="FSDP on H100"),
-        pytest.param(H100, "FSDP", False, 66_575 / 78_227, id="FSDP on H100, exchanged by NCCL"),
-        pytest.param(H200, "FSDP", None, 76_991 / 82_393, id="FSDP on H200"),
+        # The mean of the whole weights' runs before and behind it.
+        pytest.param(H200, "FSDP", None, 78_743 / 82_234, id="FSDP on H200"),
         pytest.param(H200, "ZeRO2", None, 80_493 / 82_393, id="ZeRO2 on H200"),
     ],
 )

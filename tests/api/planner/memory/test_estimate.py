@@ -85,10 +85,12 @@ def test_divided_weights_are_of_the_type_of_their_gradients_and_whole_layers_are
     # What weights in bfloat16 lack of float32, and two moments.
     assert part(answer, Name.OPTIMIZER) == (4 - share + 8) * mine
     element, summed = (2 if dtype == "bfloat16" else 4), (2 if gradients == "bfloat16" else 4)
-    # Two layers on their way, one's gradients and what they are summed in; embedding and output beside them.
-    layer = TINY_LAYER - 3 * 128 + 8 * 4 + TINY_ROUTED // 2
+    # Two layers on their way, one's gradients and what they are summed in; embedding and output beside them, and what
+    # both layers have beside their experts: 480 parameters, where the experts of two layers are 1,536.
+    beside_experts = TINY_LAYER - 3 * 128 + 8 * 4
+    layer = beside_experts + TINY_ROUTED // 2
     behind_the_first_layer = 2 * 256 * 8 * summed
-    assert part(answer, Name.GATHERED) == 2 * 2 * 256 * 8 * element + max(
+    assert part(answer, Name.GATHERED) == (2 * 2 * 256 * 8 + 2 * beside_experts) * element + max(
         layer * (3 * element + summed), behind_the_first_layer
     )
 

@@ -64,10 +64,24 @@ def fully_sharded(
 def keep_gathered(stage: Stage) -> None:
     """Gather each layer once a step: it stays whole through all passes, until `reshard` (ZeRO-2)."""
     for module in _divided(stage):
-        module.set_reshard_after_forward(False, recurse=False)
-        module.set_reshard_after_backward(False, recurse=False)
+        _keep(module)
     if (experts := _expert_shares(stage)) is not None:
         experts.keep()
+
+
+def keep_beside_experts(stage: Stage, layers: int) -> None:
+    """Let the vocabulary's matrices stay whole until `reshard`, and of the first layers all but their experts.
+
+    The vocabulary's matrices are whole anyway when a step needs the most memory: behind the last layer.
+    """
+    for module in (stage, *[*stage.layers.values()][:layers]):
+        if isinstance(module, FSDPModule):
+            _keep(module)
+
+
+def _keep(module: FSDPModule) -> None:
+    module.set_reshard_after_forward(False, recurse=False)
+    module.set_reshard_after_backward(False, recurse=False)
 
 
 def reshard(stage: nn.Module) -> None:
@@ -112,9 +126,7 @@ def _divide(stage: Stage, types: WeightTypes, device: torch.device) -> None:
             if any(True for _ in experts.parameters()):
                 fully_shard(experts, mesh=expert_replicas, mp_policy=policy)
         fully_shard(layer, mesh=replicas, mp_policy=policy)
-    # The vocabulary's matrices stay whole between the passes: they are the last that one needs and the first of the
-    # other.
-    fully_shard(stage, mesh=replicas, mp_policy=policy, reshard_after_forward=False)
+    fully_shard(stage, mesh=replicas, mp_policy=policy)
     for module in _divided(stage):
         # The loss is divided by the weight of the whole batch: gradients are sums. gloo knows no scaled ones.
         module.set_gradient_divide_factor(1.0)

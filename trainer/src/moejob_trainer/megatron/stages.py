@@ -16,12 +16,14 @@ from moejob_api.job.job import Spec
 from moejob_api.job.moe import Sharding
 from moejob_api.layout.sizes import Layout
 from moejob_api.layout.stages import stages as stages_of
+from moejob_api.planner.memory.case import prepared
 from moejob_api.planner.memory.communication import peer_memory_bytes
 from moejob_api.planner.memory.microbatch_share import share
+from moejob_api.planner.memory.whole_layers import layers_kept_whole
 from moejob_trainer.distributed.groups import Groups
 from moejob_trainer.distributed.peer_mapping import FOR_TOKENS, peer_memory
 from moejob_trainer.distributed.peer_memory import PeerMemory
-from moejob_trainer.megatron.sharding import fully_sharded, keep_gathered, precision
+from moejob_trainer.megatron.sharding import fully_sharded, keep_beside_experts, keep_gathered, precision
 from moejob_trainer.model.architecture import Architecture
 from moejob_trainer.model.stage import Stage, StagePlace
 
@@ -46,6 +48,10 @@ def built(model: Architecture, spec: Spec, layout: Layout, groups: Groups, devic
     made = []
     for place in places(model, spec, groups):
         stage = _placed(partial(Stage, model, spec, groups, place), spec, groups, device)
+        if spec.memory.sharding is Sharding.ZERO2:
+            keep_gathered(stage)
+        if spec.memory.sharding is Sharding.FSDP:
+            keep_beside_experts(stage, layers_kept_whole(prepared(spec, model.shape, layout)))
         stage.config, stage.model_type = schedule, ModelType.encoder_or_decoder
         made.append(stage)
     return made
@@ -94,10 +100,7 @@ def _placed(make: Callable[[], Stage], spec: Spec, groups: Groups, device: torch
     shares = getattr(torch, share_dtype(spec).value)
     stage = _typed(stage, getattr(torch, spec.model.dtype.value), trained=shares)
     types = precision(spec.model.dtype, spec.training.precision.gradients)
-    stage = fully_sharded(stage, types, groups, device, reads=reads_replicas(spec))
-    if spec.memory.sharding is Sharding.ZERO2:
-        keep_gathered(stage)
-    return stage
+    return fully_sharded(stage, types, groups, device, reads=reads_replicas(spec))
 
 
 def _typed(stage: Stage, dtype: torch.dtype, trained: torch.dtype | None = None) -> Stage:

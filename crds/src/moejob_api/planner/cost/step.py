@@ -29,6 +29,7 @@ from moejob_api.planner.memory.constants import FSDP_UNITS
 from moejob_api.planner.memory.kept_activations import FLOAT32_BYTES
 from moejob_api.planner.memory.kinds import StageContents
 from moejob_api.planner.memory.states import divided, optimizer_bytes
+from moejob_api.planner.memory.whole_layers import gathered_by_turns
 
 
 class Spent(StrEnum):
@@ -262,17 +263,19 @@ def _exchanged(case: Case, held: Parameters, trained: Parameters, machine: Machi
     sums = _over_replicas(case, trained, case.gradient_bytes, machine)
     if not case.divides_weights:
         return sums + _over_replicas(case, trained, case.element_bytes, machine)
-    # FSDP has nothing whole between microbatches: weights are gathered for either pass of each.
+    # What does not stay whole until the update is gathered for either pass of each microbatch.
     gathers = 1 if case.keeps_gathered else 2 * case.batch.microbatches
-    experts = _of_experts(case, held, case.element_bytes, machine) * _gathered_share(case)
-    return case.batch.microbatches * sums + gathers * (_dense_gathered(case, held, machine) + experts)
+    turning = 0 if case.keeps_gathered else gathered_by_turns(case)
+    dense = _dense_gathered(case, held.dense - turning, machine) + gathers * _dense_gathered(case, turning, machine)
+    experts = gathers * _of_experts(case, held, case.element_bytes, machine) * _gathered_share(case)
+    return case.batch.microbatches * sums + dense + experts
 
 
-def _dense_gathered(case: Case, held: Parameters, machine: Machine) -> float:
-    """Shares of weights gathered into a buffer, and copied from that."""
-    copied = held.dense * (case.layout.data * case.layout.context > 1)
+def _dense_gathered(case: Case, gathered: int, machine: Machine) -> float:
+    """Shares of that many weights beside experts gathered into a buffer, and copied from that."""
+    copied = gathered * (case.layout.data * case.layout.context > 1)
     copies = _touched_seconds(2 * case.element_bytes * copied, machine)
-    return _of_dense(case, held, case.element_bytes, machine) + copies
+    return _of_dense(case, Parameters(dense=gathered), case.element_bytes, machine) + copies
 
 
 def _gathered_share(case: Case) -> float:

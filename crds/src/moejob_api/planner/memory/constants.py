@@ -39,6 +39,8 @@ CPU_RANK_BYTES = GIB
 
 # Weights of a layer that is being computed, and what arrives of the next one.
 FSDP_UNITS = 2
+# What of a mixture's layers beside their experts may stay whole for a step, however small its experts are.
+KEPT_WHOLE_BYTES = 2 * GIB
 
 # A vLLM engine beside weights and KV cache: context, CUDA graphs, activations of its largest prefill. On one H200 it
 # was 2.6 GiB for Qwen3-30B-A3B.

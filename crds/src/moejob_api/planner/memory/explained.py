@@ -13,6 +13,7 @@ from moejob_api.planner.memory.constants import FRAGMENTATION, FSDP_UNITS, LOSS_
 from moejob_api.planner.memory.in_flight import in_flight
 from moejob_api.planner.memory.phases import Name, StageBytes
 from moejob_api.planner.memory.states import divided, optimizer_bytes
+from moejob_api.planner.memory.whole_layers import layers_kept_whole
 
 Why = Callable[[StageBytes], str]
 
@@ -63,7 +64,8 @@ def _gathered(of: StageBytes) -> str:
     if of.case.keeps_gathered:
         held = of.parameters.held
         return f"{count(held.total)} parameters x {of.case.element_bytes} B until the update, gradients of one layer"
-    return f"weights of {FSDP_UNITS} whole layers, gradients of one, and the vocabulary's matrices"
+    beside = f", {kept} layers but for their experts" if (kept := layers_kept_whole(of.case)) else ""
+    return f"weights of {FSDP_UNITS} whole layers, gradients of one, the vocabulary's matrices{beside}"
 
 
 def _reference(of: StageBytes) -> str:

@@ -11,6 +11,7 @@ from moejob_api.planner.memory.constants import FSDP_UNITS, UPDATE_ELEMENTS
 from moejob_api.planner.memory.kept_activations import FLOAT32_BYTES
 from moejob_api.planner.memory.kinds import StageContents
 from moejob_api.planner.memory.temporaries import largest_matrix
+from moejob_api.planner.memory.whole_layers import kept_whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +99,8 @@ def _units(case: Case, stage: StageContents) -> int:
 
     A layer's weights and those of the next one on its way, its gradients, and a copy of either laid out to be summed;
     of experts the gradients of two matrices of a size, without copies.
-    The vocabulary's matrices stay whole through both passes, and their gradients, where they have any, are summed last.
+    The vocabulary's matrices stay whole until the update, and their gradients, where they have any, are summed last;
+    so does what some layers have beside their experts.
     """
     ends = stage.embedding + (stage.output and not case.shape.tied_embeddings)
     matrices, learned = ends * case.vocabulary, ends * output_parameters(case)
@@ -108,4 +110,5 @@ def _units(case: Case, stage: StageContents) -> int:
         + part.trained.routed * FSDP_UNITS * case.gradient_bytes
         for part in case.layers
     )
-    return (matrices + learned) * case.element_bytes + max(passing, learned * case.gradient_bytes)
+    kept = matrices + learned + kept_whole(case)
+    return kept * case.element_bytes + max(passing, learned * case.gradient_bytes)

@@ -1,0 +1,38 @@
+"""Weights that stay whole under FSDP beside the layers that replicas gather by turns. The trainer asks for them too."""
+
+from __future__ import annotations
+
+from itertools import accumulate, takewhile
+
+from moejob_api.planner.memory.case import Case
+from moejob_api.planner.memory.constants import FSDP_UNITS, KEPT_WHOLE_BYTES
+
+
+def layers_kept_whole(case: Case) -> int:
+    """Return how many of the first layers are whole, but for their experts, from a step's first pass to its update.
+
+    As many as take little memory, or no more than the experts that are whole by turns: of a mixture these are the most,
+    and the rest need not be gathered twice for every micro batch. None of a model without experts.
+    """
+    routed = max(part.held.routed for part in case.layers)
+    if not routed:
+        return 0
+    most = max(KEPT_WHOLE_BYTES // case.element_bytes, FSDP_UNITS * routed)
+    return len(list(takewhile(lambda kept: kept <= most, accumulate(_beside_experts(case)))))
+
+
+def kept_whole(case: Case) -> int:
+    """Return the parameters of these layers that stay whole."""
+    return sum(_beside_experts(case)[: layers_kept_whole(case)])
+
+
+def gathered_by_turns(case: Case) -> int:
+    """Return the parameters beside experts that are gathered for either pass of each micro batch."""
+    return sum(_beside_experts(case)[layers_kept_whole(case) :])
+
+
+def _beside_experts(case: Case) -> list[int]:
+    """Return the parameters of each layer on one GPU that are not its experts'."""
+    layers = range(len(case.shape.layers))
+    of_kind = [part.held.dense for part in case.layers]
+    return [of_kind[case.kinds.counts(index, index + 1).index(1)] for index in layers]
