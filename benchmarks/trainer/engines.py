@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -21,9 +22,11 @@ from torch.distributed.tensor import DTensor
 from moejob_api.job import Spec
 from moejob_api.layout.sizes import Layout
 from moejob_api.layout.sizes import layout as layout_of
+from moejob_api.models.shape import ModelShape
 from moejob_trainer.data.packing import batch_plan, global_batch
 from moejob_trainer.distributed.groups import Groups
 from moejob_trainer.engine import Document, LossTerms, MicroBatch, TokenOutputs
+from moejob_trainer.engine.micro_batch import ROUTING
 from moejob_trainer.megatron.cpu import use_cpu
 from moejob_trainer.megatron.engine import EnginePlacement, MegatronEngine
 from moejob_trainer.megatron.stages import built
@@ -45,11 +48,18 @@ class Started:
     sizes: Layout
     groups: Groups
 
-    def batch(self, lengths: Sequence[int], random: np.random.Generator) -> list[MicroBatch]:
-        """This rank's micro batches of random documents of these lengths."""
+    def batch(
+        self, lengths: Sequence[int], random: np.random.Generator, *, is_balanced: bool = False
+    ) -> list[MicroBatch]:
+        """This rank's micro batches of random documents of these lengths. is_balanced: all experts get as many."""
         return self.micro_batches(
             [
-                Document(random.integers(0, self.model.shape.vocabulary, length), np.ones(length, np.float32), n)
+                Document(
+                    random.integers(0, self.model.shape.vocabulary, length),
+                    np.ones(length, np.float32),
+                    n,
+                    inputs={ROUTING: balanced_routing(self.model.shape, length, random)} if is_balanced else {},
+                )
                 for n, length in enumerate(lengths)
             ]
         )
@@ -57,6 +67,22 @@ class Started:
     def micro_batches(self, documents: Sequence[Document]) -> list[MicroBatch]:
         """This rank's micro batches of a global batch."""
         return global_batch(documents, batch_plan(self.spec, self.sizes, 0))[self.groups.data.rank]
+
+
+def balanced_routing(shape: ModelShape, length: int, random: np.random.Generator) -> npt.NDArray[np.int16]:
+    """Random choices as ROUTING has them, of which every expert gets as many. [length, routed layers, k]
+
+    Tokens that follow one another choose from the same shuffled experts until all of them are chosen.
+    """
+    if shape.experts is None:
+        raise ValueError("balanced choices are for models with experts")
+    count, per_token = shape.experts.count, shape.experts.per_token
+    if count % per_token:
+        raise ValueError(f"{count} experts are not dealt out {per_token} at a time; take a model where they are")
+    layers, rounds = len(shape.routed_layers), -(-length * per_token // count)
+    experts = np.tile(np.arange(1, count + 1, dtype=np.int16), (layers, rounds, 1))
+    dealt = random.permuted(experts, axis=-1).reshape(layers, -1, per_token)[:, :length]
+    return np.ascontiguousarray(dealt.swapaxes(0, 1))
 
 
 @dataclass(frozen=True, slots=True)

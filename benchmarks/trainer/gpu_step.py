@@ -5,9 +5,9 @@
     torchrun --nproc-per-node 2 --max-restarts 9 -m benchmarks.trainer.gpu_step --data 2 --case="--layers 8" \\
         --case="--layers 8 --sharding FSDP" --cases FILE
 
-Random tokens, real routing, nothing dropped; a whole step with clipping and Adam. Prints one JSON line for each case
-as soon as it is there, beside what `moejob plan` expects of it. A case takes what it does not say from the options
-around it; FILE has a case in each line.
+Random tokens, real routing unless a case says --balanced, nothing dropped; a whole step with clipping and Adam. Prints
+one JSON line for each case as soon as it is there, beside what `moejob plan` expects of it. A case takes what it does
+not say from the options around it; FILE has a case in each line.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def measured(chosen: argparse.Namespace, device: torch.device) -> Line:
     random, seconds, result = np.random.default_rng(1), [], None
     built_seconds = time.perf_counter() - begun
     for _ in range(STEPS):
-        batch = of_rank.batch(_lengths(chosen, of_rank, random), random)
+        batch = of_rank.batch(_lengths(chosen, of_rank, random), random, is_balanced=chosen.balanced)
         synchronize(device)
         begun = time.perf_counter()
         result = of_rank.engine.update(batch, loss)
@@ -206,6 +206,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--activations", action="store_true", help="kept in host memory between the passes")
     options.add_argument("--folded", action="store_true", help="--expert divides the GPUs of the other sizes")
     options.add_argument("--profile", action="store_true")
+    options.add_argument("--balanced", action="store_true", help="tokens go where all experts get as many")
     options.add_argument("--uneven", action="store_true", help="documents of any length from half of --length on")
     for name, default in (
         ("layers", 8),

@@ -1,17 +1,18 @@
-"""Layouts of one job over two GPUs in the order that the cost model says, and in the order of their measured steps.
+"""Layouts of one job over two or four GPUs in the order that the cost model says, and in the order of measured steps.
 
     torchrun --nproc-per-node 2 --max-restarts 15 -m benchmarks.trainer.layouts > LOG
     python -m benchmarks.trainer.layouts --of LOG
 
-Every layout trains on the same batch: sixteen sequences, two a micro batch. Prints a JSON line for each, as `gpu_step`
-does, with the parts of what is expected, and at the end the agreement of both orders; `--of` compares what a run
-that was cut off has printed.
+Every layout trains on the same batch: eight sequences for each GPU, two a micro batch. Prints a JSON line for each, as
+`gpu_step` does, with the parts of what is expected, and at the end the agreement of both orders; `--of` compares what
+a run that was cut off has printed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,24 +29,43 @@ from moejob_api.models import catalog
 from moejob_api.models.families import shape_of
 from moejob_api.planner.cost import step_cost
 
-_ALIKE = "--layers 4 --micro 2 --gradients bfloat16"
+# By the GPUs that they divide: the options that all layouts have.
+ALIKE = {2: "--layers 4 --micro 2 --gradients bfloat16", 4: "--layers 8 --micro 2 --gradients bfloat16"}
 _CASE_SECONDS = 120
-# One replica makes all micro batches, two make half of them each.
+# One replica makes all micro batches, two or four make their share of them each.
 LAYOUTS = {
-    "DP2": "--data 2 --accumulate 4",
-    "DP2 ZeRO2": "--data 2 --accumulate 4 --sharding ZeRO2",
-    "DP2 FSDP": "--data 2 --accumulate 4 --sharding FSDP",
-    "EP2": "--expert 2 --accumulate 4",
-    "TP2": "--tensor 2 --accumulate 8",
-    "TP2, experts whole": "--tensor 2 --folded --accumulate 8",
-    "TP2.EP2 folded": "--tensor 2 --expert 2 --folded --accumulate 8",
-    "PP2": "--pipeline 2 --accumulate 8",
-    "CP2": "--context 2 --accumulate 8",
-    "CP2.EP2 folded": "--context 2 --expert 2 --folded --accumulate 8",
-    "DP2 recompute Selective": "--data 2 --accumulate 4 --recompute Selective",
-    "DP2 recompute Full": "--data 2 --accumulate 4 --recompute Full",
-    "EP2 recompute Full": "--expert 2 --accumulate 4 --recompute Full",
+    2: {
+        "DP2": "--data 2 --accumulate 4",
+        "DP2 ZeRO2": "--data 2 --accumulate 4 --sharding ZeRO2",
+        "DP2 FSDP": "--data 2 --accumulate 4 --sharding FSDP",
+        "EP2": "--expert 2 --accumulate 4",
+        "TP2": "--tensor 2 --accumulate 8",
+        "TP2, experts whole": "--tensor 2 --folded --accumulate 8",
+        "TP2.EP2 folded": "--tensor 2 --expert 2 --folded --accumulate 8",
+        "PP2": "--pipeline 2 --accumulate 8",
+        "CP2": "--context 2 --accumulate 8",
+        "CP2.EP2 folded": "--context 2 --expert 2 --folded --accumulate 8",
+        "DP2 recompute Selective": "--data 2 --accumulate 4 --recompute Selective",
+        "DP2 recompute Full": "--data 2 --accumulate 4 --recompute Full",
+        "EP2 recompute Full": "--expert 2 --accumulate 4 --recompute Full",
+    },
+    4: {
+        "EP4": "--expert 4 --accumulate 4",
+        "DP4": "--data 4 --accumulate 4",
+        "PP4": "--pipeline 4 --accumulate 16",
+        "TP4": "--tensor 4 --accumulate 16",
+        "EP2.DP2": "--expert 2 --data 2 --accumulate 4",
+        "TP2.EP2": "--tensor 2 --expert 2 --accumulate 8",
+        "PP2.EP2": "--pipeline 2 --expert 2 --accumulate 8",
+        "CP2.EP2": "--context 2 --expert 2 --accumulate 8",
+        "TP2.PP2": "--tensor 2 --pipeline 2 --accumulate 16",
+        "DP4 FSDP": "--data 4 --accumulate 4 --sharding FSDP",
+        "EP4 folded over TP2.DP2": "--tensor 2 --data 2 --expert 4 --folded --accumulate 8",
+        "CP4": "--context 4 --accumulate 16",
+        "EP4 recompute Full": "--expert 4 --accumulate 4 --recompute Full",
+    },
 }
+_EVERY = {name: options for by_name in LAYOUTS.values() for name, options in by_name.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +81,7 @@ def main() -> None:
     """Measure all layouts, and compare their orders."""
     asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     asked.add_argument("--of", type=Path, metavar="LOG", help="compare the lines of this file; measure nothing")
-    asked.add_argument("--only", nargs="*", default=list(LAYOUTS), choices=LAYOUTS, metavar="LAYOUT")
+    asked.add_argument("--only", nargs="*", choices=_EVERY, metavar="LAYOUT")
     asked.add_argument("--options", default="", help="of gpu_step, for all layouts")
     chosen = asked.parse_args()
     lines = _in(chosen.of) if chosen.of else _measured(chosen.only, chosen.options)
@@ -90,9 +110,13 @@ def compared(of: Sequence[LayoutSeconds]) -> dict[str, object]:
     }
 
 
-def _measured(names: Sequence[str], options: str) -> list[Line] | None:
-    around = parsed_cases([f"{_ALIKE} {options}"], parser().parse_args([]))[0]
-    cases = parsed_cases([LAYOUTS[name] for name in names], around)
+def _measured(only: Sequence[str] | None, options: str) -> list[Line] | None:
+    gpus = int(os.environ.get("WORLD_SIZE", "1"))
+    if gpus not in LAYOUTS:
+        raise ValueError(f"there are layouts for {' and '.join(map(str, LAYOUTS))} GPUs, not {gpus}; start as many")
+    names = only or list(LAYOUTS[gpus])
+    around = parsed_cases([f"{ALIKE[gpus]} {options}"], parser().parse_args([]))[0]
+    cases = parsed_cases([LAYOUTS[gpus][name] for name in names], around)
 
     def measure(number: int, device: torch.device) -> Line:
         chosen = cases[number]

@@ -80,6 +80,7 @@ BENCHES = (
     ),
     Bench("exchange", 2, "exchange"),
     Bench("layouts", 2, "layouts"),
+    Bench("layouts of four GPUs", 4, "layouts"),
     Bench("curves", 2, "loss_curves", ("--sharding", "DistributedOptimizer", "FSDP", "DistributedOptimizer")),
     _steps(
         "four GPUs",
@@ -88,7 +89,7 @@ BENCHES = (
         f"--pipeline 2 --expert 2 --layers 16 --micro 2 --accumulate 8 {_BFLOAT16}",
         f"--tensor 2 --expert 2 --layers 12 --micro 4 --accumulate 2 {_BFLOAT16}",
     ),
-    _steps("longest", 4, f"--context 4 --micro 1 {_BFLOAT16} --length 131072 --activations"),
+    _steps("longest", 4, f"--context 4 --micro 1 --accumulate 1 {_BFLOAT16} --length 131072 --activations"),
 )
 
 

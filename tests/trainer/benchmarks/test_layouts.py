@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from benchmarks.trainer.gpu_step import job, parsed_cases, parser
-from benchmarks.trainer.layouts import LAYOUTS, LayoutSeconds, compared
+from benchmarks.trainer.layouts import ALIKE, LAYOUTS, LayoutSeconds, compared
 
 from moejob_api.derived import global_batch_size
-from moejob_api.layout.sizes import gpus
+from moejob_api.layout.sizes import gpus as gpus_of
 from moejob_api.models import catalog
 from moejob_api.models.families import shape_of
 from moejob_api.rules import layout_problems
@@ -32,10 +32,17 @@ def test_orders_agree_but_for_the_pairs_that_are_swapped(
     assert [(pair["faster"], pair["slower"]) for pair in pairs] == swapped
 
 
-@pytest.mark.parametrize("options", LAYOUTS.values(), ids=LAYOUTS)
-def test_every_layout_is_two_gpus_with_the_same_batch_and_is_accepted(options: str) -> None:
-    chosen = parsed_cases([f"--layers 4 --micro 2 {options}"], parser().parse_args([]))[0]
+OF_GPUS = [
+    pytest.param(gpus, options, id=f"{gpus} GPUs: {name}")
+    for gpus, layouts in LAYOUTS.items()
+    for name, options in layouts.items()
+]
+
+
+@pytest.mark.parametrize(("gpus", "options"), OF_GPUS)
+def test_every_layout_has_its_gpus_and_the_same_batch_and_is_accepted(gpus: int, options: str) -> None:
+    chosen = parsed_cases([f"{ALIKE[gpus]} {options}"], parser().parse_args([]))[0]
     spec = job(chosen, torch.device("cuda"))
-    assert (gpus(spec.parallelism), global_batch_size(spec)) == (2, 16)
-    config = dict(catalog.config(chosen.model) or {}) | {"num_hidden_layers": 4}
+    assert (gpus_of(spec.parallelism), global_batch_size(spec)) == (gpus, 8 * gpus)
+    config = dict(catalog.config(chosen.model) or {}) | {"num_hidden_layers": chosen.layers}
     assert not list(layout_problems(spec, shape_of(config, chosen.model)))
