@@ -85,9 +85,16 @@ BENCHES = (
     _steps(
         "four GPUs",
         4,
-        f"--expert 4 --layers 24 --micro 4 --accumulate 2 {_BFLOAT16}",
-        f"--pipeline 2 --expert 2 --layers 16 --micro 2 --accumulate 8 {_BFLOAT16}",
-        f"--tensor 2 --expert 2 --layers 12 --micro 4 --accumulate 2 {_BFLOAT16}",
+        *(
+            f"{sizes} {_BFLOAT16}{way}"
+            for sizes in (
+                "--expert 4 --layers 24 --micro 4 --accumulate 2",
+                "--pipeline 2 --expert 2 --layers 16 --micro 2 --accumulate 8",
+                "--tensor 2 --expert 2 --layers 12 --micro 4 --accumulate 2",
+            )
+            for way in ("", " --dispatcher Flex")
+        ),
+        f"--expert 4 --layers 24 --micro 4 --accumulate 2 {_BFLOAT16} --balanced",
     ),
     _steps("longest", 4, f"--context 4 --micro 1 --accumulate 1 {_BFLOAT16} --length 131072 --activations"),
 )

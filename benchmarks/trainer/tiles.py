@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from moejob_trainer.layers.kernels import experts
 from moejob_trainer.layers.kernels.experts import Tiles
@@ -88,21 +89,21 @@ def _products(shape: ExpertShape) -> dict[str, Callable[[Tiles | None], object]]
     """Return the products of a step that take tiles, over random rows, of which experts get uneven shares."""
     torch.manual_seed(1)
     device, dtype = torch.device("cuda"), torch.bfloat16
-    ends = _ends(shape, device)
+    bounds = _bounds(shape, device)
     x = torch.randn(shape.rows, shape.inner, device=device, dtype=dtype)
     gradient = torch.randn(shape.rows, shape.outer, device=device, dtype=dtype)
     weight = torch.randn(shape.experts, shape.outer, shape.inner, device=device, dtype=dtype) * 0.02
     return {
-        "forward": lambda tiles: experts.products_in_tiles(x, weight.transpose(1, 2), ends, tiles),
-        "rows": lambda tiles: experts.products_in_tiles(gradient, weight, ends, tiles),
+        "forward": lambda tiles: experts.products_in_tiles(x, weight.transpose(1, 2), bounds, tiles),
+        "rows": lambda tiles: experts.products_in_tiles(gradient, weight, bounds, tiles),
     }
 
 
-def _ends(shape: ExpertShape, device: torch.device) -> Tensor:
+def _bounds(shape: ExpertShape, device: torch.device) -> Tensor:
     shares = torch.rand(shape.experts) + 0.5
     sizes = (shares / shares.sum() * shape.rows).long()
     sizes[-1] += shape.rows - sizes.sum()
-    return sizes.cumsum(0, dtype=torch.int32).to(device)
+    return functional.pad(sizes.cumsum(0, dtype=torch.int32), (1, 0)).to(device)
 
 
 def _rate(shape: ExpertShape, product: Callable[[Tiles | None], object], tiles: Tiles | None) -> dict[str, object]:

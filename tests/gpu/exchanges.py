@@ -98,7 +98,7 @@ def _layer(x: Tensor, chosen: Tensor, probabilities: Tensor, way: Way, groups: G
     weights = permuted_probabilities(sent.probabilities, order).unsqueeze(1)
     first, count = HELD * groups.expert.rank, HELD * groups.expert.size
     own = 1 + torch.arange(first, first + HELD, device=x.device) / count
-    numbers = own.repeat_interleave(order.counts, output_size=len(rows))
+    numbers = own.repeat_interleave(order.bounds.diff(), output_size=len(rows))
     # Only products, and sums whose order is known: every device gives the same bits.
     y = (rows * weights * (numbers.unsqueeze(1) + groups.expert_tensor.rank)).to(x.dtype)
     return combine(y, sent, order), int(sent.route is not None)

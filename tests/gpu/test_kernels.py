@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpu.twins import Heads, Place, Twins, assert_kernel, assert_twins, attended
-from moejob_trainer.layers import activation, attention, norm, permutation, rotary
+from gpu.twins import Heads, Place, Twins, assert_kernel, assert_twins, attended, bounds_of
+from moejob_trainer.layers import activation, attention, norm, permutation, rotary, routing
 from moejob_trainer.layers.documents import Documents
 from moejob_trainer.layers.experts import ALIGNMENT_BYTES, grouped_linear
 from moejob_trainer.layers.gradient_sums import gradient_sum
@@ -31,6 +31,7 @@ PLACES = [
     pytest.param(Place("cuda", torch.float32), id="float32"),
 ]
 BFLOAT16 = Place("cuda", torch.bfloat16)
+ROUTING = routing.Routing(8, 2)
 # Tensor cores cut off what float32 would round: 2.8e-6 was seen of sums of 2,048 products.
 FLOAT32_WITHIN = 5e-6
 # Two products of rounded factors: the plain twin rounds attention weights too.
@@ -74,6 +75,28 @@ def test_sums_of_rows(place: Place, tokens: int, choices: int, width: int, dropp
 @pytest.mark.parametrize(("tokens", "choices", "width"), [(1000, 8, 2048), (100, 2, 7168), (7, 1, 24), (0, 2, 8)])
 def test_rows_of_peers(place: Place, tokens: int, choices: int, width: int, dropped: bool) -> None:
     assert_kernel("peer rows", place, tokens, choices, width, dropped)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "choices", "experts"), [(16384, 8, 128), (70000, 4, 4), (300, 1, 1), (7, 2, 300), (4096, 2, 3000)]
+)
+def test_choices_in_the_order_of_experts(tokens: int, choices: int, experts: int) -> None:
+    assert_kernel("order", BFLOAT16, tokens, choices, experts)
+
+
+@pytest.mark.parametrize(("tokens", "choices", "experts"), [(16384, 8, 128), (4, 1, 5), (0, 2, 8)])
+def test_choices_are_counted_by_document(tokens: int, choices: int, experts: int) -> None:
+    assert_kernel("counts", BFLOAT16, tokens, choices, experts)
+
+
+@pytest.mark.parametrize(("tokens", "experts"), [(16384, 128), (3, 5), (300, 5000), (0, 8)])
+def test_entropies_of_routing(tokens: int, experts: int) -> None:
+    assert_kernel("entropies", BFLOAT16, tokens, experts)
+
+
+@pytest.mark.parametrize(("tokens", "experts"), [(16384, 128), (3, 5), (0, 8)])
+def test_parts_of_a_gradient_are_the_gradient(tokens: int, experts: int) -> None:
+    assert_kernel("parts", BFLOAT16, tokens, experts)
 
 
 @pytest.mark.parametrize(("tokens", "experts", "width"), [(5000, 128, 2048), (300, 8, 4096), (7, 60, 24)])
@@ -172,7 +195,7 @@ def test_whatever_attention_chooses_is_attention(heads: Heads, lengths: tuple[in
 )
 @pytest.mark.parametrize(("inputs", "outputs"), [(2048, 768), (64, 24), (24, 10)])
 def test_grouped_linear_maps(counts: list[int], inputs: int, outputs: int) -> None:
-    sizes = torch.tensor(counts, device="cuda")
+    bounds = bounds_of(counts, "cuda")
 
     def one_by_one(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         parts = zip(x.split(counts), weight, bias, strict=True)
@@ -183,7 +206,7 @@ def test_grouped_linear_maps(counts: list[int], inputs: int, outputs: int) -> No
         BFLOAT16.normal(5, outputs, inputs) / inputs**0.5,
         BFLOAT16.normal(5, outputs),
     )
-    assert_twins(Twins(lambda x, w, b: grouped_linear(x, w, sizes, b), one_by_one, leaves), within=BFLOAT16.within)
+    assert_twins(Twins(lambda x, w, b: grouped_linear(x, w, bounds, b), one_by_one, leaves), within=BFLOAT16.within)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
@@ -200,7 +223,7 @@ def test_weight_gradients_are_added_to_their_sum(
     total = before.clone()
     weight.main_grad = total  # type: ignore[attr-defined]
     for _ in range(2):
-        output = grouped_linear(x, weight, torch.tensor(counts, device="cuda"), total=gradient_sum(weight))
+        output = grouped_linear(x, weight, bounds_of(counts, "cuda"), total=gradient_sum(weight))
         output.backward(upstream)
     parts = zip(upstream.double().split(counts), x.double().split(counts), strict=True)
     exact = before.double() + 2 * torch.stack([rows.t() @ part for rows, part in parts])
@@ -233,7 +256,7 @@ def test_the_first_weight_gradients_are_written_over_what_lies_there(counts: lis
     x, upstream = BFLOAT16.normal(sum(counts), inputs), BFLOAT16.normal(sum(counts), outputs)
     weight = (BFLOAT16.normal(5, outputs, inputs) / inputs**0.5).requires_grad_()
     into = torch.full((5, outputs, inputs), torch.nan, device="cuda", dtype=dtype)
-    grouped_linear(x, weight, torch.tensor(counts, device="cuda"), total=Written(into)).backward(upstream)
+    grouped_linear(x, weight, bounds_of(counts, "cuda"), total=Written(into)).backward(upstream)
     parts = zip(upstream.double().split(counts), x.double().split(counts), strict=True)
     exact = torch.stack([rows.t() @ part for rows, part in parts])
     off = (into.double() - exact).abs().max() / exact.abs().max().clamp(min=1.0)
@@ -325,6 +348,10 @@ def test_a_tensor_on_a_gpu_takes_the_kernels(monkeypatch: pytest.MonkeyPatch) ->
         ("norm", "rms_norm"): lambda: norm.rms_norm(x, x[0, 0], 1e-5),
         ("rotary", "rotated"): lambda: rotary.rotated(x, cos, sin),
         ("permutation", "row_sums"): lambda: permutation.combined(x[:, 0], chosen),
+        ("permutation", "ordered"): lambda: permutation.Permutation.of(chosen.inverse, 8).order,
+        ("routing", "parts"): lambda: torch.autograd.grad(_router_logits(weight).sum(), weight)[0],
+        ("routing", "document_counts"): lambda: routing.document_counts(chosen.inverse, None, 1, 8),
+        ("routing", "entropy_sums"): lambda: routing.routing_entropy(torch.ones(4, 8, device="cuda"), ROUTING),
         ("vocabulary", "statistics"): lambda: _log_probabilities(weight),
         ("vocabulary", "slope"): lambda: torch.autograd.grad(_log_probabilities(weight).sum(), weight)[0],
         ("attention", "flash_takes"): lambda: attention.attended(x, x, x, row, scale=1.0),
@@ -337,6 +364,10 @@ def test_a_tensor_on_a_gpu_takes_the_kernels(monkeypatch: pytest.MonkeyPatch) ->
             patch.setattr(loaded, function, _noted(getattr(loaded, function), function, reached))
             call()
     assert reached == [function for _, function in calls]
+
+
+def _router_logits(weight: Tensor) -> Tensor:
+    return router_logits(BFLOAT16.normal(8, weight.shape[1]), weight, dtype=torch.float32)
 
 
 def _log_probabilities(weight: Tensor) -> Tensor:

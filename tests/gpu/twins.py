@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw as one_by_one
 
+from gpu.exact import CHECKS
 from moejob_trainer.layers import activation, attention, norm, permutation, rotary, routing, vocabulary
 from moejob_trainer.layers.documents import Documents
 from moejob_trainer.layers.peer_rows import plain_sum_rows, plain_write_rows
@@ -66,6 +68,11 @@ def _distance(one: Tensor, exact: Tensor) -> float:
     if exact.numel() == 0:
         return 0.0
     return (one.double() - exact).abs().max().item() / max(exact.abs().max().item(), 1e-30)
+
+
+def bounds_of(counts: Sequence[int], device: str = "cpu") -> Tensor:
+    """Return where the rows of each expert begin, and where those of the last one end."""
+    return torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=device)
 
 
 @dataclass(frozen=True)
@@ -199,8 +206,13 @@ class _ByPeers(torch.autograd.Function):
 
 def router(place: Place, kernels: Any, tokens: int, experts: int, width: int) -> Twins:
     """The plain twin takes what both are: the narrow numbers themselves, in any precision."""
+
+    def of_parts(product: Function) -> Function:
+        return lambda gradient, factor: product(kernels.parts(gradient), factor)
+
+    gradients = of_parts(kernels.input_gradient), of_parts(kernels.weight_gradient)
     return Twins(
-        lambda x, w: _product_of(x, w, (kernels.wide_product, kernels.input_gradient, kernels.weight_gradient)),
+        lambda x, w: _product_of(x, w, (kernels.wide_product, *gradients)),
         lambda x, w: _product_of(x, w, (_widest, routing.plain_input_gradient, routing.plain_weight_gradient)),
         (place.normal(tokens, width), place.normal(experts, width)),
     )
@@ -403,8 +415,12 @@ BUILDERS: dict[str, tuple[str, Callable[..., Twins]]] = {
 
 
 def assert_kernel(name: str, place: Place, *arguments: Any, within: float | None = None) -> None:
-    """The kernel of this name agrees with its twin, within the place's bound unless another is given."""
-    module, build = BUILDERS[name]
+    """The kernel of this name agrees with its twin, within the place's bound unless another is given, or exactly."""
     torch.manual_seed(1)
+    if name in CHECKS:
+        module, check = CHECKS[name]
+        check(place.device, import_module(f"moejob_trainer.layers.kernels.{module}"), *arguments)
+        return
+    module, build = BUILDERS[name]
     kernels = import_module(f"moejob_trainer.layers.kernels.{module}")
     assert_twins(build(place, kernels, *arguments), within=within or place.within)

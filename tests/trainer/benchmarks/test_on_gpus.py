@@ -28,7 +28,7 @@ def test_every_case_of_a_bench_is_one_that_its_gpus_can_divide(bench: Bench) -> 
 def test_what_needs_more_gpus_is_left_out_by_name() -> None:
     runs, absent = fitting(BENCHES, 2)
     assert {bench.gpus for bench in runs} == {1, 2}
-    assert [bench.name for bench in absent] == ["four GPUs", "longest"]
+    assert [bench.name for bench in absent] == ["layouts of four GPUs", "four GPUs", "longest"]
 
 
 def test_several_gpus_are_ranks_of_one_launch() -> None:

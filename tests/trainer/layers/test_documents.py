@@ -58,7 +58,7 @@ def test_what_a_rank_says_of_its_tokens_is_what_the_whole_row_says(lengths: list
 def test_a_span_holds_each_query_with_all_tokens_of_its_document_before_it(lengths: list[int], size: int) -> None:
     for documents in on_every_rank(lengths, size):
         seen: list[int] = []
-        for span, (_, end) in zip(documents.spans(), documents.held(), strict=True):
+        for span, (_, end) in zip(documents.spans, documents.held(), strict=True):
             assert span.first_key + span.keys == end
             for queries, keys in zip(span.query_counts, span.key_counts, strict=True):
                 seen += range(keys - queries, keys)

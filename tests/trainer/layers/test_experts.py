@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from gpu.twins import bounds_of
 from moejob_trainer.layers.experts import grouped_linear
 from moejob_trainer.layers.gradient_sums import gradient_sum
 from moejob_trainer.layers.permutation import Permutation, combined, permuted, permuted_probabilities
@@ -46,7 +47,7 @@ def test_each_row_meets_the_weight_of_its_expert(
     upstream = torch.randn(sum(counts), sizes[1]).to(dtype)
     tensors = [x, weight] if bias is None else [x, weight, bias]
     ours = [tensor.clone().requires_grad_() for tensor in tensors]
-    output = grouped_linear(ours[0], ours[1], torch.tensor(counts), ours[2] if biased else None)
+    output = grouped_linear(ours[0], ours[1], bounds_of(counts), ours[2] if biased else None)
     theirs = [tensor.double().requires_grad_() for tensor in tensors]
     expected = one_by_one(theirs[0], theirs[1], counts, theirs[2] if biased else None)
     assert output.dtype is dtype
@@ -61,7 +62,7 @@ def test_each_row_meets_the_weight_of_its_expert(
 def test_a_summed_output_and_strided_rows_are_fine(dtype: torch.dtype) -> None:
     x = torch.randn(8, 10, dtype=dtype).t()[:9].requires_grad_()
     weight = torch.randn(2, 8, 4, dtype=dtype).transpose(1, 2).requires_grad_()
-    output = grouped_linear(x, weight, torch.tensor([4, 5]))
+    output = grouped_linear(x, weight, bounds_of([4, 5]))
     expected = one_by_one(x, weight, [4, 5], None)
     ones = torch.ones_like(expected)
     assert_all_close(
@@ -71,7 +72,7 @@ def test_a_summed_output_and_strided_rows_are_fine(dtype: torch.dtype) -> None:
 
 def test_a_frozen_weight_gets_no_gradient() -> None:
     x, weight = torch.randn(4, 8).requires_grad_(), torch.randn(2, 8, 8)
-    grouped_linear(x, weight, torch.tensor([1, 3])).sum().backward()
+    grouped_linear(x, weight, bounds_of([1, 3])).sum().backward()
     assert weight.grad is None
     assert x.grad is not None
 
@@ -88,8 +89,8 @@ def test_gradients_of_several_backward_passes_are_added_to_the_sum_that_there_is
     for _ in range(2):
         x, upstream = torch.randn(sum(counts), 24).to(dtype), torch.randn(sum(counts), 16).to(dtype)
         flat = weight.view(3, 16, 24)
-        grouped_linear(x, flat, torch.tensor(counts), total=gradient_sum(weight)).backward(upstream)
-        alone = grouped_linear(x, flat, torch.tensor(counts))
+        grouped_linear(x, flat, bounds_of(counts), total=gradient_sum(weight)).backward(upstream)
+        alone = grouped_linear(x, flat, bounds_of(counts))
         expected = expected + torch.autograd.grad(alone, weight, upstream)[0]
     assert torch.equal(weight.main_grad, expected)  # type: ignore[attr-defined]
     # Megatron adds no gradient of a parameter that says so.
@@ -115,8 +116,8 @@ class Written:
 def test_the_first_gradient_is_written_over_what_lies_there(counts: list[int]) -> None:
     weight, into = torch.randn(3, 16, 24).requires_grad_(), Written(torch.full((3 * 16 * 24,), torch.nan))
     x, upstream = torch.randn(sum(counts), 24), torch.randn(sum(counts), 16)
-    grouped_linear(x, weight, torch.tensor(counts), total=into).backward(upstream)
-    alone = grouped_linear(x, weight, torch.tensor(counts))
+    grouped_linear(x, weight, bounds_of(counts), total=into).backward(upstream)
+    alone = grouped_linear(x, weight, bounds_of(counts))
     assert torch.equal(into.into.view(3, 16, 24), torch.autograd.grad(alone, weight, upstream)[0])
     assert into.is_written
     assert weight.grad is None
@@ -130,7 +131,7 @@ def test_the_gradient_of_a_bias_is_summed_in_float32() -> None:
     rows = 4096
     bias = torch.zeros(1, 8).bfloat16().requires_grad_()
     grouped_linear(
-        torch.zeros(rows, 8).bfloat16(), torch.zeros(1, 8, 8).bfloat16(), torch.tensor([rows]), bias
+        torch.zeros(rows, 8).bfloat16(), torch.zeros(1, 8, 8).bfloat16(), bounds_of([rows]), bias
     ).sum().backward()
     # In bfloat16 adding ones ends at 256.
     assert bias.grad is not None
@@ -140,13 +141,13 @@ def test_the_gradient_of_a_bias_is_summed_in_float32() -> None:
 def test_numerical_gradients_agree() -> None:
     x, weight, bias = torch.randn(5, 3).double(), torch.randn(3, 2, 3).double(), torch.randn(3, 2).double()
     leaves = [x.requires_grad_(), weight.requires_grad_(), bias.requires_grad_()]
-    counts = torch.tensor([2, 0, 3])
-    assert torch.autograd.gradcheck(lambda x, weight, bias: grouped_linear(x, weight, counts, bias), leaves)
+    bounds = bounds_of([2, 0, 3])
+    assert torch.autograd.gradcheck(lambda x, weight, bias: grouped_linear(x, weight, bounds, bias), leaves)
 
 
 def test_rows_are_sorted_by_expert_and_tokens_keep_their_order() -> None:
     permutation = Permutation.of(torch.tensor([[2, 0], [0, 1], [2, 1]]), 4)
-    assert permutation.counts.tolist() == [2, 2, 2, 0]
+    assert permutation.bounds.tolist() == [0, 2, 4, 6, 6]
     assert permutation.tokens.tolist() == [0, 1, 1, 2, 0, 2]
     assert permutation.order.tolist() == [1, 2, 3, 5, 0, 4]
     assert permutation.inverse.tolist() == [[4, 0], [1, 2], [5, 3]]
@@ -154,7 +155,7 @@ def test_rows_are_sorted_by_expert_and_tokens_keep_their_order() -> None:
 
 def test_a_choice_of_none_has_no_row() -> None:
     permutation = Permutation.of(torch.tensor([[2, 0], [2, 2], [1, 0]]), 2, rows=3)
-    assert permutation.counts.tolist() == [2, 1]
+    assert permutation.bounds.tolist() == [0, 2, 3]
     assert permutation.tokens.tolist() == [0, 2, 2]
     x = torch.randn(3, 4).requires_grad_()
     output = combined(permuted(x, permutation), permutation)
@@ -188,7 +189,7 @@ def test_gradients_of_the_way_there_and_back_agree_with_numerical_ones(tokens: i
 def test_back_and_forth_is_once_for_each_choice(tokens: int, per_token: int, experts: int) -> None:
     x, permutation = torch.randn(tokens, 3), Permutation.of(choices(tokens, per_token, experts), experts)
     assert torch.allclose(combined(permuted(x, permutation), permutation), per_token * x, rtol=1e-6)
-    sorted_experts = torch.repeat_interleave(torch.arange(experts), permutation.counts)
+    sorted_experts = torch.repeat_interleave(torch.arange(experts), permutation.bounds.diff())
     assert len(sorted_experts) == permutation.rows == tokens * per_token
 
 
@@ -207,7 +208,7 @@ def test_experts_can_be_renamed(tokens: int, per_token: int, names: list[int]) -
 
 def through_experts(x: Tensor, chosen: Tensor, probabilities: Tensor, weight: Tensor) -> Tensor:
     permutation = Permutation.of(chosen, len(weight))
-    return combined(grouped_linear(permuted(x, permutation), weight, permutation.counts), permutation, probabilities)
+    return combined(grouped_linear(permuted(x, permutation), weight, permutation.bounds), permutation, probabilities)
 
 
 def test_sums_are_in_float32_and_rounded_once() -> None:

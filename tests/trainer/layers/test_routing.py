@@ -178,13 +178,13 @@ def _through(experts: Any, x: Tensor, chosen: Tensor, probabilities: Tensor, *, 
     rows = permuted(x, permutation)
     if isinstance(experts, GptOssExperts):
         weight, bias = (p.unflatten(1, (WIDTH, 2)).transpose(1, 2) for p in _gate_up(experts))
-        gate_up = grouped_linear(rows, weight.flatten(1, 2), permutation.counts, bias.flatten(1))
+        gate_up = grouped_linear(rows, weight.flatten(1, 2), permutation.bounds, bias.flatten(1))
         hidden = clamped_swiglu(gate_up.unflatten(1, (2, WIDTH)))
-        down = grouped_linear(hidden, experts.down_proj.transpose(1, 2), permutation.counts, experts.down_proj_bias)
+        down = grouped_linear(hidden, experts.down_proj.transpose(1, 2), permutation.bounds, experts.down_proj_bias)
         return combined(down, permutation, probabilities)
-    gate_up = grouped_linear(rows, experts.gate_up_proj, permutation.counts).unflatten(1, (2, WIDTH))
+    gate_up = grouped_linear(rows, experts.gate_up_proj, permutation.bounds).unflatten(1, (2, WIDTH))
     hidden = swiglu(gate_up, None if in_sum else permuted_probabilities(probabilities, permutation))
-    down = grouped_linear(hidden, experts.down_proj, permutation.counts)
+    down = grouped_linear(hidden, experts.down_proj, permutation.bounds)
     return combined(down, permutation, probabilities if in_sum else None)
 
 
@@ -365,7 +365,7 @@ def test_dropped_choices_reach_no_expert() -> None:
     kept, weights = within_capacity(experts, probabilities, 4, EXPERTS)
     x, weight = torch.randn(TOKENS, HIDDEN), torch.randn(EXPERTS, HIDDEN, HIDDEN)
     permutation = Permutation.of(kept, EXPERTS, rows=int((kept < EXPERTS).sum()))
-    rows = grouped_linear(permuted(x, permutation), weight, permutation.counts)
+    rows = grouped_linear(permuted(x, permutation), weight, permutation.bounds)
     expected = torch.einsum("te,eoh,th->to", by_expert(experts, weights), weight, x)
     assert_all_close([combined(rows, permutation, weights)], [expected], within=2e-6)
 

@@ -58,6 +58,28 @@ def test_sums_of_rows(check: Check, tokens: int, choices: int, width: int, dropp
     check("row sums", tokens, choices, width, dropped)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "choices", "experts"), [(4, 1, 5), (100, 8, 128), (300, 1, 1), (7, 2, 300), (64, 2, 2)]
+)
+def test_choices_in_the_order_of_experts(check: Check, tokens: int, choices: int, experts: int) -> None:
+    check("order", tokens, choices, experts)
+
+
+@pytest.mark.parametrize(("tokens", "choices", "experts"), [(4, 1, 5), (300, 8, 128), (0, 2, 8)])
+def test_choices_are_counted_by_document(check: Check, tokens: int, choices: int, experts: int) -> None:
+    check("counts", tokens, choices, experts)
+
+
+@pytest.mark.parametrize(("tokens", "experts"), [(3, 5), (70, 128), (2, 5000), (0, 8)])
+def test_entropies_of_routing(check: Check, tokens: int, experts: int) -> None:
+    check("entropies", tokens, experts)
+
+
+@pytest.mark.parametrize(("tokens", "experts"), [(3, 5), (70, 128), (0, 8)])
+def test_parts_of_a_gradient_are_the_gradient(check: Check, tokens: int, experts: int) -> None:
+    check("parts", tokens, experts)
+
+
 @pytest.mark.parametrize("dropped", [True, False], ids=["some dropped", "all kept"])
 @pytest.mark.parametrize(("tokens", "choices", "width"), [(4, 1, 5), (3, 3, 2050), (0, 2, 8)])
 def test_rows_of_peers(check: Check, tokens: int, choices: int, width: int, dropped: bool) -> None:

@@ -58,7 +58,7 @@ def plain_attended(
     """`attended` in the operations of torch, given keys and values of the whole row."""
     # Zeros behind the values keep torch's fast kernels, which want one size for all three.
     padded = functional.pad(v, (0, max(0, q.shape[-1] - v.shape[-1])))
-    spans = documents.spans()
+    spans = documents.spans
     parts = zip(q.split([span.queries for span in spans]), spans, strict=True)
     outputs = [
         _span_attended(queries, k, padded, span, scale=scale, window=window, sinks=sinks) for queries, span in parts

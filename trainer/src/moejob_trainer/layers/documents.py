@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 
 import torch
@@ -113,9 +114,27 @@ class Documents:
         positions = torch.arange(self.row_tokens, device=self.cu_lengths.device)
         return in_row_order(positions, self.context_size)
 
+    @cached_property
     def spans(self) -> tuple[AttentionSpan, ...]:
         """This rank's queries and their keys, one span for each run of neighbouring tokens."""
         return tuple(self._span(start, end) for start, end in self.held())
+
+    @cached_property
+    def span_bounds(self) -> tuple[tuple[Tensor, Tensor], ...]:
+        """Return where the documents of each span begin and end: among its queries, and among its keys.
+
+        int32 [documents + 1] each. Documents before the first key or behind the last query are empty ones.
+        """
+        if self.context_size == 1:
+            return ((self.cu_lengths, self.cu_lengths),)
+        parts = zip(self.held(), self.spans, strict=True)
+        return tuple(
+            (
+                self.cu_lengths.clamp(start, end) - start,
+                self.cu_lengths.clamp(span.first_key, end) - span.first_key,
+            )
+            for (start, end), span in parts
+        )
 
     def _span(self, start: int, end: int) -> AttentionSpan:
         boundaries = pairwise(accumulate(self.lengths, initial=0))

@@ -18,39 +18,40 @@ grouped_mm = getattr(functional, "grouped_mm", None) or torch._grouped_mm  # noq
 
 
 def grouped_linear(
-    x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None = None, *, total: GradientSum | None = None
+    x: Tensor, weight: Tensor, bounds: Tensor, bias: Tensor | None = None, *, total: GradientSum | None = None
 ) -> Tensor:
     """Each row times its expert's weight, plus its expert's bias.
 
-    x [r, k] sorted by expert, weight [e, n, k], counts int [e] with sum r, bias [e, n] -> [r, n]
+    x [r, k] sorted by expert, weight [e, n, k], bounds int32 [e + 1], bias [e, n] -> [r, n]
+    bounds: where each expert's rows begin, and where those of the last one end.
     total: what the weight's gradient is added to, instead of being handed to autograd.
     """
-    product: Tensor = _GroupedLinear.apply(x, weight, counts.cumsum(0, dtype=torch.int32), total)
-    return product if bias is None else product + rows_of_experts(bias, counts, x.shape[0])
+    product: Tensor = _GroupedLinear.apply(x, weight, bounds, total)
+    return product if bias is None else product + rows_of_experts(bias, bounds, x.shape[0])
 
 
-def rows_of_experts(bias: Tensor, counts: Tensor, rows: int) -> Tensor:
+def rows_of_experts(bias: Tensor, bounds: Tensor, rows: int) -> Tensor:
     """Each expert's bias [e, n], once for each of its rows. [r, n]"""
-    repeated: Tensor = _RowsOfExperts.apply(bias, counts, rows)
+    repeated: Tensor = _RowsOfExperts.apply(bias, bounds.diff(), rows)
     return repeated
 
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(context: Any, x: Tensor, weight: Tensor, ends: Tensor, total: GradientSum | None) -> Tensor:
+    def forward(context: Any, x: Tensor, weight: Tensor, bounds: Tensor, total: GradientSum | None) -> Tensor:
         context.total = total
-        context.save_for_backward(x, weight, ends)
-        return _product(x, weight.transpose(1, 2), ends)
+        context.save_for_backward(x, weight, bounds)
+        return _product(x, weight.transpose(1, 2), bounds)
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        x, weight, ends = context.saved_tensors
+        x, weight, bounds = context.saved_tensors
         # The sum of a loss hands down a gradient of stride 0, which the kernel refuses.
         gradient = gradient.contiguous()
-        x_gradient = _product(gradient, weight, ends) if context.needs_input_grad[0] else None
+        x_gradient = _product(gradient, weight, bounds) if context.needs_input_grad[0] else None
         weight_gradient = None
         if context.needs_input_grad[1]:
-            weight_gradient = _weight_gradient(gradient, x, ends, weight, context.total)
+            weight_gradient = _weight_gradient(gradient, x, bounds, weight, context.total)
         return x_gradient, weight_gradient, None, None
 
 
@@ -70,55 +71,55 @@ class _RowsOfExperts(torch.autograd.Function):
         return sums.to(gradient.dtype), None, None
 
 
-def _product(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+def _product(x: Tensor, weights: Tensor, bounds: Tensor) -> Tensor:
     """x [r, k] by weights [e, k, n] -> [r, n]"""
     fused = kernels("experts", x)
     if fused and fused.multiplies(x, weights):
-        product: Tensor = fused.products(x.contiguous(), weights, ends)
+        product: Tensor = fused.products(x.contiguous(), weights, bounds)
     elif _kernel_takes(x, *weights.shape[1:]):
-        product = grouped_mm(x.contiguous(), weights, offs=ends)
+        product = grouped_mm(x.contiguous(), weights, offs=bounds[1:])
     else:
-        parts = zip(x.tensor_split(ends[:-1].tolist()), weights, strict=True)
+        parts = zip(x.tensor_split(bounds[1:-1].tolist()), weights, strict=True)
         product = torch.cat([part @ weight for part, weight in parts])
     return product
 
 
 def _weight_gradient(
-    gradient: Tensor, x: Tensor, ends: Tensor, weight: Tensor, total: GradientSum | None
+    gradient: Tensor, x: Tensor, bounds: Tensor, weight: Tensor, total: GradientSum | None
 ) -> Tensor | None:
     """gradient [r, n] by x [r, k] -> [e, n, k], or no numbers where `total` has them"""
     if total is None:
-        return _outer_products(gradient, x, ends)
+        return _outer_products(gradient, x, bounds)
     into = total.like(weight)
     if total.is_new:
-        _write_outer_products(gradient, x, ends, into)
+        _write_outer_products(gradient, x, bounds, into)
     else:
-        _add_outer_products(gradient, x, ends, into)
+        _add_outer_products(gradient, x, bounds, into)
     return total.added(weight)
 
 
-def _write_outer_products(gradient: Tensor, x: Tensor, ends: Tensor, into: Tensor) -> None:
+def _write_outer_products(gradient: Tensor, x: Tensor, bounds: Tensor, into: Tensor) -> None:
     fused = kernels("experts", x)
     if fused and fused.writes(gradient, x, into):
-        fused.write_outer_products(gradient, x.contiguous(), ends, into)
+        fused.write_outer_products(gradient, x.contiguous(), bounds, into)
     else:
-        into.copy_(_outer_products(gradient, x, ends))
+        into.copy_(_outer_products(gradient, x, bounds))
 
 
-def _add_outer_products(gradient: Tensor, x: Tensor, ends: Tensor, into: Tensor) -> None:
+def _add_outer_products(gradient: Tensor, x: Tensor, bounds: Tensor, into: Tensor) -> None:
     fused = kernels("experts", x)
     if fused and fused.adds(gradient, x, into):
-        fused.add_outer_products(gradient, x.contiguous(), ends, into)
+        fused.add_outer_products(gradient, x.contiguous(), bounds, into)
     else:
-        into += _outer_products(gradient, x, ends)
+        into += _outer_products(gradient, x, bounds)
 
 
-def _outer_products(gradient: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+def _outer_products(gradient: Tensor, x: Tensor, bounds: Tensor) -> Tensor:
     """gradient [r, n] by x [r, k] -> [e, n, k]"""
     if _kernel_takes(x, x.shape[1], gradient.shape[1]):
-        products: Tensor = grouped_mm(gradient.t(), x.contiguous(), offs=ends)
+        products: Tensor = grouped_mm(gradient.t(), x.contiguous(), offs=bounds[1:])
         return products
-    inner = ends[:-1].tolist()
+    inner = bounds[1:-1].tolist()
     pairs = zip(gradient.tensor_split(inner), x.tensor_split(inner), strict=True)
     return torch.stack([rows.t() @ part for rows, part in pairs])
 

@@ -7,7 +7,7 @@ Three tokens, each choosing two of three experts:
     order    [1, 2, 3, 5, 0, 4]          choices sorted by expert: 0 0 1 1 2 2
     tokens   [0, 1, 1, 2, 0, 2]          order // 2: the token in each row
     inverse  [[4, 0], [1, 2], [5, 3]]    the row of each choice: what token 0 sums is in rows 4 and 0
-    counts   [2, 2, 2]                   rows of each expert
+    bounds   [0, 2, 4, 6]                where the rows of each expert begin, and where the last ones end
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Permutation:
     """int64 [rows]: the choice (token * k + its place among the k) that each row belongs to."""
     inverse: Tensor
     """int64 [t, k]: the row of each choice; `rows` for a choice of none."""
-    counts: Tensor
-    """int64 [expert_count]: rows of each expert."""
+    bounds: Tensor
+    """int32 [expert_count + 1]: where the rows of each expert begin, and where those of the last one end."""
 
     @staticmethod
     def of(experts: Tensor, expert_count: int, rows: int | None = None) -> Permutation:
@@ -44,17 +44,10 @@ class Permutation:
         experts int [t, k]. `rows` is how many choices are not of none: all of them unless given, since counting them
         here would wait for the device.
         """
-        # A radix sort passes over two bytes instead of eight.
-        keys = experts.flatten().to(torch.int16 if expert_count < torch.iinfo(torch.int16).max else torch.int64)
-        by_expert, order = keys.sort(stable=True)
-        rows = experts.numel() if rows is None else rows
-        places = torch.empty_like(order)
-        places[order] = torch.arange(order.numel(), device=order.device)
-        ends = torch.searchsorted(
-            by_expert, torch.arange(expert_count, device=order.device, dtype=by_expert.dtype), right=True
-        )
-        counts = ends.diff(prepend=ends.new_zeros(1))
-        return Permutation(order[:rows], places.clamp(max=rows).view(experts.shape), counts)
+        fused = kernels("permutation", experts)
+        ordered = fused.ordered if fused and fused.orders(experts, expert_count) else plain_ordered
+        order, inverse, bounds = ordered(experts, expert_count)
+        return Permutation(order if rows is None else order[:rows], inverse, bounds)
 
     @property
     def rows(self) -> int:
@@ -64,6 +57,20 @@ class Permutation:
     def tokens(self) -> Tensor:
         """int64 [rows]: the token of each row."""
         return self.order // max(self.inverse.shape[1], 1)
+
+
+def plain_ordered(experts: Tensor, expert_count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Order, inverse and bounds of a permutation, in the operations of torch; choices of none come last in the order.
+
+    experts int [t, k] -> int64 [t * k], int64 [t, k], int32 [expert_count + 1]
+    """
+    # A radix sort passes over two bytes instead of eight.
+    keys = experts.flatten().to(torch.int16 if expert_count < torch.iinfo(torch.int16).max else torch.int64)
+    by_expert, order = keys.sort(stable=True)
+    firsts = torch.arange(expert_count + 1, device=order.device, dtype=by_expert.dtype)
+    bounds = torch.searchsorted(by_expert, firsts, out_int32=True)
+    places = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
+    return order, places.clamp(max=bounds[-1]).view(experts.shape), bounds
 
 
 def permuted(x: Tensor, permutation: Permutation) -> Tensor:
@@ -121,8 +128,11 @@ class _Picked(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        # A choice of none points behind the last row.
-        return torch.cat([gradient, gradient.new_zeros(1)])[context.inverse], None
+        inverse = context.inverse.flatten()
+        if len(gradient) < len(inverse):
+            # A choice of none points behind the last row.
+            gradient = torch.cat([gradient, gradient.new_zeros(1)])
+        return gradient.index_select(0, inverse).view_as(context.inverse), None
 
 
 class _Combined(torch.autograd.Function):

@@ -14,6 +14,9 @@ from torch.nn import functional
 
 from moejob_trainer.layers.kernels import kernels
 
+# What sums of sigmoids are at least, as in Transformers.
+SMALLEST_SUM = 1e-20
+
 
 class Scoring(StrEnum):
     """Function from logits to the scores that choose and weigh experts."""
@@ -74,6 +77,8 @@ class _WideLinear(torch.autograd.Function):
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight = context.saved_tensors
         fused = _fused(x, weight, gradient.dtype)
+        if fused:
+            gradient = fused.parts(gradient)
         of_input = fused.input_gradient if fused else plain_input_gradient
         of_weight = fused.weight_gradient if fused else plain_weight_gradient
         x_gradient = of_input(gradient, weight) if context.needs_input_grad[0] else None
@@ -117,8 +122,8 @@ def routed(
     chosen = _chosen(scores, routing, selection_bias) if chosen is None else chosen
     weights = scores.gather(1, chosen)
     if routing.renormalized:
-        weights = weights / (weights.sum(-1, keepdim=True) + _smallest_sum(routing))
-    return chosen, weights * routing.scale
+        weights = weights / _positive_sum(weights, routing)
+    return chosen, weights if routing.scale == 1.0 else weights * routing.scale
 
 
 def balancing_scores(logits: Tensor, routing: Routing) -> Tensor:
@@ -127,16 +132,27 @@ def balancing_scores(logits: Tensor, routing: Routing) -> Tensor:
     if routing.scoring is not Scoring.SIGMOID:
         return logits.softmax(-1)
     scores = logits.sigmoid()
-    return scores / (scores.sum(-1, keepdim=True) + _smallest_sum(routing))
+    return scores / _positive_sum(scores, routing)
 
 
 def document_counts(
-    experts: Tensor, segments: Tensor, documents: int, expert_count: int, counted: Tensor | None = None
+    experts: Tensor, segments: Tensor | None, documents: int, expert_count: int, counted: Tensor | None = None
 ) -> Tensor:
     """Count the choices [t, k] that fell on each expert, of the tokens that are `counted` (bool [t]), in each document.
 
-    `segments` [t] says which one a token belongs to. float32 [documents, E]
+    `segments` [t] says which one a token belongs to; without, all belong to the first. float32 [documents, E]
     """
+    fused = kernels("routing", experts)
+    count = fused.document_counts if fused else plain_document_counts
+    counts: Tensor = count(experts, segments, documents, expert_count, counted)
+    return counts
+
+
+def plain_document_counts(
+    experts: Tensor, segments: Tensor | None, documents: int, expert_count: int, counted: Tensor | None
+) -> Tensor:
+    """`document_counts` in the operations of torch."""
+    segments = experts.new_zeros(len(experts)) if segments is None else segments
     counts = torch.zeros(documents, expert_count + 1, device=experts.device)
     ones = torch.ones_like(segments) if counted is None else counted
     places = segments.long()[:, None] * (expert_count + 1) + experts
@@ -199,8 +215,17 @@ def updated_selection_bias(bias: Tensor, counts: Tensor, rate: float) -> Tensor:
 
 def routing_entropy(logits: Tensor, routing: Routing, counted: Tensor | None = None) -> Tensor:
     """The entropies, in nats, of how the tokens spread themselves over all experts, summed over those `counted`. []"""
-    entropies = torch.special.entr(balancing_scores(logits.detach(), routing)).sum(-1)
-    return (entropies if counted is None else entropies * counted).sum()
+    fused = kernels("routing", logits) if logits.dtype is routing.dtype is torch.float32 else None
+    if fused:
+        sums: Tensor = fused.entropy_sums(logits.detach(), counted, of_sigmoids=routing.scoring is Scoring.SIGMOID)
+        return sums.sum()
+    return plain_entropies(logits.detach(), routing, counted).sum()
+
+
+def plain_entropies(logits: Tensor, routing: Routing, counted: Tensor | None) -> Tensor:
+    """The entropy of each token, 0 of those that are not counted. [t]"""
+    entropies = torch.special.entr(balancing_scores(logits, routing)).sum(-1)
+    return entropies if counted is None else entropies * counted
 
 
 @dataclass(frozen=True, eq=False)
@@ -246,9 +271,10 @@ def _only_kept_groups(scores: Tensor, routing: Routing) -> Tensor:
     return kept_scores
 
 
-def _smallest_sum(routing: Routing) -> float:
+def _positive_sum(scores: Tensor, routing: Routing) -> Tensor:
+    total = scores.sum(-1, keepdim=True)
     # Sigmoids can all be zero.
-    return 1e-20 if routing.scoring is Scoring.SIGMOID else 0.0
+    return total + SMALLEST_SUM if routing.scoring is Scoring.SIGMOID else total
 
 
 def _squared(tokens: Tensor | float) -> Tensor | float:

@@ -169,14 +169,14 @@ class Adapter:
         pairs = zip(narrow.split(self.rank, dim=1), self.b.unbind(axis), strict=True)
         return self.scale * torch.stack([_widened(rows, b) for rows, b in pairs], dim=axis + 1)
 
-    def added_by_experts(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """The same for rows sorted by expert. [r, inputs] -> [r, *outputs]"""
+    def added_by_experts(self, rows: Tensor, bounds: Tensor) -> Tensor:
+        """The same for rows sorted by expert, bounds as `grouped_linear` has them. [r, inputs] -> [r, *outputs]"""
         rows = self.mask.dropped(rows)
         if len(self.matrix.stack) == 1:
-            return self.scale * grouped_linear(grouped_linear(rows, self.a, counts), self.b, counts)
+            return self.scale * grouped_linear(grouped_linear(rows, self.a, bounds), self.b, bounds)
         pairs = zip(self.a.unbind(1), self.b.unbind(1), strict=True)
         return self.scale * torch.stack(
-            [grouped_linear(grouped_linear(rows, a, counts), b, counts) for a, b in pairs], 1
+            [grouped_linear(grouped_linear(rows, a, bounds), b, bounds) for a, b in pairs], 1
         )
 
     def product(self, whole: Callable[[Tensor], Tensor]) -> Tensor:

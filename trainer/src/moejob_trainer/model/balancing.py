@@ -103,8 +103,9 @@ class Balance(nn.Module):
         counts = self._counts(chosen, packed)
         loss = self._loss(logits, counts, packed)
         if not computes_again():
-            self.load += counts.sum(0)
-            self.loss += 0.0 if loss is None else loss.detach()
+            self.load += counts[0] if len(counts) == 1 else counts.sum(0)
+            if loss is not None:
+                self.loss += loss.detach()
             self.entropy += routing_entropy(logits, self.routing, packed.is_real)
         return probabilities if loss is None else _attached(probabilities, loss)
 
@@ -122,10 +123,8 @@ class Balance(nn.Module):
 
     def _counts(self, chosen: Tensor, packed: PackedBatch) -> Tensor:
         """Choices of the tokens here, by document where these are balanced one by one. [documents or 1, E]"""
-        if self.balancing in (Balancing.AUX_LOSS, Balancing.SEQ_AUX_LOSS):
-            documents, segments = len(packed.documents.lengths), packed.segments
-        else:
-            documents, segments = 1, torch.zeros_like(packed.segments)
+        by_document = self.balancing in (Balancing.AUX_LOSS, Balancing.SEQ_AUX_LOSS)
+        documents, segments = (len(packed.documents.lengths), packed.segments) if by_document else (1, None)
         return document_counts(chosen, segments, documents, self.routing.experts, packed.is_real)
 
     def _loss(self, logits: Tensor, counts: Tensor, packed: PackedBatch) -> Tensor | None:

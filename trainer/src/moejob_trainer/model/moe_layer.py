@@ -96,33 +96,33 @@ class LocalExperts(nn.Module):
 
         fetch: the way from tokens to sorted rows. If inputs are forgotten, `permuted`: tokens are here then.
         """
-        counts, rows = permutation.counts, permutation.rows
+        bounds, rows = permutation.bounds, permutation.rows
 
         def permute(x: Tensor) -> Tensor:
             return fetch(x, permutation)
 
         again = partial(permute_into, permutation=permutation)
-        gate_up = discarded(self.forgets_input, permute, partial(self._gate_up, counts=counts), x, again=again)
-        down = partial(self._down, counts=counts)
+        gate_up = discarded(self.forgets_input, permute, partial(self._gate_up, bounds=bounds), x, again=again)
+        down = partial(self._down, bounds=bounds)
         y = discarded(self.forgets_activation, self._activated, down, gate_up, probabilities)
         if self.down_bias is None:
             return y
-        biases = rows_of_experts(self.down_bias, counts, rows) * probabilities.unsqueeze(-1)
+        biases = rows_of_experts(self.down_bias, bounds, rows) * probabilities.unsqueeze(-1)
         return y + (biases * float(self.adds_bias)).to(y.dtype)
 
-    def _gate_up(self, rows: Tensor, counts: Tensor) -> Tensor:
+    def _gate_up(self, rows: Tensor, bounds: Tensor) -> Tensor:
         bias = None if self.gate_up_bias is None else self.gate_up_bias.view(self.count, -1)
         weight = self.gate_up.view(self.count, 2 * self.features, -1)
         total = gradient_sum(self.gate_up)
-        gate_up = grouped_linear(rows, weight, counts, bias, total=total).unflatten(1, (2, -1))
+        gate_up = grouped_linear(rows, weight, bounds, bias, total=total).unflatten(1, (2, -1))
         if self.gate_up_adapter is not None:
-            gate_up = gate_up + self.gate_up_adapter.added_by_experts(rows, counts)
+            gate_up = gate_up + self.gate_up_adapter.added_by_experts(rows, bounds)
         return gate_up
 
-    def _down(self, inner: Tensor, counts: Tensor) -> Tensor:
+    def _down(self, inner: Tensor, bounds: Tensor) -> Tensor:
         weight = self.down.view(self.count, -1, self.features)
-        y = grouped_linear(inner, weight, counts, total=gradient_sum(self.down))
-        return y if self.down_adapter is None else y + self.down_adapter.added_by_experts(inner, counts)
+        y = grouped_linear(inner, weight, bounds, total=gradient_sum(self.down))
+        return y if self.down_adapter is None else y + self.down_adapter.added_by_experts(inner, bounds)
 
     def _activated(self, gate_up: Tensor, probabilities: Tensor) -> Tensor:
         if self.gate_limit is not None:

@@ -47,8 +47,8 @@ def peer_places(destinations: Tensor, permutation: Permutation, starts: Tensor, 
     rows that the ranks before this one write to each. Rank 1 of two sends tokens 0 and 2 to rank 0, where three rows of
     rank 0 come first: their places are 3 and 4, and those of what it sends to rank 1 begin at `rows`.
     """
-    ranks = len(permutation.counts)
-    first = permutation.counts.cumsum(0) - permutation.counts
+    first = permutation.bounds[:-1]
+    ranks = len(first)
     shift = starts - first + rows * torch.arange(ranks, device=starts.device)
     places = permutation.inverse + shift[destinations.clamp(max=ranks - 1)]
     return places.masked_fill(destinations == ranks, -1)

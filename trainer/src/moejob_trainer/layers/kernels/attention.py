@@ -156,12 +156,9 @@ def packed_attended(
 ) -> Tensor:
     """By a kernel for packed sequences: each run of neighbouring tokens is one call over all its documents."""
     outputs = []
-    spans = documents.spans()
-    parts = zip(q.split([span.queries for span in spans]), documents.held(), spans, strict=True)
-    for queries, (start, end), span in parts:
-        # Documents before the first key or behind the last query become empty ones.
-        cu_keys = documents.cu_lengths.clamp(span.first_key, end) - span.first_key
-        cu_queries = documents.cu_lengths.clamp(start, end) - start
+    spans = documents.spans
+    parts = zip(q.split([span.queries for span in spans]), documents.held(), spans, documents.span_bounds, strict=True)
+    for queries, (_, end), span, (cu_queries, cu_keys) in parts:
         output, _ = packed(
             queries,
             k[span.first_key : end],

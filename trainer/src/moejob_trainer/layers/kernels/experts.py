@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 # Hopper and Blackwell.
 GENERATIONS = (9, 10, 11)
@@ -53,14 +53,14 @@ def multiplies(x: Tensor, weights: Tensor) -> bool:
     return _supports(x, *weights.shape[1:]) and _multiplies_rightly(x.device, _tiles(x, weights))
 
 
-def products(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+def products(x: Tensor, weights: Tensor, bounds: Tensor) -> Tensor:
     """Twin of `grouped_mm` over rows. x [r, k] by weights [e, k, n] -> [r, n]"""
-    return products_in_tiles(x, weights, ends, _tiles(x, weights))
+    return products_in_tiles(x, weights, bounds, _tiles(x, weights))
 
 
-def products_in_tiles(x: Tensor, weights: Tensor, ends: Tensor, shape: Tiles | None) -> Tensor:
+def products_in_tiles(x: Tensor, weights: Tensor, bounds: Tensor, shape: Tiles | None) -> Tensor:
     """Return the same in tiles of this shape."""
-    quack, bounds = _quack(), _bounds(ends)
+    quack = _quack()
     if shape is None:
         # It tunes itself for each count of rows, which no two micro batches share.
         product: Tensor = quack.gemm(x, weights, cu_seqlens_m=bounds, tuned=False)
@@ -76,9 +76,9 @@ def adds(gradient: Tensor, x: Tensor, total: Tensor) -> bool:
     return _supports(x, x.shape[1], gradient.shape[1]) and _adds_rightly(x.device, total.dtype)
 
 
-def add_outer_products(gradient: Tensor, x: Tensor, ends: Tensor, total: Tensor) -> None:
+def add_outer_products(gradient: Tensor, x: Tensor, bounds: Tensor, total: Tensor) -> None:
     """total [e, n, k] += gradient [r, n] by x [r, k], of the rows of each expert."""
-    _quack().gemm_add_inplace(gradient.t(), x, total, cu_seqlens_k=_bounds(ends), tuned=False)
+    _quack().gemm_add_inplace(gradient.t(), x, total, cu_seqlens_k=bounds, tuned=False)
 
 
 def writes(gradient: Tensor, x: Tensor, into: Tensor) -> bool:
@@ -86,9 +86,9 @@ def writes(gradient: Tensor, x: Tensor, into: Tensor) -> bool:
     return _supports(x, x.shape[1], gradient.shape[1]) and _writes_rightly(x.device, into.dtype)
 
 
-def write_outer_products(gradient: Tensor, x: Tensor, ends: Tensor, into: Tensor) -> None:
+def write_outer_products(gradient: Tensor, x: Tensor, bounds: Tensor, into: Tensor) -> None:
     """into [e, n, k] = gradient [r, n] by x [r, k], of the rows of each expert; zeros for one without rows."""
-    _quack().gemm(gradient.t(), x, out=into, cu_seqlens_k=_bounds(ends), tuned=False)
+    _quack().gemm(gradient.t(), x, out=into, cu_seqlens_k=bounds, tuned=False)
 
 
 def _tiles(x: Tensor, weights: Tensor) -> Tiles | None:
@@ -110,10 +110,6 @@ def _config(shape: Tiles) -> Any:
     )
 
 
-def _bounds(ends: Tensor) -> Tensor:
-    return functional.pad(ends, (1, 0))
-
-
 def _supports(x: Tensor, *widths: int) -> bool:
     # It has not been seen to give the same bits twice.
     if x.dtype is not torch.bfloat16 or not len(x) or torch.are_deterministic_algorithms_enabled():
@@ -127,19 +123,19 @@ def _supports(x: Tensor, *widths: int) -> bool:
 
 @cache
 def _multiplies_rightly(device: torch.device, shape: Tiles | None) -> bool:
-    x, ends, weights, _ = _tried(device)
+    x, bounds, weights, _ = _tried(device)
     parts = zip(x.double().split(TRIED_ROWS), weights.double(), strict=True)
-    return _agrees(products_in_tiles(x, weights, ends, shape), torch.cat([part @ weight for part, weight in parts]))
+    return _agrees(products_in_tiles(x, weights, bounds, shape), torch.cat([part @ weight for part, weight in parts]))
 
 
 @cache
 def _adds_rightly(device: torch.device, dtype: torch.dtype) -> bool:
     if dtype not in WITHIN:
         return False
-    x, ends, weights, gradient = _tried(device)
+    x, bounds, weights, gradient = _tried(device)
     before = weights.transpose(1, 2).to(dtype).contiguous()
     total = before.clone()
-    add_outer_products(gradient, x, ends, total)
+    add_outer_products(gradient, x, bounds, total)
     return _agrees(total, before.double() + _outer_products(gradient, x))
 
 
@@ -147,10 +143,10 @@ def _adds_rightly(device: torch.device, dtype: torch.dtype) -> bool:
 def _writes_rightly(device: torch.device, dtype: torch.dtype) -> bool:
     if dtype not in WITHIN:
         return False
-    x, ends, weights, gradient = _tried(device)
+    x, bounds, weights, gradient = _tried(device)
     # Nothing of what lies there may be left.
     into = torch.full_like(weights.transpose(1, 2), torch.nan, dtype=dtype, memory_format=torch.contiguous_format)
-    write_outer_products(gradient, x, ends, into)
+    write_outer_products(gradient, x, bounds, into)
     return _agrees(into, _outer_products(gradient, x))
 
 
@@ -161,14 +157,15 @@ def _outer_products(gradient: Tensor, x: Tensor) -> Tensor:
 
 
 def _tried(device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Rows, their ends, weights and a gradient, drawn beside the job's own random numbers."""
+    """Rows, their bounds, weights and a gradient, drawn beside the job's own random numbers."""
     random = torch.Generator(device).manual_seed(1)
     rows = sum(TRIED_ROWS)
     shapes = ((rows, TRIED_INPUTS), (len(TRIED_ROWS), TRIED_INPUTS, TRIED_OUTPUTS), (rows, TRIED_OUTPUTS))
     x, weights, gradient = (
         torch.randn(shape, generator=random, device=device, dtype=torch.bfloat16) for shape in shapes
     )
-    return x, torch.tensor(TRIED_ROWS, device=device).cumsum(0, dtype=torch.int32), weights, gradient
+    bounds = torch.tensor([*accumulate(TRIED_ROWS, initial=0)], device=device, dtype=torch.int32)
+    return x, bounds, weights, gradient
 
 
 def _agrees(found: Tensor, exact: Tensor) -> bool:

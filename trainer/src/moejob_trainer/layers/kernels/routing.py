@@ -1,4 +1,4 @@
-"""The router's float32 product on tensor cores, for tokens and weights that are kept in bfloat16.
+"""The router's float32 product on tensor cores, and what is counted of its choices.
 
 Products of two bfloat16 numbers are exact in float32, which tensor cores add up in. A float32 gradient is three
 bfloat16 numbers (8 bits of its 24 each), so its products are three products side by side.
@@ -7,9 +7,14 @@ bfloat16 numbers (8 bits of its 24 each), so its products are three products sid
 from __future__ import annotations
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
+from moejob_trainer.layers.routing import SMALLEST_SUM
+
 _PARTS = 3
+BLOCK, TILE_ELEMENTS = 1024, 4096
 
 
 def wide_product(x: Tensor, weight: Tensor) -> Tensor:
@@ -17,21 +22,123 @@ def wide_product(x: Tensor, weight: Tensor) -> Tensor:
     return torch.mm(x, weight.t(), out_dtype=torch.float32)
 
 
-def input_gradient(gradient: Tensor, weight: Tensor) -> Tensor:
-    """Twin of `routing.plain_input_gradient`. float32 [t, E], [E, h] -> [t, h]"""
-    return torch.mm(_parts(gradient), weight.repeat(_PARTS, 1))
+def parts(gradient: Tensor) -> Tensor:
+    """Cut a gradient of the logits into three blocks, of which it is the sum. float32 [t, E] -> bfloat16 [t, 3 E]"""
+    tokens, experts = gradient.shape
+    cut = torch.empty(tokens, _PARTS * experts, dtype=torch.bfloat16, device=gradient.device)
+    if gradient.numel():
+        _cut[(triton.cdiv(gradient.numel(), BLOCK),)](gradient.contiguous(), cut, gradient.numel(), experts, BLOCK)
+    return cut
 
 
-def weight_gradient(gradient: Tensor, x: Tensor) -> Tensor:
-    """Twin of `routing.plain_weight_gradient`. float32 [t, E], [t, h] -> [E, h]"""
-    products = torch.mm(_parts(gradient).t(), x, out_dtype=torch.float32)
-    return products.view(_PARTS, gradient.shape[1], -1).sum(0).to(x.dtype)
+def input_gradient(cut: Tensor, weight: Tensor) -> Tensor:
+    """Twin of `routing.plain_input_gradient`, of the parts of a gradient. [t, 3 E], [E, h] -> [t, h]"""
+    return torch.mm(cut, weight.repeat(_PARTS, 1))
 
 
-def _parts(gradient: Tensor) -> Tensor:
-    """The sum of its three blocks is the gradient. float32 [t, E] -> bfloat16 [t, 3 E]"""
-    parts, rest = [], gradient
-    for _ in range(_PARTS):
-        parts.append(rest.bfloat16())
-        rest = rest - parts[-1]
-    return torch.cat(parts, 1)
+def weight_gradient(cut: Tensor, x: Tensor) -> Tensor:
+    """Twin of `routing.plain_weight_gradient`, of the parts of a gradient. [t, 3 E], [t, h] -> [E, h]"""
+    products = torch.mm(cut.t(), x, out_dtype=torch.float32)
+    return products.view(_PARTS, cut.shape[1] // _PARTS, -1).sum(0).to(x.dtype)
+
+
+def document_counts(
+    experts: Tensor, segments: Tensor | None, documents: int, expert_count: int, counted: Tensor | None
+) -> Tensor:
+    """Twin of `routing.plain_document_counts`. Whole numbers are added in any order."""
+    experts = experts.contiguous()
+    counts = torch.zeros(documents, expert_count, device=experts.device)
+    if experts.numel():
+        choices, per_token = experts.numel(), experts.shape[1]
+        # What is not there is not read.
+        of_tokens = (experts if segments is None else segments, experts if counted is None else counted)
+        given = (segments is not None, counted is not None)
+        _count[(triton.cdiv(choices, BLOCK),)](
+            experts, *of_tokens, counts, choices, per_token, expert_count, *given, BLOCK
+        )
+    return counts
+
+
+def entropy_sums(logits: Tensor, counted: Tensor | None, *, of_sigmoids: bool) -> Tensor:
+    """Sum `routing.plain_entropies` over some tokens each. float32 [t, E] -> [programs]"""
+    logits, (tokens, experts) = logits.contiguous(), logits.shape
+    columns = triton.next_power_of_2(experts)
+    rows = max(1, TILE_ELEMENTS // columns)
+    sums = logits.new_empty(triton.cdiv(tokens, rows))
+    if len(sums):
+        flags = (counted is not None, of_sigmoids)
+        _entropies[(len(sums),)](
+            logits, logits if counted is None else counted, sums, tokens, experts, *flags, SMALLEST_SUM, rows, columns
+        )
+    return sums
+
+
+@triton.jit(do_not_specialize=["elements"])
+def _cut(gradient, cut, elements, experts: tl.constexpr, block: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    inside = place < elements
+    rest = tl.load(gradient + place, mask=inside, other=0.0)
+    into = cut + place // experts * (3 * experts) + place % experts
+    for part in tl.static_range(3):
+        narrow = rest.to(tl.bfloat16)
+        tl.store(into + part * experts, narrow, mask=inside)
+        rest -= narrow.to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["choices"])
+def _count(
+    experts,
+    segments,
+    counted,
+    counts,
+    choices,
+    per_token: tl.constexpr,
+    expert_count: tl.constexpr,
+    by_document: tl.constexpr,
+    has_counted: tl.constexpr,
+    block: tl.constexpr,
+):
+    choice = tl.program_id(0) * block + tl.arange(0, block)
+    inside = choice < choices
+    expert = tl.load(experts + choice, mask=inside, other=expert_count).to(tl.int32)
+    # A choice of none is no choice.
+    inside = inside & (expert < expert_count)
+    token = choice // per_token
+    if has_counted:
+        inside = inside & (tl.load(counted + token, mask=inside, other=0) != 0)
+    if by_document:
+        expert += tl.load(segments + token, mask=inside, other=0).to(tl.int32) * expert_count
+    tl.atomic_add(counts + expert, 1.0, mask=inside)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _entropies(
+    logits,
+    counted,
+    sums,
+    tokens,
+    experts: tl.constexpr,
+    has_counted: tl.constexpr,
+    of_sigmoids: tl.constexpr,
+    smallest: tl.constexpr,
+    rows: tl.constexpr,
+    columns: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
+    column = tl.arange(0, columns)
+    inside = (token < tokens)[:, None] & (column < experts)[None, :]
+    values = tl.load(logits + token[:, None] * experts + column[None, :], mask=inside, other=0.0)
+    if of_sigmoids:
+        scores = 1.0 / (1.0 + tl.exp(-values))
+    else:
+        scores = tl.exp(values - tl.max(tl.where(inside, values, float("-inf")), 1)[:, None])
+    scores = tl.where(inside, scores, 0.0)
+    total = tl.sum(scores, 1)
+    if of_sigmoids:
+        total += smallest
+    # Behind the last token there is nothing to divide by.
+    shares = scores / tl.where(token < tokens, total, 1.0)[:, None]
+    entropies = tl.sum(tl.where(shares > 0.0, -shares * tl.log(shares), 0.0), 1)
+    if has_counted:
+        entropies = tl.where(tl.load(counted + token, mask=token < tokens, other=0) != 0, entropies, 0.0)
+    tl.store(sums + tl.program_id(0), tl.sum(tl.where(token < tokens, entropies, 0.0), 0))
