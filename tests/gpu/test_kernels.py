@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from gpu.twins import Heads, Place, Twins, assert_kernel, assert_twins, attended, bounds_of
-from moejob_trainer.layers import activation, attention, norm, permutation, rotary, routing
+from moejob_trainer.layers import activation, attention, destinations, norm, permutation, rotary, routing
 from moejob_trainer.layers.documents import Documents
 from moejob_trainer.layers.experts import ALIGNMENT_BYTES, grouped_linear
 from moejob_trainer.layers.gradient_sums import gradient_sum
@@ -54,6 +54,11 @@ def test_norms(place: Place, shape: tuple[int, ...]) -> None:
     assert_kernel("norm", place, *shape)
 
 
+@pytest.mark.parametrize(("rows", "width"), [(4096, 2048), (70000, 128)])
+def test_gradients_of_norms_are_added_to_their_sum(rows: int, width: int) -> None:
+    assert_kernel("norm sums", BFLOAT16, rows, width)
+
+
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("interleaved", [True, False], ids=["pairs", "halves"])
 @pytest.mark.parametrize(
@@ -84,6 +89,13 @@ def test_choices_in_the_order_of_experts(tokens: int, choices: int, experts: int
     assert_kernel("order", BFLOAT16, tokens, choices, experts)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "choices", "experts", "ranks"), [(16384, 8, 32, 4), (4097, 2, 4, 2), (300, 10, 8, 64), (0, 2, 4, 2)]
+)
+def test_destinations_of_choices(tokens: int, choices: int, experts: int, ranks: int) -> None:
+    assert_kernel("sent", BFLOAT16, tokens, choices, experts, ranks)
+
+
 @pytest.mark.parametrize(("tokens", "choices", "experts"), [(16384, 8, 128), (4, 1, 5), (0, 2, 8)])
 def test_choices_are_counted_by_document(tokens: int, choices: int, experts: int) -> None:
     assert_kernel("counts", BFLOAT16, tokens, choices, experts)
@@ -92,6 +104,13 @@ def test_choices_are_counted_by_document(tokens: int, choices: int, experts: int
 @pytest.mark.parametrize(("tokens", "experts"), [(16384, 128), (3, 5), (300, 5000), (0, 8)])
 def test_entropies_of_routing(tokens: int, experts: int) -> None:
     assert_kernel("entropies", BFLOAT16, tokens, experts)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "experts", "choices"), [(16384, 128, 8), (4097, 8, 2), (300, 512, 10), (9, 60, 4), (3, 5, 1), (0, 8, 2)]
+)
+def test_routes_and_their_gradients(tokens: int, experts: int, choices: int) -> None:
+    assert_kernel("routed", BFLOAT16, tokens, experts, choices)
 
 
 @pytest.mark.parametrize(("tokens", "experts"), [(16384, 128), (3, 5), (0, 8)])
@@ -350,6 +369,11 @@ def test_a_tensor_on_a_gpu_takes_the_kernels(monkeypatch: pytest.MonkeyPatch) ->
         ("permutation", "row_sums"): lambda: permutation.combined(x[:, 0], chosen),
         ("permutation", "ordered"): lambda: permutation.Permutation.of(chosen.inverse, 8).order,
         ("routing", "parts"): lambda: torch.autograd.grad(_router_logits(weight).sum(), weight)[0],
+        ("routing", "routed"): lambda: routing.routed(torch.randn(4, 8, device="cuda"), ROUTING)[1],
+        ("destinations", "destinations"): lambda: destinations.destinations(chosen.inverse, 4, 2)[0],
+        ("destinations", "choices_sent"): lambda: destinations.choices_sent(
+            chosen.inverse, torch.rand(4, 2, device="cuda"), chosen, 4
+        ),
         ("routing", "document_counts"): lambda: routing.document_counts(chosen.inverse, None, 1, 8),
         ("routing", "entropy_sums"): lambda: routing.routing_entropy(torch.ones(4, 8, device="cuda"), ROUTING),
         ("vocabulary", "statistics"): lambda: _log_probabilities(weight),

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gpu.twins import bounds_of
 from moejob_trainer.distributed.groups import ALONE, Group
 from moejob_trainer.distributed.peer_memory import PeerMemory
 from moejob_trainer.distributed.side_stream import SideStream
@@ -19,7 +20,7 @@ from moejob_trainer.megatron.shares import Sharded, own_part, share_elements
 from trainer.worlds import Worlds
 
 CPU = torch.device("cpu")
-COUNTS = torch.tensor([3, 0])
+BOUNDS = bounds_of([3, 0])
 # Two experts of three rows: four ranks have two, two, two and none, five ranks have fewer still.
 SHAPE = (2, 3, 8)
 MICRO_BATCHES = 5
@@ -124,14 +125,14 @@ def summed_and_expected(are_read: bool) -> tuple[Tensor, Tensor]:
     stream = SideStream(CPU)
     for number in range(MICRO_BATCHES):
         matrix.gather(stream)()
-        product = grouped_linear(_rows(group.rank, number), matrix.whole, COUNTS, total=gradient_sum(matrix.whole))
+        product = grouped_linear(_rows(group.rank, number), matrix.whole, BOUNDS, total=gradient_sum(matrix.whole))
         (product**2).sum().backward()
         matrix.free()
     sums.finish()
     weight = _values().requires_grad_()
     for rank in range(group.size):
         for number in range(MICRO_BATCHES):
-            (grouped_linear(_rows(rank, number), weight, COUNTS) ** 2).sum().backward()
+            (grouped_linear(_rows(rank, number), weight, BOUNDS) ** 2).sum().backward()
     assert weight.grad is not None
     assert matrix.share.grad is not None
     sharded = matrix.sharded
@@ -151,7 +152,7 @@ def summed_of_both_kinds() -> Tensor:
     matrix, sums = _divided(group)
     matrix.gather(SideStream(CPU))()
     for _ in range(2):
-        product = grouped_linear(torch.ones(3, 8), matrix.whole, COUNTS, total=gradient_sum(matrix.whole))
+        product = grouped_linear(torch.ones(3, 8), matrix.whole, BOUNDS, total=gradient_sum(matrix.whole))
         product.sum().backward()
         (2 * matrix.whole).sum().backward()
     sums.finish()

@@ -46,6 +46,10 @@ def test_norms(check: Check, shape: tuple[int, ...]) -> None:
     check("norm", *shape)
 
 
+def test_gradients_of_norms_are_added_to_their_sum(check: Check) -> None:
+    check("norm sums", 70, 128)
+
+
 @pytest.mark.parametrize("interleaved", [True, False], ids=["pairs", "halves"])
 @pytest.mark.parametrize(("heads", "dim", "turning"), [(3, 24, 24), (1, 8, 4), (4, 10, 6)])
 def test_rotary(check: Check, heads: int, dim: int, turning: int, interleaved: bool) -> None:
@@ -65,6 +69,13 @@ def test_choices_in_the_order_of_experts(check: Check, tokens: int, choices: int
     check("order", tokens, choices, experts)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "choices", "experts", "ranks"), [(5, 2, 2, 2), (70, 8, 32, 4), (9, 3, 1, 3), (3, 1, 4, 1), (0, 2, 4, 2)]
+)
+def test_destinations_of_choices(check: Check, tokens: int, choices: int, experts: int, ranks: int) -> None:
+    check("sent", tokens, choices, experts, ranks)
+
+
 @pytest.mark.parametrize(("tokens", "choices", "experts"), [(4, 1, 5), (300, 8, 128), (0, 2, 8)])
 def test_choices_are_counted_by_document(check: Check, tokens: int, choices: int, experts: int) -> None:
     check("counts", tokens, choices, experts)
@@ -73,6 +84,11 @@ def test_choices_are_counted_by_document(check: Check, tokens: int, choices: int
 @pytest.mark.parametrize(("tokens", "experts"), [(3, 5), (70, 128), (2, 5000), (0, 8)])
 def test_entropies_of_routing(check: Check, tokens: int, experts: int) -> None:
     check("entropies", tokens, experts)
+
+
+@pytest.mark.parametrize(("tokens", "experts", "choices"), [(5, 8, 2), (70, 128, 8), (9, 60, 4), (3, 5, 1), (0, 8, 2)])
+def test_routes_and_their_gradients(check: Check, tokens: int, experts: int, choices: int) -> None:
+    check("routed", tokens, experts, choices)
 
 
 @pytest.mark.parametrize(("tokens", "experts"), [(3, 5), (70, 128), (0, 8)])

@@ -11,24 +11,39 @@ from torch.nn import functional
 
 from moejob_trainer.distributed.collectives import start_all_gather, start_reduce_scatter
 from moejob_trainer.distributed.groups import Group
+from moejob_trainer.layers.gradient_sums import GradientSum
+from moejob_trainer.layers.summed_linear import add_gradient, adds
 
 
-def gathered_products(x: Tensor, group: Group, matrices: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, ...]:
+def gathered_products(
+    x: Tensor,
+    group: Group,
+    matrices: Sequence[tuple[Tensor, Tensor | None]],
+    totals: Sequence[GradientSum | None] | None = None,
+) -> tuple[Tensor, ...]:
     """The rows of all ranks times each matrix, plus its bias. x [t, k], weights [n, k] -> [ranks * t, n] each.
 
+    totals: of each weight what its gradient is added to, as in `summed_linear`.
     Each rank uses the products differently, so x's gradient is summed over the group. What other ranks sent is not kept
     for the backward pass but sent again, while the gradient of the rows is computed.
     """
     weights, biases = zip(*matrices, strict=True)
-    products: tuple[Tensor, ...] = _GatheredProducts.apply(x, group, len(weights), *weights, *biases)
+    sums = [
+        total if total is not None and adds(total, weight) else None
+        for weight, total in zip(weights, totals or [None] * len(weights), strict=True)
+    ]
+    products: tuple[Tensor, ...] = _GatheredProducts.apply(x, group, sums, *weights, *biases)
     return products
 
 
 class _GatheredProducts(torch.autograd.Function):
     @staticmethod
-    def forward(context: Any, x: Tensor, group: Group, count: int, *matrices: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(
+        context: Any, x: Tensor, group: Group, totals: Sequence[GradientSum | None], *matrices: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        count = len(totals)
         weights, biases = matrices[:count], matrices[count:]
-        context.group, context.count = group, count
+        context.group, context.totals = group, totals
         are_trained = any(context.needs_input_grad[3 : 3 + count])
         context.save_for_backward(x if are_trained else None, *weights)
         everyones = start_all_gather(x, group).wait()
@@ -37,20 +52,24 @@ class _GatheredProducts(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, *gradients: Tensor) -> tuple[Any, ...]:
         x, *weights = context.saved_tensors
-        of_x, of_weights = context.needs_input_grad[0], context.needs_input_grad[3 : 3 + context.count]
-        of_biases = context.needs_input_grad[3 + context.count :]
+        of_x, of_weights = context.needs_input_grad[0], context.needs_input_grad[3 : 3 + len(weights)]
+        of_biases = context.needs_input_grad[3 + len(weights) :]
         again = None if x is None else start_all_gather(x, context.group)
         # Nothing of a weight's gradient is computed before this is on its way.
         back = start_reduce_scatter(_sum_of_products(gradients, weights), context.group) if of_x else None
         everyones = None if again is None else again.wait()
         weight_gradients = [
-            gradient.t() @ everyones if is_needed and everyones is not None else None
-            for gradient, is_needed in zip(gradients, of_weights, strict=True)
+            _weight_gradient(gradient, everyones, weight, total) if is_needed and everyones is not None else None
+            for gradient, is_needed, weight, total in zip(gradients, of_weights, weights, context.totals, strict=True)
         ]
         bias_gradients = [
             gradient.sum(0) if is_needed else None for gradient, is_needed in zip(gradients, of_biases, strict=True)
         ]
         return None if back is None else back.wait(), None, None, *weight_gradients, *bias_gradients
+
+
+def _weight_gradient(gradient: Tensor, x: Tensor, weight: Tensor, total: GradientSum | None) -> Tensor | None:
+    return gradient.t() @ x if total is None else add_gradient(gradient, x, weight, total)
 
 
 def _sum_of_products(gradients: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:

@@ -114,6 +114,17 @@ def routed(
 
     `selection_bias` [E] moves what is chosen and no weight. `chosen` [t, k] replays a choice made before.
     """
+    if selection_bias is None and (fused := _fused_routing(logits, routing)):
+        renormalized = routing.renormalized or routing.scoring is Scoring.SELECTED_SOFTMAX
+        found: tuple[Tensor, Tensor] = fused.routed(logits, routing.per_token, routing.scale, renormalized, chosen)
+        return found
+    return plain_routed(logits, routing, selection_bias=selection_bias, chosen=chosen)
+
+
+def plain_routed(
+    logits: Tensor, routing: Routing, *, selection_bias: Tensor | None = None, chosen: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """`routed` in the operations of torch."""
     logits = logits.to(routing.dtype)
     if routing.scoring is Scoring.SELECTED_SOFTMAX:
         chosen = _chosen(logits, routing, selection_bias) if chosen is None else chosen
@@ -124,6 +135,13 @@ def routed(
     if routing.renormalized:
         weights = weights / _positive_sum(weights, routing)
     return chosen, weights if routing.scale == 1.0 else weights * routing.scale
+
+
+def _fused_routing(logits: Tensor, routing: Routing) -> ModuleType | None:
+    """The kernels for softmax over all experts or the chosen ones, in float32."""
+    is_softmax = routing.scoring is not Scoring.SIGMOID and routing.kept_groups == routing.groups
+    is_wide = logits.dtype is routing.dtype is torch.float32
+    return kernels("routing", logits) if is_softmax and is_wide else None
 
 
 def balancing_scores(logits: Tensor, routing: Routing) -> Tensor:

@@ -29,7 +29,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from moejob_trainer.distributed.collectives import (
@@ -42,6 +41,7 @@ from moejob_trainer.distributed.collectives import (
 )
 from moejob_trainer.distributed.groups import ALONE, Groups
 from moejob_trainer.distributed.peer_memory import PeerMemory
+from moejob_trainer.layers.destinations import choices_sent, destinations
 from moejob_trainer.layers.permutation import Permutation, combined, permuted
 from moejob_trainer.model.peer_exchange import PeerRoute, peer_places, sent_to_peers, summed_from_peers
 from moejob_trainer.model.recompute import computes_again
@@ -163,12 +163,6 @@ def all_gather_tokens(x: Tensor, groups: Groups) -> Tensor:
     return all_gather(all_gather(x, groups.expert), groups.expert_tensor)
 
 
-def local_choices(chosen: Tensor, rank: Tensor | int, experts: int) -> Tensor:
-    """The choices that fell on a rank's experts, counted from its first; `experts`, which is none, for others."""
-    own = chosen - rank * experts
-    return own.masked_fill((own < 0) | (own > experts), experts)
-
-
 def reduce_scatter_tokens(x: Tensor, groups: Groups) -> Tensor:
     """This rank's rows of those that `all_gather_tokens` gathered, summed over the ranks."""
     return reduce_scatter(reduce_scatter(x, groups.expert_tensor), groups.expert)
@@ -176,20 +170,18 @@ def reduce_scatter_tokens(x: Tensor, groups: Groups) -> Tensor:
 
 def _dispatched(x: Tensor, chosen: Tensor, probabilities: Tensor, holders: ExpertHolders) -> TokenDispatch:
     groups, experts = holders.groups, holders.experts
-    owners = chosen // experts
-    destinations = owners.masked_fill(~_is_first(owners), groups.expert.size)
-    sizes, starts = _sizes(destinations, owners, groups)
-    permutation = Permutation.of(destinations, groups.expert.size, sum(sizes.sent))
+    owners, counts = destinations(chosen, experts, groups.expert.size)
+    everyones = all_gather_counts(all_gather_counts(counts, groups.expert), groups.expert_tensor)
+    sizes = _sizes(everyones, groups)
+    permutation = Permutation.of(owners, groups.expert.size, sum(sizes.sent))
     sent = SentRows(groups, sizes, permutation)
-    here = local_choices(chosen[permutation.tokens], owners.flatten()[permutation.order].unsqueeze(-1), experts)
-    # One exchange for both; float32 holds every number of an expert exactly.
-    both = torch.cat([permuted(probabilities, permutation), here.to(probabilities.dtype)], -1)
-    probabilities, here = sent.exchanged(both).chunk(2, -1)
+    probabilities, here = sent.exchanged(choices_sent(chosen, probabilities, permutation, experts)).chunk(2, -1)
     arrived = TokenDispatch(x, here.detach().long(), probabilities, sent)
     memory = groups.expert_memory
     if memory is None or not _fits(x, sizes, memory):
         return replace(arrived, rows=sent.exchanged(permuted(x, permutation)))
-    places = peer_places(destinations, permutation, starts, memory.rows(x.shape[1], x.dtype))
+    starts = everyones[groups.expert_tensor.rank, : groups.expert.rank, 0].sum(0)
+    places = peer_places(owners, permutation, starts, memory.rows(x.shape[1], x.dtype))
     route = PeerRoute(memory, places, sum(sizes.received), holders.fuses)
     return replace(arrived, rows=x if route.is_fused else sent.shared(sent_to_peers(x, route)), route=route)
 
@@ -203,12 +195,6 @@ def _combined(y: Tensor, sent: TokenDispatch, order: Permutation) -> Tensor:
     return rows.returned(own) if route is None else summed_from_peers(own, route)
 
 
-def _is_first(owners: Tensor) -> Tensor:
-    """Mark the first choice of each token on each rank. [t, k]"""
-    same = owners.unsqueeze(-1) == owners.unsqueeze(-2)
-    return ~same.tril(-1).any(-1)
-
-
 def _fits(x: Tensor, sizes: Sizes, memory: PeerMemory) -> bool:
     rows = memory.rows(x.shape[1], x.dtype)
     if sizes.most > rows and not computes_again():
@@ -216,17 +202,16 @@ def _fits(x: Tensor, sizes: Sizes, memory: PeerMemory) -> bool:
     return sizes.most <= rows
 
 
-def _sizes(destinations: Tensor, owners: Tensor, groups: Groups) -> tuple[Sizes, Tensor]:
-    """Return the sizes, and on the device the rows that the ranks before this one send to each."""
-    size, rank = groups.expert.size, groups.expert.rank
-    ranks = torch.arange(size, device=owners.device)
-    # [rows or choices, to rank]
-    counts = (torch.stack([destinations.flatten(), owners.flatten()]).unsqueeze(-1) == ranks).sum(1)
-    # [expert tensor, from rank, rows or choices, to rank]
-    everyones = all_gather_counts(all_gather_counts(counts, groups.expert), groups.expert_tensor)
-    arriving, rows = everyones[..., rank], everyones[groups.expert_tensor.rank, :, 0]
-    sizes = [rows[rank], rows[:, rank], arriving[..., 0].sum(1)]
-    # The one wait for the device: sizes have to be known on the host.
-    *flat, choices, most = torch.cat([*sizes, arriving[..., 1].sum().view(1), rows.sum(0).max().view(1)]).tolist()
-    sent, received, shares = flat[:size], flat[size : 2 * size], flat[2 * size :]
-    return Sizes(tuple(sent), tuple(received), tuple(shares), choices, most), rows[:rank].sum(0)
+def _sizes(everyones: Tensor, groups: Groups) -> Sizes:
+    """Return the sizes behind counts of rows and of choices. [expert tensor, from rank, rows or choices, to rank]"""
+    rank = groups.expert.rank
+    # The one wait for the device: sizes have to be known on the host. The few numbers are added there too.
+    counts = everyones.cpu().numpy()
+    arriving, rows = counts[..., rank], counts[groups.expert_tensor.rank, :, 0]
+    return Sizes(
+        sent=tuple(rows[rank].tolist()),
+        received=tuple(rows[:, rank].tolist()),
+        shares=tuple(arriving[..., 0].sum(1).tolist()),
+        choices=int(arriving[..., 1].sum()),
+        most=int(rows.sum(0).max()),
+    )

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from moejob_trainer.distributed.collectives import all_gather, all_reduce, copy_to_group, reduce_scatter
 from moejob_trainer.distributed.groups import Group
 from moejob_trainer.layers.all_gather_linear import gathered_products
+from moejob_trainer.layers.gradient_sums import gradient_sum
+from moejob_trainer.layers.summed_linear import linear
 from moejob_trainer.model.adapters import Adapter
 
 
@@ -40,7 +41,12 @@ class TensorShare:
         if not self.gathers:
             x = self.entered(x)
             return tuple(matrix(x) for matrix in matrices)
-        products = gathered_products(x.flatten(1), self.group, [matrix.flat() for matrix in matrices])
+        products = gathered_products(
+            x.flatten(1),
+            self.group,
+            [matrix.flat() for matrix in matrices],
+            [gradient_sum(matrix.weight) for matrix in matrices],
+        )
         return tuple(matrix.whole(y, x, self) for matrix, y in zip(matrices, products, strict=True))
 
     def left(self, x: Tensor) -> Tensor:
@@ -68,7 +74,7 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[t, *inputs] -> [t, *outputs]"""
-        return self.whole(functional.linear(x.flatten(1), *self.flat()), x, None)
+        return self.whole(linear(x.flatten(1), *self.flat(), total=gradient_sum(self.weight)), x, None)
 
     def flat(self) -> tuple[Tensor, Tensor | None]:
         """Weight and bias as one product wants them."""
@@ -101,7 +107,7 @@ class OutputLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[rows, *inputs] -> [t, hidden]"""
         weight = self.weight.view(-1, self._in_features)
-        y = functional.linear(x.reshape(len(x), self._in_features), weight)
+        y = linear(x.reshape(len(x), self._in_features), weight, total=gradient_sum(self.weight))
         if self.adapter is not None:
             y = y + self.adapter.added(x)
         y = self.share.left(y)

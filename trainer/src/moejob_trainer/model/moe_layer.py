@@ -14,6 +14,7 @@ from moejob_api.job.training import RecomputeModule
 from moejob_api.models.shape import Experts as ExpertShape
 from moejob_trainer.distributed.groups import Groups
 from moejob_trainer.layers.activation import clamped_swiglu, swiglu
+from moejob_trainer.layers.destinations import local_choices
 from moejob_trainer.layers.experts import grouped_linear, rows_of_experts
 from moejob_trainer.layers.gradient_sums import gradient_sum
 from moejob_trainer.layers.permutation import Permutation, combined, permute_into, permuted, permuted_probabilities
@@ -25,7 +26,6 @@ from moejob_trainer.model.dispatch import (
     all_gather_tokens,
     combine,
     dispatch,
-    local_choices,
     reduce_scatter_tokens,
 )
 from moejob_trainer.model.linear import Linear, TensorShare, mark_expert, mark_partial

@@ -7,7 +7,9 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
+from torch import Tensor, nn
+
+from moejob_trainer.layers.gradient_sums import GradientSum, gradient_sum
 
 TILE_ELEMENTS = 4096
 WIDEST = 16384
@@ -24,17 +26,19 @@ def takes(x: Tensor) -> bool:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Twin of `norm.plain_rms_norm`."""
-    output: Tensor = _Norm.apply(x, weight, eps)
+    total = gradient_sum(weight) if isinstance(weight, nn.Parameter) else None
+    output: Tensor = _Norm.apply(x, weight, eps, total)
     return output
 
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(context: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(context: Any, x: Tensor, weight: Tensor, eps: float, total: GradientSum | None) -> Tensor:
         x, weight = x.contiguous(), weight.contiguous()
         rows, output = x.numel() // x.shape[-1], torch.empty_like(x)
         scales = torch.empty(rows, device=x.device, dtype=torch.float32)
         context.save_for_backward(x, weight, scales)
+        context.total = total
         if rows:
             tile = _tile(x)
             _forward[(triton.cdiv(rows, tile[0]),)](
@@ -43,7 +47,7 @@ class _Norm(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         x, weight, scales = context.saved_tensors
         rows, slope, tile = scales.shape[0], torch.empty_like(x), _tile(x)
         parts = min(PARTS, triton.cdiv(rows, tile[0]))
@@ -52,7 +56,15 @@ class _Norm(torch.autograd.Function):
             tensors = (x, weight, scales, gradient.contiguous(), slope, weight_slopes)
             warps = NARROW_WARPS if tile[1] <= NARROW else WIDE_WARPS
             _backward[(parts,)](*tensors, rows, parts, x.shape[-1], *tile, num_warps=warps)
-        return slope, weight_slopes.sum(0).to(weight.dtype), None
+        return slope, _weight_gradient(weight_slopes.sum(0), weight, context.total), None, None
+
+
+def _weight_gradient(whole: Tensor, weight: Tensor, total: GradientSum | None) -> Tensor | None:
+    """The wide gradient of a weight, added to its sum where there is one."""
+    if total is None or total.is_new:
+        return whole.to(weight.dtype)
+    total.like(weight).add_(whole)
+    return total.added(weight)
 
 
 def _tile(x: Tensor) -> tuple[int, int]:

@@ -1,10 +1,12 @@
-"""The router's float32 product on tensor cores, and what is counted of its choices.
+"""The router's float32 product on tensor cores, its choices and their weights, and what is counted of them.
 
 Products of two bfloat16 numbers are exact in float32, which tensor cores add up in. A float32 gradient is three
 bfloat16 numbers (8 bits of its 24 each), so its products are three products side by side.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -15,6 +17,8 @@ from moejob_trainer.layers.routing import SMALLEST_SUM
 
 _PARTS = 3
 BLOCK, TILE_ELEMENTS = 1024, 4096
+# Of logits that a program holds while it looks for the largest, one by one.
+ROUTED_ELEMENTS = 2048
 
 
 def wide_product(x: Tensor, weight: Tensor) -> Tensor:
@@ -42,6 +46,52 @@ def weight_gradient(cut: Tensor, x: Tensor) -> Tensor:
     return products.view(_PARTS, cut.shape[1] // _PARTS, -1).sum(0).to(x.dtype)
 
 
+def routed(
+    logits: Tensor, per_token: int, scale: float, renormalized: bool, chosen: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Twin of `routing.plain_routed` for softmax, without groups and a bias. Of equal logits the first are chosen."""
+    found: tuple[Tensor, Tensor] = _Routed.apply(logits, per_token, scale, renormalized, chosen)
+    return found
+
+
+class _Routed(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        context: Any, logits: Tensor, per_token: int, scale: float, renormalized: bool, chosen: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        logits = logits.contiguous()
+        tokens, experts = logits.shape
+        is_given = chosen is not None
+        chosen = logits.new_empty(tokens, per_token, dtype=torch.int64) if chosen is None else chosen.contiguous()
+        weights = logits.new_empty(tokens, per_token)
+        context.options = (per_token, experts, scale, renormalized, *_tile(experts))
+        if tokens:
+            _route[(triton.cdiv(tokens, _tile(experts)[0]),)](
+                *(logits, chosen, weights, tokens, is_given, *context.options, triton.next_power_of_2(per_token)),
+                num_warps=4,
+            )
+        # Weights that are renormalized depend on chosen logits alone, and tell all of them that their gradient needs.
+        context.save_for_backward(chosen, weights, None if renormalized else logits)
+        context.mark_non_differentiable(chosen)
+        return chosen, weights
+
+    @staticmethod
+    def backward(context: Any, _: Tensor, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+        chosen, weights, logits = context.saved_tensors
+        tokens, experts = len(chosen), context.options[1]
+        slope = weights.new_empty(tokens, experts)
+        if tokens:
+            rows = _tile(experts)[0]
+            tensors = (weights if logits is None else logits, chosen, weights, gradient.contiguous(), slope)
+            _route_back[(triton.cdiv(tokens, rows),)](*tensors, tokens, *context.options, num_warps=4)
+        return slope, None, None, None, None
+
+
+def _tile(experts: int) -> tuple[int, int]:
+    columns = triton.next_power_of_2(experts)
+    return max(1, ROUTED_ELEMENTS // columns), columns
+
+
 def document_counts(
     experts: Tensor, segments: Tensor | None, documents: int, expert_count: int, counted: Tensor | None
 ) -> Tensor:
@@ -61,7 +111,8 @@ def document_counts(
 
 def entropy_sums(logits: Tensor, counted: Tensor | None, *, of_sigmoids: bool) -> Tensor:
     """Sum `routing.plain_entropies` over some tokens each. float32 [t, E] -> [programs]"""
-    logits, (tokens, experts) = logits.contiguous(), logits.shape
+    logits = logits.contiguous()
+    tokens, experts = logits.shape
     columns = triton.next_power_of_2(experts)
     rows = max(1, TILE_ELEMENTS // columns)
     sums = logits.new_empty(triton.cdiv(tokens, rows))
@@ -83,6 +134,86 @@ def _cut(gradient, cut, elements, experts: tl.constexpr, block: tl.constexpr):
         narrow = rest.to(tl.bfloat16)
         tl.store(into + part * experts, narrow, mask=inside)
         rest -= narrow.to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _route(
+    logits,
+    chosen,
+    weights,
+    tokens,
+    is_given: tl.constexpr,
+    per_token: tl.constexpr,
+    experts: tl.constexpr,
+    scale: tl.constexpr,
+    renormalized: tl.constexpr,
+    rows: tl.constexpr,
+    columns: tl.constexpr,
+    places: tl.constexpr,
+):
+    """Choose the experts of each token, unless they are given, and weigh them."""
+    token = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
+    column, place = tl.arange(0, columns), tl.arange(0, places)
+    is_token, is_expert = token < tokens, (column < experts)[None, :]
+    values = tl.load(logits + token[:, None] * experts + column[None, :], mask=is_token[:, None] & is_expert, other=0.0)
+    values = tl.where(is_expert, values, float("-inf"))
+    exponents = tl.exp(values - tl.max(values, 1)[:, None])
+    left = values
+    found = tl.zeros((rows, places), tl.float32)
+    for number in tl.static_range(per_token):
+        if is_given:
+            expert = tl.load(chosen + token * per_token + number, mask=is_token, other=0).to(tl.int32)
+        else:
+            # Where logits are no numbers it is any, but one that there is.
+            expert = tl.minimum(tl.argmax(left, 1).to(tl.int32), experts - 1)
+            tl.store(chosen + token * per_token + number, expert.to(tl.int64), mask=is_token)
+        is_it = column[None, :] == expert[:, None]
+        left = tl.where(is_it, float("-inf"), left)
+        found = tl.where(place[None, :] == number, tl.sum(tl.where(is_it, exponents, 0.0), 1)[:, None], found)
+    total = tl.sum(found, 1) if renormalized else tl.sum(exponents, 1)
+    shares = found / total[:, None] * scale
+    inside = is_token[:, None] & (place < per_token)[None, :]
+    tl.store(weights + token[:, None] * per_token + place[None, :], shares, mask=inside)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _route_back(
+    logits,
+    chosen,
+    weights,
+    gradient,
+    slope,
+    tokens,
+    per_token: tl.constexpr,
+    experts: tl.constexpr,
+    scale: tl.constexpr,
+    renormalized: tl.constexpr,
+    rows: tl.constexpr,
+    columns: tl.constexpr,
+):
+    """Return the slope of each logit: its share of the weights, less what all shares lose to it."""
+    token = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
+    column = tl.arange(0, columns)
+    is_token = token < tokens
+    inside = is_token[:, None] & (column < experts)[None, :]
+    own = tl.zeros((rows, columns), tl.float32)
+    lost = tl.zeros((rows,), tl.float32)
+    picked = tl.zeros((rows, columns), tl.float32)
+    for number in tl.static_range(per_token):
+        expert = tl.load(chosen + token * per_token + number, mask=is_token, other=0).to(tl.int32)
+        weight = tl.load(weights + token * per_token + number, mask=is_token, other=0.0)
+        slope_of = tl.load(gradient + token * per_token + number, mask=is_token, other=0.0)
+        is_it = column[None, :] == expert[:, None]
+        own = tl.where(is_it, (weight * slope_of)[:, None], own)
+        picked = tl.where(is_it, weight[:, None], picked)
+        lost += weight * slope_of
+    if renormalized:
+        shares = picked / scale
+    else:
+        values = tl.load(logits + token[:, None] * experts + column[None, :], mask=inside, other=float("-inf"))
+        exponents = tl.exp(values - tl.max(tl.where(is_token[:, None], values, 0.0), 1)[:, None])
+        shares = exponents / tl.where(is_token, tl.sum(exponents, 1), 1.0)[:, None]
+    tl.store(slope + token[:, None] * experts + column[None, :], own - shares * lost[:, None], mask=inside)
 
 
 @triton.jit(do_not_specialize=["choices"])
