@@ -401,9 +401,9 @@ def _log_probabilities(weight: Tensor) -> Tensor:
 
 
 def _noted(original: Callable[..., Any], name: str, reached: list[str]) -> Callable[..., Any]:
-    def call(*arguments: Any) -> Any:
+    def call(*arguments: Any, **options: Any) -> Any:
         reached.append(name)
-        return original(*arguments)
+        return original(*arguments, **options)
 
     return call
 
