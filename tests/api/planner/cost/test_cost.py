@@ -40,14 +40,14 @@ def training(micro: int, batches: int, expert: int = 1, gradients: str = "bfloat
 @pytest.mark.parametrize(
     ("job", "layers", "measured"),
     [
-        pytest.param(training(2, 4, gradients="float32"), 8, 57_900, id="8 layers, 2 x 4"),
-        pytest.param(training(4, 4, gradients="float32"), 8, 68_110, id="8 layers, 4 x 4"),
-        pytest.param(training(4, 4), 8, 70_566, id="8 layers, 4 x 4, bfloat16 gradients"),
-        pytest.param(training(4, 4), 6, 87_362, id="6 layers, 4 x 4"),
-        pytest.param(training(8, 2), 6, 92_001, id="6 layers, 8 x 2"),
-        pytest.param(training(4, 2, expert=4), 24, 25_565, id="4 GPUs, 24 layers, 4 x 2"),
-        pytest.param(training(4, 2, expert=2, tensor=2), 12, 32_262, id="4 GPUs, 12 layers, 4 x 2, tensor 2"),
-        pytest.param(training(2, 8, expert=2, pipeline=2), 16, 27_032, id="4 GPUs, 16 layers, 2 x 8, pipeline 2"),
+        pytest.param(training(2, 4), 8, 72_482, id="8 layers, 2 x 4"),
+        pytest.param(training(4, 4), 8, 84_117, id="8 layers, 4 x 4"),
+        pytest.param(training(4, 4, gradients="float32"), 6, 95_292, id="6 layers, 4 x 4, float32 gradients"),
+        pytest.param(training(4, 4), 3, 151_966, id="3 layers, 4 x 4"),
+        pytest.param(training(1, 8), 8, 68_267, id="8 layers, 1 x 8"),
+        pytest.param(training(4, 2, expert=2), 8, 75_134, id="2 GPUs, 8 layers, 4 x 2"),
+        pytest.param(training(4, 2, expert=4), 24, 29_576, id="4 GPUs, 24 layers, 4 x 2"),
+        pytest.param(training(4, 2, expert=2, tensor=2), 12, 33_876, id="4 GPUs, 12 layers, 4 x 2, tensor 2"),
     ],
 )
 def test_throughput_measured_on_h200_is_met_within_ten_percent(job: Spec, layers: int, measured: int) -> None:
@@ -143,14 +143,25 @@ def test_tokens_to_experts_over_two_nodes_by_hand(dispatcher: str, over_network:
     assert shape.experts is not None
     assert shape.experts.per_token == 8
     answer = cost(spec(parallelism={"expert": 16}, moe={"dispatcher": dispatcher}), shape)
-    # Out and back, in both passes, with the rows of uneven routing.
-    row = 1.25 * 4096 * shape.hidden * 2
+    # Out and back, in both passes, with rows between those of even routing and those that memory is kept for.
+    row = 1.125 * 4096 * shape.hidden * 2
     network = over_network * row / (0.80 * H200.network_bytes_per_second) + NETWORK_LATENCY_SECONDS
     nvlink = inside * row / (0.48 * H200.nvlink_bytes_per_second) + IN_NODE_LATENCY_SECONDS if inside else 0.0
     microbatches = 64 // 16
     assert seconds(answer, Spent.DISPATCH) == pytest.approx(4 * microbatches * (network + nvlink))
     why = next(part.why for part in answer.parts if part.name is Spent.DISPATCH)
     assert why.endswith(f"{over_network:.1f} rows of a token over the network")
+
+
+def test_a_micro_batch_takes_what_its_host_takes_where_the_gpu_is_faster() -> None:
+    # Of 4,096 tokens over four ranks: seven meetings for experts, as many for their parts, five for attention.
+    job = spec(parallelism={"tensor": 4, "expert": 2}, training={"microBatchSize": 1, "globalBatchSize": 64})
+    answer = cost(job, moe_model(layers=8))
+    of_gpus = (Spent.BUBBLE, Spent.DATA, Spent.OPTIMIZER)
+    passes = sum(part.seconds for part in answer.parts if part.name not in of_gpus)
+    assert seconds(answer, Spent.HOST) > 0
+    assert passes == pytest.approx(32 * 8 * (6.5e-3 + 19 * 0.6e-3))
+    assert not seconds(cost(spec(training={"microBatchSize": 4}), moe_model(layers=8)), Spent.HOST)
 
 
 def test_full_recomputation_costs_a_forward_pass() -> None:
@@ -193,7 +204,8 @@ JOBS = st.builds(
 def test_faster_hardware_is_never_slower(job: Spec, rate: str) -> None:
     faster = replace(H100, **{rate: 2 * getattr(H100, rate)})
     shape = moe_model(layers=16)
-    assert cost(job, shape, faster).seconds <= cost(job, shape, H100).seconds
+    # Where the host decides nothing is faster, but sums are rounded.
+    assert cost(job, shape, faster).seconds <= cost(job, shape, H100).seconds * (1 + 1e-12)
 
 
 @settings(max_examples=40, deadline=None)

@@ -19,7 +19,10 @@ from moejob_api.models.shape import (
     LinearAttention,
 )
 from moejob_api.planner.cost.rates import (
+    DENSE_HOST_SECONDS,
     ELEMENTWISE_PASSES,
+    EXCHANGE_SECONDS,
+    EXPERTS_HOST_SECONDS,
     LINEAR_ATTENTION_SHARE,
     Machine,
     all_to_all_seconds,
@@ -183,9 +186,18 @@ def _router(experts: Experts, work: Work) -> float:
 
 def _experts(experts: Experts, work: Work) -> float:
     share = work.share
-    rows, here = share.rows(experts.per_token), ceil_div(experts.count, share.expert)
+    rows, here = _rows(experts, share), ceil_div(experts.count, share.expert)
     width = ceil_div(experts.intermediate, share.expert_tensor)
     return grouped_seconds(6.0 * rows * share.hidden * width, rows / here, width, work.machine.hardware)
+
+
+def _rows(experts: Experts, share: Share) -> float:
+    """Rows of the fullest GPU of a layer like most: between an even share and what memory is kept for."""
+    return share.rows(experts.per_token) * _usual(share)
+
+
+def _usual(share: Share) -> float:
+    return (1 + share.expert_rows) / 2 / share.expert_rows
 
 
 def _tensor(layer: Layer, work: Work) -> float:
@@ -209,14 +221,14 @@ def _dispatch(layer: Layer, work: Work) -> float:
         size = share.expert * share.expert_tensor
         amount = share.sequence_tokens * size * (row + share.hidden * FLOAT32_BYTES)
         return gather_seconds(amount, 1, size, work.machine)
-    gathered = share.rows(experts.per_token) * (row + share.hidden * FLOAT32_BYTES)
+    gathered = _rows(experts, share) * (row + share.hidden * FLOAT32_BYTES)
     return 2 * _moved(experts, work) + gather_seconds(gathered, 1, share.expert_tensor, work.machine)
 
 
 def _moved(experts: Experts, work: Work) -> float:
     """Tokens one way between a rank and those that hold their experts."""
     share, nodes, machine = work.share, work.nodes, work.machine
-    once = share.sequence_tokens * share.expert_rows * share.hidden * share.element_bytes
+    once = share.sequence_tokens * share.expert_rows * _usual(share) * share.hidden * share.element_bytes
     to_ranks = once * copies_sent(experts.per_token, share.expert)
     if nodes is None:
         return all_to_all_seconds(to_ranks, share.expert_tensor, share.expert, machine)
@@ -224,6 +236,23 @@ def _moved(experts: Experts, work: Work) -> float:
     to_nodes = once * copies_sent(experts.per_token, nodes.nodes)
     across = all_to_all_seconds(to_nodes, nodes.stride * nodes.ranks, nodes.nodes, machine)
     return across + all_to_all_seconds(to_ranks, nodes.stride, nodes.ranks, machine)
+
+
+def host_seconds(layer: Layer, work: Work) -> float:
+    """Return what a layer asks of the host in both passes of a micro batch, and waits for other ranks meanwhile."""
+    kernels = EXPERTS_HOST_SECONDS if isinstance(layer.mlp, Experts) else DENSE_HOST_SECONDS
+    return kernels + _exchanges(layer, work) * EXCHANGE_SECONDS
+
+
+def _exchanges(layer: Layer, work: Work) -> int:
+    """Return how often ranks of a group meet in both passes of a layer."""
+    share = work.share
+    # Out and back in either pass, counts and choices before; one group after the other where experts are divided too.
+    groups = (share.expert > 1) + (share.expert_tensor > 1)
+    of_experts = 7 * groups if isinstance(layer.mlp, Experts) else 0
+    has_dense = isinstance(layer.mlp, DenseMLP) or layer.mlp.shared_intermediate > 0
+    of_tensor = 5 * (1 + has_dense) if share.tensor > 1 else 0
+    return of_experts + of_tensor + 2 * (share.context > 1)
 
 
 def copies_sent(per_token: int, ranks: int) -> float:

@@ -9,7 +9,7 @@ from moejob_api.derived import NO_MODULES, counts_choices, reads_replicas
 from moejob_api.job.training import RecomputeGranularity, RecomputeMethod, RecomputeModule
 from moejob_api.layout.expert_nodes import expert_nodes
 from moejob_api.models.shape import DenseMLP, Layer
-from moejob_api.planner.cost.layers import Forward, Work, forward
+from moejob_api.planner.cost.layers import Forward, Work, forward, host_seconds
 from moejob_api.planner.cost.rates import (
     ACCUMULATION_SHARE,
     HOST_ADAM_BYTES,
@@ -44,6 +44,7 @@ class Spent(StrEnum):
     RECOMPUTE = "recomputation"
     COUNTING = "counting of choices"
     OFFLOAD = "activations to the host and back"
+    HOST = "the host, and ranks that wait"
     TENSOR = "tensor group"
     DISPATCH = "tokens to experts"
     CONTEXT = "keys and values"
@@ -153,6 +154,7 @@ def _passes(case: Case, stage: StageContents, part: Portion, work: Work) -> _Pas
         Spent.ACCUMULATION: _accumulation(case, part, work.machine),
     }
     forward_seconds = _whole(once) + output
+    both[Spent.HOST] = max(0.0, _of_host(case, counts, work) - sum(both.values()))
     both[Spent.OFFLOAD] = _offloaded(case, stage, (forward_seconds, sum(both.values()) - forward_seconds), work.machine)
     return _Passes(both, forward_seconds)
 
@@ -165,6 +167,14 @@ def _offloaded(case: Case, stage: StageContents, passes: tuple[float, float], ma
     copied = sum(kept_by_chunk(case, chunk, layers).total for chunk in stage.chunks)
     seconds = copied / (HOST_COPY_SHARE * machine.hardware.host_bytes_per_second)
     return sum(max(0.0, seconds - beside) for beside in passes)
+
+
+def _of_host(case: Case, counts: list[int], work: Work) -> float:
+    """Return what a microbatch takes however fast its GPU is: kernels to be started, and ranks that meet."""
+    # Sizes of a dispatch are waited for once more.
+    again = 1.8 if case.spec.training.recompute.granularity is RecomputeGranularity.FULL else 1.0
+    kinds = zip(case.kinds.layers, counts, strict=True)
+    return again * sum(host_seconds(layer, work) * count for layer, count in kinds)
 
 
 def _summed(layers: list[Forward], counts: list[int]) -> Forward:
@@ -232,14 +242,11 @@ def _sends(case: Case, work: Work) -> float:
 def _accumulation(case: Case, part: Portion, machine: Machine) -> float:
     """Each new gradient is read and added into its buffer; of shares it is copied, summed, and added where it falls.
 
-    Products write those of experts straight into what is summed.
+    Products add those of experts to what is summed themselves.
     """
     if not case.divides_weights:
-        touched = part.trained.total * (case.element_bytes + 2 * case.gradient_bytes)
-        return _touched_seconds(touched, machine)
-    touched = (
-        part.trained.dense * (case.element_bytes + case.gradient_bytes) + part.trained.routed * case.gradient_bytes
-    )
+        return _touched_seconds(part.trained.dense * (case.element_bytes + 2 * case.gradient_bytes), machine)
+    touched = part.trained.dense * (case.element_bytes + case.gradient_bytes)
     touched += divided(case, part.trained) * (case.gradient_bytes + 2 * case.summed_bytes)
     return _touched_seconds(touched, machine)
 
