@@ -6,6 +6,7 @@ What is being written lies under another name until it has been read back, and i
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -155,17 +156,21 @@ def _write(tensors: PublishedTensors, declared: Table, target: Target, dtype: to
     entries = [TensorEntry(name, piece.shape, _dtype(piece, declared, dtype)) for name, piece in pieces.items()]
     shards = planned(entries, target.most_shard_bytes)
     prepare(target, declared.shape, dtype, sum(entry.bytes for entry in entries))
-    memory = BoundedMemory(target.most_shard_bytes // 4)
-    written = []
-    for file, of_file in zip(file_names([len(shards)], 0), shards, strict=True):
-        path = target.unfinished / file
-        # Threads end before the file closes, also where one of them fails.
-        with shard_writer(path, of_file) as shard, hashing_threads() as threads:
-            write = partial(_write_one, tensors, memory, shard)
-            begun = {one.name: threads.submit(write, pieces[one.name], one) for one in of_file}
-            checksums = {name: of_tensor.result() for name, of_tensor in begun.items()}
-        verify(path, of_file, checksums)
-        written.append(WrittenFile(file, tuple(of_file), checksums))
+    # The other half of a shard is for the file that is read back beside this.
+    memory = BoundedMemory(target.most_shard_bytes // 2)
+    written, verified = [], []
+    with ThreadPoolExecutor(1, "verify") as behind:
+        for file, of_file in zip(file_names([len(shards)], 0), shards, strict=True):
+            path = target.unfinished / file
+            # Threads end before the file closes, also where one of them fails.
+            with shard_writer(path, of_file) as shard, hashing_threads() as threads:
+                write = partial(_write_one, tensors, memory, shard)
+                begun = {one.name: threads.submit(write, pieces[one.name], one) for one in of_file}
+                checksums = {name: of_tensor.result() for name, of_tensor in begun.items()}
+            verified.append(behind.submit(verify, path, of_file, checksums))
+            written.append(WrittenFile(file, tuple(of_file), checksums))
+        for of_shard in verified:
+            of_shard.result()
     return complete(declared, target, written)
 
 
