@@ -230,7 +230,9 @@ class MegatronEngine:
             replace(self._row_input(number, batch, counts_choices), is_asked=is_asked)
             for number, batch in enumerate(batches)
         ]
-        forward_backward(self.replicas.chunks, rows, finished, forward_only=forward_only)
+        divided = self.groups.tensor.size if self.spec.parallelism.sequence_parallel else 1
+        shapes = [(len(row.tokens) // divided, 1, self.model.shape.hidden) for row in rows]
+        forward_backward(self.replicas.chunks, rows, finished, forward_only=forward_only, shapes=shapes)
         self.replicas.rest()
 
     def _row_input(self, number: int, batch: MicroBatch, counts_choices: bool) -> StageInput:

@@ -7,7 +7,9 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_model_config
 from torch import Tensor, nn
 
 from moejob_api.models.shape import ModelShape
@@ -16,6 +18,7 @@ from moejob_trainer.distributed.groups import Groups
 from moejob_trainer.engine import MicroBatch
 from moejob_trainer.engine.micro_batch import ROUTING
 from moejob_trainer.layers.documents import Documents, in_row_order
+from moejob_trainer.megatron.stage_exchange import HiddenShape, StageExchange, schedule_groups
 from moejob_trainer.model.architecture import Architecture
 from moejob_trainer.model.packed_batch import LocalTokens, make_packed_batch
 from moejob_trainer.model.stage import MTPInput, StageInput, StageOutput
@@ -27,19 +30,28 @@ def forward_backward(
     finish: Callable[[int, StageOutput], Tensor],
     *,
     forward_only: bool,
+    shapes: Sequence[HiddenShape],
 ) -> None:
-    """Run every micro batch through every stage; on the last one `finish` gets its number and what came out."""
+    """Run every micro batch through every stage; on the last one `finish` gets its number and what came out.
+
+    shapes: of the hidden states of each micro batch.
+    """
     iterators: list[Iterator[tuple[int, StageInput]]] = [iter(enumerate(batches)) for _ in chunks]
     is_one = len(chunks) == 1
+    between: dict[str, Any] = {}
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        exchange = StageExchange(get_model_config(chunks[0]), shapes)
+        between = {"p2p_communicator": exchange, "pg_collection": schedule_groups()}
     get_forward_backward_func()(
         forward_step_func=_step(finish),
         data_iterator=iterators[0] if is_one else iterators,
         model=chunks[0] if is_one else [*chunks],
         num_microbatches=len(batches),
-        # Shapes are sent along; these are not looked at.
+        # Shapes are those of micro batches; these are not looked at.
         seq_length=1,
         micro_batch_size=1,
         forward_only=forward_only,
+        **between,
     )
 
 

@@ -1,0 +1,66 @@
+"""Hidden states between the stages of a pipeline, of shapes that every stage knows.
+
+Rows of a global batch have different lengths. Megatron then sends the shape of each tensor before it, and waits for the
+whole GPU on both sides to read it: the host never runs ahead, and starts every micro batch with an idle GPU. But all
+stages have the same micro batches, so nothing needs to be said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from megatron.core import parallel_state
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor
+
+HiddenShape = tuple[int, int, int]
+_NONE = [0, 0, 0]
+
+
+class StageExchange(P2PCommunicator):
+    """Megatron's exchange, which asks for the shapes of what it receives."""
+
+    def __init__(self, config: ModelParallelConfig, shapes: Sequence[HiddenShape]) -> None:
+        """Shapes are those of this pass's micro batches, in their order."""
+        super().__init__(pp_group=parallel_state.get_pipeline_model_parallel_group(), config=config)
+        self._shapes = shapes
+        # An interleaved schedule takes chunks of micro batches in an order of its own.
+        self._is_known = self.virtual_pipeline_model_parallel_size is None or len(set(shapes)) == 1
+        self._moved = dict.fromkeys(("to next", "to previous", "from previous", "from next"), 0)
+
+    def _communicate_shapes(
+        self, tensor_send_next: Tensor | None, tensor_send_prev: Tensor | None, recv_prev: bool, recv_next: bool
+    ) -> tuple[Any, Any]:
+        """Megatron calls it by this name, and for each exchange once."""
+        if not self._is_known:
+            return super()._communicate_shapes(tensor_send_next, tensor_send_prev, recv_prev, recv_next)
+        for way, sent in (("to next", tensor_send_next), ("to previous", tensor_send_prev)):
+            if sent is not None and list(sent.shape) != (expected := self._next(way)):
+                raise RuntimeError(
+                    f"a stage sends {list(sent.shape)} {way}, which expects {expected} of its micro batch; report this"
+                )
+        return (
+            self._next("from previous") if recv_prev else _NONE,
+            self._next("from next") if recv_next else _NONE,
+        )
+
+    def _next(self, way: str) -> list[int]:
+        """Return the shape of the next micro batch that goes this way: outputs and gradients keep their order."""
+        number = self._moved[way]
+        self._moved[way] += 1
+        return [*self._shapes[number % len(self._shapes)]]
+
+
+def schedule_groups() -> ProcessGroupCollection:
+    """Return the groups that a schedule wants to have beside an exchange of one's own: those that it takes itself."""
+    groups = ProcessGroupCollection()
+    groups.tp = parallel_state.get_tensor_model_parallel_group()
+    groups.cp = parallel_state.get_context_parallel_group()
+    groups.embd = parallel_state.get_embedding_group(check_initialized=False)
+    groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
+    groups.pp = parallel_state.get_pipeline_model_parallel_group()
+    groups.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=False)
+    return groups
