@@ -75,6 +75,8 @@ def routed(device: str, kernels: Any, tokens: int, experts: int, per_token: int)
     """The same choices as torch's; weights and slopes as near to float64 as float32 is."""
     logits, upstream = torch.randn(tokens, experts, device=device) * 3, torch.randn(tokens, per_token, device=device)
     replayed = torch.rand(tokens, experts, device=device).argsort(1)[:, :per_token]
+    # What is replayed may be far below what the router would choose.
+    logits.scatter_add_(1, (replayed[:, :1] + 1) % experts, torch.full((tokens, 1), 20.0, device=device))
     for renormalized in (True, False):
         for chosen in (None, replayed):
             leaf, exact_leaf = logits.clone().requires_grad_(), logits.double().requires_grad_()

@@ -157,9 +157,8 @@ def _route(
     is_token, is_expert = token < tokens, (column < experts)[None, :]
     values = tl.load(logits + token[:, None] * experts + column[None, :], mask=is_token[:, None] & is_expert, other=0.0)
     values = tl.where(is_expert, values, float("-inf"))
-    exponents = tl.exp(values - tl.max(values, 1)[:, None])
     left = values
-    found = tl.zeros((rows, places), tl.float32)
+    found = tl.full((rows, places), float("-inf"), tl.float32)
     for number in tl.static_range(per_token):
         if is_given:
             expert = tl.load(chosen + token * per_token + number, mask=is_token, other=0).to(tl.int32)
@@ -169,9 +168,12 @@ def _route(
             tl.store(chosen + token * per_token + number, expert.to(tl.int64), mask=is_token)
         is_it = column[None, :] == expert[:, None]
         left = tl.where(is_it, float("-inf"), left)
-        found = tl.where(place[None, :] == number, tl.sum(tl.where(is_it, exponents, 0.0), 1)[:, None], found)
-    total = tl.sum(found, 1) if renormalized else tl.sum(exponents, 1)
-    shares = found / total[:, None] * scale
+        found = tl.where(place[None, :] == number, tl.sum(tl.where(is_it, values, 0.0), 1)[:, None], found)
+    # Chosen logits that are given may all be far below the largest.
+    among = found if renormalized else values
+    peak = tl.max(among, 1)
+    total = tl.sum(tl.exp(among - peak[:, None]), 1)
+    shares = tl.exp(found - peak[:, None]) / total[:, None] * scale
     inside = is_token[:, None] & (place < per_token)[None, :]
     tl.store(weights + token[:, None] * per_token + place[None, :], shares, mask=inside)
 
