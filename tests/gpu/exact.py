@@ -58,7 +58,8 @@ def entropies(device: str, kernels: Any, tokens: int, experts: int) -> None:
         for scoring in (routing.Scoring.SOFTMAX, routing.Scoring.SIGMOID):
             of = routing.Routing(experts, 1, scoring, dtype=torch.float64)
             exact = routing.plain_entropies(logits.double(), of, counted).sum().item()
-            sums = kernels.entropy_sums(logits, counted, of_sigmoids=scoring is routing.Scoring.SIGMOID)
+            smallest = routing.SMALLEST_SUM if scoring is routing.Scoring.SIGMOID else None
+            sums = kernels.entropy_sums(logits, counted, smallest=smallest)
             assert abs(sums.sum().item() - exact) <= 1e-5 * max(exact, 1.0)
 
 

@@ -235,7 +235,8 @@ def routing_entropy(logits: Tensor, routing: Routing, counted: Tensor | None = N
     """The entropies, in nats, of how the tokens spread themselves over all experts, summed over those `counted`. []"""
     fused = kernels("routing", logits) if logits.dtype is routing.dtype is torch.float32 else None
     if fused:
-        sums: Tensor = fused.entropy_sums(logits.detach(), counted, of_sigmoids=routing.scoring is Scoring.SIGMOID)
+        smallest = SMALLEST_SUM if routing.scoring is Scoring.SIGMOID else None
+        sums: Tensor = fused.entropy_sums(logits.detach(), counted, smallest=smallest)
         return sums.sum()
     return plain_entropies(logits.detach(), routing, counted).sum()
 

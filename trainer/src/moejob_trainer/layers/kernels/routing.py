@@ -13,8 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moejob_trainer.layers.routing import SMALLEST_SUM
-
 _PARTS = 3
 BLOCK, TILE_ELEMENTS = 1024, 4096
 # Of logits that a program holds while it looks for the largest, one by one.
@@ -109,17 +107,20 @@ def document_counts(
     return counts
 
 
-def entropy_sums(logits: Tensor, counted: Tensor | None, *, of_sigmoids: bool) -> Tensor:
-    """Sum `routing.plain_entropies` over some tokens each. float32 [t, E] -> [programs]"""
+def entropy_sums(logits: Tensor, counted: Tensor | None, *, smallest: float | None) -> Tensor:
+    """Sum `routing.plain_entropies` over some tokens each. float32 [t, E] -> [programs]
+
+    smallest: what is added to the sum of a token's sigmoids; None for softmax.
+    """
     logits = logits.contiguous()
     tokens, experts = logits.shape
     columns = triton.next_power_of_2(experts)
     rows = max(1, TILE_ELEMENTS // columns)
     sums = logits.new_empty(triton.cdiv(tokens, rows))
     if len(sums):
-        flags = (counted is not None, of_sigmoids)
+        flags = (counted is not None, smallest is not None, smallest or 0.0)
         _entropies[(len(sums),)](
-            logits, logits if counted is None else counted, sums, tokens, experts, *flags, SMALLEST_SUM, rows, columns
+            logits, logits if counted is None else counted, sums, tokens, experts, *flags, rows, columns
         )
     return sums
 
