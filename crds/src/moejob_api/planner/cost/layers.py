@@ -192,12 +192,13 @@ def _experts(experts: Experts, work: Work) -> float:
 
 
 def _rows(experts: Experts, share: Share) -> float:
-    """Rows of the fullest GPU of a layer like most: between an even share and what memory is kept for."""
-    return share.rows(experts.per_token) * _usual(share)
+    """Rows that reach the experts of the fullest GPU."""
+    return share.rows(experts.per_token) / share.expert_rows * _usual_rows(share)
 
 
-def _usual(share: Share) -> float:
-    return (1 + share.expert_rows) / 2 / share.expert_rows
+def _usual_rows(share: Share) -> float:
+    """Rows of the fullest GPU of a layer like most, as a multiple of an even share: memory is kept for the worst."""
+    return (1 + share.expert_rows) / 2
 
 
 def _tensor(layer: Layer, work: Work) -> float:
@@ -228,7 +229,7 @@ def _dispatch(layer: Layer, work: Work) -> float:
 def _moved(experts: Experts, work: Work) -> float:
     """Tokens one way between a rank and those that hold their experts."""
     share, nodes, machine = work.share, work.nodes, work.machine
-    once = share.sequence_tokens * share.expert_rows * _usual(share) * share.hidden * share.element_bytes
+    once = share.sequence_tokens * _usual_rows(share) * share.hidden * share.element_bytes
     to_ranks = once * copies_sent(experts.per_token, share.expert)
     if nodes is None:
         return all_to_all_seconds(to_ranks, share.expert_tensor, share.expert, machine)

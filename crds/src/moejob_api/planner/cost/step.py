@@ -102,15 +102,16 @@ def least_update_seconds(case: Case, machine: Machine, chunks: int) -> float:
     """Return the least seconds of any cut into stages of at most `chunks` chunks: all layers shared evenly."""
     stages = case.layout.pipeline
     work = _work(case, machine)
-    once = Forward()
+    once, of_host = Forward(), 0.0
     for layer, of_kind in zip(case.kinds.layers, case.kinds.before, strict=True):
         once = once.plus(forward(layer, work), of_kind[-1])
+        of_host += host_seconds(layer, work) * of_kind[-1]
     products = _products(case)
     stage = products * (once.projections + once.feed_forward + once.experts + _output(case, work))
     stage += 3.0 * (once.attention + once.elementwise) + 2.0 * (once.tensor + once.dispatch + once.context)
     whole = model_parameters(case)
     part = Portion(whole.held // stages, whole.trained // stages)
-    of_microbatch = stage / stages + _accumulation(case, part, machine)
+    of_microbatch = max(stage / stages + _accumulation(case, part, machine), of_host / stages)
     waiting = (stages - 1) / chunks
     return (case.batch.microbatches + waiting) * of_microbatch + sum(_after(case, part, machine).values())
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import accumulate, takewhile
+from collections.abc import Sequence
+from itertools import accumulate
 
 from moejob_api.planner.memory.case import Case
 from moejob_api.planner.memory.constants import FSDP_UNITS, KEPT_WHOLE_BYTES
@@ -14,21 +15,27 @@ def layers_kept_whole(case: Case) -> int:
     As many as take little memory, or no more than the experts that are whole by turns: of a mixture these are the most,
     and the rest need not be gathered twice for every micro batch. None of a model without experts.
     """
-    routed = max(part.held.routed for part in case.layers)
-    if not routed:
-        return 0
-    most = max(KEPT_WHOLE_BYTES // case.element_bytes, FSDP_UNITS * routed)
-    return len(list(takewhile(lambda kept: kept <= most, accumulate(_beside_experts(case)))))
+    return _kept(case, _beside_experts(case))
 
 
 def kept_whole(case: Case) -> int:
     """Return the parameters of these layers that stay whole."""
-    return sum(_beside_experts(case)[: layers_kept_whole(case)])
+    beside = _beside_experts(case)
+    return sum(beside[: _kept(case, beside)])
 
 
 def gathered_by_turns(case: Case) -> int:
     """Return the parameters beside experts that are gathered for either pass of each micro batch."""
-    return sum(_beside_experts(case)[layers_kept_whole(case) :])
+    beside = _beside_experts(case)
+    return sum(beside[_kept(case, beside) :])
+
+
+def _kept(case: Case, beside: Sequence[int]) -> int:
+    routed = max(part.held.routed for part in case.layers)
+    if not routed:
+        return 0
+    most = max(KEPT_WHOLE_BYTES // case.element_bytes, FSDP_UNITS * routed)
+    return sum(kept <= most for kept in accumulate(beside))
 
 
 def _beside_experts(case: Case) -> list[int]:
