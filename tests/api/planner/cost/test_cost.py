@@ -153,6 +153,16 @@ def test_tokens_to_experts_over_two_nodes_by_hand(dispatcher: str, over_network:
     assert why.endswith(f"{over_network:.1f} rows of a token over the network")
 
 
+@pytest.mark.parametrize(("capacity", "rows"), [(0.5, 0.5), (1.0, 1.0), (1.5, 1.25)])
+def test_a_usual_layer_has_no_rows_beyond_its_capacity(capacity: float, rows: float) -> None:
+    def dispatched(factor: float) -> float:
+        job = spec(parallelism={"expert": 8}, moe={"capacityFactor": factor})
+        waits = 4 * (64 // 8) * IN_NODE_LATENCY_SECONDS
+        return seconds(cost(job, moe_model(layers=1)), Spent.DISPATCH) - waits
+
+    assert dispatched(capacity) / dispatched(1.0) == pytest.approx(rows)
+
+
 def test_a_micro_batch_takes_what_its_host_takes_where_the_gpu_is_faster() -> None:
     # Of 4,096 tokens over four ranks: seven meetings for experts, as many for their parts, five for attention.
     job = spec(parallelism={"tensor": 4, "expert": 2}, training={"microBatchSize": 1, "globalBatchSize": 64})

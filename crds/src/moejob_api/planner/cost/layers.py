@@ -198,7 +198,8 @@ def _rows(experts: Experts, share: Share) -> float:
 
 def _usual_rows(share: Share) -> float:
     """Rows of the fullest GPU of a layer like most, as a multiple of an even share: memory is kept for the worst."""
-    return (1 + share.expert_rows) / 2
+    # What is beyond a capacity below that share is dropped.
+    return min(share.expert_rows, (1 + share.expert_rows) / 2)
 
 
 def _tensor(layer: Layer, work: Work) -> float:
