@@ -65,7 +65,6 @@ LAYOUTS = {
         "EP4 recompute Full": "--expert 4 --accumulate 4 --recompute Full",
     },
 }
-_EVERY = {name: options for by_name in LAYOUTS.values() for name, options in by_name.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +80,11 @@ def main() -> None:
     """Measure all layouts, and compare their orders."""
     asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     asked.add_argument("--of", type=Path, metavar="LOG", help="compare the lines of this file; measure nothing")
-    asked.add_argument("--only", nargs="*", choices=_EVERY, metavar="LAYOUT")
+    gpus = int(os.environ.get("WORLD_SIZE", "1"))
+    asked.add_argument("--only", nargs="*", choices=LAYOUTS.get(gpus, ()), metavar="LAYOUT")
     asked.add_argument("--options", default="", help="of gpu_step, for all layouts")
     chosen = asked.parse_args()
-    lines = _in(chosen.of) if chosen.of else _measured(chosen.only, chosen.options)
+    lines = _in(chosen.of) if chosen.of else _measured(gpus, chosen.only, chosen.options)
     if lines is not None:
         print(json.dumps({"order": compared(list(_seconds(lines)))}), flush=True)
 
@@ -110,8 +110,7 @@ def compared(of: Sequence[LayoutSeconds]) -> dict[str, object]:
     }
 
 
-def _measured(only: Sequence[str] | None, options: str) -> list[Line] | None:
-    gpus = int(os.environ.get("WORLD_SIZE", "1"))
+def _measured(gpus: int, only: Sequence[str] | None, options: str) -> list[Line] | None:
     if gpus not in LAYOUTS:
         raise ValueError(f"there are layouts for {' and '.join(map(str, LAYOUTS))} GPUs, not {gpus}; start as many")
     names = only or list(LAYOUTS[gpus])

@@ -16,10 +16,9 @@ def destinations(chosen: Tensor, experts: int, ranks: int) -> tuple[Tensor, Tens
     found = torch.empty_like(chosen)
     counts = torch.zeros(2, ranks, dtype=torch.int64, device=chosen.device)
     if chosen.numel():
-        places = triton.next_power_of_2(per_token)
-        rows = max(1, BLOCK // places)
-        _find[(triton.cdiv(tokens, rows),)](
-            chosen, found, counts, tokens, per_token, experts, ranks, rows, places, num_warps=4
+        tile = _tile(per_token)
+        _find[(triton.cdiv(tokens, tile[0]),)](
+            chosen, found, counts, tokens, per_token, experts, ranks, *tile, num_warps=4
         )
     return found, counts
 
@@ -29,12 +28,17 @@ def choices_sent(chosen: Tensor, probabilities: Tensor, order: Tensor, experts: 
     chosen, probabilities, per_token = chosen.contiguous(), probabilities.contiguous(), chosen.shape[1]
     both = probabilities.new_empty(len(order), 2 * per_token)
     if len(order):
-        places = triton.next_power_of_2(per_token)
-        rows = max(1, BLOCK // places)
-        _send[(triton.cdiv(len(order), rows),)](
-            chosen, probabilities, order, both, len(order), per_token, experts, rows, places, num_warps=4
+        tile = _tile(per_token)
+        _send[(triton.cdiv(len(order), tile[0]),)](
+            chosen, probabilities, order, both, len(order), per_token, experts, *tile, num_warps=4
         )
     return both
+
+
+def _tile(per_token: int) -> tuple[int, int]:
+    """Tokens or rows of one program, and places for the choices of each."""
+    places = triton.next_power_of_2(per_token)
+    return max(1, BLOCK // places), places
 
 
 @triton.jit(do_not_specialize=["tokens"])

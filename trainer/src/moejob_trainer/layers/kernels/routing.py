@@ -62,9 +62,10 @@ class _Routed(torch.autograd.Function):
         is_given = chosen is not None
         chosen = logits.new_empty(tokens, per_token, dtype=torch.int64) if chosen is None else chosen.contiguous()
         weights = logits.new_empty(tokens, per_token)
-        context.options = (per_token, experts, scale, renormalized, *_tile(experts))
+        tile = _tile(experts, ROUTED_ELEMENTS)
+        context.options = (per_token, experts, scale, renormalized, *tile)
         if tokens:
-            _route[(triton.cdiv(tokens, _tile(experts)[0]),)](
+            _route[(triton.cdiv(tokens, tile[0]),)](
                 *(logits, chosen, weights, tokens, is_given, *context.options, triton.next_power_of_2(per_token)),
                 num_warps=4,
             )
@@ -79,15 +80,16 @@ class _Routed(torch.autograd.Function):
         tokens, experts = len(chosen), context.options[1]
         slope = weights.new_empty(tokens, experts)
         if tokens:
-            rows = _tile(experts)[0]
+            rows = _tile(experts, ROUTED_ELEMENTS)[0]
             tensors = (weights if logits is None else logits, chosen, weights, gradient.contiguous(), slope)
             _route_back[(triton.cdiv(tokens, rows),)](*tensors, tokens, *context.options, num_warps=4)
         return slope, None, None, None, None
 
 
-def _tile(experts: int) -> tuple[int, int]:
+def _tile(experts: int, elements: int) -> tuple[int, int]:
+    """Tokens, and columns for their logits, of one program that holds as many elements."""
     columns = triton.next_power_of_2(experts)
-    return max(1, ROUTED_ELEMENTS // columns), columns
+    return max(1, elements // columns), columns
 
 
 def document_counts(
@@ -114,14 +116,11 @@ def entropy_sums(logits: Tensor, counted: Tensor | None, *, smallest: float | No
     """
     logits = logits.contiguous()
     tokens, experts = logits.shape
-    columns = triton.next_power_of_2(experts)
-    rows = max(1, TILE_ELEMENTS // columns)
-    sums = logits.new_empty(triton.cdiv(tokens, rows))
+    tile = _tile(experts, TILE_ELEMENTS)
+    sums = logits.new_empty(triton.cdiv(tokens, tile[0]))
     if len(sums):
         flags = (counted is not None, smallest is not None, smallest or 0.0)
-        _entropies[(len(sums),)](
-            logits, logits if counted is None else counted, sums, tokens, experts, *flags, rows, columns
-        )
+        _entropies[(len(sums),)](logits, logits if counted is None else counted, sums, tokens, experts, *flags, *tile)
     return sums
 
 
