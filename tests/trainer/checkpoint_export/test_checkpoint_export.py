@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +34,7 @@ from moejob_trainer.checkpoints.commit import commit
 from moejob_trainer.checkpoints.manifest import Facts, entries, manifest
 from moejob_trainer.checkpoints.verification import Found, latest
 from moejob_trainer.conversion.families import Table, table
+from moejob_trainer.conversion.safetensors_writer import CorruptExport, TensorEntry, verify
 from moejob_trainer.conversion.tensor_table import Piece
 from moejob_trainer.data import tiny
 from moejob_trainer.errors import BadConfiguration
@@ -270,5 +272,26 @@ def test_an_export_of_which_one_tensor_cannot_be_read_fails_and_leaves_nothing(
     monkeypatch.setattr(CheckpointTensors, "tensor", tensor)
     before = {path.name for path in tmp_path.iterdir()}
     with pytest.raises(OSError, match="the disk is gone"):
+        export_run(run, Wanted(tmp_path / "out", most_shard_bytes=SHARD_BYTES))
+    assert {path.name for path in tmp_path.iterdir()} == before
+
+
+def test_an_export_of_which_a_file_is_read_back_damaged_fails_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = large_run(tmp_path)
+
+    def damaged(path: Path, of_file: Sequence[TensorEntry], checksums: Mapping[str, str]) -> None:
+        if "-00002-of-" in path.name:
+            with path.open("r+b") as file:
+                file.seek(-1, os.SEEK_END)
+                last = file.read(1)[0]
+                file.seek(-1, os.SEEK_END)
+                file.write(bytes([last ^ 1]))
+        verify(path, of_file, checksums)
+
+    monkeypatch.setattr("moejob_trainer.checkpoint_export.run_export.verify", damaged)
+    before = {path.name for path in tmp_path.iterdir()}
+    with pytest.raises(CorruptExport, match="was read back with other bytes"):
         export_run(run, Wanted(tmp_path / "out", most_shard_bytes=SHARD_BYTES))
     assert {path.name for path in tmp_path.iterdir()} == before
