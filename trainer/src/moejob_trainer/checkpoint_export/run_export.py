@@ -117,7 +117,9 @@ def _export_adapters(run: StoredRun, wanted: Wanted) -> str:
     target = AdapterTarget(wanted.folder, run.spec.model.source, lora)
     with removed_on_failure(target.unfinished):
         write_adapters(
-            {piece.tensor: tensors.tensor(piece).contiguous() for piece in declared.pieces}, declared, target
+            {piece.tensor: tensors.tensor(piece, torch.float32) for piece in declared.pieces},
+            declared,
+            target,
         )
         target.unfinished.rename(target.folder)
     return (
@@ -177,9 +179,8 @@ def _write(tensors: PublishedTensors, declared: Table, target: Target, dtype: to
 def _write_one(
     tensors: PublishedTensors, memory: BoundedMemory, shard: ShardWriter, piece: Piece, entry: TensorEntry
 ) -> str:
-    # As it lies in the file, which is mapped, as it is read, and as it is written.
-    with memory.of(prod(entry.shape) * (2 * torch.float32.itemsize + entry.dtype.itemsize)):
-        return shard.write(entry.name, tensors.tensor(piece).to(entry.dtype))
+    with memory.of(prod(entry.shape) * (tensors.bytes_beside + entry.dtype.itemsize)):
+        return shard.write(entry.name, tensors.tensor(piece, entry.dtype))
 
 
 def _dtype(piece: Piece, declared: Table, dtype: torch.dtype) -> torch.dtype:

@@ -16,13 +16,18 @@ from moejob_trainer.conversion.families import Table
 from moejob_trainer.conversion.loading import Source
 from moejob_trainer.conversion.tensor_table import Piece, sizes
 from moejob_trainer.megatron.stored_shards import ShardFiles, StoredShard, TensorRole, require_shape, shards_in
+from moejob_trainer.runtime.read_ahead import ask
 
 
 class PublishedTensors(Protocol):
     """The tensors of a model as its family publishes them."""
 
-    def tensor(self, piece: Piece) -> Tensor:
-        """Return one tensor, whole."""
+    @property
+    def bytes_beside(self) -> int:
+        """Memory that an element of a tensor takes on its way, beside what it is returned as."""
+
+    def tensor(self, piece: Piece, dtype: torch.dtype) -> Tensor:
+        """Return one tensor, whole, as this type."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,8 @@ class CheckpointTensors:
     table: Table
     stored: Mapping[str, Sequence[StoredShard]]
     files: ShardFiles
+    # Files are mapped, and their pages given up for others.
+    bytes_beside: int = 0
 
     @classmethod
     def open(cls, folder: Path, table: Table) -> CheckpointTensors:
@@ -50,12 +57,15 @@ class CheckpointTensors:
         """Return whether the checkpoint has the parameter of a tensor: beside adapters it need not."""
         return piece.parameter in self.stored
 
-    def tensor(self, piece: Piece) -> Tensor:
-        """Return one tensor, in float32 as the optimizer keeps it, or as it was frozen."""
+    def tensor(self, piece: Piece, dtype: torch.dtype) -> Tensor:
+        """Return one tensor; it is stored in float32 as the optimizer keeps it, or as it was frozen."""
         shard = ShardSpec(tuple(part.start for part in piece.region), sizes(piece.region))
-        whole = torch.empty(shard.size, dtype=torch.float32)
-        self.files.fill(whole, shard, self.stored.get(piece.parameter, ()), f"weight of {piece.parameter}")
-        return piece.theirs(whole)
+        stored = self.stored.get(piece.parameter, ())
+        for part in self.files.parts(shard, stored):
+            ask(part)
+        theirs = torch.empty(piece.shape, dtype=dtype)
+        self.files.fill(piece.ours(theirs, piece.region), shard, stored, f"weight of {piece.parameter}")
+        return theirs
 
 
 @dataclass(frozen=True)
@@ -67,16 +77,19 @@ class MergedTensors:
     scale: float
     # The published weights, where the checkpoint holds those that it trained alone.
     base: Source | None
+    # The weight, the product and their sum.
+    bytes_beside: int = 3 * torch.float32.itemsize
 
-    def tensor(self, piece: Piece) -> Tensor:
+    def tensor(self, piece: Piece, dtype: torch.dtype) -> Tensor:
         """Return one tensor with its adapter merged."""
         weight = self._weight(piece)
         pair = [self.adapters.table.by_tensor.get(name) for name in names_of_pair(piece.tensor)]
-        a, b = (None if one is None else self.adapters.tensor(one) for one in pair)
-        return weight if a is None or b is None else weight + self.scale * (b @ a)
+        a, b = (None if one is None else self.adapters.tensor(one, torch.float32) for one in pair)
+        merged = weight if a is None or b is None else weight + self.scale * (b @ a)
+        return merged.to(dtype)
 
     def _weight(self, piece: Piece) -> Tensor:
         if self.base is None or self.weights.holds(piece):
-            return self.weights.tensor(piece)
+            return self.weights.tensor(piece, torch.float32)
         whole = tuple(slice(0, size) for size in piece.shape)
         return self.base.checkpoint.read(piece.tensor, whole).float()

@@ -20,6 +20,7 @@ from moejob_trainer.checkpoints.names import MANIFEST, MARKER, OWN_FILES, StepFo
 from moejob_trainer.errors import BadConfiguration
 from moejob_trainer.runtime.disk import TEMPORARY, Disk
 from moejob_trainer.runtime.fencing import FenceToken
+from moejob_trainer.runtime.read_ahead import blocks
 
 FORMAT: Final = 1
 _BLOCK_BYTES = 2**22
@@ -132,11 +133,9 @@ def entries(folder: Path, names: Iterable[str], disk: Disk | None = None) -> lis
 def hashed(folder: Path, name: str) -> FileEntry:
     """Size and hash of one file as it lies there."""
     digest, size = xxhash.xxh3_128(), 0
-    buffer = memoryview(bytearray(_BLOCK_BYTES))
-    with (folder / name).open("rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            digest.update(buffer[:count])
-            size += count
+    for block in blocks(folder / name, _BLOCK_BYTES):
+        digest.update(block)
+        size += len(block)
     return FileEntry(name=name, size_bytes=size, hash=digest.hexdigest())
 
 

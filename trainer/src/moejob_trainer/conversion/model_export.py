@@ -177,6 +177,7 @@ def _write(gathering: TensorGathering, target: Target, shards: Mapping[str, list
     for file, entries in shards.items():
         with shard_writer(target.unfinished / file, entries) as opened_shard:
             checksums = {name: opened_shard.write(name, tensor) for name, tensor in islice(tensors, len(entries))}
+            opened_shard.sync()
         written.append(WrittenFile(file, tuple(entries), checksums))
     # The others may still need this rank's parts.
     deque(tensors, maxlen=0)

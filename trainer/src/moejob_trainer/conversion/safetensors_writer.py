@@ -62,6 +62,10 @@ class ShardWriter:
         _write_at(self.descriptor, content, self.offsets[name])
         return content
 
+    def sync(self) -> None:
+        """Wait until storage has what was written."""
+        os.fsync(self.descriptor)
+
 
 def planned(entries: Sequence[TensorEntry], most_bytes: int) -> list[list[TensorEntry]]:
     """The entries in order, in files of at most `most_bytes`; a tensor above that has a file of its own."""
@@ -80,7 +84,7 @@ def planned(entries: Sequence[TensorEntry], most_bytes: int) -> list[list[Tensor
 def shard_writer(
     path: Path, entries: Sequence[TensorEntry], metadata: Mapping[str, str] = MappingProxyType({})
 ) -> Iterator[ShardWriter]:
-    """A file ready for its tensors in any order; on storage when the block ends."""
+    """A file ready for its tensors in any order."""
     # Wide numbers first: so every tensor begins at a multiple of its own width.
     ordered = sorted(entries, key=lambda entry: (-entry.dtype.itemsize, entry.name))
     header, offsets, end = _header(ordered, metadata)
@@ -88,11 +92,10 @@ def shard_writer(
         _write_at(file.fileno(), memoryview(header), 0)
         file.truncate(end)
         yield ShardWriter(file.fileno(), offsets)
-        os.fsync(file.fileno())
 
 
 def verify(path: Path, entries: Sequence[TensorEntry], checksums: Mapping[str, str]) -> None:
-    """Read a file back from storage; CorruptExport where it is not what was written."""
+    """Read a file back once storage has it; CorruptExport where it is not what was written."""
     _forget(path)
     try:
         with safe_open(path, "pt") as opened, hashing_threads() as threads:
@@ -148,9 +151,10 @@ def _content(tensor: Tensor) -> memoryview:
 
 
 def _forget(path: Path) -> None:
-    """Drop the file from the page cache: what is read next comes from storage."""
+    """Drop the file from the page cache, as soon as storage has it: what is read next comes from there."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
+        os.fsync(descriptor)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(descriptor)

@@ -34,6 +34,7 @@ from moejob_trainer.megatron.weights import coordinates, named_weights
 from moejob_trainer.model.adapters import adapters, is_adapter
 from moejob_trainer.model.linear import is_tied_copy
 from moejob_trainer.model.parameters import Parameter, division, local_shape, local_slices
+from moejob_trainer.runtime.read_ahead import read_ahead
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +95,18 @@ class StateFiles:
         stored = _index(folder, self.engine.groups.world)
         files = ShardFiles(folder)
         absent = _may_be_absent(self.parameters, stored) if weights_only else frozenset[str]()
-        for held in self._held():
-            if held.kind in kinds and ((held.kind, held.name) in stored or held.name not in absent):
-                of_tensor = stored.get((held.kind, held.name), [])
-                require_shape(self.parameters[held.name], of_tensor, folder)
-                into = held.values.read()
-                files.fill(into.view(held.shard.size), held.shard, of_tensor, f"{held.kind} of {held.name}")
-                held.values.write(into)
+
+        def wanted() -> Iterator[tuple[Held, Sequence[StoredShard]]]:
+            for held in self._held():
+                if held.kind in kinds and ((held.kind, held.name) in stored or held.name not in absent):
+                    of_tensor = stored.get((held.kind, held.name), ())
+                    require_shape(self.parameters[held.name], of_tensor, folder)
+                    yield held, of_tensor
+
+        for held, of_tensor in read_ahead(wanted(), lambda one: files.parts(one[0].shard, one[1])):
+            into = held.values.read()
+            files.fill(into.view(held.shard.size), held.shard, of_tensor, f"{held.kind} of {held.name}")
+            held.values.write(into)
         self.engine.optimizer.gather_weights()
 
     def leave_published(self) -> None:
@@ -228,6 +234,7 @@ def _write(tensors: Callable[[], Iterable[Tensor]], file: _StateFile) -> None:
     with shard_writer(file.path, file.tensors, file.metadata) as writer:
         for entry, tensor in zip(file.tensors, copied, strict=True):
             writer.put(entry.name, tensor)
+        writer.sync()
 
 
 def _name(name: str, parameter: nn.Parameter) -> str:

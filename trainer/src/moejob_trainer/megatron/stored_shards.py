@@ -18,6 +18,7 @@ from torch import Tensor
 from moejob_trainer.checkpoints.shards import ShardSpec
 from moejob_trainer.errors import BadConfiguration
 from moejob_trainer.model.parameters import Parameter
+from moejob_trainer.runtime.read_ahead import FilePart
 
 # What makes files of another kind unreadable here, and the other way round.
 STATE_FORMAT = "boxes-2"
@@ -47,14 +48,32 @@ class StoredShard:
     # Of the whole tensor.
     shape: tuple[int, ...]
     shard: ShardSpec
+    # Of its numbers in the file.
+    offset: int
+    length: int
 
 
 def shards_in(folder: Path, file: str) -> Iterator[StoredShard]:
     """Yield the shards in the header of a file."""
-    with safe_open(folder / file, framework="pt") as opened:
-        for number, entry in enumerate(json.loads(opened.metadata()[SHARDS])):
-            shard = ShardSpec(tuple(entry["start"]), tuple(entry["size"]))
-            yield StoredShard(file, str(number), TensorRole(entry["kind"]), entry["name"], tuple(entry["shape"]), shard)
+    path = folder / file
+    with safe_open(path, framework="pt") as opened:
+        described = json.loads(opened.metadata()[SHARDS])
+    # Checked by the library above, which does not say where tensors lie.
+    with path.open("rb") as header:
+        length = int.from_bytes(header.read(8), "little")
+        entries = json.loads(header.read(length))
+    for number, entry in enumerate(described):
+        begin, end = entries[str(number)]["data_offsets"]
+        yield StoredShard(
+            file=file,
+            key=str(number),
+            kind=TensorRole(entry["kind"]),
+            name=entry["name"],
+            shape=tuple(entry["shape"]),
+            shard=ShardSpec(tuple(entry["start"]), tuple(entry["size"])),
+            offset=8 + length + begin,
+            length=end - begin,
+        )
 
 
 def require_shape(parameter: Parameter, stored: Sequence[StoredShard], folder: Path) -> None:
@@ -93,6 +112,18 @@ class ShardFiles:
                 "it was saved for another model or by another kind of training; name a checkpoint of this one, or "
                 "another job"
             )
+
+    def parts(self, shard: ShardSpec, stored: Sequence[StoredShard]) -> Iterator[FilePart]:
+        """Yield the parts of files that `fill` reads for a shard: rows, from the first to the last that it needs."""
+        for one in stored:
+            common = shard.overlap(one.shard)
+            if common is None:
+                continue
+            theirs = common.moved([-start for start in one.shard.start])
+            # A tensor without dimensions is one row.
+            rows, first, count = (one.shard.size[0], theirs.start[0], theirs.size[0]) if theirs.size else (1, 0, 1)
+            of_row = one.length // rows
+            yield FilePart(self.folder / one.file, one.offset + first * of_row, count * of_row)
 
     def _read(self, one: StoredShard, part: ShardSpec) -> Tensor:
         opened = self._opened.get(one.file) or safe_open(self.folder / one.file, framework="pt")
