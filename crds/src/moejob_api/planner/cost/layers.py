@@ -223,8 +223,10 @@ def _dispatch(layer: Layer, work: Work) -> float:
         size = share.expert * share.expert_tensor
         amount = share.sequence_tokens * size * (row + share.hidden * FLOAT32_BYTES)
         return gather_seconds(amount, 1, size, work.machine)
-    gathered = _rows(experts, share) * (row + share.hidden * FLOAT32_BYTES)
-    return 2 * _moved(experts, work) + gather_seconds(gathered, 1, share.expert_tensor, work.machine)
+    # Ranks that share an expert gather the tokens that came to each of them, and scatter sums of those.
+    gathered = share.sequence_tokens * _usual_rows(share) * copies_sent(experts.per_token, share.expert) * row
+    shared = gather_seconds(gathered * share.expert_tensor, 1, share.expert_tensor, work.machine)
+    return 2 * (_moved(experts, work) + shared)
 
 
 def _moved(experts: Experts, work: Work) -> float:
