@@ -113,7 +113,7 @@ def _export_adapters(run: StoredRun, wanted: Wanted) -> str:
     if wanted.dtype is not None:
         raise BadConfiguration("adapters are written in float32; leave out --dtype, or add --merge-adapters")
     declared = adapter_table(run.shape, lora)
-    tensors = CheckpointTensors.open(run.checkpoint.path, declared)
+    tensors = _weights(run, declared)
     target = AdapterTarget(wanted.folder, run.spec.model.source, lora)
     with removed_on_failure(target.unfinished):
         write_adapters(
@@ -137,7 +137,7 @@ def _merged(run: StoredRun, declared: Table, wanted: Wanted) -> MergedTensors:
     if facts.lora is None:
         raise ValueError("the checkpoint holds no adapters")
     weights = _weights(run, declared)
-    adapters = CheckpointTensors.open(run.checkpoint.path, adapter_table(run.shape, facts.lora))
+    adapters = _weights(run, adapter_table(run.shape, facts.lora))
     base = None if facts.holds_weights else _base(run, declared, wanted)
     return MergedTensors(weights, adapters, facts.lora.alpha / facts.lora.rank, base)
 

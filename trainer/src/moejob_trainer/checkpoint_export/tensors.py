@@ -37,7 +37,7 @@ class CheckpointTensors:
     table: Table
     stored: Mapping[str, Sequence[StoredShard]]
     files: ShardFiles
-    # Files are mapped, and their pages given up for others.
+    # A buffer for some rows, however large the tensor is.
     bytes_beside: int = 0
 
     @classmethod
@@ -50,8 +50,7 @@ class CheckpointTensors:
                     stored.setdefault(one.name, []).append(one)
         for name, shards in stored.items():
             require_shape(table.by_name[name], shards, folder)
-        # Mapped pages count as this process's memory for as long as a file is open.
-        return cls(table, stored, ShardFiles(folder, keeps_open=False))
+        return cls(table, stored, ShardFiles(folder))
 
     def holds(self, piece: Piece) -> bool:
         """Return whether the checkpoint has the parameter of a tensor: beside adapters it need not."""

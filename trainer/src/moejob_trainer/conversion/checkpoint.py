@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moejob_api.models.reader import refused
 from moejob_api.problems import InvalidSpec, Rule
+from moejob_trainer.conversion.open_files import OpenFiles
 from moejob_trainer.model.parameters import Slices
 
 SINGLE_FILE = "model.safetensors"
@@ -37,6 +38,7 @@ class SafetensorsFolder:
 
     folder: Path
     tensors: Mapping[str, StoredTensor]
+    files: OpenFiles = field(default_factory=OpenFiles, compare=False)
 
     @classmethod
     def open(cls, folder: Path) -> SafetensorsFolder:
@@ -52,11 +54,9 @@ class SafetensorsFolder:
         """One part of a tensor, and no more than it, in the type it is stored in."""
         file = self.tensors[name].file
         try:
-            with safe_open(file, "pt") as opened:
-                read: Tensor = opened.get_slice(name)[part]
+            return self.files.read(file, name, part)
         except SafetensorError as error:
             raise unusable(f"{file}: {name} cannot be read ({error}); {_AGAIN}") from error
-        return read
 
 
 def unusable(message: str) -> InvalidSpec:

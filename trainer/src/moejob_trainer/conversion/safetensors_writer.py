@@ -25,6 +25,8 @@ from moejob_trainer.distributed.messages import Dtype
 # Threads that read, write and hash: one makes 1 to 2 GB/s, and few disks gain from more of them.
 _MOST_THREADS = 8
 _NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+# Of the types that are written here, by their names in a header.
+DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
 @dataclass(frozen=True, slots=True)

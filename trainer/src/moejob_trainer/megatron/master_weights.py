@@ -38,6 +38,9 @@ class Values(Protocol):
     def read(self) -> Tensor:
         """Return the numbers: the tensor that keeps them, or a new one."""
 
+    def buffer(self) -> Tensor:
+        """Return a tensor to fill and `write`: the one that keeps the numbers, or a new one without any."""
+
     def write(self, values: Tensor) -> None:
         """Set the numbers, and the weights rounded from them."""
 
@@ -60,6 +63,9 @@ class Whole:
         return self.tensor.dtype
 
     def read(self) -> Tensor:
+        return self.tensor
+
+    def buffer(self) -> Tensor:
         return self.tensor
 
     def write(self, values: Tensor) -> None:
@@ -88,6 +94,9 @@ class Copied:
     def read(self) -> Tensor:
         return self.main
 
+    def buffer(self) -> Tensor:
+        return self.main
+
     def write(self, values: Tensor) -> None:
         if values is not self.main:
             self.main.copy_(values)
@@ -114,6 +123,9 @@ class Split:
 
     def read(self) -> Tensor:
         return joined(self.weight, self.remainder)
+
+    def buffer(self) -> Tensor:
+        return torch.empty_like(self.weight, dtype=torch.float32)
 
     def write(self, values: Tensor) -> None:
         weight, remainder = split(values)

@@ -104,7 +104,7 @@ class StateFiles:
                     yield held, of_tensor
 
         for held, of_tensor in read_ahead(wanted(), lambda one: files.parts(one[0].shard, one[1])):
-            into = held.values.read()
+            into = held.values.buffer()
             files.fill(into.view(held.shard.size), held.shard, of_tensor, f"{held.kind} of {held.name}")
             held.values.write(into)
         self.engine.optimizer.gather_weights()

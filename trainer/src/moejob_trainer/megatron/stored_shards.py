@@ -5,10 +5,13 @@ Knows no engine and no ranks, so that a checkpoint can be read where nothing is 
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
+from io import FileIO
 from pathlib import Path
 
 import torch
@@ -16,6 +19,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from moejob_trainer.checkpoints.shards import ShardSpec
+from moejob_trainer.conversion.safetensors_writer import DTYPES
+from moejob_trainer.distributed.messages import Dtype
 from moejob_trainer.errors import BadConfiguration
 from moejob_trainer.model.parameters import Parameter
 from moejob_trainer.runtime.read_ahead import FilePart
@@ -23,6 +28,8 @@ from moejob_trainer.runtime.read_ahead import FilePart
 # What makes files of another kind unreadable here, and the other way round.
 STATE_FORMAT = "boxes-2"
 SHARDS = "boxes"
+# Rows are read through memory that is used again: new memory costs as much as reading.
+_BUFFER_BYTES = 2**22
 
 
 class TensorRole(StrEnum):
@@ -42,15 +49,24 @@ class StoredShard:
     """A shard in a file."""
 
     file: str
-    key: str
     kind: TensorRole
     name: str
     # Of the whole tensor.
     shape: tuple[int, ...]
     shard: ShardSpec
+    dtype: Dtype
     # Of its numbers in the file.
     offset: int
-    length: int
+
+    @property
+    def rows(self) -> int:
+        """Its rows; a tensor without dimensions is one."""
+        return self.shard.size[0] if self.shard.size else 1
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row in the file."""
+        return self.shard.elements // self.rows * self.dtype.itemsize
 
 
 def shards_in(folder: Path, file: str) -> Iterator[StoredShard]:
@@ -63,16 +79,15 @@ def shards_in(folder: Path, file: str) -> Iterator[StoredShard]:
         length = int.from_bytes(header.read(8), "little")
         entries = json.loads(header.read(length))
     for number, entry in enumerate(described):
-        begin, end = entries[str(number)]["data_offsets"]
+        lies = entries[str(number)]
         yield StoredShard(
             file=file,
-            key=str(number),
             kind=TensorRole(entry["kind"]),
             name=entry["name"],
             shape=tuple(entry["shape"]),
             shard=ShardSpec(tuple(entry["start"]), tuple(entry["size"])),
-            offset=8 + length + begin,
-            length=end - begin,
+            dtype=DTYPES[lies["dtype"]],
+            offset=8 + length + lies["data_offsets"][0],
         )
 
 
@@ -86,13 +101,11 @@ def require_shape(parameter: Parameter, stored: Sequence[StoredShard], folder: P
         )
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class ShardFiles:
-    """The files of one checkpoint. Open files stay mapped: `keeps_open` is for readers who have the memory."""
+    """The files of one checkpoint. Rows of them are read into a buffer: pages of a file that is mapped cost more."""
 
     folder: Path
-    keeps_open: bool = True
-    _opened: dict[str, safe_open] = field(default_factory=dict)
 
     def fill(self, target: Tensor, shard: ShardSpec, stored: Sequence[StoredShard], what: str) -> None:
         """Read a shard of a tensor out of the stored ones that overlap it; OtherState where they lack a part."""
@@ -101,10 +114,9 @@ class ShardFiles:
             common = shard.overlap(one.shard)
             if common is None:
                 continue
-            theirs = common.moved([-start for start in one.shard.start])
             ours = common.moved([-start for start in shard.start])
             with torch.no_grad():
-                target[ours.slices].copy_(self._read(one, theirs))
+                self._read(target[ours.slices], one, common)
             missing -= common.elements
         if missing:
             raise OtherState(
@@ -114,20 +126,40 @@ class ShardFiles:
             )
 
     def parts(self, shard: ShardSpec, stored: Sequence[StoredShard]) -> Iterator[FilePart]:
-        """Yield the parts of files that `fill` reads for a shard: rows, from the first to the last that it needs."""
+        """Yield the parts of files that `fill` reads for a shard: whole rows, of which it may need some columns."""
         for one in stored:
-            common = shard.overlap(one.shard)
-            if common is None:
-                continue
-            theirs = common.moved([-start for start in one.shard.start])
-            # A tensor without dimensions is one row.
-            rows, first, count = (one.shard.size[0], theirs.start[0], theirs.size[0]) if theirs.size else (1, 0, 1)
-            of_row = one.length // rows
-            yield FilePart(self.folder / one.file, one.offset + first * of_row, count * of_row)
+            if (common := shard.overlap(one.shard)) is not None:
+                first, count = _rows(one, common)
+                yield FilePart(self.folder / one.file, one.offset + first * one.row_bytes, count * one.row_bytes)
 
-    def _read(self, one: StoredShard, part: ShardSpec) -> Tensor:
-        opened = self._opened.get(one.file) or safe_open(self.folder / one.file, framework="pt")
-        if self.keeps_open:
-            self._opened[one.file] = opened
-        read: Tensor = opened.get_slice(one.key)[part.slices] if part.size else opened.get_tensor(one.key)
-        return read
+    def _read(self, target: Tensor, one: StoredShard, common: ShardSpec) -> None:
+        """Copy what a stored shard has in common with the one that is read."""
+        columns = common.moved([-start for start in one.shard.start]).slices[1:]
+        first, count = _rows(one, common)
+        at_once = max(1, min(count, _BUFFER_BYTES // one.row_bytes))
+        buffer = torch.empty(at_once * one.row_bytes, dtype=torch.uint8)
+        with (self.folder / one.file).open("rb", buffering=0) as file:
+            for begin in range(0, count, at_once):
+                rows = min(at_once, count - begin)
+                read = buffer[: rows * one.row_bytes]
+                _read_at(file, read, one.offset + (first + begin) * one.row_bytes)
+                values = read.view(one.dtype)
+                if target.dim():
+                    target[begin : begin + rows].copy_(values.view(rows, *one.shard.size[1:])[:, *columns])
+                else:
+                    target.copy_(values[0])
+
+
+def _rows(one: StoredShard, common: ShardSpec) -> tuple[int, int]:
+    """Return the first row of a stored shard that has a part of the common one, and how many have."""
+    return (common.start[0] - one.shard.start[0], common.size[0]) if common.size else (0, 1)
+
+
+def _read_at(file: FileIO, into: Tensor, offset: int) -> None:
+    """Read all of it. A call reads 2 GiB at most, and less where a file ends."""
+    content: memoryview = into.numpy().data
+    while content:
+        count = os.preadv(file.fileno(), [content], offset)
+        if not count:
+            raise OSError(errno.EIO, "the file ends in the middle of a tensor; copy it again", file.name)
+        content, offset = content[count:], offset + count

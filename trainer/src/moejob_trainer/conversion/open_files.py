@@ -1,0 +1,40 @@
+"""Safetensors files that stay open between the parts that are read of them.
+
+Opening one parses a header of all its tensors, of which a model of experts has thousands. But an open file is mapped,
+and what was read of it counts as this process's memory: behind a number of bytes they are closed, and opened again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Lock
+
+from safetensors import safe_open
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class OpenFiles:
+    """Files that several threads may read. most_bytes: read of all of them before they are closed."""
+
+    most_bytes: int = 2**28
+    _opened: dict[Path, safe_open] = field(default_factory=dict)
+    _read_bytes: int = 0
+    _lock: Lock = field(default_factory=Lock)
+
+    def read(self, file: Path, name: str, part: Sequence[slice]) -> Tensor:
+        """Return a part of a tensor, as it is stored; SafetensorError where the file is no such file."""
+        with self._lock:
+            if self._read_bytes > self.most_bytes:
+                self._opened.clear()
+                self._read_bytes = 0
+            opened = self._opened.get(file)
+            if opened is None:
+                opened = self._opened[file] = safe_open(file, "pt")
+        # A tensor without dimensions has no parts.
+        read: Tensor = opened.get_slice(name)[tuple(part)] if part else opened.get_tensor(name)  # type: ignore[no-untyped-call]
+        with self._lock:
+            self._read_bytes += read.nbytes
+        return read
