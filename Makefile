@@ -142,10 +142,12 @@ test-operator: $(operator_built) ## Test api, operator, cli, chart and how image
 test-trainer: $(trainer_built) $(operator_built) $(peft_built) $(trl_built) $(mlflow_built) ## Test the trainer
 	@$(call tested,$(trainer),tests/trainer -m "not thorough" -n 3 --dist loadfile --no-loadscope-reorder)
 
-# Seven minutes: other families and layouts of the tests that take longest, of which test-trainer does some, a reward with
-# its sign turned, and demo-grpo.
-test-thorough: $(trainer_built) $(operator_built) $(rollout_built) ## Test the rows that test-trainer leaves out
+# Nine minutes: other families and layouts of the tests that take longest, of which `make test` does some, a reward with
+# its sign turned, demo-grpo, and whether every package of the closures with vLLM and Megatron-Bridge loads.
+test-thorough: $(trainer_built) $(operator_built) $(rollout_built) $(bridge_built) ## Test the rows that `make test` leaves out
 	@$(trainer)/pytest tests/trainer -m thorough -n 3 --dist loadfile $(ARGS)
+	@$(rollout)/pytest tests/rollout -m thorough -n 2 --dist loadfile $(ARGS)
+	@$(bridge)/pytest tests/bridge -m thorough $(ARGS)
 
 # test-trainer does one seed.
 test-learning: $(trainer_built) ## Test that GRPO learns from rewards, on three seeds
@@ -153,7 +155,7 @@ test-learning: $(trainer_built) ## Test that GRPO learns from rewards, on three 
 
 # One process: importing Megatron-Bridge takes as long as all that is computed with it.
 test-bridge: $(bridge_built) $(operator_built) ## Test the bridge to Megatron's checkpoints, and training beside Megatron's own model
-	@$(call tested,$(bridge),tests/bridge)
+	@$(call tested,$(bridge),tests/bridge -m "not thorough")
 
 # Weights and moments that are resumed are compared to the bit; what is shown is what losses make of the layouts' sums.
 matrix: $(trainer_built) ## Train and resume in every layout, and print how near each cell is
@@ -173,7 +175,7 @@ fuzz: $(operator_built) $(trainer_built) $(rollout_built) ## Send a million dama
 	@MOEJOB_FUZZ_INPUTS=$${MOEJOB_FUZZ_INPUTS:-1000000} $(rollout)/pytest tests/rollout/test_listener.py $(ARGS)
 
 test-rollout: $(rollout_built) ## Test what runs beside vLLM
-	@$(call tested,$(rollout),tests/rollout -n 2 --dist loadfile)
+	@$(call tested,$(rollout),tests/rollout -m "not thorough" -n 2 --dist loadfile)
 
 # Beside the trainer's environment, for this one has the kernels for GPUs; moejob run is the operator's. vLLM for GPUs is
 # in images alone: MOEJOB_ROLLOUT_PYTHON names a Python with requirements/rollout-gpu.txt and pytest where there is one.
@@ -189,7 +191,8 @@ test-cluster: $(operator_built) $(trainer_built) ## Test on a real control plane
 test-nodes: $(operator_built) $(trainer_built) $(rollout_built) ## Test on two real nodes
 	@$(call tested,$(operator),tests/cluster/nodes -n 1 -rs --no-fold-skipped)
 
-# Needs what the nodes need, and half an hour; test-nodes does the four faults that happen most. Last comes `make kind-demo`.
+# Needs what the nodes need, and half an hour; test-nodes does the three that happen most, and
+# test-trainer kills ranks. Last comes `make kind-demo`.
 test-faults: $(operator_built) $(trainer_built) $(rollout_built) ## Test every fault: of ranks, engines, pods, nodes, volumes, clocks, the cluster and the operator
 	@MOEJOB_FAULTS=full $(operator)/pytest tests/cluster/control_plane/test_faults.py tests/cluster/nodes/test_faults.py \
 		tests/cluster/nodes/test_engines.py tests/cluster/nodes/test_policies.py tests/cluster/nodes/test_strangers.py tests/cluster/nodes/test_tenants.py tests/cluster/nodes/test_kind_demo.py -rs --no-fold-skipped $(ARGS)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from closures import import_errors, modules, strays, wrong_versions
 
 # Imported by the other tests, with stand-ins for what it names and never uses.
 _WITH_STAND_INS = "megatron.bridge"
 
 
+@pytest.mark.thorough
 def test_every_module_of_the_closure_loads(tmp_path: Path) -> None:
     names = [module for tops in modules("bridge").values() for module in tops if module != _WITH_STAND_INS]
     assert import_errors(names, tmp_path / "errors.json") == {}

@@ -18,6 +18,7 @@ def errors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return import_errors(NAMES, tmp_path_factory.mktemp("imports") / "errors.json")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("module", NAMES)
 def test_every_module_of_the_closure_loads(module: str, errors: dict[str, str]) -> None:
     assert errors.get(module) is None

@@ -19,6 +19,7 @@ from torch import Tensor
 from engines import Engine
 from rollout.references import model, published
 from rollout.test_engine import updated
+from trainer.rows import rows
 
 Start = Callable[..., Engine]
 Routing = npt.NDArray[np.int64]
@@ -52,7 +53,7 @@ def chosen(reference: Any, tokens: Sequence[int]) -> dict[int, Routing]:
     return seen
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=rows(FAMILIES, always=["mixtral"]))
 def told(
     request: pytest.FixtureRequest, start: Start, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Engine, Any]]:

@@ -63,6 +63,7 @@ def test_a_replica_of_the_operator_that_goes_comes_back_where_the_other_is_not(s
 # --- what happens to every cluster --------------------------------------------------------------------------------
 
 
+@in_full
 def test_a_rank_that_is_killed_is_started_again_in_its_pod(sick: Ward) -> None:
     with sick.job() as patient:
         found = sick.recovered(patient, lambda pods: kill_rank(pods[1]))
