@@ -217,22 +217,26 @@ def _dispatch(layer: Layer, work: Work) -> float:
     experts, share = layer.mlp, work.share
     if not isinstance(experts, Experts):
         return 0.0
-    row = share.hidden * share.element_bytes
     if work.dispatcher is Dispatcher.ALL_GATHER:
         # Rows come in once as they are and go back as float32 sums.
         size = share.expert * share.expert_tensor
-        amount = share.sequence_tokens * size * (row + share.hidden * FLOAT32_BYTES)
+        amount = share.sequence_tokens * size * share.hidden * (share.element_bytes + FLOAT32_BYTES)
         return gather_seconds(amount, 1, size, work.machine)
     # Ranks that share an expert gather the tokens that came to each of them, and scatter sums of those.
-    gathered = share.sequence_tokens * _usual_rows(share) * copies_sent(experts.per_token, share.expert) * row
-    shared = gather_seconds(gathered * share.expert_tensor, 1, share.expert_tensor, work.machine)
+    gathered = _one_row_each(share) * copies_sent(experts.per_token, share.expert) * share.expert_tensor
+    shared = gather_seconds(gathered, 1, share.expert_tensor, work.machine)
     return 2 * (_moved(experts, work) + shared)
+
+
+def _one_row_each(share: Share) -> float:
+    """Bytes of this rank's tokens, or of those that reach the fullest one in their place."""
+    return share.sequence_tokens * _usual_rows(share) * share.hidden * share.element_bytes
 
 
 def _moved(experts: Experts, work: Work) -> float:
     """Tokens one way between a rank and those that hold their experts."""
     share, nodes, machine = work.share, work.nodes, work.machine
-    once = share.sequence_tokens * _usual_rows(share) * share.hidden * share.element_bytes
+    once = _one_row_each(share)
     to_ranks = once * copies_sent(experts.per_token, share.expert)
     if nodes is None:
         return all_to_all_seconds(to_ranks, share.expert_tensor, share.expert, machine)
