@@ -16,7 +16,7 @@ sys.path[:0] = [str(ROOT / "trainer" / "src"), str(ROOT / "crds" / "src"), str(R
 import torch  # noqa: E402 the trainer may lie there unpacked
 import torch.distributed as dist  # noqa: E402
 
-from gpu.training import STEPS, global_batches, job, loss  # noqa: E402
+from gpu.training import SEED, STEPS, global_batches, job, loss  # noqa: E402
 from moejob_api.layout.sizes import layout as layout_of  # noqa: E402
 from moejob_api.models import catalog  # noqa: E402
 from moejob_trainer.megatron.engine import EnginePlacement, MegatronEngine  # noqa: E402
@@ -37,7 +37,7 @@ def main(parallelism: dict[str, object], memory: dict[str, object], moe: dict[st
     layout = layout_of(spec.parallelism, 8)
     groups = start_groups(layout, spec.moe.dispatcher)
     stages = built(model, spec, layout, groups, device)
-    initialise(stages, parameters(model.shape), groups, seed=5)
+    initialise(stages, parameters(model.shape), groups, SEED)
     engine = MegatronEngine(model, spec, stages, EnginePlacement(groups, device), lambda _: 2e-3)
     results = [engine.update(global_batches(step, spec)[groups.data.rank], loss) for step in range(STEPS)]
     if groups.world.rank == 0:
