@@ -78,7 +78,10 @@ every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 
 
 @every_kind
-def test_a_part_that_is_written_is_read_in_the_whole(kind: Callable[[Tensor], Values]) -> None:
+def test_a_part_that_is_written_is_read_in_the_whole(
+    kind: Callable[[Tensor], Values], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moejob_trainer.megatron.master_weights._AT_ONCE", 2)
     numbers = torch.randn(10)
     values = kind(numbers)
     changed = torch.randn(3)

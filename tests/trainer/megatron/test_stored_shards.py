@@ -45,24 +45,30 @@ def test_parts_of_a_matrix_are_the_rows_that_are_read(
     assert torch.equal(target, WHOLE[shard.slices])
 
 
+@pytest.mark.parametrize("readers", [1, 2, 4])
 @pytest.mark.parametrize("buffer_bytes", [1, 50, 2**22], ids=["a row at a time", "two", "all"])
-def test_rows_come_to_their_places_however_many_fit_into_the_buffer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, buffer_bytes: int
+def test_rows_come_to_their_places_however_many_are_read_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, buffer_bytes: int, readers: int
 ) -> None:
     monkeypatch.setattr(module, "_BUFFER_BYTES", buffer_bytes)
     save_file(STORED, tmp_path / "state", {SHARDS: json.dumps(DESCRIBED)})
     stored = [one for one in shards_in(tmp_path, "state") if one.name == "matrix"]
-    shard, target = ShardSpec((1, 3), (6, 3)), torch.zeros(6, 3)
-    ShardFiles(tmp_path).fill(target, shard, stored, "matrix")
+    # As weights are filled: those that learn want no gradient of it.
+    shard, target = ShardSpec((1, 3), (6, 3)), torch.zeros(6, 3, requires_grad=True)
+    ShardFiles(tmp_path, readers).fill(target, shard, stored, "matrix")
     assert torch.equal(target, WHOLE[shard.slices])
 
 
-def test_a_file_that_ends_in_the_middle_of_a_tensor_is_an_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize("readers", [1, 2])
+def test_a_file_that_ends_in_the_middle_of_a_tensor_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, readers: int
+) -> None:
+    monkeypatch.setattr(module, "_BUFFER_BYTES", 1)
     save_file(STORED, tmp_path / "state", {SHARDS: json.dumps(DESCRIBED)})
     stored = [one for one in shards_in(tmp_path, "state") if one.name == "matrix"]
     os.truncate(tmp_path / "state", stored[0].offset + 30)
     with pytest.raises(OSError, match="ends in the middle of a tensor"):
-        ShardFiles(tmp_path).fill(torch.zeros(2, 6), ShardSpec((0, 0), (2, 6)), stored, "matrix")
+        ShardFiles(tmp_path, readers).fill(torch.zeros(2, 6), ShardSpec((0, 0), (2, 6)), stored, "matrix")
 
 
 def test_a_number_is_one_part(tmp_path: Path) -> None:

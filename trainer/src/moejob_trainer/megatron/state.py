@@ -50,6 +50,8 @@ class Held:
     is_own: bool
 
 
+# More read no faster on two cores, and a host has several ranks.
+_READERS = 4
 _SHARE = TypeAdapter(list[StoredShard])
 
 
@@ -93,7 +95,7 @@ class StateFiles:
         kinds = frozenset({TensorRole.WEIGHT}) if weights_only else frozenset(TensorRole)
         self.engine.copies.finish()
         stored = _index(folder, self.engine.groups.world)
-        files = ShardFiles(folder)
+        files = ShardFiles(folder, _READERS)
         absent = _may_be_absent(self.parameters, stored) if weights_only else frozenset[str]()
 
         def wanted() -> Iterator[tuple[Held, Sequence[StoredShard]]]:

@@ -9,8 +9,10 @@ import errno
 import json
 import os
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from io import FileIO
 from pathlib import Path
 
@@ -106,6 +108,8 @@ class ShardFiles:
     """The files of one checkpoint. Rows of them are read into a buffer: pages of a file that is mapped cost more."""
 
     folder: Path
+    # Threads that read one large part. Each copies what it has read to the device, while others read.
+    readers: int = 1
 
     def fill(self, target: Tensor, shard: ShardSpec, stored: Sequence[StoredShard], what: str) -> None:
         """Read a shard of a tensor out of the stored ones that overlap it; OtherState where they lack a part."""
@@ -115,8 +119,7 @@ class ShardFiles:
             if common is None:
                 continue
             ours = common.moved([-start for start in shard.start])
-            with torch.no_grad():
-                self._read(target[ours.slices], one, common)
+            self._read(target[ours.slices], one, common)
             missing -= common.elements
         if missing:
             raise OtherState(
@@ -134,13 +137,26 @@ class ShardFiles:
 
     def _read(self, target: Tensor, one: StoredShard, common: ShardSpec) -> None:
         """Copy what a stored shard has in common with the one that is read."""
+        _, count = _rows(one, common)
+        share = -(-count // self.readers)
+        if self.readers == 1 or share * one.row_bytes < _BUFFER_BYTES:
+            self._read_rows(target, one, common, range(count))
+            return
+        shares = [range(begin, min(begin + share, count)) for begin in range(0, count, share)]
+        with ThreadPoolExecutor(len(shares), "shards") as pool:
+            # Asked for its results, so that what failed is raised.
+            list(pool.map(partial(self._read_rows, target, one, common), shares))
+
+    # Not in `fill`: each thread has a switch of its own.
+    @torch.no_grad()
+    def _read_rows(self, target: Tensor, one: StoredShard, common: ShardSpec, of_common: range) -> None:
         columns = common.moved([-start for start in one.shard.start]).slices[1:]
-        first, count = _rows(one, common)
-        at_once = max(1, min(count, _BUFFER_BYTES // one.row_bytes))
+        first, _ = _rows(one, common)
+        at_once = max(1, min(len(of_common), _BUFFER_BYTES // one.row_bytes))
         buffer = torch.empty(at_once * one.row_bytes, dtype=torch.uint8)
         with (self.folder / one.file).open("rb", buffering=0) as file:
-            for begin in range(0, count, at_once):
-                rows = min(at_once, count - begin)
+            for begin in of_common[::at_once]:
+                rows = min(at_once, of_common.stop - begin)
                 read = buffer[: rows * one.row_bytes]
                 _read_at(file, read, one.offset + (first + begin) * one.row_bytes)
                 values = read.view(one.dtype)
