@@ -130,10 +130,10 @@ test: $(operator_built) $(trainer_built) $(rollout_built) $(bridge_built) ## Run
 	@$(MAKE) test-operator test-trainer
 	@$(two_at_a_time) test-nodes test-beside-nodes
 
-# The bridge computes in one process, and engines start in one each.
+# The bridge computes in one process, and engines start in one each. Nodes take longer: while they compute, these wait.
 test-beside-nodes: $(operator_built) $(trainer_built) $(rollout_built) $(bridge_built)
-	@$(MAKE) --jobs=1 test-cluster
-	@$(two_at_a_time) test-bridge test-rollout
+	@nice -n 10 $(MAKE) --jobs=1 test-cluster
+	@nice -n 10 $(two_at_a_time) test-bridge test-rollout
 
 test-operator: $(operator_built) ## Test api, operator, cli, chart and how images are built
 	@$(call tested,$(operator),$(wildcard $(patsubst %,tests/%,api cli operator chart builds)) -n 2 --dist worksteal)
