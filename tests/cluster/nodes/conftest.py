@@ -17,6 +17,14 @@ from cluster.nodes.pods import Pods
 from cluster.nodes.training import installed
 from images import CannotBuildError
 
+# They wait for clocks of the cluster most of the time, and `make test` computes beside them; the last ones are alone.
+WAITING = ("test_nodes.py", "test_faults.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put them first."""
+    items.sort(key=lambda item: item.path.name not in WAITING)
+
 
 @pytest.fixture(scope="session")
 def node_programs(request: pytest.FixtureRequest) -> Programs:
