@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,6 +15,8 @@ from cluster.control_plane.plane import control_plane as running_control_plane
 from cluster.waiting import until
 
 FAKE_NODES = 2
+# Programs of a cluster look for garbage for a tenth of their time, and there is room for it.
+os.environ.setdefault("GOGC", "400")
 
 
 @pytest.fixture(scope="session")
