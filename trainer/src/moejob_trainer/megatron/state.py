@@ -50,7 +50,7 @@ class Held:
     is_own: bool
 
 
-# More read no faster on two cores, and a host has several ranks.
+# On two cores four read as fast as two; hosts of GPUs have more cores, and several ranks that read.
 _READERS = 4
 _SHARE = TypeAdapter(list[StoredShard])
 
