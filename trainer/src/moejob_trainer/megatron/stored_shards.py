@@ -143,7 +143,8 @@ class ShardFiles:
             self._read_rows(target, one, common, range(count))
             return
         shares = [range(begin, min(begin + share, count)) for begin in range(0, count, share)]
-        with ThreadPoolExecutor(len(shares), "shards") as pool:
+        # Each on one core, as threads that hash: a thread that copies would begin a team of threads of its own.
+        with ThreadPoolExecutor(len(shares), "shards", torch.set_num_threads, (1,)) as pool:
             # Asked for its results, so that what failed is raised.
             list(pool.map(partial(self._read_rows, target, one, common), shares))
 
