@@ -126,6 +126,30 @@ BROKEN_SPECS: tuple[Broken, ...] = (
         {"model": {"dtype": "float32"}, "training": {"precision": {"gradients": "bfloat16"}}},
     ),
     Broken(
+        "FP8 beside engines that have none",
+        Rule.CONFLICT,
+        "remove compute",
+        {"method": "GRPO", "training": {"precision": {"compute": "FP8"}}},
+    ),
+    Broken(
+        "FP8 of float32 weights",
+        Rule.CONFLICT,
+        "set it to bfloat16",
+        {"model": {"dtype": "float32"}, "training": {"precision": {"compute": "FP8"}}},
+    ),
+    Broken(
+        "FP8 that is to give the same bits",
+        Rule.CONFLICT,
+        "remove compute or deterministic",
+        {"training": {"precision": {"compute": "FP8"}, "deterministic": True}},
+    ),
+    Broken(
+        "FP8 on GPUs that have none",
+        Rule.CONFLICT,
+        "an A100 multiplies no FP8 numbers",
+        {"training": {"precision": {"compute": "FP8"}}, "resources": {"gpuType": "A100"}},
+    ),
+    Broken(
         "a reward with two sources",
         Rule.EXACTLY_ONE,
         "reward 1 has name and url",

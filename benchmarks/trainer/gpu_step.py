@@ -141,7 +141,11 @@ def job(chosen: argparse.Namespace, device: torch.device) -> Spec:
                     "maxSteps": STEPS,
                     "globalBatchSize": batch,
                     "microBatchSize": chosen.micro,
-                    "precision": {"gradients": chosen.gradients, "moments": chosen.moments},
+                    "precision": {
+                        "compute": chosen.compute,
+                        "gradients": chosen.gradients,
+                        "moments": chosen.moments,
+                    },
                     "recompute": {"granularity": chosen.recompute, "modules": chosen.modules},
                     "communication": OVERLAPS[chosen.overlaps],
                 },
@@ -195,6 +199,7 @@ def parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     options.add_argument("--model", default="Qwen/Qwen3-30B-A3B")
+    options.add_argument("--compute", help="FP8; the model's type without")
     options.add_argument("--gradients", default="float32")
     options.add_argument("--moments", default="float32")
     options.add_argument("--recompute", default="None")

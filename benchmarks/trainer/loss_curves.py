@@ -1,8 +1,9 @@
-"""The loss over a hundred steps of one shape with random weights, for ways of dividing state over replicas.
+"""The loss over a hundred steps of one shape with random weights, for ways of dividing state over replicas, and in FP8.
 
     torchrun --nproc-per-node 2 -m benchmarks.trainer.loss_curves --model Qwen/Qwen2.5-0.5B --sharding FSDP >> LOG
     torchrun --nproc-per-node 2 --max-restarts 1 -m benchmarks.trainer.loss_curves --micro 4 \\
         --sharding DistributedOptimizer FSDP >> LOG
+    python -m benchmarks.trainer.loss_curves --data 1 --steps 300 --compute bfloat16 FP8 >> LOG
 
 Texts are drawn from a language in which a word has few successors, so that there is something to learn; every run of
 a shape sees the same. Prints one JSON line for each way as soon as its curve ends, and the distance of the others from
@@ -17,6 +18,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 
 import numpy as np
 import torch
@@ -25,6 +27,7 @@ import torch.distributed as dist
 from benchmarks.trainer.engines import Beginning, Started, loss, peak_gib, resources, stack, started
 from benchmarks.trainer.in_turn import Line, in_turn
 from moejob_api.job import Spec
+from moejob_api.job.training import ComputeType
 from moejob_api.models import catalog
 from moejob_trainer.engine import Document, MicroBatch
 
@@ -37,8 +40,12 @@ SHOWN_STEPS = 10
 def main() -> None:
     """Trains and prints."""
     asked = _arguments()
-    ways = [argparse.Namespace(**{**vars(asked), "sharding": sharding}) for sharding in asked.sharding]
-    lines = in_turn(asked.sharding, lambda number, device: _curve(ways[number], device), asked.most_seconds + 120)
+    ways = [
+        argparse.Namespace(**{**vars(asked), "sharding": sharding, "compute": compute})
+        for sharding, compute in product(asked.sharding, asked.compute)
+    ]
+    names = [_name(way) for way in ways]
+    lines = in_turn(names, lambda number, device: _curve(ways[number], device), asked.most_seconds + 120)
     curves = [losses for line in lines or [] if isinstance(losses := line.get("losses"), list)]
     for other in curves[1:]:
         print(json.dumps({"distance": distance(curves[0], other)}), flush=True)
@@ -58,8 +65,12 @@ def distance(first: Sequence[float], other: Sequence[float]) -> dict[str, object
     }
 
 
+def _name(chosen: argparse.Namespace) -> str:
+    return f"{chosen.sharding} {chosen.compute}"
+
+
 def _curve(chosen: argparse.Namespace, device: torch.device) -> Line:
-    progress = CurveTimer(chosen.sharding, is_shown=dist.get_rank() == 0)
+    progress = CurveTimer(_name(chosen), is_shown=dist.get_rank() == 0)
     config = dict(catalog.config(chosen.model) or {})
     config |= {} if chosen.layers is None else {"num_hidden_layers": chosen.layers}
     of_rank = started(config, _spec(chosen, device), device, _rate, Beginning(progress.reached))
@@ -154,7 +165,11 @@ def _spec(chosen: argparse.Namespace, device: torch.device) -> Spec:
                     "maxSteps": chosen.steps,
                     "globalBatchSize": chosen.batch,
                     "microBatchSize": chosen.micro,
-                    "precision": {"gradients": chosen.gradients, "moments": chosen.moments},
+                    "precision": {
+                        "compute": ComputeType.FP8 if chosen.compute == ComputeType.FP8 else None,
+                        "gradients": chosen.gradients,
+                        "moments": chosen.moments,
+                    },
                     "recompute": {"granularity": chosen.recompute},
                 },
                 "memory": {"sharding": chosen.sharding},
@@ -169,6 +184,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="Qwen/Qwen2.5-0.5B")
     parser.add_argument("--sharding", nargs="+", default=["DistributedOptimizer"], help="one after the other")
+    parser.add_argument("--compute", nargs="+", default=["bfloat16"], choices=["bfloat16", "FP8"])
     parser.add_argument("--layers", type=int, help="instead of the model's own")
     parser.add_argument("--most-seconds", type=float, default=600, help="of each curve")
     parser.add_argument("--gradients", default="float32")

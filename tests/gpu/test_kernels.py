@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from gpu.twins import Heads, Place, Twins, assert_kernel, assert_twins, attended, bounds_of
 from moejob_trainer.layers import activation, attention, destinations, norm, permutation, rotary, routing
 from moejob_trainer.layers.documents import Documents
-from moejob_trainer.layers.experts import ALIGNMENT_BYTES, grouped_linear
+from moejob_trainer.layers.experts import ALIGNMENT_BYTES, grouped_linear, with_biases
 from moejob_trainer.layers.gradient_sums import gradient_sum
 from moejob_trainer.layers.kernels import kernels
 from moejob_trainer.layers.kernels.experts import tiles
@@ -225,7 +225,11 @@ def test_grouped_linear_maps(counts: list[int], inputs: int, outputs: int) -> No
         BFLOAT16.normal(5, outputs, inputs) / inputs**0.5,
         BFLOAT16.normal(5, outputs),
     )
-    assert_twins(Twins(lambda x, w, b: grouped_linear(x, w, bounds, b), one_by_one, leaves), within=BFLOAT16.within)
+
+    def at_once(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return with_biases(grouped_linear(x, weight, bounds), bias, bounds)
+
+    assert_twins(Twins(at_once, one_by_one, leaves), within=BFLOAT16.within)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])

@@ -16,11 +16,16 @@ pytest.importorskip("megatron.core")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
 
 PROGRAM = Path(__file__).with_name("training.py")
+FLOAT8 = {"compute": "FP8"}
+
+
+def has_float8() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 
 
 @cache
-def trained(device: str, dtype: str, memory: str = "{}") -> dict[str, list[float]]:
-    command = [sys.executable, str(PROGRAM), device, dtype, memory]
+def trained(device: str, dtype: str, memory: str = "{}", precision: str = "{}") -> dict[str, list[float]]:
+    command = [sys.executable, str(PROGRAM), device, dtype, memory, precision]
     # A thread for each of many cores only waits for the others, and tests beside one another have as many each.
     environment = {**os.environ, "OMP_NUM_THREADS": "2"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
@@ -48,6 +53,15 @@ def test_a_gpu_trains_what_the_cpu_trains(dtype: str, within: float) -> None:
     here, reference = trained("cuda", dtype), of_one_cpu()
     assert here["losses"] == pytest.approx(reference["losses"], rel=within)
     assert here["norms"] == pytest.approx(reference["norms"], rel=10 * within)
+    assert reference["losses"][-1] < reference["losses"][0] - 0.3, "the reference itself does not learn"
+
+
+@pytest.mark.skipif(not has_float8(), reason="needs a GPU that multiplies FP8 numbers")
+def test_a_gpu_trains_in_fp8_what_the_cpu_trains_in_it() -> None:
+    here, reference = (trained(device, "bfloat16", precision=json.dumps(FLOAT8)) for device in ("cuda", "cpu"))
+    assert here["losses"] == pytest.approx(reference["losses"], rel=2e-2)
+    assert here["norms"] == pytest.approx(reference["norms"], rel=2e-1)
+    assert here["losses"] != pytest.approx(trained("cuda", "bfloat16")["losses"], rel=1e-4), "nothing is rounded"
     assert reference["losses"][-1] < reference["losses"][0] - 0.3, "the reference itself does not learn"
 
 

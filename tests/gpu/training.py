@@ -1,6 +1,6 @@
 """Trains the tiny model for a few steps on one device and prints what it found; a process of its own for each device.
 
-python tests/gpu/training.py cuda bfloat16 '{"offloadOptimizer": 0.5}'
+python tests/gpu/training.py cuda bfloat16 '{"offloadOptimizer": 0.5}' '{"compute": "FP8"}'
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ STEPS = 8
 SEED = 17
 
 
-def main(device: str, dtype: str, memory: dict[str, object]) -> None:
+def main(device: str, dtype: str, memory: Mapping[str, object], precision: Mapping[str, object]) -> None:
     """Trains and prints losses, gradient norms, and on a CPU how far from a tie each layer's tokens were, as JSON."""
     os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
     if device == "cpu":
         use_cpu()
     model = architecture(dict(catalog.config("moejob/tiny-moe") or {}))
-    spec = job(dtype, device, memory=memory)
+    spec = job(dtype, device, memory=memory, precision=precision)
     layout = layout_of(spec.parallelism, 8)
     groups = start_groups(layout, spec.moe.dispatcher)
     stages = built(model, spec, layout, groups, torch.device(device))
@@ -98,6 +98,7 @@ def job(
     parallelism: Mapping[str, object] | None = None,
     memory: Mapping[str, object] | None = None,
     moe: Mapping[str, object] | None = None,
+    precision: Mapping[str, object] | None = None,
 ) -> Spec:
     """The job that is trained here."""
     return Spec.model_validate_json(
@@ -108,7 +109,12 @@ def job(
                 "data": {"train": [{"source": "moejob/tiny-chats", "format": "Chat"}], "maxLength": 256},
                 "parallelism": dict(parallelism or {}),
                 "memory": dict(memory or {}),
-                "training": {"maxSteps": STEPS, "globalBatchSize": 4, "microBatchSize": 2},
+                "training": {
+                    "maxSteps": STEPS,
+                    "globalBatchSize": 4,
+                    "microBatchSize": 2,
+                    "precision": dict(precision or {}),
+                },
                 "moe": {"balancing": "None", **(moe or {})},
                 "storage": {"size": "1Gi"},
                 "resources": {"accelerator": "GPU" if device == "cuda" else "CPU"},
@@ -118,4 +124,4 @@ def job(
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]) if len(sys.argv) > 3 else {})
+    main(sys.argv[1], sys.argv[2], *(json.loads(given) for given in sys.argv[3:5]))

@@ -13,7 +13,7 @@ from moejob_api.job.base import Dtype
 from moejob_api.job.grpo import Placement
 from moejob_api.job.moe import Balancing
 from moejob_api.job.resources import Accelerator, GpuType
-from moejob_api.job.training import Recompute, RecomputeGranularity, RecomputeModule
+from moejob_api.job.training import ComputeType, Recompute, RecomputeGranularity, RecomputeModule
 from moejob_api.layout.sizes import Layout
 from moejob_api.models.shape import ModelShape
 
@@ -152,6 +152,20 @@ def sums_in_products(spec: Spec) -> bool:
     is_able = spec.resources.gpu_type in SUMMING_GPUS and not spec.training.deterministic
     is_summed = spec.training.lora is None and not spec.memory.sharding.divides_weights
     return is_able and is_summed and spec.model.dtype is Dtype.BFLOAT16
+
+
+def multiplies_float8(spec: Spec) -> bool:
+    """Return whether products of layers are of FP8 numbers."""
+    return spec.training.precision.compute is ComputeType.FP8
+
+
+def keeps_roundings(spec: Spec, layout: Layout) -> bool:
+    """Return whether a weight's FP8 roundings are made once for all micro batches, instead of for each product.
+
+    Replicas that divide weights hold no more than a layer or two of them.
+    """
+    is_kept = not spec.memory.sharding.divides_weights and batch(spec, layout).microbatches > 1
+    return multiplies_float8(spec) and is_kept
 
 
 def overlaps_gradient_reduction(spec: Spec) -> bool:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from gpu.twins import bounds_of
-from moejob_trainer.layers.experts import grouped_linear
+from moejob_trainer.layers.experts import grouped_linear, with_biases
 from moejob_trainer.layers.gradient_sums import gradient_sum
 from moejob_trainer.layers.permutation import Permutation, combined, permuted, permuted_probabilities
 from trainer.tolerance import assert_all_close
@@ -47,7 +47,9 @@ def test_each_row_meets_the_weight_of_its_expert(
     upstream = torch.randn(sum(counts), sizes[1]).to(dtype)
     tensors = [x, weight] if bias is None else [x, weight, bias]
     ours = [tensor.clone().requires_grad_() for tensor in tensors]
-    output = grouped_linear(ours[0], ours[1], bounds_of(counts), ours[2] if biased else None)
+    output = grouped_linear(ours[0], ours[1], bounds_of(counts))
+    if biased:
+        output = with_biases(output, ours[2], bounds_of(counts))
     theirs = [tensor.double().requires_grad_() for tensor in tensors]
     expected = one_by_one(theirs[0], theirs[1], counts, theirs[2] if biased else None)
     assert output.dtype is dtype
@@ -130,9 +132,7 @@ def test_a_weight_without_a_sum_leaves_its_gradient_to_autograd() -> None:
 def test_the_gradient_of_a_bias_is_summed_in_float32() -> None:
     rows = 4096
     bias = torch.zeros(1, 8).bfloat16().requires_grad_()
-    grouped_linear(
-        torch.zeros(rows, 8).bfloat16(), torch.zeros(1, 8, 8).bfloat16(), bounds_of([rows]), bias
-    ).sum().backward()
+    with_biases(torch.zeros(rows, 8).bfloat16(), bias, bounds_of([rows])).sum().backward()
     # In bfloat16 adding ones ends at 256.
     assert bias.grad is not None
     assert bias.grad.tolist() == [[rows] * 8]
@@ -142,7 +142,9 @@ def test_numerical_gradients_agree() -> None:
     x, weight, bias = torch.randn(5, 3).double(), torch.randn(3, 2, 3).double(), torch.randn(3, 2).double()
     leaves = [x.requires_grad_(), weight.requires_grad_(), bias.requires_grad_()]
     bounds = bounds_of([2, 0, 3])
-    assert torch.autograd.gradcheck(lambda x, weight, bias: grouped_linear(x, weight, bounds, bias), leaves)
+    assert torch.autograd.gradcheck(
+        lambda x, weight, bias: with_biases(grouped_linear(x, weight, bounds), bias, bounds), leaves
+    )
 
 
 def test_rows_are_sorted_by_expert_and_tokens_keep_their_order() -> None:

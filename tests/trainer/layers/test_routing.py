@@ -27,7 +27,7 @@ from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeTopKRouter
 
 from moejob_trainer.layers.activation import clamped_swiglu, swiglu
-from moejob_trainer.layers.experts import grouped_linear
+from moejob_trainer.layers.experts import grouped_linear, with_biases
 from moejob_trainer.layers.permutation import Permutation, combined, permuted, permuted_probabilities
 from moejob_trainer.layers.routing import (
     Routing,
@@ -178,9 +178,11 @@ def _through(experts: Any, x: Tensor, chosen: Tensor, probabilities: Tensor, *, 
     rows = permuted(x, permutation)
     if isinstance(experts, GptOssExperts):
         weight, bias = (p.unflatten(1, (WIDTH, 2)).transpose(1, 2) for p in _gate_up(experts))
-        gate_up = grouped_linear(rows, weight.flatten(1, 2), permutation.bounds, bias.flatten(1))
+        gate_up = grouped_linear(rows, weight.flatten(1, 2), permutation.bounds)
+        gate_up = with_biases(gate_up, bias.flatten(1), permutation.bounds)
         hidden = clamped_swiglu(gate_up.unflatten(1, (2, WIDTH)))
-        down = grouped_linear(hidden, experts.down_proj.transpose(1, 2), permutation.bounds, experts.down_proj_bias)
+        down = grouped_linear(hidden, experts.down_proj.transpose(1, 2), permutation.bounds)
+        down = with_biases(down, experts.down_proj_bias, permutation.bounds)
         return combined(down, permutation, probabilities)
     gate_up = grouped_linear(rows, experts.gate_up_proj, permutation.bounds).unflatten(1, (2, WIDTH))
     hidden = swiglu(gate_up, None if in_sum else permuted_probabilities(probabilities, permutation))

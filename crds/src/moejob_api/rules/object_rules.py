@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+from moejob_api.derived import multiplies_float8
 from moejob_api.evaluations import prompt_sets
 from moejob_api.job import Method, Spec
 from moejob_api.job.base import Dtype
@@ -18,7 +19,7 @@ from moejob_api.job.lifecycle import Gang
 from moejob_api.job.model import DataFormat, DataShape
 from moejob_api.job.moe import Dispatcher
 from moejob_api.job.parallelism import ExpertLayout
-from moejob_api.job.resources import Accelerator, TolerationOperator
+from moejob_api.job.resources import Accelerator, GpuType, TolerationOperator
 from moejob_api.job.storage import Resume
 from moejob_api.job.training import RecomputeGranularity, SchedulerKind
 from moejob_api.layout.sizes import gpus
@@ -254,6 +255,23 @@ def _recompute_settings(spec: Spec) -> Complaint:
 def _precision_of_gradients(spec: Spec) -> Complaint:
     if spec.model.dtype is Dtype.FLOAT32 and spec.training.precision.gradients is Dtype.BFLOAT16:
         return "gradients in bfloat16 lose what weights in float32 keep; use float32, or model.dtype: bfloat16"
+    return None
+
+
+def _float8(spec: Spec) -> Complaint:
+    if not multiplies_float8(spec):
+        return None
+    if spec.method is not Method.SFT:
+        return (
+            "GRPO compares its probabilities with those of engines, which compute in model.dtype: FP8 differs by more "
+            "than it may; remove compute"
+        )
+    if spec.model.dtype is not Dtype.BFLOAT16:
+        return f"products of FP8 numbers are bfloat16, and model.dtype is {spec.model.dtype}; set it to bfloat16"
+    if spec.training.deterministic:
+        return "FP8 products do not give the same bits twice; remove compute or deterministic"
+    if spec.resources.gpu_type is GpuType.A100:
+        return "an A100 multiplies no FP8 numbers; remove compute, or take H100, H200, B200 or GB200"
     return None
 
 
@@ -754,6 +772,14 @@ OBJECT_RULES: tuple[ObjectRule, ...] = (
         _precision_of_gradients,
         "self.model.dtype != 'float32' || self.training.precision.gradients == 'float32'",
         "gradients in bfloat16 need model.dtype bfloat16",
+    ),
+    ObjectRule(
+        Rule.CONFLICT,
+        "spec.training.precision.compute",
+        _float8,
+        f"!has(self.training.precision.compute) || (!({_IS_GRPO}) && self.model.dtype == 'bfloat16' && "
+        "!self.training.deterministic && !(has(self.resources.gpuType) && self.resources.gpuType == 'A100'))",
+        "FP8 is for SFT with model.dtype bfloat16, without deterministic, on H100 or later",
     ),
     ObjectRule(
         Rule.EXACTLY_ONE,

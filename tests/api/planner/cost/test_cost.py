@@ -37,11 +37,17 @@ def training(micro: int, batches: int, expert: int = 1, gradients: str = "bfloat
     )
 
 
+def in_float8(micro: int, batches: int) -> Spec:
+    precision = {"gradients": "bfloat16", "compute": "FP8"}
+    return spec(training={"microBatchSize": micro, "globalBatchSize": micro * batches, "precision": precision})
+
+
 @pytest.mark.parametrize(
     ("job", "layers", "measured"),
     [
         pytest.param(training(2, 4), 8, 72_482, id="8 layers, 2 x 4"),
         pytest.param(training(4, 4), 8, 84_117, id="8 layers, 4 x 4"),
+        pytest.param(in_float8(4, 4), 8, 91_161, id="8 layers, 4 x 4, FP8"),
         pytest.param(training(4, 4, gradients="float32"), 6, 95_292, id="6 layers, 4 x 4, float32 gradients"),
         pytest.param(training(4, 4), 3, 151_966, id="3 layers, 4 x 4"),
         pytest.param(training(1, 8), 8, 68_267, id="8 layers, 1 x 8"),
@@ -115,6 +121,17 @@ def test_one_gpu_talks_to_nobody() -> None:
     answer = cost(training(1, 4), moe_model(layers=4))
     talking = {Spent.TENSOR, Spent.DISPATCH, Spent.CONTEXT, Spent.PIPELINE, Spent.DATA, Spent.BUBBLE, Spent.OFFLOAD}
     assert not talking & {part.name for part in answer.parts}
+
+
+def test_fp8_makes_products_of_layers_faster_and_pays_for_rounding() -> None:
+    plain, rounded = training(4, 4), in_float8(4, 4)
+    one, other = cost(plain, moe_model(layers=4)), cost(rounded, moe_model(layers=4))
+    # Two of three products at 1.75 times the speed.
+    for spent in (Spent.EXPERTS, Spent.PROJECTIONS):
+        assert seconds(other, spent) / seconds(one, spent) == pytest.approx((1 + 2 / 1.75) / 3)
+    assert seconds(other, Spent.OUTPUT) == seconds(one, Spent.OUTPUT)
+    assert seconds(one, Spent.ROUNDING) == 0
+    assert 0 < seconds(other, Spent.ROUNDING) < seconds(one, Spent.EXPERTS) - seconds(other, Spent.EXPERTS)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from builders import dense_model, latent_model, moe_model, spec
+from builders import dense_model, latent_model, merged, moe_model, spec
 from moejob_api.derived import trained_shape
 from moejob_api.job import Spec
 from moejob_api.layout.sizes import layout
@@ -93,6 +93,24 @@ def test_divided_weights_are_of_the_type_of_their_gradients_and_whole_layers_are
     assert part(answer, Name.GATHERED) == (2 * 2 * 256 * 8 + 2 * beside_experts) * element + max(
         layer * (3 * element + summed), behind_the_first_layer
     )
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        # Both roundings of both layers, for four micro batches; embedding, output and the last norm have none.
+        ({"training": {"globalBatchSize": 4}}, 2 * 2 * TINY_LAYER),
+        ({"training": {"globalBatchSize": 1}}, 2 * 8 * 16),
+        ({"training": {"globalBatchSize": 8}, "parallelism": {"data": 2}, "memory": {"sharding": "FSDP"}}, 2 * 8 * 16),
+    ],
+    ids=["for all micro batches", "for the only one", "of the largest matrix"],
+)
+def test_fp8_takes_a_byte_for_each_rounding_of_a_weight(changes: dict[str, Any], expected: int) -> None:
+    plain = spec(**changes)
+    rounded = spec(**merged(changes, {"training": {"precision": {"compute": "FP8"}}}))
+    assert part(needs(rounded, TINY), Name.ROUNDED) == expected
+    assert part(needs(plain, TINY), Name.ROUNDED) == 0
+    assert needs(rounded, TINY).bytes > needs(plain, TINY).bytes + expected
 
 
 @pytest.mark.parametrize("sharding", ["FSDP", "ZeRO2"])

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from moejob_trainer.distributed.collectives import start_all_gather, start_reduce_scatter
 from moejob_trainer.distributed.groups import Group
+from moejob_trainer.layers.float8 import Float8Weight
 from moejob_trainer.layers.gradient_sums import GradientSum
-from moejob_trainer.layers.summed_linear import add_gradient, adds
+from moejob_trainer.layers.summed_linear import adds, forward_product, input_gradient, weight_gradient
 
 
 def gathered_products(
@@ -20,10 +20,11 @@ def gathered_products(
     group: Group,
     matrices: Sequence[tuple[Tensor, Tensor | None]],
     totals: Sequence[GradientSum | None] | None = None,
+    float8s: Sequence[Float8Weight | None] | None = None,
 ) -> tuple[Tensor, ...]:
     """The rows of all ranks times each matrix, plus its bias. x [t, k], weights [n, k] -> [ranks * t, n] each.
 
-    totals: of each weight what its gradient is added to, as in `summed_linear`.
+    totals: of each weight what its gradient is added to; float8s: its roundings. Both as in `summed_linear`.
     Each rank uses the products differently, so x's gradient is summed over the group. What other ranks sent is not kept
     for the backward pass but sent again, while the gradient of the rows is computed.
     """
@@ -32,22 +33,30 @@ def gathered_products(
         total if total is not None and adds(total, weight) else None
         for weight, total in zip(weights, totals or [None] * len(weights), strict=True)
     ]
-    products: tuple[Tensor, ...] = _GatheredProducts.apply(x, group, sums, *weights, *biases)
+    how = [*zip(sums, float8s or [None] * len(weights), strict=True)]
+    products: tuple[Tensor, ...] = _GatheredProducts.apply(x, group, how, *weights, *biases)
     return products
 
 
 class _GatheredProducts(torch.autograd.Function):
     @staticmethod
     def forward(
-        context: Any, x: Tensor, group: Group, totals: Sequence[GradientSum | None], *matrices: Tensor | None
+        context: Any,
+        x: Tensor,
+        group: Group,
+        how: Sequence[tuple[GradientSum | None, Float8Weight | None]],
+        *matrices: Tensor,
     ) -> tuple[Tensor, ...]:
-        count = len(totals)
+        count = len(how)
         weights, biases = matrices[:count], matrices[count:]
-        context.group, context.totals = group, totals
+        context.group, context.how = group, how
         are_trained = any(context.needs_input_grad[3 : 3 + count])
         context.save_for_backward(x if are_trained else None, *weights)
         everyones = start_all_gather(x, group).wait()
-        return tuple(functional.linear(everyones, *matrix) for matrix in zip(weights, biases, strict=True))  # type: ignore[arg-type]
+        return tuple(
+            forward_product(everyones, weight, bias, float8)
+            for weight, bias, (_, float8) in zip(weights, biases, how, strict=True)
+        )
 
     @staticmethod
     def backward(context: Any, *gradients: Tensor) -> tuple[Any, ...]:
@@ -56,11 +65,11 @@ class _GatheredProducts(torch.autograd.Function):
         of_biases = context.needs_input_grad[3 + len(weights) :]
         again = None if x is None else start_all_gather(x, context.group)
         # Nothing of a weight's gradient is computed before this is on its way.
-        back = start_reduce_scatter(_sum_of_products(gradients, weights), context.group) if of_x else None
+        back = start_reduce_scatter(_sum_of_products(gradients, weights, context.how), context.group) if of_x else None
         everyones = None if again is None else again.wait()
         weight_gradients = [
-            _weight_gradient(gradient, everyones, weight, total) if is_needed and everyones is not None else None
-            for gradient, is_needed, weight, total in zip(gradients, of_weights, weights, context.totals, strict=True)
+            weight_gradient(gradient, everyones, weight, total) if is_needed and everyones is not None else None
+            for gradient, is_needed, weight, (total, _) in zip(gradients, of_weights, weights, context.how, strict=True)
         ]
         bias_gradients = [
             gradient.sum(0) if is_needed else None for gradient, is_needed in zip(gradients, of_biases, strict=True)
@@ -68,12 +77,15 @@ class _GatheredProducts(torch.autograd.Function):
         return None if back is None else back.wait(), None, None, *weight_gradients, *bias_gradients
 
 
-def _weight_gradient(gradient: Tensor, x: Tensor, weight: Tensor, total: GradientSum | None) -> Tensor | None:
-    return gradient.t() @ x if total is None else add_gradient(gradient, x, weight, total)
-
-
-def _sum_of_products(gradients: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
-    total = gradients[0] @ weights[0]
-    for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
-        total.addmm_(gradient, weight)
+def _sum_of_products(
+    gradients: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    how: Sequence[tuple[GradientSum | None, Float8Weight | None]],
+) -> Tensor:
+    total = input_gradient(gradients[0], weights[0], how[0][1])
+    for gradient, weight, (_, float8) in zip(gradients[1:], weights[1:], how[1:], strict=True):
+        if float8 is None:
+            total.addmm_(gradient, weight)
+        else:
+            total += input_gradient(gradient, weight, float8)
     return total

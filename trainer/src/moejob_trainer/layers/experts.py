@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from moejob_trainer.layers.float8 import Float8Weight, Rounded, rounded_rows
 from moejob_trainer.layers.gradient_sums import GradientSum
 from moejob_trainer.layers.kernels import kernels
 from moejob_trainer.layers.precision import widened
@@ -18,16 +19,27 @@ grouped_mm = getattr(functional, "grouped_mm", None) or torch._grouped_mm  # noq
 
 
 def grouped_linear(
-    x: Tensor, weight: Tensor, bounds: Tensor, bias: Tensor | None = None, *, total: GradientSum | None = None
+    x: Tensor,
+    weight: Tensor,
+    bounds: Tensor,
+    *,
+    total: GradientSum | None = None,
+    float8: Float8Weight | None = None,
 ) -> Tensor:
-    """Each row times its expert's weight, plus its expert's bias.
+    """Each row times its expert's weight.
 
-    x [r, k] sorted by expert, weight [e, n, k], bounds int32 [e + 1], bias [e, n] -> [r, n]
+    x [r, k] sorted by expert, weight [e, n, k], bounds int32 [e + 1] -> [r, n]
     bounds: where each expert's rows begin, and where those of the last one end.
     total: what the weight's gradient is added to, instead of being handed to autograd.
+    float8: the weight's roundings, where products are of FP8 numbers.
     """
-    product: Tensor = _GroupedLinear.apply(x, weight, bounds, total)
-    return product if bias is None else product + rows_of_experts(bias, bounds, x.shape[0])
+    product: Tensor = _GroupedLinear.apply(x, weight, bounds, total, float8)
+    return product
+
+
+def with_biases(y: Tensor, bias: Tensor, bounds: Tensor) -> Tensor:
+    """Rows y [r, n], each plus its expert's bias [e, n]. [r, n]"""
+    return y + rows_of_experts(bias, bounds, len(y))
 
 
 def rows_of_experts(bias: Tensor, bounds: Tensor, rows: int) -> Tensor:
@@ -38,21 +50,33 @@ def rows_of_experts(bias: Tensor, bounds: Tensor, rows: int) -> Tensor:
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(context: Any, x: Tensor, weight: Tensor, bounds: Tensor, total: GradientSum | None) -> Tensor:
-        context.total = total
+    def forward(
+        context: Any,
+        x: Tensor,
+        weight: Tensor,
+        bounds: Tensor,
+        total: GradientSum | None,
+        float8: Float8Weight | None,
+    ) -> Tensor:
+        context.total, context.float8 = total, float8
         context.save_for_backward(x, weight, bounds)
-        return _product(x, weight.transpose(1, 2), bounds)
+        if float8 is None:
+            return _product(x, weight.transpose(1, 2), bounds)
+        return _float8_product(x, float8.by_inputs(weight), bounds)
 
     @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         x, weight, bounds = context.saved_tensors
         # The sum of a loss hands down a gradient of stride 0, which the kernel refuses.
         gradient = gradient.contiguous()
-        x_gradient = _product(gradient, weight, bounds) if context.needs_input_grad[0] else None
-        weight_gradient = None
+        x_gradient = weight_gradient = None
+        if context.needs_input_grad[0] and context.float8 is None:
+            x_gradient = _product(gradient, weight, bounds)
+        elif context.needs_input_grad[0]:
+            x_gradient = _float8_product(gradient, context.float8.by_outputs(weight), bounds)
         if context.needs_input_grad[1]:
             weight_gradient = _weight_gradient(gradient, x, bounds, weight, context.total)
-        return x_gradient, weight_gradient, None, None
+        return x_gradient, weight_gradient, None, None, None
 
 
 class _RowsOfExperts(torch.autograd.Function):
@@ -82,6 +106,16 @@ def _product(x: Tensor, weights: Tensor, bounds: Tensor) -> Tensor:
         parts = zip(x.tensor_split(bounds[1:-1].tolist()), weights, strict=True)
         product = torch.cat([part @ weight for part, weight in parts])
     return product
+
+
+def _float8_product(x: Tensor, weights: Rounded, bounds: Tensor) -> Tensor:
+    """x [r, k] by weights [e, n, k] -> [r, n]"""
+    rows = rounded_rows(x)
+    fused = kernels("float8", x)
+    if fused and fused.multiplies(rows.values, x.dtype):
+        product: Tensor = fused.products(rows.values, rows.scales, weights.values, weights.scales, bounds)
+        return product
+    return _product(rows.plain(x.dtype), weights.plain(x.dtype).transpose(1, 2), bounds)
 
 
 def _weight_gradient(

@@ -1,4 +1,5 @@
-"""A linear map whose weight gradient is added to its sum inside the product, where both are of one type."""
+"""A linear map that multiplies in FP8 if asked to, and whose weight gradient is added to its sum inside the product,
+where both are of one type."""
 
 from __future__ import annotations
 
@@ -8,18 +9,28 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional
 
+from moejob_trainer.layers.float8 import Float8Weight, product, rounded_rows
 from moejob_trainer.layers.gradient_sums import GradientSum
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, total: GradientSum | None = None) -> Tensor:
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    total: GradientSum | None = None,
+    float8: Float8Weight | None = None,
+) -> Tensor:
     """x [t, k] times weight [n, k], plus bias [n]. [t, n]
 
     total: what the weight's gradient is added to, instead of being handed to autograd, rounded and read once more.
+    float8: the weight's roundings, where products are of FP8 numbers.
     """
-    if total is None or not adds(total, weight):
+    if total is not None and not adds(total, weight):
+        total = None
+    if total is None and float8 is None:
         return functional.linear(x, weight, bias)
-    product: Tensor = _SummedLinear.apply(x, weight, bias, total)
-    return product
+    y: Tensor = _Linear.apply(x, weight, bias, total, float8)
+    return y
 
 
 def adds(total: GradientSum, weight: Tensor) -> bool:
@@ -27,26 +38,51 @@ def adds(total: GradientSum, weight: Tensor) -> bool:
     return not total.is_new and weight.requires_grad and total.like(weight).dtype is weight.dtype
 
 
-def add_gradient(gradient: Tensor, x: Tensor, weight: Tensor, total: GradientSum) -> Tensor | None:
-    """Add gradient [t, n] by x [t, k] to the sum, and return what autograd gets in place of it."""
+def forward_product(x: Tensor, weight: Tensor, bias: Tensor | None, float8: Float8Weight | None) -> Tensor:
+    """x [t, k] times weight [n, k], plus bias [n], without a gradient. [t, n]"""
+    if float8 is None:
+        return functional.linear(x, weight, bias)
+    y = product(rounded_rows(x), float8.by_inputs(weight), x.dtype)
+    return y if bias is None else y + bias
+
+
+def input_gradient(gradient: Tensor, weight: Tensor, float8: Float8Weight | None) -> Tensor:
+    """gradient [t, n] by weight [n, k]. [t, k]"""
+    if float8 is None:
+        return gradient @ weight
+    return product(rounded_rows(gradient), float8.by_outputs(weight), gradient.dtype)
+
+
+def weight_gradient(gradient: Tensor, x: Tensor, weight: Tensor, total: GradientSum | None) -> Tensor | None:
+    """gradient [t, n] by x [t, k]; where a sum is given, added to it, and what autograd gets in place of it."""
+    if total is None:
+        return gradient.t() @ x
     total.like(weight).addmm_(gradient.t(), x)
     return total.added(weight)
 
 
-class _SummedLinear(Function):
+class _Linear(Function):
     @staticmethod
-    def forward(context: Any, x: Tensor, weight: Tensor, bias: Tensor | None, total: GradientSum) -> Tensor:
-        context.save_for_backward(x, weight)
-        context.total = total
-        return functional.linear(x, weight, bias)
+    def forward(
+        context: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        total: GradientSum | None,
+        float8: Float8Weight | None,
+    ) -> Tensor:
+        context.save_for_backward(x if context.needs_input_grad[1] else None, weight)
+        context.total, context.float8 = total, float8
+        return forward_product(x, weight, bias, float8)
 
     @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         x, weight = context.saved_tensors
-        of_x, _, of_bias, _ = context.needs_input_grad
+        of_x, of_weight, of_bias, *_ = context.needs_input_grad
         return (
-            gradient @ weight if of_x else None,
-            add_gradient(gradient, x, weight, context.total),
+            input_gradient(gradient, weight, context.float8) if of_x else None,
+            weight_gradient(gradient, x, weight, context.total) if of_weight else None,
             gradient.sum(0) if of_bias else None,
+            None,
             None,
         )

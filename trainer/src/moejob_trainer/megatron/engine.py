@@ -36,6 +36,7 @@ from moejob_trainer.megatron.update_metrics import UpdateMetrics
 from moejob_trainer.megatron.weights import merged_weights, model_groups
 from moejob_trainer.model.architecture import Architecture
 from moejob_trainer.model.balancing import Balance, GlobalBatch
+from moejob_trainer.model.float8 import forget_roundings
 from moejob_trainer.model.moe_layer import MoELayer
 from moejob_trainer.model.stage import Stage, StageInput, StageOutput
 from moejob_trainer.objectives.multi_token_prediction import mtp_loss
@@ -234,6 +235,8 @@ class MegatronEngine:
         shapes = [(len(row.tokens) // divided, 1, self.model.shape.hidden) for row in rows]
         forward_backward(self.replicas.chunks, rows, finished, forward_only=forward_only, shapes=shapes)
         self.replicas.rest()
+        for stage in self._stages:
+            forget_roundings(stage)
 
     def _row_input(self, number: int, batch: MicroBatch, counts_choices: bool) -> StageInput:
         sequence_parallel = self.spec.parallelism.sequence_parallel

@@ -11,7 +11,7 @@ from megatron.core.enums import ModelType
 from megatron.core.model_parallel_config import ModelParallelConfig
 from torch import nn
 
-from moejob_api.derived import batch, reads_replicas, share_dtype
+from moejob_api.derived import batch, keeps_roundings, multiplies_float8, reads_replicas, share_dtype
 from moejob_api.job.job import Spec
 from moejob_api.job.moe import Sharding
 from moejob_api.layout.sizes import Layout
@@ -25,6 +25,7 @@ from moejob_trainer.distributed.peer_mapping import FOR_TOKENS, peer_memory
 from moejob_trainer.distributed.peer_memory import PeerMemory
 from moejob_trainer.megatron.sharding import fully_sharded, keep_beside_experts, keep_gathered, precision
 from moejob_trainer.model.architecture import Architecture
+from moejob_trainer.model.float8 import use_float8
 from moejob_trainer.model.stage import Stage, StagePlace
 
 
@@ -48,6 +49,8 @@ def built(model: Architecture, spec: Spec, layout: Layout, groups: Groups, devic
     made = []
     for place in places(model, spec, groups):
         stage = _placed(partial(Stage, model, spec, groups, place), spec, groups, device)
+        if multiplies_float8(spec):
+            use_float8(stage, keeps=keeps_roundings(spec, layout))
         if spec.memory.sharding is Sharding.ZERO2:
             keep_gathered(stage)
         if spec.memory.sharding is Sharding.FSDP:

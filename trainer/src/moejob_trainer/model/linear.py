@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from moejob_trainer.distributed.collectives import all_gather, all_reduce, copy_to_group, reduce_scatter
 from moejob_trainer.distributed.groups import Group
 from moejob_trainer.layers.all_gather_linear import gathered_products
+from moejob_trainer.layers.float8 import Float8Weight
 from moejob_trainer.layers.gradient_sums import gradient_sum
 from moejob_trainer.layers.summed_linear import linear
 from moejob_trainer.model.adapters import Adapter
@@ -46,6 +47,7 @@ class TensorShare:
             self.group,
             [matrix.flat() for matrix in matrices],
             [gradient_sum(matrix.weight) for matrix in matrices],
+            [matrix.float8 for matrix in matrices],
         )
         return tuple(matrix.whole(y, x, self) for matrix, y in zip(matrices, products, strict=True))
 
@@ -70,11 +72,17 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(*outputs, *inputs))
         self.bias = nn.Parameter(torch.empty(*outputs)) if bias else None
         self.adapter: Adapter | None = None
+        self.float8: Float8Weight | None = None
         self._in_features = math.prod(inputs)
 
     def forward(self, x: Tensor) -> Tensor:
         """[t, *inputs] -> [t, *outputs]"""
-        return self.whole(linear(x.flatten(1), *self.flat(), total=gradient_sum(self.weight)), x, None)
+        return self.whole(linear(x.flatten(1), *self.flat(), gradient_sum(self.weight), self.float8), x, None)
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Outputs and inputs of its product."""
+        return math.prod(self.outputs), self._in_features
 
     def flat(self) -> tuple[Tensor, Tensor | None]:
         """Weight and bias as one product wants them."""
@@ -96,18 +104,18 @@ class OutputLinear(nn.Module):
 
     def __init__(self, hidden: int, inputs: tuple[int, ...], share: TensorShare, *, bias: bool = False) -> None:
         super().__init__()
-        self.share = share
+        self.share, self.widths = share, (hidden, math.prod(inputs))
         self.weight = nn.Parameter(torch.empty(hidden, *inputs))
         self.bias = nn.Parameter(torch.empty(hidden)) if bias else None
         self.adapter: Adapter | None = None
-        self._in_features = math.prod(inputs)
+        self.float8: Float8Weight | None = None
         if self.bias is not None:
             mark_partial(self.bias, is_partial=share.sequence_parallel)
 
     def forward(self, x: Tensor) -> Tensor:
         """[rows, *inputs] -> [t, hidden]"""
-        weight = self.weight.view(-1, self._in_features)
-        y = linear(x.reshape(len(x), self._in_features), weight, total=gradient_sum(self.weight))
+        weight = self.weight.view(self.widths)
+        y = linear(x.reshape(len(x), self.widths[1]), weight, None, gradient_sum(self.weight), self.float8)
         if self.adapter is not None:
             y = y + self.adapter.added(x)
         y = self.share.left(y)

@@ -15,7 +15,8 @@ from moejob_api.models.shape import Experts as ExpertShape
 from moejob_trainer.distributed.groups import Groups
 from moejob_trainer.layers.activation import clamped_swiglu, swiglu
 from moejob_trainer.layers.destinations import local_choices
-from moejob_trainer.layers.experts import grouped_linear, rows_of_experts
+from moejob_trainer.layers.experts import grouped_linear, rows_of_experts, with_biases
+from moejob_trainer.layers.float8 import Float8Weight
 from moejob_trainer.layers.gradient_sums import gradient_sum
 from moejob_trainer.layers.permutation import Permutation, combined, permute_into, permuted, permuted_probabilities
 from moejob_trainer.layers.routing import Routing, capacity, routed, router_logits, within_capacity
@@ -74,6 +75,7 @@ class LocalExperts(nn.Module):
         self.gate_limit = settings.gate_limit
         self.forgets_input = RecomputeModule.EXPERT_INPUT in settings.recompute
         self.forgets_activation = RecomputeModule.EXPERT_ACTIVATION in settings.recompute
+        self.hidden = hidden
         self.count = _exact(shape.count, groups.expert.size, "experts", "expert")
         # Replicas that divide the weights flatten their axes.
         self.features = _exact(shape.intermediate, groups.expert_tensor.size, "features of an expert", "expert tensor")
@@ -90,6 +92,8 @@ class LocalExperts(nn.Module):
             mark_expert(parameter)
         self.gate_up_adapter: Adapter | None = None
         self.down_adapter: Adapter | None = None
+        self.gate_up_float8: Float8Weight | None = None
+        self.down_float8: Float8Weight | None = None
 
     def forward(self, x: Tensor, probabilities: Tensor, permutation: Permutation, fetch: Fetch = permuted) -> Tensor:
         """Tokens x [t, h], probabilities [r] of their rows -> rows [r, h] sorted by expert, weighted
@@ -111,17 +115,18 @@ class LocalExperts(nn.Module):
         return y + (biases * float(self.adds_bias)).to(y.dtype)
 
     def _gate_up(self, rows: Tensor, bounds: Tensor) -> Tensor:
-        bias = None if self.gate_up_bias is None else self.gate_up_bias.view(self.count, -1)
-        weight = self.gate_up.view(self.count, 2 * self.features, -1)
-        total = gradient_sum(self.gate_up)
-        gate_up = grouped_linear(rows, weight, bounds, bias, total=total).unflatten(1, (2, -1))
+        weight, total = self.gate_up.view(self.count, 2 * self.features, -1), gradient_sum(self.gate_up)
+        gate_up = grouped_linear(rows, weight, bounds, total=total, float8=self.gate_up_float8)
+        if self.gate_up_bias is not None:
+            gate_up = with_biases(gate_up, self.gate_up_bias.view(self.count, -1), bounds)
+        gate_up = gate_up.unflatten(1, (2, -1))
         if self.gate_up_adapter is not None:
             gate_up = gate_up + self.gate_up_adapter.added_by_experts(rows, bounds)
         return gate_up
 
     def _down(self, inner: Tensor, bounds: Tensor) -> Tensor:
         weight = self.down.view(self.count, -1, self.features)
-        y = grouped_linear(inner, weight, bounds, total=gradient_sum(self.down))
+        y = grouped_linear(inner, weight, bounds, total=gradient_sum(self.down), float8=self.down_float8)
         return y if self.down_adapter is None else y + self.down_adapter.added_by_experts(inner, bounds)
 
     def _activated(self, gate_up: Tensor, probabilities: Tensor) -> Tensor:

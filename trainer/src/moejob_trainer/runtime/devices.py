@@ -9,6 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from moejob_api.derived import multiplies_float8
 from moejob_api.job.resources import Accelerator
 from moejob_trainer.errors import BadConfiguration
 from moejob_trainer.runtime.environment import RankEnvironment
@@ -16,6 +17,8 @@ from moejob_trainer.runtime.environment import RankEnvironment
 # Between two exchanges of a healthy run lies less; a rank that died is noticed by its launcher long before.
 _PATIENCE = timedelta(minutes=30)
 _KIB = 1024
+# The first that multiplies FP8 numbers and writes their sums as its kernels here want them: Hopper.
+_FLOAT8_CAPABILITY = (9, 0)
 
 
 # All wait for the one that downloads a model; a launcher notices a rank that died meanwhile.
@@ -67,7 +70,22 @@ def _device(environment: RankEnvironment) -> torch.device:
         )
     device = torch.device("cuda", environment.local_rank)
     torch.cuda.set_device(device)
+    if multiplies_float8(environment.spec):
+        _check_float8(device)
     return device
+
+
+def _check_float8(device: torch.device) -> None:
+    found = torch.cuda.get_device_capability(device)
+    if found < _FLOAT8_CAPABILITY:
+        raise BadConfiguration(
+            f"training.precision.compute FP8 needs a GPU of compute capability {_as_words(_FLOAT8_CAPABILITY)} or "
+            f"later, and {torch.cuda.get_device_name(device)} has {_as_words(found)}; remove compute"
+        )
+
+
+def _as_words(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
 
 
 def share_cores(ranks: int) -> None:

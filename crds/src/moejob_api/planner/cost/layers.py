@@ -33,13 +33,15 @@ from moejob_api.planner.cost.rates import (
 )
 from moejob_api.planner.memory.kept_activations import FLOAT32_BYTES, LINEAR_CHUNK_TOKENS, kept
 from moejob_api.planner.memory.microbatch_share import Keeping, Share
+from moejob_api.planner.memory.temporaries import projection_width
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
     """The inputs of a layer's time beside its shape.
 
-    keeping: without any recomputation. nodes: those that tokens visit on the way to their experts.
+    keeping: without any recomputation. nodes: those that tokens visit on the way to their experts. speed: of products,
+    as a multiple of those in the model's type.
     """
 
     share: Share
@@ -48,6 +50,7 @@ class Work:
     document_tokens: int
     dispatcher: Dispatcher
     nodes: ExpertNodes | None
+    speed: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +104,7 @@ def forward(layer: Layer, work: Work) -> Forward:
 
 
 def _product(tokens: int, inner: int, outer: int, work: Work) -> float:
-    return gemm_seconds(2.0 * tokens * inner * outer, tokens, min(inner, outer), work.machine.hardware)
+    return gemm_seconds(2.0 * tokens * inner * outer, tokens, min(inner, outer), work.machine.hardware) / work.speed
 
 
 def _projections(layer: Layer, work: Work) -> tuple[float, float]:
@@ -188,7 +191,29 @@ def _experts(experts: Experts, work: Work) -> float:
     share = work.share
     rows, here = _rows(experts, share), ceil_div(experts.count, share.expert)
     width = ceil_div(experts.intermediate, share.expert_tensor)
-    return grouped_seconds(6.0 * rows * share.hidden * width, rows / here, width, work.machine.hardware)
+    return grouped_seconds(6.0 * rows * share.hidden * width, rows / here, width, work.machine.hardware) / work.speed
+
+
+def rounded_elements(layer: Layer, work: Work) -> float:
+    """Elements that both passes of a layer round to FP8: what each matrix multiplies, and what comes back to it."""
+    share = work.share
+    # Around attention as many as there are numbers in its matrices' rows; twice, for there are two passes.
+    attention = 2.0 * share.tokens * (2 * share.hidden + projection_width(layer.attention, share))
+    mlp = layer.mlp
+    match mlp:
+        case DenseMLP():
+            return attention + share.tokens * _rounded_around(mlp.intermediate, share.tensor, share)
+        case Experts():
+            shared = share.tokens * _rounded_around(mlp.shared_intermediate, share.tensor, share)
+            routed = _rows(mlp, share) * _rounded_around(mlp.intermediate, share.expert_tensor, share)
+            return attention + routed + (shared if mlp.shared_intermediate else 0.0)
+        case _:
+            assert_never(mlp)
+
+
+def _rounded_around(intermediate: int, ranks: int, share: Share) -> int:
+    """Elements of a row of a gated network: its input and activation, and the gradients of output and of both halves"""
+    return 2 * share.hidden + 3 * ceil_div(intermediate, ranks)
 
 
 def _rows(experts: Experts, share: Share) -> float:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from moejob_api.derived import NO_MODULES, counts_choices, reads_replicas
+from moejob_api.derived import NO_MODULES, counts_choices, keeps_roundings, multiplies_float8, reads_replicas
 from moejob_api.job.training import RecomputeGranularity, RecomputeMethod, RecomputeModule
 from moejob_api.layout.expert_nodes import expert_nodes
 from moejob_api.models.shape import DenseMLP, Layer
-from moejob_api.planner.cost.layers import Forward, Work, forward, host_seconds
+from moejob_api.planner.cost.layers import Forward, Work, forward, host_seconds, rounded_elements
 from moejob_api.planner.cost.rates import (
     ACCUMULATION_SHARE,
+    FLOAT8_SPEED,
     HOST_ADAM_BYTES,
     HOST_ADAM_BYTES_PER_SECOND,
     HOST_COPY_SHARE,
@@ -21,11 +22,19 @@ from moejob_api.planner.cost.rates import (
     gather_seconds,
     gemm_seconds,
     replicas_seconds,
+    rounding_seconds,
     send_seconds,
 )
 from moejob_api.planner.memory.activations import kept_by_chunk, layer_bytes
-from moejob_api.planner.memory.case import Case, Parameters, Portion, model_parameters, stage_parameters
-from moejob_api.planner.memory.constants import FSDP_UNITS
+from moejob_api.planner.memory.case import (
+    Case,
+    Parameters,
+    Portion,
+    layer_parameters,
+    model_parameters,
+    stage_parameters,
+)
+from moejob_api.planner.memory.constants import FSDP_UNITS, ROUNDINGS
 from moejob_api.planner.memory.kept_activations import FLOAT32_BYTES
 from moejob_api.planner.memory.kinds import StageContents
 from moejob_api.planner.memory.states import divided, optimizer_bytes
@@ -41,6 +50,7 @@ class Spent(StrEnum):
     EXPERTS = "experts"
     ELEMENTWISE = "norms, gates and copies"
     OUTPUT = "logits and loss"
+    ROUNDING = "rounding to FP8"
     RECOMPUTE = "recomputation"
     COUNTING = "counting of choices"
     OFFLOAD = "activations to the host and back"
@@ -107,7 +117,9 @@ def least_update_seconds(case: Case, machine: Machine, chunks: int) -> float:
         once = once.plus(forward(layer, work), of_kind[-1])
         of_host += host_seconds(layer, work) * of_kind[-1]
     products = _products(case)
-    stage = products * (once.projections + once.feed_forward + once.experts + _output(case, work))
+    stage = products * (once.projections + once.feed_forward + once.experts) + _output_products(case) * _output(
+        case, work
+    )
     stage += 3.0 * (once.attention + once.elementwise) + 2.0 * (once.tensor + once.dispatch + once.context)
     whole = model_parameters(case)
     part = Portion(whole.held // stages, whole.trained // stages)
@@ -120,11 +132,22 @@ def _work(case: Case, machine: Machine) -> Work:
     keeping = replace(case.keeping, recomputed=NO_MODULES) if case.keeping.recomputed else case.keeping
     dispatcher = case.spec.moe.dispatcher
     nodes = expert_nodes(case.layout, dispatcher)
-    return Work(case.share, keeping, machine, case.spec.data.max_length, dispatcher, nodes)
+    return Work(case.share, keeping, machine, case.spec.data.max_length, dispatcher, nodes, _speed(case))
+
+
+def _speed(case: Case) -> float:
+    """Products of layers, forward and for gradients of inputs, beside those in the model's type."""
+    return FLOAT8_SPEED if multiplies_float8(case.spec) else 1.0
 
 
 def _products(case: Case) -> float:
-    """Passes through each matrix: forward, and for the gradients of its input and its weights."""
+    """Passes through each matrix of a layer: forward, and for the gradients of its input and its weights."""
+    # Gradients of weights are multiplied in the model's type.
+    return 2.0 + (_output_products(case) - 2.0) * _speed(case)
+
+
+def _output_products(case: Case) -> float:
+    """The same of the output layer, and of all layers in the model's type."""
     # Frozen matrices have no gradient of their own; adapters beside them are small.
     return 3.0 if case.spec.training.lora is None else 2.0
 
@@ -145,7 +168,8 @@ def _passes(case: Case, stage: StageContents, part: Portion, work: Work) -> _Pas
         Spent.FEED_FORWARD: products * once.feed_forward,
         Spent.EXPERTS: products * once.experts,
         Spent.ELEMENTWISE: 3.0 * once.elementwise,
-        Spent.OUTPUT: products * output,
+        Spent.OUTPUT: _output_products(case) * output,
+        Spent.ROUNDING: _rounding(case, stage, counts, work),
         Spent.RECOMPUTE: _recomputed(case, stage, layers, counts),
         # What is gathered on the way forth is scattered on the way back.
         Spent.TENSOR: 2.0 * once.tensor,
@@ -158,6 +182,16 @@ def _passes(case: Case, stage: StageContents, part: Portion, work: Work) -> _Pas
     both[Spent.HOST] = max(0.0, _of_host(case, counts, work) - sum(both.values()))
     both[Spent.OFFLOAD] = _offloaded(case, stage, (forward_seconds, sum(both.values()) - forward_seconds), work.machine)
     return _Passes(both, forward_seconds)
+
+
+def _rounding(case: Case, stage: StageContents, counts: list[int], work: Work) -> float:
+    """Rows are rounded for each product, weights for each micro batch, or once for all of an update."""
+    if not multiplies_float8(case.spec):
+        return 0.0
+    rows = sum(rounded_elements(layer, work) * count for layer, count in zip(case.kinds.layers, counts, strict=True))
+    weights = ROUNDINGS * layer_parameters(case, stage).held.total
+    uses = case.batch.microbatches if keeps_roundings(case.spec, case.layout) else 1
+    return rounding_seconds(rows + weights / uses, work.machine.hardware)
 
 
 def _offloaded(case: Case, stage: StageContents, passes: tuple[float, float], machine: Machine) -> float:

@@ -130,14 +130,20 @@ def prepared(spec: Spec, shape: ModelShape, layout: Layout, kinds: Kinds | None 
 
 def stage_parameters(case: Case, stage: StageContents) -> Portion:
     """Parameters on one GPU of a stage."""
+    total = layer_parameters(case, stage)
+    ends = Parameters(dense=_end_parameters(case, stage))
+    total += Portion(ends, Parameters() if case.spec.training.lora else ends)
+    return total + _mtp(case) if stage.output and case.shape.mtp_layers else total
+
+
+def layer_parameters(case: Case, stage: StageContents) -> Portion:
+    """Parameters on one GPU of a stage's layers, without what is in front of the first and behind the last."""
     total = Portion()
     for chunk in stage.chunks:
         for part, count in zip(case.layers, case.kinds.counts(chunk.start, chunk.stop), strict=True):
             if count:
                 total += part * count
-    ends = Parameters(dense=_end_parameters(case, stage))
-    total += Portion(ends, Parameters() if case.spec.training.lora else ends)
-    return total + _mtp(case) if stage.output and case.shape.mtp_layers else total
+    return total
 
 
 def model_parameters(case: Case) -> Portion:

@@ -42,6 +42,9 @@ FSDP_UNITS = 2
 # What of a mixture's layers beside their experts may stay whole for a step, however small its experts are.
 KEPT_WHOLE_BYTES = 2 * GIB
 
+# FP8 copies of a weight, a byte an element: its rows for the way forward, its columns for the gradient of its input.
+ROUNDINGS = 2
+
 # A vLLM engine beside weights and KV cache: context, CUDA graphs, activations of its largest prefill. On one H200 it
 # was 2.6 GiB for Qwen3-30B-A3B.
 ENGINE_WORKSPACE_BYTES = 3 * GIB

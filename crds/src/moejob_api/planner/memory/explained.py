@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
+from moejob_api.derived import keeps_roundings
 from moejob_api.hardware import GIB
 from moejob_api.job.training import RecomputeGranularity
 from moejob_api.planner.memory.activations import slope_bytes
+from moejob_api.planner.memory.case import layer_parameters
 from moejob_api.planner.memory.communication import communicators, peers
-from moejob_api.planner.memory.constants import FRAGMENTATION, FSDP_UNITS, LOSS_CHUNK_TOKENS
+from moejob_api.planner.memory.constants import FRAGMENTATION, FSDP_UNITS, LOSS_CHUNK_TOKENS, ROUNDINGS
 from moejob_api.planner.memory.in_flight import in_flight
 from moejob_api.planner.memory.phases import Name, StageBytes
 from moejob_api.planner.memory.states import divided, optimizer_bytes
@@ -66,6 +68,13 @@ def _gathered(of: StageBytes) -> str:
         return f"{count(held.total)} parameters x {of.case.element_bytes} B until the update, gradients of one layer"
     beside = f", {kept} layers but for their experts" if (kept := layers_kept_whole(of.case)) else ""
     return f"weights of {FSDP_UNITS} whole layers, gradients of one, the vocabulary's matrices{beside}"
+
+
+def _rounded(of: StageBytes) -> str:
+    if not keeps_roundings(of.case.spec, of.case.layout):
+        return "one rounding of the largest matrix"
+    held = layer_parameters(of.case, of.stage).held
+    return f"{count(held.total)} parameters of layers x {ROUNDINGS} roundings, along inputs and along outputs"
 
 
 def _reference(of: StageBytes) -> str:
@@ -153,6 +162,7 @@ _FORMULAS: Mapping[Name, Why] = MappingProxyType(
         Name.GRADIENTS: _gradients,
         Name.OPTIMIZER: _optimizer,
         Name.GATHERED: _gathered,
+        Name.ROUNDED: _rounded,
         Name.REFERENCE: _reference,
         Name.STREAM: _kept,
         Name.ATTENTION: _kept,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moejob_api.arithmetic import ceil_div
-from moejob_api.derived import balancing, recomputed_modules, sums_in_products
+from moejob_api.derived import balancing, multiplies_float8, recomputed_modules, sums_in_products
 from moejob_api.job import Spec
 from moejob_api.job.moe import Balancing, Dispatcher
 from moejob_api.job.training import LoraTarget, RecomputeModule
@@ -50,7 +50,7 @@ class Keeping:
 
     recomputed: modules that are computed again instead. inputs: matrices whose inputs the backward pass needs, which
     are those that are trained. adapter_rank: of LoRA, 0 without. sums_in_products: gradients of experts are never
-    alone.
+    alone. float8: rows are rounded before they are multiplied.
     """
 
     recomputed: frozenset[RecomputeModule]
@@ -59,6 +59,7 @@ class Keeping:
     router_bytes: int
     gathers: bool
     sums_in_products: bool
+    float8: bool
 
 
 def share(spec: Spec, shape: ModelShape, layout: Layout, micro_tokens: int) -> Share:
@@ -96,4 +97,5 @@ def keeping(spec: Spec) -> Keeping:
         router_bytes=spec.moe.router_dtype.size_bytes,
         gathers=spec.moe.dispatcher is Dispatcher.ALL_GATHER,
         sums_in_products=sums_in_products(spec),
+        float8=multiplies_float8(spec),
     )

@@ -43,6 +43,7 @@ class Name(StrEnum):
     GRADIENTS = "gradients"
     OPTIMIZER = "optimizer state"
     GATHERED = "gathered layers"
+    ROUNDED = "weights in FP8"
     REFERENCE = "reference weights"
     STREAM = "activations between layers"
     ATTENTION = "activations of attention"
@@ -155,6 +156,7 @@ def _train(of: StageBytes) -> Amounts:
     return {
         **_resident(of),
         Name.GATHERED: of.states.gathered,
+        Name.ROUNDED: of.states.rounded,
         Name.STREAM: held.stream,
         Name.ATTENTION: held.attention,
         Name.FEED_FORWARD: held.feed_forward,

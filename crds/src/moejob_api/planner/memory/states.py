@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moejob_api.arithmetic import ceil_div
+from moejob_api.derived import keeps_roundings, multiplies_float8
 from moejob_api.job.resources import Accelerator
-from moejob_api.planner.memory.case import Case, Parameters, Portion, output_parameters
-from moejob_api.planner.memory.constants import FSDP_UNITS, UPDATE_ELEMENTS
+from moejob_api.planner.memory.case import Case, Parameters, Portion, layer_parameters, output_parameters
+from moejob_api.planner.memory.constants import FSDP_UNITS, ROUNDINGS, UPDATE_ELEMENTS
 from moejob_api.planner.memory.kept_activations import FLOAT32_BYTES
 from moejob_api.planner.memory.kinds import StageContents
 from moejob_api.planner.memory.temporaries import largest_matrix
@@ -18,14 +19,15 @@ from moejob_api.planner.memory.whole_layers import kept_whole
 class States:
     """Bytes of one stage on one GPU; host is the part of the optimizer in host memory.
 
-    gathered: weights and gradients of the layers at work, whole, where they are otherwise divided. step: what the
-    optimizer's update needs for a moment.
+    gathered: weights and gradients of the layers at work, whole, where they are otherwise divided. rounded: weights as
+    FP8 products want them. step: what the optimizer's update needs for a moment.
     """
 
     weights: int
     gradients: int
     optimizer: int
     gathered: int
+    rounded: int
     step: int
     host: int
 
@@ -43,6 +45,7 @@ def states(case: Case, stage: StageContents, part: Portion) -> States:
         gradients=trained * case.summed_bytes,
         optimizer=round(mine * optimizer_bytes(case) * (1 - on_host)),
         gathered=gathered,
+        rounded=_rounded(case, stage),
         step=_step(case, mine),
         host=_host(case, mine),
     )
@@ -81,6 +84,15 @@ def _step(case: Case, mine: int) -> int:
     main = FLOAT32_BYTES if case.weight_bytes < FLOAT32_BYTES else 0
     largest = max(largest_matrix(layer, case.share) for layer in case.kinds.layers)
     return min(mine, max(UPDATE_ELEMENTS, largest, case.vocabulary)) * (FLOAT32_BYTES + main + moments)
+
+
+def _rounded(case: Case, stage: StageContents) -> int:
+    """Both roundings of all layers where micro batches share them, a byte an element; else one of a matrix."""
+    if not multiplies_float8(case.spec):
+        return 0
+    if keeps_roundings(case.spec, case.layout):
+        return ROUNDINGS * layer_parameters(case, stage).held.total
+    return max(largest_matrix(layer, case.share) for layer in case.kinds.layers)
 
 
 def _whole(case: Case, part: Portion) -> int:

@@ -25,8 +25,23 @@ def working(layer: Layer, share: Share, keeping: Keeping) -> int:
     if share.sequence > 1:
         # The input of a matrix is gathered again for its gradient; the gradient of the input is whole, then scattered.
         gradients += 2 * share.tokens * share.hidden * share.element_bytes
+    if keeping.float8:
+        gradients += rounded_rows(layer, share)
     busiest = max(_attention(layer.attention, share), _feed_forward(layer, share, keeping))
     return gradients + busiest + (0 if keeping.adapter_rank else _new_gradients(layer, share, keeping))
+
+
+def rounded_rows(layer: Layer, share: Share) -> int:
+    """Bytes of the widest FP8 rows that a product multiplies, a byte an element."""
+    of_attention = share.tokens * max(share.hidden, projection_width(layer.attention, share))
+    match layer.mlp:
+        case DenseMLP():
+            return max(of_attention, share.tokens * 2 * ceil_div(layer.mlp.intermediate, share.tensor))
+        case Experts():
+            inner = 2 * ceil_div(layer.mlp.intermediate, share.expert_tensor)
+            return max(of_attention, share.rows(layer.mlp.per_token) * max(share.hidden, inner))
+        case _:
+            assert_never(layer.mlp)
 
 
 def _new_gradients(layer: Layer, share: Share, keeping: Keeping) -> int:
@@ -47,7 +62,7 @@ def largest_matrix(layer: Layer, share: Share) -> int:
     match layer.mlp:
         case DenseMLP():
             inner = 2 * ceil_div(layer.mlp.intermediate, share.tensor)
-            return share.hidden * max(inner, _projection_width(layer.attention, share))
+            return share.hidden * max(inner, projection_width(layer.attention, share))
         case Experts():
             of_expert = 2 * ceil_div(layer.mlp.intermediate, share.expert_tensor)
             experts = share.hidden * ceil_div(layer.mlp.count, share.expert) * of_expert
@@ -59,10 +74,11 @@ def largest_matrix(layer: Layer, share: Share) -> int:
 def _beside_experts(layer: Layer, experts: Experts, share: Share) -> int:
     """Elements of the largest other matrix of a layer with experts."""
     shared = 2 * experts.shared_intermediate // share.tensor
-    return share.hidden * max(shared, _projection_width(layer.attention, share))
+    return share.hidden * max(shared, projection_width(layer.attention, share))
 
 
-def _projection_width(attention: Attention, share: Share) -> int:
+def projection_width(attention: Attention, share: Share) -> int:
+    """Elements of a token behind the matrices that attention begins with, on one GPU."""
     match attention:
         case GroupedAttention():
             groups = max(1, ceil_div(attention.key_value_heads, share.tensor))
@@ -89,7 +105,7 @@ def _attention(attention: Attention, share: Share) -> int:
             of_head = 2 * (2 * (attention.nope_dim + attention.rope_dim) + attention.value_dim) + attention.value_dim
             width = ceil_div(attention.heads, share.tensor) * of_head
         case LinearAttention():
-            width = 2 * _projection_width(attention, share)
+            width = 2 * projection_width(attention, share)
         case _:
             assert_never(attention)
     return share.tokens * width * share.element_bytes

@@ -1,0 +1,180 @@
+"""Rounding to FP8 by rows and by columns, and products of rounded numbers by quack-kernels.
+
+Its products take FP8 numbers and a function over the sums; ours puts the scales of both sides on them. They add up 128
+products at a time in the tensor cores, which keep fewer bits, and those sums in float32.
+"""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from itertools import accumulate
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moejob_trainer.layers.kernels.experts import GENERATIONS, TRIED_ROWS, WITHIN, Tiles
+
+FLOAT8 = torch.float8_e4m3fn
+LARGEST, SMALLEST = tl.constexpr(448.0), tl.constexpr(1e-30)
+EXPONENT_BITS = tl.constexpr(0x7F800000)
+WIDEST_BLOCK = 4096
+# What one program turns at a time.
+TURNED_ROWS, TURNED_COLUMNS = 128, 64
+# Of eleven that were tried, benchmarks/training-gpu.md: with exact sums, which take registers of their own.
+GROUPED_TILES = Tiles(192, 128, pingpong=False, cluster_rows=1, cluster_columns=2)
+DENSE_TILES = Tiles(128, 192, pingpong=False, cluster_rows=2, cluster_columns=1)
+TRIED_INPUTS, TRIED_OUTPUTS = 272, 400
+
+
+def rounded_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Twin of `float8.plain_rounded_rows`."""
+    values, scales = torch.empty_like(x, dtype=FLOAT8), x.new_empty(x.shape[:-1], dtype=torch.float32)
+    width = x.shape[-1]
+    block = min(triton.next_power_of_2(width), WIDEST_BLOCK)
+    if scales.numel():
+        _round_rows[(scales.numel(),)](x, values, scales, width, block, num_warps=4 if block < WIDEST_BLOCK else 8)
+    return values, scales
+
+
+def rounded_columns(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Twin of `float8.plain_rounded_columns`."""
+    *leading, rows, width = x.shape
+    values = x.new_empty(*leading, width, rows, dtype=FLOAT8)
+    scales = x.new_empty(*leading, width, dtype=torch.float32)
+    matrices = x.numel() // max(rows * width, 1)
+    if matrices:
+        grid = (triton.cdiv(width, TURNED_COLUMNS), matrices)
+        _round_columns[grid](x, values, scales, rows, width, TURNED_ROWS, TURNED_COLUMNS, num_warps=4)
+    return values, scales
+
+
+def multiplies(x: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether `product` and `products` take rows like these, and give this type."""
+    # Not the same bits twice, as with experts.
+    if dtype is not torch.bfloat16 or not len(x) or torch.are_deterministic_algorithms_enabled():
+        return False
+    return torch.cuda.get_device_capability(x.device)[0] in GENERATIONS and _multiplies_rightly(x.device)
+
+
+def product(x: Tensor, of_rows: Tensor, weight: Tensor, of_columns: Tensor) -> Tensor:
+    """x [t, k] by weight [n, k], times the scales of both [t] and [n]. [t, n]"""
+    out = x.new_empty(len(x), len(weight), dtype=torch.bfloat16)
+    scales = {"of_rows": of_rows.unsqueeze(0), "of_columns": of_columns.unsqueeze(0)}
+    _scaled().gemm(x, weight, out, epi_args=scales, **_settings(DENSE_TILES))
+    return out
+
+
+def products(x: Tensor, of_rows: Tensor, weights: Tensor, of_columns: Tensor, bounds: Tensor) -> Tensor:
+    """The same over rows of many experts: weights [e, n, k], scales [r] and [e, n], bounds int32 [e + 1]. [r, n]"""
+    out = x.new_empty(len(x), weights.shape[1], dtype=torch.bfloat16)
+    scales = {"of_rows": of_rows, "of_columns": of_columns}
+    _scaled().gemm(x, weights, out, epi_args=scales, cu_seqlens_m=bounds, **_settings(GROUPED_TILES))
+    return out
+
+
+def _settings(tiles: Tiles) -> dict[str, Any]:
+    return {
+        "tile_M": tiles.rows,
+        "tile_N": tiles.columns,
+        "pingpong": tiles.pingpong,
+        "cluster_M": tiles.cluster_rows,
+        "cluster_N": tiles.cluster_columns,
+    }
+
+
+@cache
+def _scaled() -> Any:
+    """Products with the scales of both sides on them; None without quack-kernels."""
+    if find_spec("quack") is None:
+        return None
+    try:
+        epilogue, ops = import_module("quack.epilogue.frontend"), import_module("quack.epilogue.ops")
+    except ImportError as error:
+        # Beside other versions of what it is built on.
+        warnings.warn(f"quack-kernels is installed but not usable, so FP8 saves no time: {error}", stacklevel=2)
+        return None
+    sides = {"of_rows": ops.ColVecLoad("of_rows"), "of_columns": ops.RowVecLoad("of_columns")}
+    return epilogue.gemm_epilogue(ops=sides)(_on_sums)
+
+
+def _on_sums(acc: Any, of_rows: Any, of_columns: Any) -> dict[str, Any]:
+    """The name of the first is quack-kernels'."""
+    return {"D": acc * of_rows * of_columns}
+
+
+@cache
+def _multiplies_rightly(device: torch.device) -> bool:
+    if _scaled() is None:
+        return False
+    random = torch.Generator(device).manual_seed(1)
+    shapes = ((sum(TRIED_ROWS), TRIED_INPUTS), (len(TRIED_ROWS), TRIED_OUTPUTS, TRIED_INPUTS))
+    x, weights = (
+        rounded_rows(torch.randn(shape, generator=random, device=device, dtype=torch.bfloat16)) for shape in shapes
+    )
+    bounds = torch.tensor([*accumulate(TRIED_ROWS, initial=0)], device=device, dtype=torch.int32)
+    rows, matrices = (values.double() * scales.double().unsqueeze(-1) for values, scales in (x, weights))
+    parts = zip(rows.split(TRIED_ROWS), matrices, strict=True)
+    of_experts = torch.cat([part @ matrix.t() for part, matrix in parts])
+    grouped, dense = products(*x, *weights, bounds), product(*x, weights[0][0], weights[1][0])
+    return _agrees(grouped, of_experts) and _agrees(dense, rows @ matrices[0].t())
+
+
+def _agrees(found: Tensor, exact: Tensor) -> bool:
+    off = ((found.double() - exact).abs().max() / exact.abs().max()).item()
+    # Nothing is less than `not a number`.
+    if off <= WITHIN[found.dtype]:
+        return True
+    warnings.warn(f"FP8 products of quack-kernels are off by {off:.1e} on {found.device}: bfloat16's", stacklevel=2)
+    return False
+
+
+@triton.jit
+def _upwards(largest):
+    """The largest power of two by which a row may be multiplied."""
+    quotient = tl.div_rn(LARGEST, tl.maximum(largest, SMALLEST))
+    return (quotient.to(tl.int32, bitcast=True) & EXPONENT_BITS).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _round_rows(x, values, scales, width: tl.constexpr, block: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    largest = tl.zeros((block,), tl.float32)
+    for first in range(0, width, block):
+        columns = first + tl.arange(0, block)
+        part = tl.load(x + row * width + columns, mask=columns < width, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, tl.abs(part))
+    upwards = _upwards(tl.max(largest, 0))
+    tl.store(scales + row, 1.0 / upwards)
+    for first in range(0, width, block):
+        columns = first + tl.arange(0, block)
+        part = tl.load(x + row * width + columns, mask=columns < width, other=0.0).to(tl.float32)
+        tl.store(values + row * width + columns, (part * upwards).to(values.dtype.element_ty), mask=columns < width)
+
+
+@triton.jit
+def _round_columns(x, values, scales, rows, width, block_rows: tl.constexpr, block_columns: tl.constexpr):
+    matrix = tl.program_id(1).to(tl.int64)
+    columns = tl.program_id(0) * block_columns + tl.arange(0, block_columns)
+    x += matrix * rows * width
+    largest = tl.zeros((block_columns,), tl.float32)
+    for first in range(0, rows, block_rows):
+        here = first + tl.arange(0, block_rows)
+        inside = (here < rows)[:, None] & (columns < width)[None, :]
+        part = tl.load(x + here[:, None].to(tl.int64) * width + columns[None, :], mask=inside, other=0.0)
+        largest = tl.maximum(largest, tl.max(tl.abs(part.to(tl.float32)), 0))
+    upwards = _upwards(largest)
+    tl.store(scales + matrix * width + columns, 1.0 / upwards, mask=columns < width)
+    values += matrix * rows * width
+    for first in range(0, rows, block_rows):
+        here = first + tl.arange(0, block_rows)
+        inside = (here < rows)[:, None] & (columns < width)[None, :]
+        part = tl.load(x + here[:, None].to(tl.int64) * width + columns[None, :], mask=inside, other=0.0)
+        turned = tl.trans((part.to(tl.float32) * upwards[None, :]).to(values.dtype.element_ty))
+        place = values + columns[:, None].to(tl.int64) * rows + here[None, :]
+        tl.store(place, turned, mask=tl.trans(inside))

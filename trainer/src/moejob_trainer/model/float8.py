@@ -1,0 +1,40 @@
+"""The matrices of a stage whose products are of FP8 numbers: those of attention, of feed-forward networks and experts.
+
+Routers, embeddings, the output layer, norms and adapters keep the model's type, and so does a matrix of which a rank
+holds no multiple of 16 in either direction.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from torch import nn
+
+from moejob_trainer.layers.float8 import WIDTH_MULTIPLE, Float8Weight
+from moejob_trainer.model.linear import Linear, OutputLinear
+from moejob_trainer.model.moe_layer import LocalExperts
+
+
+def use_float8(stage: nn.Module, *, keeps: bool) -> None:
+    """Let these matrices multiply in FP8. keeps: their roundings are used by all micro batches of a pass."""
+    for module in stage.modules():
+        if isinstance(module, Linear | OutputLinear) and _fits(*module.widths):
+            module.float8 = Float8Weight(keeps=keeps)
+        if isinstance(module, LocalExperts) and _fits(module.hidden, module.features):
+            module.gate_up_float8, module.down_float8 = Float8Weight(keeps=keeps), Float8Weight(keeps=keeps)
+
+
+def forget_roundings(stage: nn.Module) -> None:
+    """Weights may change from now on."""
+    for weight in _float8_weights(stage):
+        weight.forget()
+
+
+def _float8_weights(stage: nn.Module) -> Iterator[Float8Weight]:
+    for module in stage.modules():
+        yield from (value for value in vars(module).values() if isinstance(value, Float8Weight))
+
+
+def _fits(*widths: int) -> bool:
+    return math.gcd(*widths) % WIDTH_MULTIPLE == 0
