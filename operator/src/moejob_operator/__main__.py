@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import sys
 
-import uvloop
-
 from moejob_operator.runtime import logs, process
+from moejob_operator.runtime.event_loop import EventLoop
 from moejob_operator.runtime.settings import read_settings
 
 
@@ -16,7 +15,7 @@ def main() -> int:
     settings = read_settings(sys.argv[1:])
     logs.configure(settings.log_level, logs.LogFormat(settings.log_format))
     process.keep_loop_prompt()
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with asyncio.Runner(loop_factory=EventLoop) as runner:
         return runner.run(process.run(settings))
 
 
