@@ -11,9 +11,11 @@ import ssl
 import struct
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
+from moejob_operator import __main__ as program
 from moejob_operator.runtime.event_loop import EventLoop
 
 # Only failures take it.
@@ -90,3 +92,17 @@ def test_a_socket_that_is_given_to_the_loop_is_open_until_its_transport_is_close
         assert not is_open(number)
 
     run(main)
+
+
+def test_the_operator_runs_on_this_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    loops: list[asyncio.AbstractEventLoop] = []
+
+    async def seen(_: object) -> int:
+        loops.append(asyncio.get_running_loop())
+        return 3
+
+    monkeypatch.setattr(program, "read_settings", lambda _: Mock())
+    monkeypatch.setattr(program, "logs", Mock())
+    monkeypatch.setattr(program, "process", Mock(run=seen))
+    assert program.main() == 3
+    assert isinstance(loops[0], EventLoop)

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import struct
+from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 from aiohttp import web
 
 from connections import SentConnection
-from moejob_operator.runtime.listener import BoundedServer, Intake, ListenerLimits
+from moejob_operator.runtime.event_loop import EventLoop
+from moejob_operator.runtime.listener import BoundedServer, Intake, ListenerLimits, listening
 
+# Only failures take it.
+DEADLINE_SECONDS = 120.0
+# Closing such a socket resets its connection.
+RESET = struct.pack("ii", 1, 0)
 GET = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
 POST = b"POST / HTTP/1.1\r\nContent-Length: 5\r\n\r\n"
 
@@ -76,3 +85,28 @@ def test_what_is_wrong_with_us_is_logged_and_what_a_client_did_is_not(caplog: py
 
     asyncio.run(story())
     assert [record.exc_info and record.exc_info[0] for record in caplog.records] == [ZeroDivisionError]
+
+
+@pytest.mark.parametrize("loop", [EventLoop, asyncio.new_event_loop], ids=["the operator's loop", "asyncio's"])
+def test_connections_that_are_reset_at_once_make_no_room_that_there_is_not(
+    loop: Callable[[], asyncio.AbstractEventLoop],
+) -> None:
+    async def answered(_: web.BaseRequest) -> web.StreamResponse:
+        return web.Response()
+
+    async def story() -> None:
+        limits = ListenerLimits(connections=2, idle_seconds=10 * DEADLINE_SECONDS)
+        async with listening(BoundedServer(answered, limits), "127.0.0.1", 0) as port:
+            for _ in range(20):
+                with socket.create_connection(("127.0.0.1", port)) as one:
+                    one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+            # Each of these says nothing: the third has no room until the first gives way.
+            silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+            async with asyncio.timeout(DEADLINE_SECONDS):
+                with suppress(ConnectionError):
+                    assert await silent[0][0].read() == b""
+            for _, writer in silent:
+                writer.close()
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(story())

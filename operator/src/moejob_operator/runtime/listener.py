@@ -133,6 +133,8 @@ class BoundedServer(web.Server):
         self.limits = limits
         self._room = asyncio.Semaphore(limits.connections)
         self._handler = handler
+        # Connections that have taken room.
+        self._inside: set[web.RequestHandler] = set()
         self._deadlines: dict[web.RequestHandler, asyncio.TimerHandle] = {}
         # Connections that have not asked anything, or not to the end, the oldest first.
         self._waiting: dict[web.RequestHandler, _Waiting] = {}
@@ -149,8 +151,7 @@ class BoundedServer(web.Server):
     def connection_lost(self, handler: web.RequestHandler, exc: BaseException | None = None) -> None:
         """Make room for another."""
         super().connection_lost(handler, exc)
-        self._stop_waiting(handler)
-        self._room.release()
+        self._give_room(handler)
 
     def received_body(self, handler: web.RequestHandler) -> None:
         """Let one whose request is whole and not answered keep its place."""
@@ -162,17 +163,24 @@ class BoundedServer(web.Server):
         """Begin to serve a connection, when there is room."""
         await self._take_room()
         handler = self()
+        self._inside.add(handler)
         greeting = group.create_task(self._greet(handler, connection, context))
         self._wait(handler, greeting.cancel)
 
         def ended(_: object) -> None:
-            # Of one that succeeded, connection_lost makes the room.
+            # One that is served gives its room when the connection is lost; one that was reset at once has done so.
             if handler.transport is None:
-                self._stop_waiting(handler)
                 connection.close()
-                self._room.release()
+                self._give_room(handler)
 
         greeting.add_done_callback(ended)
+
+    def _give_room(self, handler: web.RequestHandler) -> None:
+        """Let another in, once for each connection: strangers may not make room that there is not."""
+        self._stop_waiting(handler)
+        if handler in self._inside:
+            self._inside.remove(handler)
+            self._room.release()
 
     async def _take_room(self) -> None:
         """Wait for room: the connection that has waited longest makes it, once it has had time for a request."""
