@@ -22,6 +22,7 @@ _QWEN, _BEST = "Qwen3-30B-A3B, 8 layers", "gradients in bfloat16, flash-attn-4"
 TARGETS = {
     f"{_QWEN}, 4x4, {_BEST}: arithmetic": 450,
     f"{_QWEN}, 2x4, {_BEST}: arithmetic": 380,
+    f"{_QWEN}, 4x4, FP8, {_BEST}: arithmetic": 560,
     f"{_QWEN}, 4x4, gradients in bfloat16, ExpertInput recomputed, flash-attn-4: arithmetic": 450,
     f"{_QWEN}, 4x4, gradients in bfloat16, moments in bfloat16, Selective recomputed, flash-attn-4: arithmetic": 450,
     f"{_QWEN}, 4x4, gradients in bfloat16, moments in bfloat16, Selective recomputed, flash-attn-4: memory": 70,
@@ -105,6 +106,7 @@ def _name(case: dict[str, Any], device: str) -> str:
     name += "" if case.get("dispatcher", "AllToAll") == "AllToAll" else f", {case['dispatcher']}"
     name += ", balanced" if case.get("balanced") else ""
     name += f", expertTensor {case['expert_tensor']}" if case.get("expert_tensor", 1) > 1 else ""
+    name += f", {case['compute']}" if case.get("compute") else ""
     name += ", gradients in bfloat16" if case["gradients"] == "bfloat16" else ""
     name += ", moments in bfloat16" if case["moments"] == "bfloat16" else ""
     name += "" if case["recompute"] == "None" else f", {' '.join(case['modules']) or case['recompute']} recomputed"

@@ -27,13 +27,18 @@ from moejob_trainer.model.architecture import architecture  # noqa: E402
 from moejob_trainer.model.parameters import parameters  # noqa: E402
 
 
-def main(parallelism: dict[str, object], memory: dict[str, object], moe: dict[str, object] | None = None) -> None:
-    """Trains and prints losses and gradient norms as JSON."""
+def main(
+    parallelism: dict[str, object],
+    memory: dict[str, object],
+    moe: dict[str, object] | None = None,
+    precision: dict[str, object] | None = None,
+) -> None:
+    """Trains and prints losses and gradient norms as JSON. In bfloat16 where a precision is given."""
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
     model = architecture(dict(catalog.config("moejob/tiny-moe") or {}))
-    spec = job("float32", "cuda", parallelism, memory, moe)
+    spec = job("bfloat16" if precision else "float32", "cuda", parallelism, memory, moe, precision)
     layout = layout_of(spec.parallelism, 8)
     groups = start_groups(layout, spec.moe.dispatcher)
     stages = built(model, spec, layout, groups, device)
@@ -46,4 +51,4 @@ def main(parallelism: dict[str, object], memory: dict[str, object], moe: dict[st
 
 
 if __name__ == "__main__":
-    main(*map(json.loads, sys.argv[1:4]))
+    main(*map(json.loads, sys.argv[1:5]))

@@ -165,6 +165,25 @@ def test_rows_through_the_memory_of_two_gpus_are_those_of_an_all_to_all_and_of_c
             assert distances[5] < 1e-4 if "model" not in name else distances[5] < 1.0, name
 
 
+# The parallelism, and other sections: every way to a product of FP8 numbers.
+FLOAT8_OVER_TWO: dict[str, tuple[dict[str, object], dict[str, object], dict[str, object]]] = {
+    "TP2": ({"tensor": 2}, {}, {}),
+    "EP2, tokens written to peers": ({"expert": 2}, {}, {"dispatcher": "Flex"}),
+    "DP2": ({"data": 2}, {}, {}),
+    "DP2, FSDP": ({"data": 2}, {"sharding": "FSDP"}, {}),
+}
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2 or not has_float8(), reason="needs two GPUs that multiply FP8")
+@pytest.mark.parametrize("layout", FLOAT8_OVER_TWO)
+def test_a_layout_over_two_gpus_trains_in_fp8_what_one_cpu_trains_in_it(layout: str) -> None:
+    done = _started("layouts.py", 2, *map(json.dumps, (*FLOAT8_OVER_TWO[layout], FLOAT8)))
+    here = json.loads(done.stdout.splitlines()[-1])
+    reference = trained("cpu", "bfloat16", precision=json.dumps(FLOAT8))
+    assert here["losses"] == pytest.approx(reference["losses"], rel=2e-2)
+    assert here["norms"] == pytest.approx(reference["norms"], rel=2e-1)
+
+
 def _trains_what_one_cpu_trains(parallelism: dict[str, object], memory: dict[str, object], ranks: int = 4) -> None:
     done = _started("layouts.py", ranks, json.dumps(parallelism), json.dumps(memory))
     here, reference = json.loads(done.stdout.splitlines()[-1]), of_one_cpu()
