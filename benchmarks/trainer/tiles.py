@@ -1,4 +1,4 @@
-"""Rates of quack-kernels' grouped products for experts of Mixtral and Qwen3, in its own tiles and in chosen ones.
+"""Rates of quack-kernels' grouped products for experts, in its own tiles and in chosen ones, and of FP8 numbers.
 
     python -m benchmarks.trainer.tiles
     python -m benchmarks.trainer.tiles --only "Mixtral down" --all
@@ -14,12 +14,14 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moejob_trainer.layers.kernels import experts
+from moejob_trainer.layers.float8 import rounded_columns, rounded_rows
+from moejob_trainer.layers.kernels import experts, float8
 from moejob_trainer.layers.kernels.experts import Tiles
 
 WARM, TIMED = 3, 12
@@ -54,6 +56,9 @@ SHAPES = {
     "Mixtral up": ExpertShape(8, 4096, 28672, 32768),
     "Qwen3-30B-A3B up": ExpertShape(128, 2048, 1536, 131072),
     "Qwen3-30B-A3B down": ExpertShape(128, 768, 2048, 131072),
+    # Of experts on eight GPUs.
+    "DeepSeek-V3 up": ExpertShape(32, 7168, 4096, 65536),
+    "DeepSeek-V3 down": ExpertShape(32, 2048, 7168, 65536),
 }
 
 
@@ -82,21 +87,42 @@ def _measured(shape: ExpertShape, *, everything: bool) -> Iterator[dict[str, obj
     for tiles in wanted:
         about = {"tile": None if tiles is None else asdict(tiles), "chosen": tiles == taken, "rows": shape.rows}
         for name, product in products.items():
-            yield {**about, "product": name, **_rate(shape, product, tiles), "device": torch.cuda.get_device_name()}
+            rate = _rate(shape, partial(product, tiles))
+            yield {**about, "product": name, **rate, "device": torch.cuda.get_device_name()}
+    yield from _measured_in_float8(shape)
+
+
+def _measured_in_float8(shape: ExpertShape) -> Iterator[dict[str, object]]:
+    """Yield the rates of FP8 products, and what it takes to round what they multiply."""
+    x, gradient, weight, bounds = _drawn(shape)
+    about = {"rows": shape.rows, "device": torch.cuda.get_device_name()}
+    for way, rows, rounded in (("forward", x, rounded_rows), ("rows", gradient, rounded_columns)):
+        left, right = rounded_rows(rows), rounded(weight)
+        product = partial(float8.products, left.values, left.scales, right.values, right.scales, bounds)
+        yield {**about, "product": f"{way}, FP8", **_rate(shape, product)}
+        yield {**about, "product": f"{way}, rounding rows", **_rate(shape, partial(rounded_rows, rows))}
+        yield {**about, "product": f"{way}, rounding weights", **_rate(shape, partial(rounded, weight))}
 
 
 def _products(shape: ExpertShape) -> dict[str, Callable[[Tiles | None], object]]:
     """Return the products of a step that take tiles, over random rows, of which experts get uneven shares."""
-    torch.manual_seed(1)
-    device, dtype = torch.device("cuda"), torch.bfloat16
-    bounds = _bounds(shape, device)
-    x = torch.randn(shape.rows, shape.inner, device=device, dtype=dtype)
-    gradient = torch.randn(shape.rows, shape.outer, device=device, dtype=dtype)
-    weight = torch.randn(shape.experts, shape.outer, shape.inner, device=device, dtype=dtype) * 0.02
+    x, gradient, weight, bounds = _drawn(shape)
     return {
         "forward": lambda tiles: experts.products_in_tiles(x, weight.transpose(1, 2), bounds, tiles),
         "rows": lambda tiles: experts.products_in_tiles(gradient, weight, bounds, tiles),
     }
+
+
+def _drawn(shape: ExpertShape) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Rows that come in and gradients of those that come out, weights, and the bounds of each expert's rows."""
+    torch.manual_seed(1)
+    device, dtype = torch.device("cuda"), torch.bfloat16
+    return (
+        torch.randn(shape.rows, shape.inner, device=device, dtype=dtype),
+        torch.randn(shape.rows, shape.outer, device=device, dtype=dtype),
+        torch.randn(shape.experts, shape.outer, shape.inner, device=device, dtype=dtype) * 0.02,
+        _bounds(shape, device),
+    )
 
 
 def _bounds(shape: ExpertShape, device: torch.device) -> Tensor:
@@ -106,10 +132,12 @@ def _bounds(shape: ExpertShape, device: torch.device) -> Tensor:
     return functional.pad(sizes.cumsum(0, dtype=torch.int32), (1, 0)).to(device)
 
 
-def _rate(shape: ExpertShape, product: Callable[[Tiles | None], object], tiles: Tiles | None) -> dict[str, object]:
+def _rate(shape: ExpertShape, work: Callable[[], object]) -> dict[str, object]:
+    """Milliseconds, and the rate of a product that takes as long."""
     # A tile may ask for more memory than a block has, which only its compiler knows, by errors of many kinds.
     try:
-        return {"teraflops": round(shape.flops / _seconds(lambda: product(tiles)) / 1e12, 1)}
+        seconds = _seconds(work)
+        return {"milliseconds": round(seconds * 1e3, 3), "teraflops": round(shape.flops / seconds / 1e12, 1)}
     except Exception as error:  # noqa: BLE001
         return {"error": f"{type(error).__name__}: {str(error)[:200]}"}
 
