@@ -27,6 +27,7 @@ from moejob_api.planner.memory import (
 )
 from moejob_api.planner.memory.case import prepared, stage_parameters
 from moejob_api.planner.memory.remedies import remedies
+from moejob_api.planner.memory.temporaries import working
 
 GIB = 2**30
 # 2 heads of 4, so queries 8x8, keys and values 8x4 each, output 8x8; a network of 3 x 8x16; two norms of 8.
@@ -110,7 +111,17 @@ def test_fp8_takes_a_byte_for_each_rounding_of_a_weight(changes: dict[str, Any],
     rounded = spec(**merged(changes, {"training": {"precision": {"compute": "FP8"}}}))
     assert part(needs(rounded, TINY), Name.ROUNDED) == expected
     assert part(needs(plain, TINY), Name.ROUNDED) == 0
-    assert needs(rounded, TINY).bytes > needs(plain, TINY).bytes + expected
+    assert needs(rounded, TINY).bytes == needs(plain, TINY).bytes + expected
+
+
+def test_fp8_rounds_the_widest_rows_of_a_layer_at_a_byte_a_number() -> None:
+    cases = [
+        prepared(spec(training={"precision": precision}), TINY_MIXTURE, layout(spec().parallelism, 8))
+        for precision in ({"compute": "FP8"}, {})
+    ]
+    rounded, plain = (working(TINY_MIXTURE.layers[0], case.share, case.keeping) for case in cases)
+    # Both halves of the activation of two experts' rows for each token.
+    assert rounded - plain == cases[0].share.tokens * 2 * 2 * 16
 
 
 @pytest.mark.parametrize("sharding", ["FSDP", "ZeRO2"])
