@@ -121,7 +121,9 @@ TRAINING = _section(
     dynamicBatchTokens=st.sampled_from([64, 96]),
     recompute=_RECOMPUTE,
     precision=_section(
-        gradients=st.sampled_from(["float32", "bfloat16"]), moments=st.sampled_from(["float32", "bfloat16"])
+        compute=st.just("FP8"),
+        gradients=st.sampled_from(["float32", "bfloat16"]),
+        moments=st.sampled_from(["float32", "bfloat16"]),
     ),
     scheduler=_SCHEDULER,
     clipGrad=st.sampled_from([0.0, 1.0]),
@@ -149,7 +151,7 @@ DATA = _section(
     packing=st.booleans(),
     shuffle=st.booleans(),
     overlong=st.sampled_from(["Drop", "Truncate"]),
-    maxLength=st.sampled_from([48, 64, 70]),
+    maxLength=st.sampled_from([48, 64, 102]),
     eval=st.sampled_from([[_HELD_OUT], [_ASKED], [_HELD_OUT, _ASKED]]),
 )
 JOBS = st.builds(

@@ -238,6 +238,14 @@ def test_no_setting_of_a_job_changes_it(worlds: Worlds, reference: Reference, na
     assert set(worlds.run(cell.ranks(), imported, cell, reference(cell.family)[0])) == {""}
 
 
+def test_a_model_that_is_trained_in_fp8_is_compared_as_those_who_load_it_compute_it(
+    worlds: Worlds, reference: Reference
+) -> None:
+    # On one rank, whose projections of queries are multiples of 16 both ways.
+    cell = Cell(Family.QWEN3_MOE, {"training": {"precision": {"compute": "FP8"}}})
+    assert worlds.run(1, imported, cell, reference(cell.family)[0]) == [""]
+
+
 @pytest.mark.parametrize(("mutant", "name", "layer"), FIRST_WRONG)
 def test_a_mistake_is_found_in_the_layer_where_it_was_made_and_told_by_all_ranks(
     worlds: Worlds, reference: Reference, mutant: str, name: str, layer: int

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 from torch import nn
 
@@ -27,13 +28,26 @@ def use_float8(stage: nn.Module, *, keeps: bool) -> None:
 
 def forget_roundings(stage: nn.Module) -> None:
     """Weights may change from now on."""
-    for weight in _float8_weights(stage):
+    for _, _, weight in _float8_weights(stage):
         weight.forget()
 
 
-def _float8_weights(stage: nn.Module) -> Iterator[Float8Weight]:
+@contextmanager
+def without_float8(stage: nn.Module) -> Iterator[None]:
+    """Let all matrices multiply in the model's type, as those who load the model do."""
+    found = [*_float8_weights(stage)]
+    for module, name, _ in found:
+        setattr(module, name, None)
+    try:
+        yield
+    finally:
+        for module, name, weight in found:
+            setattr(module, name, weight)
+
+
+def _float8_weights(stage: nn.Module) -> Iterator[tuple[nn.Module, str, Float8Weight]]:
     for module in stage.modules():
-        yield from (value for value in vars(module).values() if isinstance(value, Float8Weight))
+        yield from ((module, name, value) for name, value in vars(module).items() if isinstance(value, Float8Weight))
 
 
 def _fits(*widths: int) -> bool:

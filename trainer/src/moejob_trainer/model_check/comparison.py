@@ -26,6 +26,7 @@ from moejob_trainer.distributed.groups import Groups
 from moejob_trainer.engine import Document, MicroBatch, TokenOutputs
 from moejob_trainer.megatron.engine import MegatronEngine
 from moejob_trainer.megatron.pipeline import whole
+from moejob_trainer.model.float8 import without_float8
 from moejob_trainer.model.moe_layer import MoELayer
 from moejob_trainer.model.stage import Stage
 from moejob_trainer.model_check.reference import Reference
@@ -144,6 +145,7 @@ def _activations(engine: MegatronEngine, batches: Sequence[MicroBatch]) -> _Acti
     with ExitStack() as stack:
         for stage in engine.stages:
             stack.enter_context(_complete(stage))
+            stack.enter_context(without_float8(stage))
             for index, layer in stage.layers.items():
                 stack.callback(layer.register_forward_hook(partial(keep, int(index))).remove)
             if stage.place.is_last:
