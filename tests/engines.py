@@ -23,7 +23,7 @@ from moejob_api.pod_environment import spec_text
 ROOT = Path(__file__).parent.parent
 PYTHON = Path(os.environ.get("MOEJOB_ROLLOUT_PYTHON", ROOT / ".venv/rollout/bin/python"))
 SECRET = "known to this attempt alone"
-# An engine needs 20 s of a core; a busy machine takes ten minutes to give them.
+# An engine needs 10 s of a core; a busy machine takes ten minutes to give them.
 _START_SECONDS, _ANSWER_SECONDS = 900.0, 300.0
 # Never a proxy: the machine asks itself.
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))

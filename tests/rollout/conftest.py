@@ -1,4 +1,4 @@
-"""Engines that several tests share: a start takes 20 s of a core."""
+"""Engines that several tests share: a start takes 10 s of a core."""
 
 from __future__ import annotations
 

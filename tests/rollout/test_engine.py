@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import socket
 import threading
 from collections.abc import Callable
@@ -30,6 +32,7 @@ Start = Callable[..., Engine]
 PROMPTS = [[(7 * number + place) % 512 for place in range(20)] for number in range(8)]
 CLOSE = 1e-4
 LOOK_SECONDS = 0.1
+FORKED = 0x40  # PF_FORKNOEXEC
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +76,23 @@ def test_an_engine_starts_without_a_traceback_in_its_log(moe: Engine) -> None:
     assert served
     assert "Traceback" not in begin
     assert "Chat template warmup failed" not in begin
+
+
+def test_the_core_of_an_engine_is_a_fork_of_its_server_without_its_port(moe: Engine) -> None:
+    lines = Path("/proc/net/tcp").read_text().splitlines()
+    listening = {f"socket:[{line.split()[9]}]" for line in lines if f"{moe.port:04X} 00000000:0000 0A" in line}
+    assert len(listening) == 1
+    assert not listening & {str(path.readlink()) for path in Path(f"/proc/{core_of(moe)}/fd").iterdir()}
+
+
+def core_of(engine: Engine) -> int:
+    """The process that is a fork and has run no other program since."""
+    (core,) = (pid for pid in engine.workers() if flags(pid) & FORKED)
+    return core
+
+
+def flags(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[6])
 
 
 def test_a_stranger_is_bounded_by_the_whole_server_too(moe: Engine) -> None:
@@ -243,8 +263,17 @@ def test_weights_come_by_broadcast_to_every_worker_of_an_engine_which_ends_with_
         assert distance(engine, reference) < CLOSE
     assert "vLLM takes stacks of experts in 2 layers" in engine.log
     assert len(engine.workers()) > 2
+    shared = shared_memory(engine)
+    assert shared
     assert engine.stop() == 0
     assert engine.is_gone()
+    assert not [block for block in shared if block.exists()]
+
+
+def shared_memory(engine: Engine) -> set[Path]:
+    """Blocks that its processes pass on to each other."""
+    maps = [Path(f"/proc/{pid}/maps").read_text() for pid in engine.workers()]
+    return {Path(block) for one in maps for block in re.findall(r"/dev/shm/psm_\w+", one)}
 
 
 def _in_stacks(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -298,3 +327,11 @@ def _send(group: ProcessGroupGloo, bucket: Tensor) -> None:
     options = BroadcastOptions()
     options.rootRank = options.rootTensor = 0
     group.broadcast([bucket], options).wait()  # type: ignore[attr-defined]  # its base class's, untyped
+
+
+# The last one: it ends the engine.
+def test_a_server_whose_core_gets_a_signal_has_got_none_and_ends_without_it(moe: Engine) -> None:
+    os.kill(core_of(moe), signal.SIGTERM)
+    assert moe.is_gone()
+    assert "engine core exited unexpectedly" in moe.log
+    assert "API server: shutdown triggered" not in moe.log

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from functools import wraps
+import multiprocessing
+import os
+import signal
+from functools import partial, wraps
+from multiprocessing import resource_tracker
+from multiprocessing.context import ForkContext
+from socket import socket
 from typing import Any
 
 import torch
@@ -36,6 +42,8 @@ def register() -> None:
         _pack_experts_at_every_update()
         _leave_cores_to_others()
         _record_routed_experts()
+        if multiprocessing.parent_process() is None:
+            _fork_the_core()
         _registered.add("cpu")
 
 
@@ -100,6 +108,45 @@ def _record_routed_experts() -> None:
     from moejob_rollout.routed_experts import record_on_cpu  # noqa: PLC0415  # slow to import
 
     record_on_cpu()
+
+
+def _fork_the_core() -> None:
+    """Let a server on the CPU fork its engine core, which then need not import what the server has imported.
+
+    vLLM spawns it there, and the second import is half of the time until an engine is ready. No server computes before
+    it forks: a fork would wait for ever for threads that torch starts at its first operation on several cores.
+    """
+    from vllm.entrypoints.launchers import launcher  # noqa: PLC0415  # slow to import
+    from vllm.v1.engine import utils  # noqa: PLC0415  # slow to import
+
+    original = launcher.create_server_socket
+
+    @wraps(original)
+    def kept_from_forks(*args: Any, **kwargs: Any) -> socket:
+        listening: socket = original(*args, **kwargs)
+        os.register_at_fork(after_in_child=partial(_part_from_server, listening))
+        return listening
+
+    launcher.create_server_socket = kept_from_forks
+    utils.get_mp_context = _forking
+
+
+def _forking() -> ForkContext:
+    # It removes the shared memory that a core leaves behind. One that the core started would be killed with the core.
+    resource_tracker.ensure_running()
+    return multiprocessing.get_context("fork")
+
+
+def _part_from_server(listening: socket) -> None:
+    """Drop what a core has by the fork and has not when it is spawned."""
+    # A server that stops asks for the command of another process at its port, and ends with 1 if that ends meanwhile.
+    # Once a server is killed, its port would be open, and no process would answer.
+    listening.close()
+    # Each signal is a byte there: the event loop of the server would take the core's for its own.
+    signal.set_wakeup_fd(-1)
+    # The server's handlers, until the core has its own.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def _leave_cores_to_others() -> None:
