@@ -21,10 +21,8 @@ CELLS: dict[str, tuple[Family, dict[str, Any]]] = {
     "one rank": (Family.QWEN3_MOE, {}),
     "one rank, latent attention": (Family.DEEPSEEK_V3, {}),
     "TP2": (Family.QWEN3_MOE, {"parallelism": LAYOUTS["TP2"]}),
-    "TP2 without sequence parallelism": (
-        Family.QWEN3_MOE,
-        {"parallelism": {"tensor": 2, "sequence": False}},
-    ),
+    # A mixture needs sequence parallelism there.
+    "TP2 without sequence parallelism": (Family.LLAMA, {"parallelism": {"tensor": 2, "sequence": False}}),
     "TP2.EP2, latent attention": (Family.DEEPSEEK_V3, {"parallelism": LAYOUTS["TP2.EP2"]}),
     "PP2.VPP2": (Family.QWEN3_MOE, {"parallelism": LAYOUTS["PP2.VPP2"]}),
     "CP2": (Family.QWEN3_MOE, {"parallelism": LAYOUTS["CP2"]}),
