@@ -24,6 +24,7 @@ from moejob_rollout.transfer.presence import Presence, TrainerGoneError
 KEY = weights_key("secret")
 SENDER = Path(__file__).with_name("dying_sender.py")
 SIZE = 200_000_000
+TRIES = 20
 
 
 @contextmanager
@@ -55,8 +56,21 @@ def test_a_message_that_is_whole_is_received() -> None:
 
 
 def test_the_rest_of_a_message_is_not_awaited_when_its_sender_is_dead() -> None:
-    with joined(most=SIZE // 10) as (group, presence), pytest.raises(TrainerGoneError, match="in the middle"):
-        receive(group, presence)
+    # On a busy machine a sender may come to die only when all has arrived.
+    ends = (end_of_message(most=SIZE // 10) for _ in range(TRIES))
+    assert next((end for end in ends if end is not None), "whole each time") == (
+        "the trainer has left in the middle of a bucket"
+    )
+
+
+def end_of_message(most: int) -> str | None:
+    """Return the error that ended the wait; None for a message that is whole."""
+    with joined(most) as (group, presence):
+        try:
+            receive(group, presence)
+        except TrainerGoneError as error:
+            return str(error)
+    return None
 
 
 def test_nothing_is_awaited_of_a_trainer_that_has_left() -> None:
