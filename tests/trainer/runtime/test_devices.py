@@ -1,15 +1,19 @@
-"""Threads of ranks on the CPU, and algorithms on any device: sums in another order would be other sums."""
+"""Threads of ranks on the CPU, GPUs that have no FP8, and algorithms: sums in another order would be other sums."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from unittest.mock import Mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from builders import spec
+from moejob_trainer.errors import BadConfiguration
 from moejob_trainer.layers.kernels.attention import flash_supports
-from moejob_trainer.runtime.devices import compute_deterministically, share_cores
+from moejob_trainer.runtime.devices import compute_deterministically, share_cores, start_device
 
 
 @pytest.fixture(autouse=True)
@@ -32,6 +36,29 @@ def test_a_job_that_says_how_many_threads_its_ranks_have_is_obeyed(monkeypatch: 
     torch.set_num_threads(3)
     share_cores(100_000)
     assert torch.get_num_threads() == 3
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """The compute capability of the only GPU here."""
+    capability = Mock()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", Mock())
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA L4")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
+    monkeypatch.setattr(dist, "init_process_group", Mock())
+    return capability
+
+
+def test_a_gpu_without_fp8_products_is_refused_by_its_rank(gpu: Mock) -> None:
+    gpu.return_value = (8, 9)
+    float8, plain = Mock(local_rank=0), Mock(local_rank=0)
+    float8.spec, plain.spec = spec(training={"precision": {"compute": "FP8"}}), spec()
+    with pytest.raises(BadConfiguration, match=r"compute capability 9\.0 or later, and NVIDIA L4 has 8\.9; remove"):
+        start_device(float8)
+    assert start_device(plain) == torch.device("cuda", 0)
+    gpu.return_value = (9, 0)
+    assert start_device(float8) == torch.device("cuda", 0)
 
 
 @pytest.fixture

@@ -212,7 +212,7 @@ def rounded_elements(layer: Layer, work: Work) -> float:
 
 
 def _rounded_around(intermediate: int, ranks: int, share: Share) -> int:
-    """Elements of a row of a gated network: its input and activation, and the gradients of output and of both halves"""
+    """Elements of a row of a gated network: its input and activation, and the gradients of output and halves."""
     return 2 * share.hidden + 3 * ceil_div(intermediate, ranks)
 
 
