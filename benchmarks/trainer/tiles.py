@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from moejob_trainer.layers.float8 import rounded_columns, rounded_rows
 from moejob_trainer.layers.kernels import experts, float8
-from moejob_trainer.layers.kernels.experts import Tiles
+from moejob_trainer.layers.kernels.quack import Tiles
 
 WARM, TIMED = 3, 12
 # The others that came near when thirteen were tried.

@@ -22,7 +22,7 @@ DEFAULT_MODULES = frozenset(
 )
 # Slopes of 16,384 tokens and 152,000 words in bfloat16 are 4.6 GiB, and save a fourth of the output layer's products.
 MOST_SLOPE_BYTES = 5 * GIB
-# Hopper and Blackwell, as the trainer's layers/kernels/experts.py finds them.
+# Hopper and Blackwell, as the trainer's layers/kernels/quack.py names them.
 SUMMING_GPUS = frozenset({GpuType.H100, GpuType.H200, GpuType.B200, GpuType.GB200})
 NO_MODULES: frozenset[RecomputeModule] = frozenset()
 

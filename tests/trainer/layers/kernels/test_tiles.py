@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from moejob_trainer.layers.kernels.experts import WIDE_TILES, Tiles, tiles
+from moejob_trainer.layers.kernels.experts import WIDE_TILES, tiles
+from moejob_trainer.layers.kernels.quack import Tiles
 
 
 @pytest.mark.parametrize(

@@ -2,50 +2,41 @@
 
 from __future__ import annotations
 
-import warnings
-from dataclasses import dataclass
 from functools import cache
-from importlib import import_module
-from importlib.util import find_spec
-from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
-# Hopper and Blackwell.
-GENERATIONS = (9, 10, 11)
-# What their copy engine moves begins and ends at multiples of it.
+from moejob_trainer.layers.kernels.quack import (
+    GENERATIONS,
+    TRIED_ROWS,
+    WITHIN,
+    Tiles,
+    agrees,
+    drawn,
+    exact_products,
+    generation,
+    module,
+    tried_bounds,
+)
+
+OTHERWISE = "products of experts are torch's"
+# What the copy engine of a GPU moves begins and ends at multiples of it.
 ALIGNMENT_BYTES = 16
-# A small case, before anything is trained: experts without rows, with one, and with more than tiles divide evenly.
-TRIED_ROWS, TRIED_INPUTS, TRIED_OUTPUTS = (0, 5, 700, 0, 129, 1, 64, 0), 264, 392
-WITHIN = {torch.bfloat16: 1e-2, torch.float32: 1e-4}
+TRIED_INPUTS, TRIED_OUTPUTS = 264, 392
 # Between what widths of both sides of a weight, and from how many rows for each expert, tiles of our own are faster.
 WIDE, WIDEST, MANY_ROWS = 4096, 16384, 2048
 # The generation that they were measured on.
 HOPPER = 9
-
-
-@dataclass(frozen=True, slots=True)
-class Tiles:
-    """The part of a product that a block of threads makes at a time, and the blocks that share what they load."""
-
-    rows: int
-    columns: int
-    # Two groups of warps make a tile each by turns, instead of one together.
-    pingpong: bool
-    cluster_rows: int
-    cluster_columns: int
-
-
 # benchmarks/training-gpu.md has what was measured.
 WIDE_TILES = Tiles(192, 128, pingpong=True, cluster_rows=1, cluster_columns=2)
 
 
-def tiles(rows_per_expert: float, widths: tuple[int, int], generation: int) -> Tiles | None:
+def tiles(rows_per_expert: float, widths: tuple[int, int], of_generation: int) -> Tiles | None:
     """Return the tiles of products with weights of these widths; None for those that quack-kernels takes itself."""
     is_wide = min(widths) >= WIDE and max(widths) <= WIDEST
-    return WIDE_TILES if generation == HOPPER and rows_per_expert >= MANY_ROWS and is_wide else None
+    return WIDE_TILES if of_generation == HOPPER and rows_per_expert >= MANY_ROWS and is_wide else None
 
 
 def multiplies(x: Tensor, weights: Tensor) -> bool:
@@ -94,13 +85,12 @@ def write_outer_products(gradient: Tensor, x: Tensor, bounds: Tensor, into: Tens
 def _tiles(x: Tensor, weights: Tensor) -> Tiles | None:
     """Return the tiles for these rows and weights [e, k, n]."""
     experts, *widths = weights.shape
-    generation = torch.cuda.get_device_capability(x.device)[0]
-    return tiles(len(x) / experts, (widths[0], widths[1]), generation)
+    return tiles(len(x) / experts, (widths[0], widths[1]), generation(x.device))
 
 
 def _config(shape: Tiles) -> Any:
     # A plain count of tiles, as its default on Hopper.
-    return import_module("quack.gemm_config").GemmConfig(
+    return module("gemm_config", OTHERWISE).GemmConfig(
         tile_m=shape.rows,
         tile_n=shape.columns,
         pingpong=shape.pingpong,
@@ -116,7 +106,7 @@ def _supports(x: Tensor, *widths: int) -> bool:
         return False
     return (
         all(width * x.element_size() % ALIGNMENT_BYTES == 0 for width in widths)
-        and torch.cuda.get_device_capability(x.device)[0] in GENERATIONS
+        and generation(x.device) in GENERATIONS
         and _quack() is not None
     )
 
@@ -124,8 +114,7 @@ def _supports(x: Tensor, *widths: int) -> bool:
 @cache
 def _multiplies_rightly(device: torch.device, shape: Tiles | None) -> bool:
     x, bounds, weights, _ = _tried(device)
-    parts = zip(x.double().split(TRIED_ROWS), weights.double(), strict=True)
-    return _agrees(products_in_tiles(x, weights, bounds, shape), torch.cat([part @ weight for part, weight in parts]))
+    return agrees(products_in_tiles(x, weights, bounds, shape), exact_products(x, weights), OTHERWISE)
 
 
 @cache
@@ -136,7 +125,7 @@ def _adds_rightly(device: torch.device, dtype: torch.dtype) -> bool:
     before = weights.transpose(1, 2).to(dtype).contiguous()
     total = before.clone()
     add_outer_products(gradient, x, bounds, total)
-    return _agrees(total, before.double() + _outer_products(gradient, x))
+    return agrees(total, before.double() + _outer_products(gradient, x), OTHERWISE)
 
 
 @cache
@@ -147,7 +136,7 @@ def _writes_rightly(device: torch.device, dtype: torch.dtype) -> bool:
     # Nothing of what lies there may be left.
     into = torch.full_like(weights.transpose(1, 2), torch.nan, dtype=dtype, memory_format=torch.contiguous_format)
     write_outer_products(gradient, x, bounds, into)
-    return _agrees(into, _outer_products(gradient, x))
+    return agrees(into, _outer_products(gradient, x), OTHERWISE)
 
 
 def _outer_products(gradient: Tensor, x: Tensor) -> Tensor:
@@ -157,37 +146,12 @@ def _outer_products(gradient: Tensor, x: Tensor) -> Tensor:
 
 
 def _tried(device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Rows, their bounds, weights and a gradient, drawn beside the job's own random numbers."""
-    random = torch.Generator(device).manual_seed(1)
+    """Rows, their bounds, weights and a gradient."""
     rows = sum(TRIED_ROWS)
     shapes = ((rows, TRIED_INPUTS), (len(TRIED_ROWS), TRIED_INPUTS, TRIED_OUTPUTS), (rows, TRIED_OUTPUTS))
-    x, weights, gradient = (
-        torch.randn(shape, generator=random, device=device, dtype=torch.bfloat16) for shape in shapes
-    )
-    bounds = torch.tensor([*accumulate(TRIED_ROWS, initial=0)], device=device, dtype=torch.int32)
-    return x, bounds, weights, gradient
+    x, weights, gradient = drawn(device, *shapes)
+    return x, tried_bounds(device), weights, gradient
 
 
-def _agrees(found: Tensor, exact: Tensor) -> bool:
-    off = ((found.double() - exact).abs().max() / exact.abs().max()).item()
-    # Nothing is less than `not a number`.
-    if off <= WITHIN[found.dtype]:
-        return True
-    warnings.warn(
-        f"quack-kernels is off by {off:.1e} on {found.device}, so products of experts are torch's", stacklevel=2
-    )
-    return False
-
-
-@cache
 def _quack() -> Any:
-    if find_spec("quack") is None:
-        return None
-    try:
-        return import_module("quack.gemm_interface")
-    except ImportError as error:
-        # Beside other versions of what it is built on.
-        warnings.warn(
-            f"quack-kernels is installed but not usable, so products of experts are torch's: {error}", stacklevel=2
-        )
-        return None
+    return module("gemm_interface", OTHERWISE)

@@ -6,11 +6,7 @@ products at a time in the tensor cores, which keep fewer bits, and those sums in
 
 from __future__ import annotations
 
-import warnings
 from functools import cache
-from importlib import import_module
-from importlib.util import find_spec
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -18,11 +14,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moejob_trainer.layers.kernels.experts import GENERATIONS, TRIED_ROWS, WITHIN, Tiles
+from moejob_trainer.layers import float8
+from moejob_trainer.layers.kernels.quack import (
+    GENERATIONS,
+    TRIED_ROWS,
+    Tiles,
+    agrees,
+    drawn,
+    exact_products,
+    generation,
+    module,
+    tried_bounds,
+)
 
-FLOAT8 = torch.float8_e4m3fn
-LARGEST, SMALLEST = tl.constexpr(448.0), tl.constexpr(1e-30)
-EXPONENT_BITS = tl.constexpr(0x7F800000)
+OTHERWISE = "FP8 saves no time"
+LARGEST, SMALLEST = tl.constexpr(float8.LARGEST), tl.constexpr(float8.SMALLEST)
+EXPONENT_BITS = tl.constexpr(float8.EXPONENT_BITS)
 WIDEST_BLOCK = 4096
 # What one program turns at a time.
 TURNED_ROWS, TURNED_COLUMNS = 128, 64
@@ -34,7 +41,7 @@ TRIED_INPUTS, TRIED_OUTPUTS = 272, 400
 
 def rounded_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Twin of `float8.plain_rounded_rows`."""
-    values, scales = torch.empty_like(x, dtype=FLOAT8), x.new_empty(x.shape[:-1], dtype=torch.float32)
+    values, scales = torch.empty_like(x, dtype=float8.FLOAT8), x.new_empty(x.shape[:-1], dtype=torch.float32)
     width = x.shape[-1]
     block = min(triton.next_power_of_2(width), WIDEST_BLOCK)
     if scales.numel():
@@ -45,7 +52,7 @@ def rounded_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 def rounded_columns(x: Tensor) -> tuple[Tensor, Tensor]:
     """Twin of `float8.plain_rounded_columns`."""
     *leading, rows, width = x.shape
-    values = x.new_empty(*leading, width, rows, dtype=FLOAT8)
+    values = x.new_empty(*leading, width, rows, dtype=float8.FLOAT8)
     scales = x.new_empty(*leading, width, dtype=torch.float32)
     matrices = x.numel() // max(rows * width, 1)
     if matrices:
@@ -59,7 +66,7 @@ def multiplies(x: Tensor, dtype: torch.dtype) -> bool:
     # Not the same bits twice, as with experts.
     if dtype is not torch.bfloat16 or not len(x) or torch.are_deterministic_algorithms_enabled():
         return False
-    return torch.cuda.get_device_capability(x.device)[0] in GENERATIONS and _multiplies_rightly(x.device)
+    return generation(x.device) in GENERATIONS and _multiplies_rightly(x.device)
 
 
 def product(x: Tensor, of_rows: Tensor, weight: Tensor, of_columns: Tensor) -> Tensor:
@@ -91,13 +98,8 @@ def _settings(tiles: Tiles) -> dict[str, Any]:
 @cache
 def _scaled() -> Any:
     """Products with the scales of both sides on them; None without quack-kernels."""
-    if find_spec("quack") is None:
-        return None
-    try:
-        epilogue, ops = import_module("quack.epilogue.frontend"), import_module("quack.epilogue.ops")
-    except ImportError as error:
-        # Beside other versions of what it is built on.
-        warnings.warn(f"quack-kernels is installed but not usable, so FP8 saves no time: {error}", stacklevel=2)
+    epilogue, ops = module("epilogue.frontend", OTHERWISE), module("epilogue.ops", OTHERWISE)
+    if epilogue is None or ops is None:
         return None
     sides = {"of_rows": ops.ColVecLoad("of_rows"), "of_columns": ops.RowVecLoad("of_columns")}
     return epilogue.gemm_epilogue(ops=sides)(_on_sums)
@@ -112,26 +114,14 @@ def _on_sums(acc: Any, of_rows: Any, of_columns: Any) -> dict[str, Any]:
 def _multiplies_rightly(device: torch.device) -> bool:
     if _scaled() is None:
         return False
-    random = torch.Generator(device).manual_seed(1)
     shapes = ((sum(TRIED_ROWS), TRIED_INPUTS), (len(TRIED_ROWS), TRIED_OUTPUTS, TRIED_INPUTS))
-    x, weights = (
-        rounded_rows(torch.randn(shape, generator=random, device=device, dtype=torch.bfloat16)) for shape in shapes
-    )
-    bounds = torch.tensor([*accumulate(TRIED_ROWS, initial=0)], device=device, dtype=torch.int32)
+    x, weights = (rounded_rows(numbers) for numbers in drawn(device, *shapes))
     rows, matrices = (values.double() * scales.double().unsqueeze(-1) for values, scales in (x, weights))
-    parts = zip(rows.split(TRIED_ROWS), matrices, strict=True)
-    of_experts = torch.cat([part @ matrix.t() for part, matrix in parts])
-    grouped, dense = products(*x, *weights, bounds), product(*x, weights[0][0], weights[1][0])
-    return _agrees(grouped, of_experts) and _agrees(dense, rows @ matrices[0].t())
-
-
-def _agrees(found: Tensor, exact: Tensor) -> bool:
-    off = ((found.double() - exact).abs().max() / exact.abs().max()).item()
-    # Nothing is less than `not a number`.
-    if off <= WITHIN[found.dtype]:
-        return True
-    warnings.warn(f"FP8 products of quack-kernels are off by {off:.1e} on {found.device}: bfloat16's", stacklevel=2)
-    return False
+    grouped = products(*x, *weights, tried_bounds(device))
+    dense = product(*x, weights[0][0], weights[1][0])
+    return agrees(grouped, exact_products(rows, matrices.transpose(1, 2)), OTHERWISE) and agrees(
+        dense, rows @ matrices[0].t(), OTHERWISE
+    )
 
 
 @triton.jit
