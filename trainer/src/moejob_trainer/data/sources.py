@@ -8,21 +8,20 @@ import io
 import json
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path, PurePath
 from typing import IO, cast
 
-import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from moejob_api.job.model import Dataset
 from moejob_trainer.data import tiny
 from moejob_trainer.data.hub import HubPins, dataset_commit
-from moejob_trainer.data.records import Record
+from moejob_trainer.data.records import Record, without_absent
 from moejob_trainer.data.shapes import shaped
 from moejob_trainer.data.tokenizers import CLAIMS, located
 from moejob_trainer.errors import BadData
@@ -85,7 +84,9 @@ def _read(dataset: Dataset, claims: Path, pins: HubPins | None) -> Iterator[Reco
         return _of_folder(path, dataset.split)
     if place.startswith(("/", ".")) or path.name.endswith(_FILES):
         raise BadData(f"there is no file or folder {place}, which data source {dataset.source} names")
-    return _of_hub(dataset, pins)
+    from moejob_trainer.data.library import of_hub  # noqa: PLC0415  # slow to import
+
+    return of_hub(dataset, None if pins is None else dataset_commit(dataset.source, pins))
 
 
 def state(dataset: Dataset, claims: Path = CLAIMS) -> str:
@@ -116,7 +117,9 @@ def _of_file(path: Path) -> Iterator[Record]:
 
 def _of_folder(folder: Path, split: str) -> Iterator[Record]:
     if any((folder / name).is_file() for name in _SAVED):
-        return _saved(folder, split)
+        from moejob_trainer.data.library import saved  # noqa: PLC0415  # slow to import
+
+        return saved(folder, split)
     files = sorted(file for file in folder.rglob("*") if file.name.endswith(_FILES) and file.is_file())
     if not files:
         raise BadData(f"folder {folder} holds no file that ends in one of {', '.join(_FILES)}")
@@ -138,51 +141,6 @@ def _of_split(folder: Path, files: list[Path], split: str) -> list[Path]:
     if not chosen:
         raise BadData(f"no file of {folder} begins with split {split}; there are {_listed(named.values())}")
     return chosen
-
-
-def _saved(folder: Path, split: str) -> Iterator[Record]:
-    try:
-        found = datasets.load_from_disk(str(folder))
-    except (OSError, ValueError, KeyError, TypeError, pa.ArrowException) as error:
-        raise BadData(f"data set {folder} cannot be read: {error}") from error
-    if isinstance(found, datasets.DatasetDict):
-        if split not in found:
-            raise BadData(f"data set {folder} has no split {split}; it has {_listed(found)}")
-        found = found[split]
-    return _entries(found, str(folder))
-
-
-def _of_hub(dataset: Dataset, pins: HubPins | None) -> Iterator[Record]:
-    commit = None if pins is None else dataset_commit(dataset.source, pins)
-    try:
-        found = datasets.load_dataset(
-            dataset.source,
-            dataset.configuration,
-            split=dataset.split,
-            revision=commit,
-            streaming=dataset.streaming,
-        )
-    # Covers no network, no such name, no such split, and files that the library cannot read.
-    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        configuration = f"configuration {dataset.configuration}, " if dataset.configuration else ""
-        raise BadData(
-            f"data set {dataset.source} ({configuration}split {dataset.split}) cannot be loaded: {reason}; check the "
-            "names, or download it to the volume and name its path"
-        ) from error
-    return _entries(found, f"{dataset.source}[{dataset.split}]")
-
-
-def _entries(found: Iterable[Mapping[str, object]], name: str) -> Iterator[Record]:
-    number = 0
-    try:
-        for fields in found:
-            number += 1
-            yield Record(_without_absent(fields), f"{name}, row {number}")
-    # Of streamed files, which are looked into only now. A network that fails is no fault of theirs.
-    except (pa.ArrowInvalid, datasets.exceptions.DatasetsError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise BadData(f"{name} cannot be read after row {number}: {reason}; correct the file") from error
 
 
 def _lines(path: Path) -> Iterator[Record]:
@@ -244,22 +202,9 @@ def _rows(path: Path) -> Iterator[Record]:
             for batch in file.iter_batches(batch_size=1024):
                 for fields in batch.to_pylist():
                     number += 1
-                    yield Record(_without_absent(fields), f"{path}, row {number}")
+                    yield Record(without_absent(fields), f"{path}, row {number}")
     except (OSError, pa.ArrowException) as error:
         raise BadData(f"{path} cannot be read as Parquet after row {number}: {error}") from error
-
-
-def _without_absent(fields: Mapping[str, object]) -> Mapping[str, object]:
-    """Arrow gives every row the keys of all rows; a key without a value was never written."""
-    return {key: _present(value) for key, value in fields.items() if value is not None}
-
-
-def _present(value: object) -> object:
-    if isinstance(value, dict):
-        return _without_absent(value)
-    if isinstance(value, list):
-        return [_present(item) for item in value]
-    return value
 
 
 def _listed(names: object) -> str:

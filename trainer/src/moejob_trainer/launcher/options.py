@@ -16,7 +16,7 @@ class Options:
     # `module:function` of a rank; the function takes nothing and returns an exit code.
     target: str = "moejob_trainer.rank:main"
     # What the fork server imports before the first rank starts; what is not installed is left out.
-    preload: tuple[str, ...] = ("torch", "megatron.core", "transformers", "moejob_trainer.rank")
+    preload: tuple[str, ...] = ("torch", "moejob_trainer.megatron", "transformers", "moejob_trainer.rank")
     last_word: Path = Path(PodPath.TERMINATION)
     # Where each rank's output is kept as rank-N.log besides the pod's own log; absent: nowhere.
     logs: Path | None = None
