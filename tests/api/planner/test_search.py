@@ -97,15 +97,17 @@ def test_gpus_that_do_not_fill_nodes_have_no_layout() -> None:
 @pytest.mark.parametrize(
     ("sections", "count", "tensors"),
     [
-        pytest.param({"gpuType": "H200"}, 16, [1], id="one GPU holds the model"),
-        pytest.param({"gpuType": "H100"}, 16, [2], id="two GPUs hold the model"),
-        pytest.param({"gpuMemoryGiB": 40}, 16, [4], id="four GPUs hold the model"),
+        pytest.param({"gpuType": "H200"}, 16, [1, 2, 4, 8], id="one GPU holds the model"),
+        pytest.param({"gpuType": "H100"}, 16, [2, 4, 8], id="two GPUs hold the model"),
+        pytest.param({"gpuMemoryGiB": 40}, 16, [4, 8], id="four GPUs hold the model"),
         pytest.param({"gpuMemoryGiB": 4}, 16, [1], id="no node holds the model"),
         pytest.param({"gpuType": "H100", "gpusPerNode": 1}, 4, [1], id="engines stay in a node"),
-        pytest.param({}, 16, [1], id="nothing is known of the GPUs"),
+        pytest.param({}, 16, [1, 2, 4, 8], id="nothing is known of the GPUs"),
     ],
 )
-def test_engines_are_as_large_as_the_model_needs(sections: dict[str, Any], count: int, tensors: list[int]) -> None:
+def test_engines_of_each_size_that_holds_the_model_are_tried(
+    sections: dict[str, Any], count: int, tensors: list[int]
+) -> None:
     assert engine_sizes(spec(method="GRPO", resources=sections), count) == tensors
 
 
@@ -133,11 +135,20 @@ def test_engines_run_where_a_step_is_shortest(gibibytes: int, placement: Placeme
     assert best(fastest[None])[1] == min(best(found)[1] for asked, found in fastest.items() if asked and found)
 
 
+def test_a_gpu_with_more_memory_is_never_slower() -> None:
+    seconds = [best(best_layouts(grpo_spec(gibibytes, None), moe_model(8), 8, H100, limit=1))[1] for gibibytes in MORE]
+    assert seconds == sorted(seconds, reverse=True)
+
+
 def test_engines_that_the_job_counts_stay_so_many() -> None:
     counted = grpo_spec(80, Placement.SEPARATE, replicas=3)
     (choice,) = best_layouts(counted, moe_model(8), 8, H100, limit=1)
     assert best((choice,))[0].rollout.replicas == 3
     assert choice.layout.gpus == 5
+
+
+# Of a GPU that has too little for small engines, for colocated ones, and for neither.
+MORE = (16, 18, 22, 26, 40, 80)
 
 
 def grpo_spec(gibibytes: int, placement: Placement | None, **rollout: int) -> Spec:

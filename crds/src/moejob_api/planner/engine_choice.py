@@ -47,21 +47,18 @@ def divisions(spec: Spec, shape: ModelShape, gpus: int) -> Iterator[Division]:
 
 
 def with_engines_that_run(spec: Spec, shape: ModelShape, gpus: int) -> tuple[Spec, ...]:
-    """The job with the smallest engines that hold the model, and with those that run as many sequences as are useful.
+    """The job with engines of each size that holds the model, the smallest first.
 
-    Where no engine holds it the job stays as it is, and its engines are what is wrong with it.
+    Larger ones leave more memory to the trainer and answer faster, and there are fewer of them. Where no engine holds
+    the model the job stays as it is, and its engines are what is wrong with it.
     """
     if spec.grpo is None:
         return (spec,)
     own = _engine(spec, spec.grpo, shape, gpus)
     if own.runs and "tensor" in spec.grpo.rollout.model_fields_set:
         return (spec,)
-    sizes = [(spec, own), *_larger(spec, spec.grpo, shape, gpus)]
-    running = [changed for changed, one in sizes if one.runs]
-    useful = [changed for changed, one in sizes if one.runs and (one.sequences or 0) >= one.useful_sequences]
-    if not running:
-        return (spec,)
-    return (running[0], *(changed for changed in useful[:1] if changed is not running[0]))
+    running = [changed for changed, one in ((spec, own), *_larger(spec, spec.grpo, shape, gpus)) if one.runs]
+    return tuple(running) or (spec,)
 
 
 def _larger(spec: Spec, grpo: Grpo, shape: ModelShape, gpus: int) -> Iterator[tuple[Spec, EngineMemory]]:

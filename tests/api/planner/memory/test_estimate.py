@@ -317,6 +317,18 @@ def test_a_remedy_makes_the_job_fit() -> None:
         assert str(remedy)
 
 
+def test_a_job_that_lacks_the_memory_of_roundings_may_multiply_in_bfloat16() -> None:
+    # Weights that do not change for many micro batches are rounded once: 9.3 GiB.
+    training = {"precision": {"compute": "FP8"}, "microBatchSize": 1, "globalBatchSize": 8}
+    job, shape = spec(training=training, resources={"gpuType": "H200"}), moe_model(layers=8)
+    sizes = layout(job.parallelism, 8)
+    needed = needs(job, shape).bytes
+    (found,) = (one for one in remedies(job, shape, sizes, needed - 1) if "precision.compute" in str(one))
+    assert str(found) == "training.precision.compute: null"
+    assert needed - found.bytes > 9 * GIB
+    assert found.bytes == needs(found.spec, shape).bytes
+
+
 @pytest.mark.parametrize(
     "changes",
     [

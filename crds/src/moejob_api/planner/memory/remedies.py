@@ -5,7 +5,7 @@ Layouts are not touched here; moejob_api.planner.suggestions and moejob_api.plan
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from itertools import combinations, islice, product
@@ -112,6 +112,8 @@ def _tried(
 
 def _written(value: object) -> str:
     """A value as YAML has it."""
+    if value is None:
+        return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -150,16 +152,22 @@ def _for_recomputation(spec: Spec) -> Iterator[_Option]:
 
 def _for_precision(spec: Spec) -> Iterator[_Option]:
     precision = spec.training.precision
+    if precision.compute is not None:
+        yield _precision("compute", None)
     fields = {"moments": precision.moments}
     if spec.model.dtype is not Dtype.FLOAT32:
         fields["gradients"] = precision.gradients
     for name, kind in fields.items():
         if kind is Dtype.FLOAT32:
-            yield _Option(name, f"training.precision.{name}", lambda _: Dtype.BFLOAT16, partial(_with_precision, name))
+            yield _precision(name, Dtype.BFLOAT16)
 
 
-def _with_precision(name: str, spec: Spec) -> Spec:
-    precision = spec.training.precision.model_copy(update={name: Dtype.BFLOAT16})
+def _precision(name: str, value: Dtype | None) -> _Option:
+    return _Option(name, f"training.precision.{name}", lambda _: value, partial(_with_precision, {name: value}))
+
+
+def _with_precision(update: Mapping[str, Dtype | None], spec: Spec) -> Spec:
+    precision = spec.training.precision.model_copy(update=update)
     return spec.model_copy(update={"training": spec.training.model_copy(update={"precision": precision})})
 
 
