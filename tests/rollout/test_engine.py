@@ -7,9 +7,9 @@ import re
 import signal
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from time import monotonic, sleep
@@ -21,10 +21,11 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import BroadcastOptions, ProcessGroupGloo
 
-from engines import SECRET, Engine, free_port
+from engines import SECRET, Engine
 from moejob_api.contract import weights_key
 from moejob_api.group_rendezvous import arrive, give_up
 from moejob_rollout.listener import HEAD_BYTES
+from ports import free_port
 from rollout.doors import opened
 from rollout.references import log_probabilities, model, published, published_tensors, without
 
@@ -244,7 +245,7 @@ def _take_weights(two_workers: Engine, seed: int) -> None:
     assert distance(two_workers, reference) < CLOSE
 
 
-def test_weights_come_by_broadcast_to_every_worker_of_an_engine_which_ends_with_all_of_them(
+def test_weights_come_by_broadcast_to_every_worker_of_an_engine_which_ends_and_leaves_nothing(
     two_workers: Engine,
 ) -> None:
     engine = two_workers
@@ -263,17 +264,47 @@ def test_weights_come_by_broadcast_to_every_worker_of_an_engine_which_ends_with_
         assert distance(engine, reference) < CLOSE
     assert "vLLM takes stacks of experts in 2 layers" in engine.log
     assert len(engine.workers()) > 2
-    shared = shared_memory(engine)
-    assert shared
-    assert engine.stop() == 0
+    blocks, folders = shared_memory(engine), {socket.parent for socket in sockets(engine)}
+    assert {re.sub("[^a-z].*", "", block.name) for block in blocks} == {"psm", "vllm"}
+    assert len(folders) == 1
+    engine.must("/pause", mode="keep")
+    with unanswered(engine):
+        assert engine.stop() == 0
     assert engine.is_gone()
-    assert not [block for block in shared if block.exists()]
+    assert not [path for path in blocks | folders if path.exists()]
+
+
+@contextmanager
+def unanswered(engine: Engine) -> Iterator[None]:
+    """A request that a paused engine has taken and does not answer."""
+
+    def ask() -> None:
+        # A server that ends may answer that it failed, or just hang up.
+        with suppress(OSError):
+            engine.post("/inference/v1/generate", {"token_ids": PROMPTS[0], "sampling_params": {"detokenize": False}})
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    until = monotonic() + 60
+    while not engine.get("/load").body["server_load"] and monotonic() < until:
+        sleep(LOOK_SECONDS)
+    assert asking.is_alive()
+    yield
+    asking.join()
 
 
 def shared_memory(engine: Engine) -> set[Path]:
     """Blocks that its processes pass on to each other."""
     maps = [Path(f"/proc/{pid}/maps").read_text() for pid in engine.workers()]
-    return {Path(block) for one in maps for block in re.findall(r"/dev/shm/psm_\w+", one)}
+    return {Path(block) for one in maps for block in re.findall(r"/dev/shm/(?:psm|vllm)_\S+", one)}
+
+
+def sockets(engine: Engine) -> set[Path]:
+    """Files at which its processes listen to each other."""
+    opened = [path for pid in engine.workers() for path in Path(f"/proc/{pid}/fd").iterdir()]
+    numbers = {match[1] for path in opened if (match := re.match(r"socket:\[(\d+)\]", str(path.readlink())))}
+    found = (line.split() for line in Path("/proc/net/unix").read_text().splitlines())
+    return {Path(fields[7]) for fields in found if len(fields) == 8 and fields[6] in numbers and fields[7][0] == "/"}
 
 
 def _in_stacks(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

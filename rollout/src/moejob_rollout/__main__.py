@@ -17,6 +17,7 @@ from moejob_api.pod_environment import BadEnvironment, from_environment
 from moejob_rollout.arguments import arguments, variables
 from moejob_rollout.engine import EngineEnvironment
 from moejob_rollout.listener import server_settings
+from moejob_rollout.temporary_files import own_temporary_files
 
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 _LOOK_SECONDS = 0.2
@@ -41,11 +42,12 @@ def main() -> int:
         )
         return ExitCode.BAD_CONFIGURATION
     os.environ |= variables(engine, sorted(os.sched_getaffinity(0)))
-    # Takes ten seconds, in which the trainer lays out the model.
-    from vllm.entrypoints.launchers.api_server import entry  # noqa: PLC0415  # reads its environment when imported
+    with own_temporary_files():
+        # Takes ten seconds, in which the trainer lays out the model.
+        from vllm.entrypoints.launchers.api_server import entry  # noqa: PLC0415  # reads its environment when imported
 
-    model = _laid_out(engine.run_folder / RunFile.ENGINE_MODEL)
-    _serve(entry, engine, model)
+        model = _laid_out(engine.run_folder / RunFile.ENGINE_MODEL)
+        _serve(entry, engine, model)
     return ExitCode.DONE
 
 

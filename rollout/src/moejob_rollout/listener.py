@@ -18,6 +18,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 VISITOR = "moejob_visitor"
 # Browsers send 1 kB.
 HEAD_BYTES = 16 * 1024
+# The core is gone by then, so a request that has no answer yet gets none.
+_LAST_ANSWERS_SECONDS = 1
 # Of connections that wait to be taken, which one turn of the event loop takes all: fewer than may be open.
 _BACKLOG = 128
 
@@ -100,10 +102,11 @@ class ServerSettings(TypedDict):
     http: Any
     ws: str
     backlog: int
+    timeout_graceful_shutdown: int
 
 
 def server_settings(limits: StrangerLimits | None = None) -> ServerSettings:
-    """Return the arguments with which uvicorn, and vLLM's server above it, bounds strangers."""
+    """Return the arguments with which uvicorn, and vLLM's server above it, bounds strangers and its own end."""
     # h11, also where uvicorn would choose httptools, which keeps heads of any length.
     protocol = partial(BoundedProtocol, Strangers(limits or StrangerLimits()))
-    return {"http": protocol, "ws": "none", "backlog": _BACKLOG}
+    return {"http": protocol, "ws": "none", "backlog": _BACKLOG, "timeout_graceful_shutdown": _LAST_ANSWERS_SECONDS}
