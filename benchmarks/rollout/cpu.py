@@ -13,11 +13,10 @@ import json
 import os
 import subprocess
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,20 +24,20 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from benchmarks.record import Better, Result, record
-from benchmarks.rollout.alone import MARK
 from benchmarks.rollout.models import write_model
+from benchmarks.rollout.sides import MEMBERS, Alone, our_rate
 from engines import PYTHON, ROOT, SECRET, Engine
 from moejob_api.contract import weights_key
 from moejob_trainer.rollouts.connection import Connection
 from moejob_trainer.rollouts.fleet import Fleet, FleetLimits
 from moejob_trainer.rollouts.generator import FleetGenerator
-from moejob_trainer.rollouts.interface import Request, Sampling, SyncReport, Tokens
+from moejob_trainer.rollouts.interface import SyncReport, Tokens
 from moejob_trainer.rollouts.publisher import Publisher, Transport, Trial
 from moejob_trainer.rollouts.transports.broadcast import BroadcastTransport, EngineRendezvous, gloo
 from moejob_trainer.rollouts.transports.buckets import Ranks
 from moejob_trainer.rollouts.transports.disk import DiskTransport
 
-GROUPS, MEMBERS, PROMPT_TOKENS, ANSWER_TOKENS = 8, 8, 24, 32
+GROUPS, PROMPT_TOKENS, ANSWER_TOKENS = 8, 24, 32
 ROUNDS, SYNCS, STEPS = 6, 5, 8
 LIMITS = FleetLimits(start_seconds=900)
 PHASES = ("syncSeconds", "generateSeconds", "outputsSeconds", "learnSeconds")
@@ -52,7 +51,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         model = _model(folder / "model")
-        with _Alone(folder, folder / "model") as alone:
+        with _alone(folder, folder / "model") as alone:
             pairs, disk = _served(folder / "disk", model, "Disk", alone)
         _, broadcast = _served(folder / "gloo", model, "Gloo", None)
         results = [
@@ -93,7 +92,7 @@ def _rounds() -> list[list[Tokens]]:
 
 
 def _served(
-    folder: Path, model: PreTrainedModel, sync: str, alone: _Alone | None
+    folder: Path, model: PreTrainedModel, sync: str, alone: Alone | None
 ) -> tuple[list[tuple[float, float]], list[SyncReport]]:
     """Tokens a second of each round, ours and those of vLLM alone; the reports of several synchronizations."""
     model.config.save_pretrained(folder / "engine-model")
@@ -119,7 +118,7 @@ def _transport(sync: str, folder: Path) -> Transport:
 
 
 def _through(
-    url: str, model: PreTrainedModel, transport: Transport, alone: _Alone | None
+    url: str, model: PreTrainedModel, transport: Transport, alone: Alone | None
 ) -> tuple[list[tuple[float, float]], list[SyncReport]]:
     fleet = Fleet([url], Connection(SECRET), LIMITS)
     trial = Trial(model.config.vocab_size, lambda tokens: _log_probabilities(model, tokens), 1e-3)
@@ -131,22 +130,10 @@ def _through(
             return [], reports
         # By turns: what else the machine does, it does to both.
         pairs = [
-            (asyncio.run(_rate(generator, number, prompts)), alone.rate(prompts))
+            (asyncio.run(our_rate(generator, number, prompts, ANSWER_TOKENS)), alone.rate(prompts))
             for number, prompts in enumerate(_rounds())
         ]
         return pairs, reports
-
-
-async def _rate(generator: FleetGenerator, number: int, prompts: Sequence[Tokens]) -> float:
-    sampling = Sampling(1.0, 1.0, ANSWER_TOKENS, ())
-    requests = [
-        Request(1000 * number + group, member, prompt, 1000 * number + MEMBERS * group + member)
-        for group, prompt in enumerate(prompts)
-        for member in range(MEMBERS)
-    ]
-    begun = time.perf_counter()
-    answers = await asyncio.gather(*(generator.generate(request, sampling) for request in requests))
-    return sum(len(answer.tokens) for answer in answers) / (time.perf_counter() - begun)
 
 
 def _tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -166,59 +153,25 @@ def _log_probabilities(model: PreTrainedModel, tokens: Tokens) -> Any:
 # --- vLLM alone -------------------------------------------------------------------------------------------------------
 
 
-class _Alone:
-    """A process with vLLM and nothing of ours but the plugin's corrections for the CPU."""
-
-    def __init__(self, folder: Path, model: Path) -> None:
-        cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
-        quiet = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "TORCHDYNAMO_DISABLE": "1"}
-        asked = {
-            "environment": {**quiet, "VLLM_PLUGINS": "moejob", "VLLM_CPU_OMP_THREADS_BIND": cores},
-            "settings": {
-                "model": str(model),
-                "dtype": "float32",
-                "max_model_len": 128 + ANSWER_TOKENS,
-                "seed": 0,
-                "logprobs_mode": "processed_logprobs",
-                "enable_prefix_caching": True,
-                "enable_chunked_prefill": False,
-                "enforce_eager": True,
-                "kv_cache_memory_bytes": _CACHE_BYTES,
-                "skip_tokenizer_init": True,
-            },
-            "sampling": {"temperature": 1.0, "max_tokens": ANSWER_TOKENS, "ignore_eos": True, "logprobs": 0},
-        }
-        file = folder / "alone.json"
-        file.write_text(json.dumps(asked))
-        self._log = folder / "alone.log"
-        with self._log.open("w") as log:
-            self._process = subprocess.Popen(
-                [str(PYTHON), "-m", "benchmarks.rollout.alone", str(file)],
-                cwd=ROOT,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-            )
-
-    def rate(self, prompts: Sequence[Tokens]) -> float:
-        """Return the tokens a second of one round."""
-        if self._process.stdin is None or self._process.stdout is None:
-            raise RuntimeError("the process has pipes")
-        members = [prompt.tolist() for prompt in prompts for _ in range(MEMBERS)]
-        self._process.stdin.write(f"{json.dumps(members)}\n")
-        self._process.stdin.flush()
-        for line in self._process.stdout:
-            if line.startswith(MARK):
-                return float(line.removeprefix(MARK))
-        raise RuntimeError(f"vLLM alone failed:\n{self._log.read_text()[-4000:]}")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        # It ends with its input.
-        self._process.communicate()
+def _alone(folder: Path, model: Path) -> Alone:
+    """vLLM and nothing of ours but the plugin's corrections for the CPU."""
+    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+    quiet = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "TORCHDYNAMO_DISABLE": "1"}
+    settings = {
+        "model": str(model),
+        "dtype": "float32",
+        "max_model_len": 128 + ANSWER_TOKENS,
+        "seed": 0,
+        "logprobs_mode": "processed_logprobs",
+        "enable_prefix_caching": True,
+        "enable_chunked_prefill": False,
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": _CACHE_BYTES,
+        "skip_tokenizer_init": True,
+    }
+    return Alone(
+        folder, {**quiet, "VLLM_PLUGINS": "moejob", "VLLM_CPU_OMP_THREADS_BIND": cores}, settings, ANSWER_TOKENS
+    )
 
 
 def _vllm_version() -> str:
