@@ -44,7 +44,7 @@ class ApiServer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.communicate(timeout=10)
+        self._process.communicate(timeout=300)
 
     def created(self, *objects: Body) -> list[Answer]:
         """The answers to creating each object."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import time
 import urllib.error
@@ -19,6 +18,7 @@ from typing import Any
 from builders import spec
 from moejob_api.contract import Environment, HttpPath, Role, engine_key
 from moejob_api.pod_environment import spec_text
+from ports import free_port
 
 ROOT = Path(__file__).parent.parent
 PYTHON = Path(os.environ.get("MOEJOB_ROLLOUT_PYTHON", ROOT / ".venv/rollout/bin/python"))
@@ -102,12 +102,12 @@ class Engine:
     def stop(self) -> int:
         """Ask it to end; its exit code."""
         self._process.send_signal(signal.SIGTERM)
-        return self._process.wait(timeout=120)
+        return self._process.wait(timeout=300)
 
     def kill(self) -> None:
         """End it and all of its workers at once."""
         os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait(timeout=60)
+        self._process.wait(timeout=300)
 
     def is_gone(self) -> bool:
         """Wait for its processes to end; False when one does not."""
@@ -153,13 +153,6 @@ def environment(run_folder: Path, urls: Sequence[str], index: int = 0, **section
         Environment.SECRET: SECRET,
     }
     return {name.value: value for name, value in values.items()}
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port
 
 
 def _read(body: bytes) -> Any:

@@ -17,11 +17,12 @@ from benchmarks.contest.histograms import Histogram, histogram
 from benchmarks.contest.pods import Body, pod_template
 from cluster.binaries import PEERS
 from cluster.control_plane import jobs
-from cluster.control_plane.operators import ACCOUNT, Home, free_port, grant
+from cluster.control_plane.operators import ACCOUNT, Home, grant
 from cluster.control_plane.plane import ControlPlane
 from cluster.processes import Process
 from cluster.waiting import until
 from moejob_api.contract import Label
+from ports import free_port
 
 GPUS_PER_POD = 8
 START_SECONDS = 120

@@ -14,9 +14,9 @@ from benchmarks.contest.contenders import Contender, our_job, served, user_of
 from benchmarks.contest.pods import Body, pod_template
 from cluster.binaries import Report, alone, cache, go_build
 from cluster.control_plane.certificates import new_authority
-from cluster.control_plane.operators import free_port
 from cluster.control_plane.plane import ControlPlane
 from cluster.processes import Process
+from ports import free_port
 
 NAME = "JobSet"
 _DEFINITION = "config/components/crd/bases/jobset.x-k8s.io_jobsets.yaml"

@@ -23,7 +23,7 @@ def moejob(*arguments: str, stdin: str = "", **environment: str) -> subprocess.C
     """Run the command as a process of its own, with no terminal in sight."""
     command = [sys.executable, "-m", "moejob_cli", *arguments]
     return subprocess.run(
-        command, input=stdin, capture_output=True, text=True, check=False, timeout=60, env=os.environ | environment
+        command, input=stdin, capture_output=True, text=True, check=False, timeout=300, env=os.environ | environment
     )
 
 
@@ -41,7 +41,7 @@ finally: {last}"""
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=300,
     )
 
 
@@ -325,7 +325,7 @@ def test_the_types_of_options_are_no_text_that_typer_would_evaluate(command: Com
 def test_a_reader_that_goes_away_is_no_error() -> None:
     job = EXAMPLES / "llama-405b-grpo-256gpu.yaml"
     command = f"{sys.executable} -m moejob_cli plan {job} --ranks | head -1; exit ${{PIPESTATUS[0]}}"
-    answer = subprocess.run(["/bin/bash", "-c", command], capture_output=True, text=True, check=False, timeout=60)
+    answer = subprocess.run(["/bin/bash", "-c", command], capture_output=True, text=True, check=False, timeout=300)
     assert answer.returncode == 0
     assert answer.stderr == ""
 

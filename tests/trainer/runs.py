@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import resource
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +27,7 @@ from moejob_api.contract import Environment
 from moejob_api.layout.sizes import layout
 from moejob_trainer.runtime.fencing import RESTART, Fence, claim_key
 from moejob_trainer.runtime.heartbeats import BOARD, HeartbeatBoard
+from ports import free_port
 from trainer.worlds import PRELOADED
 
 LONGEST_SECONDS = 600.0
@@ -146,7 +146,7 @@ class Runs:
             path.chmod(0o666)
         common = {
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(_free_port()),
+            "MASTER_PORT": str(free_port()),
             "WORLD_SIZE": str(ranks),
             RESTART: "0",
             BOARD: str(board.folder),
@@ -184,13 +184,6 @@ def steps(folder: Path) -> list[Step]:
     lines = log.read_text().splitlines(keepends=True) if log.exists() else []
     told = [json.loads(line) for line in lines if line.endswith("\n")]
     return [Step(line["step"], line["loss"], line["attempt"]) for line in told]
-
-
-def _free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port: int = taken.getsockname()[1]
-        return port
 
 
 def _small_files() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import sys
 import urllib.error
 import urllib.request
@@ -22,6 +21,7 @@ from charts import Object, Rendered, Values
 from cluster.control_plane.plane import ControlPlane
 from cluster.processes import Process
 from cluster.waiting import until
+from ports import free_port
 
 ACCOUNT = "moejob-operator"
 # Of the chart, what a process needs that runs outside the cluster.
@@ -166,11 +166,3 @@ def _rights(chart: Rendered) -> Iterator[Object]:
         is_for_users = any("aggregate-to" in label for label in labels)
         if found["kind"] in RIGHTS and labels["app.kubernetes.io/component"] == "operator" and not is_for_users:
             yield found
-
-
-def free_port() -> int:
-    """A port that no process listens on now."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from cluster.control_plane.operators import ACCOUNT, Home, Operator, free_port, installed
+from cluster.control_plane.operators import ACCOUNT, Home, Operator, installed
 from cluster.control_plane.plane import ControlPlane
 from cluster.images.conftest import Contains
 from cluster.processes import Process
 from cluster.waiting import until
 from confined import Container
+from ports import free_port
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("definition")]
 
@@ -73,6 +74,7 @@ def test_whoever_has_the_image_can_plan(container: Contains) -> None:
 def test_there_is_nothing_to_write_to_and_no_shell(container: Contains) -> None:
     asks = """
 import json, os
+from ports import free_port
 refused = []
 for folder in ("/", "/opt/moejob", "/etc"):
     try:

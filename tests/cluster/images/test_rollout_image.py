@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from cluster.control_plane.operators import free_port
 from cluster.images.conftest import Contains
 from cluster.images.tiny import SECONDS, trained
 from cluster.processes import Process
 from confined import Container
 from moejob_api.contract import RunFile
+from ports import free_port
 
 pytestmark = [
     pytest.mark.cluster,

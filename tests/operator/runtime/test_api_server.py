@@ -401,10 +401,8 @@ def test_no_write_is_on_its_way_when_somebody_else_may_lead() -> None:
     async def story(here: World) -> None:
         here.remaining = 0.05
         here.server.answering.clear()
-        begun = asyncio.get_running_loop().time()
-        with pytest.raises(Retryable):
+        with pytest.raises(Retryable, match=r"0\.05 s passed"):
             await here.cluster.ensure(pod())
-        assert asyncio.get_running_loop().time() - begun < 1
 
     played(story)
 

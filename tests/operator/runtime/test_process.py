@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from moejob_operator.runtime import process
 from moejob_operator.runtime.job_watch import DEAD_SECONDS
 from moejob_operator.runtime.lifecycle import Operator
 from moejob_operator.runtime.settings import Settings
+from ports import free_port
 from stand_in_api import StandIn, listed, stand_in
 
 CORE = ("pods", "services", "persistentvolumeclaims")
@@ -47,14 +47,6 @@ def settings_for(server: StandIn, folder: Path, **changes: Any) -> Settings:
     )
     fixed = {"kubeconfig": kubeconfig, "leader_election": False, "webhook": False, "http_port": 0, "stop_seconds": 5}
     return Settings.model_validate(fixed | changes)
-
-
-def free_port() -> int:
-    """One that is free on all addresses: of port 0, each address would get another."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
 
 
 async def until(condition: Callable[[], Any]) -> None:

@@ -201,7 +201,7 @@ class ThreadCoordinators:
         self.size = size
         self.sent = [b""] * size
         # A rank that never comes shall fail the test, not hang it.
-        self.barrier = threading.Barrier(size, timeout=30)
+        self.barrier = threading.Barrier(size, timeout=300)
 
     def together(self, act: Callable[[ThreadCoordinator], T]) -> list[T | Exception]:
         """Return the result on each rank."""

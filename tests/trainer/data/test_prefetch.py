@@ -10,7 +10,7 @@ import pytest
 from moejob_trainer.data.prefetch import Prefetched
 from moejob_trainer.errors import BadData
 
-DEADLINE_SECONDS = 30
+DEADLINE_SECONDS = 300
 
 
 class Source:

@@ -6,7 +6,6 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import time
 import types
@@ -24,9 +23,10 @@ from moejob_api.contract import Environment, LastWord, PodProgress
 from moejob_trainer.launcher.launch import launch
 from moejob_trainer.launcher.options import Options
 from moejob_trainer.launcher.stop import StopRequest
+from ports import free_port
 
 TESTS = Path(__file__).parents[2]
-LONGEST_SECONDS = 40.0
+LONGEST_SECONDS = 300.0
 
 Found = TypeVar("Found")
 
@@ -40,13 +40,6 @@ def eventually(look: Callable[[], Found | None], what: str = "it", seconds: floa
             return found
         time.sleep(0.02)
     raise AssertionError(f"{what} did not happen within {seconds} s")
-
-
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port: int = taken.getsockname()[1]
-        return port
 
 
 def lives(pid: int) -> bool:

@@ -16,7 +16,8 @@ from moejob_trainer.launcher.pod import TrainerPod
 from moejob_trainer.launcher.rendezvous import Rendezvous, Round, poll_seconds
 from moejob_trainer.launcher.stop import StopRequest
 from moejob_trainer.launcher.store import LostPeers, Store
-from trainer.launcher.launchers import Gang, free_port
+from ports import free_port
+from trainer.launcher.launchers import Gang
 
 
 def rendezvous(gang: Gang, index: int) -> Rendezvous:

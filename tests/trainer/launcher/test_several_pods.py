@@ -7,7 +7,8 @@ import signal
 from collections.abc import Callable
 
 from moejob_api.contract import Outcome, PodProgress
-from trainer.launcher.launchers import Gang, Launcher, eventually, free_port, gone
+from ports import free_port
+from trainer.launcher.launchers import Gang, Launcher, eventually, gone
 
 Make = Callable[..., Gang]
 

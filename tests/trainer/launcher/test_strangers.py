@@ -26,7 +26,8 @@ from moejob_trainer.launcher.store import (
     ranks_store,
 )
 from moejob_trainer.runtime.channel import FRAME_BYTES, UNPROVED_CONNECTIONS, attempt_key, introduce
-from trainer.launcher.launchers import Gang, free_port
+from ports import free_port
+from trainer.launcher.launchers import Gang
 
 KEY = attempt_key("secret", "uid", 2)
 BAD_END = Ending(pod=1, token="a stranger", cause=Cause.BAD_CONFIGURATION, message="gone for good")

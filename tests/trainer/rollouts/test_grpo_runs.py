@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import load_file
 
 from builders import merged, spec
-from engines import PYTHON, ROOT, SECRET, Engine, free_port
+from engines import PYTHON, ROOT, SECRET, Engine
 from moejob_api.contract import Environment, ExitCode, Role
 from moejob_api.job import Spec
 from moejob_api.models import catalog
@@ -32,6 +32,7 @@ from moejob_trainer.checkpoint_export.run_export import Wanted, export_run
 from moejob_trainer.checkpoints.manifest import EvaluationFacts, read_manifest
 from moejob_trainer.data import tiny
 from moejob_trainer.rollouts.wire import GENERATE
+from ports import free_port
 from trainer.rollouts.own_words import greedy
 from trainer.rollouts.passage import SCORES, Passage
 from trainer.runs import LONGEST_SECONDS, TINY, Runs, Started, eventually

@@ -14,7 +14,7 @@ from moejob_trainer.runtime.fencing import FenceToken
 from moejob_trainer.tracking import TrackedRun
 from moejob_trainer.tracking.backends import Numbers
 
-DEADLINE_SECONDS = 30.0
+DEADLINE_SECONDS = 300.0
 
 
 def tracked(folder: Path, **tracking: Any) -> TrackedRun:
