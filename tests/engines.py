@@ -10,12 +10,15 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
 from builders import spec
+from moejob_api.answers import AnswerRequest, EngineAnswer
 from moejob_api.contract import Environment, HttpPath, Role, engine_key
 from moejob_api.pod_environment import spec_text
 from ports import free_port
@@ -98,6 +101,22 @@ class Engine:
             "/inference/v1/generate", {"token_ids": list(tokens), "sampling_params": params}
         )
         return body
+
+    def answered(self, tokens: Sequence[int], max_tokens: int, seed: int = 0, stop_tokens: Sequence[int] = ()) -> Reply:
+        """Ask for one answer as the trainer does; the body is an EngineAnswer where the status is 200."""
+        asked = AnswerRequest(
+            prompt=array("i", tokens).tobytes(),
+            seed=seed,
+            temperature=1.0,
+            top_p=1.0,
+            max_tokens=max_tokens,
+            stop_tokens=tuple(stop_tokens),
+        )
+        reply = self.post(HttpPath.ANSWER, asked.model_dump(mode="json"))
+        return Reply(
+            reply.status,
+            EngineAnswer.model_validate_json(json.dumps(reply.body)) if reply.status == HTTPStatus.OK else reply.body,
+        )
 
     def stop(self) -> int:
         """Ask it to end; its exit code."""

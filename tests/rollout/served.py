@@ -31,14 +31,18 @@ class Client:
 
     def __init__(self) -> None:
         self.errored = False
-        self.asked = 0
+        self.asked = self.given_up = 0
         # An answer waits until it may come.
         self.may_answer = threading.Event()
         self.failing: Exception | None = None
 
     async def generate(self, *_: Any) -> AsyncIterator[Any]:
         self.asked += 1
-        await _set(self.may_answer)
+        try:
+            await _set(self.may_answer)
+        except asyncio.CancelledError:
+            self.given_up += 1
+            raise
         if self.failing is not None:
             raise self.failing
         yield SimpleNamespace()

@@ -15,6 +15,7 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import BroadcastOptions, ProcessGroupGloo
 
 from engines import SECRET, Engine
-from moejob_api.contract import weights_key
+from moejob_api.contract import HttpPath, weights_key
 from moejob_api.group_rendezvous import arrive, give_up
 from moejob_rollout.listener import HEAD_BYTES
 from ports import free_port
@@ -195,6 +196,32 @@ def test_an_answer_ends_at_the_stop_tokens_that_were_named(moe: Engine) -> None:
     assert (cut["token_ids"], cut["finish_reason"]) == (whole[: whole.index(whole[7]) + 1], "stop")
 
 
+def test_an_answer_is_that_of_the_path_of_vllm(moe: Engine) -> None:
+    for seed, prompt in enumerate(PROMPTS):
+        theirs = moe.generate(prompt, max_tokens=24, seed=seed)["choices"][0]
+        mine = moe.answered(prompt, 24, seed).body
+        assert np.frombuffer(mine.tokens, "<i4").tolist() == theirs["token_ids"]
+        said = [token["logprob"] for token in theirs["logprobs"]["content"]]
+        assert np.frombuffer(mine.log_probabilities, "<f4").tolist() == said
+        assert [(span.weights, span.start, span.end) for span in mine.spans] == [
+            (span["version"], span["start"], span["end"]) for span in theirs["weight_versions"]
+        ]
+        assert (mine.finish_reason, mine.routed_experts) == ("length", None)
+
+
+def test_an_answer_ends_at_the_tokens_of_the_request(moe: Engine) -> None:
+    whole = np.frombuffer(moe.answered(PROMPTS[2], 16, 5).body.tokens, "<i4").tolist()
+    cut = moe.answered(PROMPTS[2], 16, 5, stop_tokens=[whole[7]]).body
+    assert np.frombuffer(cut.tokens, "<i4").tolist() == whole[: whole.index(whole[7]) + 1]
+    assert cut.finish_reason == "stop"
+
+
+def test_a_request_that_is_none_is_refused_with_a_reason(moe: Engine) -> None:
+    assert moe.post(HttpPath.ANSWER, {"prompt": "AAAA"}).status == 400
+    longest = moe.answered([1] * 5000, 1)
+    assert (longest.status, "5000" in longest.body) == (400, True)
+
+
 @pytest.fixture(scope="module")
 def two_workers(start: Start) -> Engine:
     return start("mixtral", sync="Gloo", tensor=2).ready()
@@ -281,13 +308,13 @@ def unanswered(engine: Engine) -> Iterator[None]:
     def ask() -> None:
         # A server that ends may answer that it failed, or just hang up.
         with suppress(OSError):
-            engine.post("/inference/v1/generate", {"token_ids": PROMPTS[0], "sampling_params": {"detokenize": False}})
+            engine.answered(PROMPTS[0], max_tokens=8)
 
     asking = threading.Thread(target=ask)
     asking.start()
-    until = monotonic() + 60
-    while not engine.get("/load").body["server_load"] and monotonic() < until:
-        sleep(LOOK_SECONDS)
+    # It has taken the request when it answers one that came later.
+    sleep(LOOK_SECONDS)
+    engine.get("/weight_info")
     assert asking.is_alive()
     yield
     asking.join()

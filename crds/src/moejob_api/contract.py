@@ -130,12 +130,14 @@ class RunFile(StrEnum):
 
 
 class HttpPath(StrEnum):
-    """The paths that a pod serves on the progress port."""
+    """The paths that a pod serves on the progress port, and an engine on its own."""
 
     PROGRESS = "/progress"
     METRICS = "/metrics"
-    # Answers 200 once every rank of the pod has sent a heartbeat.
+    # Answers 200 once every rank of the pod has sent a heartbeat, or an engine has generated a token.
     READY = "/ready"
+    # Of an engine: takes and gives what moejob_api.answers has.
+    ANSWER = "/answer"
 
 
 class ExitCode(IntEnum):

@@ -8,6 +8,10 @@ from moejob_api.job import Spec
 from moejob_api.job.grpo import Placement, Sync
 from moejob_api.job.resources import Accelerator
 
+# An engine keeps a connection that asks nothing, and the trainer closes one. Who asks on a connection that is closed at
+# that moment would take the engine for lost.
+SERVER_IDLE_SECONDS, CLIENT_IDLE_SECONDS = 300, 60.0
+
 
 def transport(spec: Spec) -> Sync:
     """Return the transport of weights, never Auto."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from moejob_api.engines import transport
+from moejob_api.engines import SERVER_IDLE_SECONDS, transport
 from moejob_api.job.grpo import Placement
 from moejob_api.job.resources import Accelerator
 from moejob_rollout.engine import EngineEnvironment
@@ -69,7 +69,7 @@ def variables(engine: EngineEnvironment, cores: Sequence[int]) -> dict[str, str]
     """Return the environment variables that vLLM reads when it is imported."""
     quiet = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", "VLLM_PLUGINS": "moejob"}
     # Pausing, sleeping and weight transfer are there in no other mode; the key of the job is asked for on all of them.
-    control = {"VLLM_SERVER_DEV_MODE": "1"}
+    control = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(SERVER_IDLE_SECONDS)}
     if engine.spec.resources.accelerator is Accelerator.CPU:
         # torch.compile would need a compiler of C++ at run time.
         return quiet | control | {"TORCHDYNAMO_DISABLE": "1"} | threads(cores, engine.grpo.rollout.tensor)

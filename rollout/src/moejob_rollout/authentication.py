@@ -11,19 +11,14 @@ import hmac
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
 from http import HTTPStatus
 from typing import Any
 from uuid import uuid4
 
 from moejob_api.contract import Environment, HttpPath, engine_key
+from moejob_rollout.answering import answer
+from moejob_rollout.asgi import App, Receive, Reply, Scope, Send
 from moejob_rollout.listener import VISITOR
-
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 # What failed once may fail each time, and every client may ask whether it still does.
 AGAIN_SECONDS = 5.0
@@ -49,12 +44,14 @@ class KeyAuthentication:
         if has_key:
             scope["state"][VISITOR].has_key()
         if scope.get("path") == HttpPath.READY:
-            await self._ready(scope, ShortAnswer(send, keeps_open=has_key))
+            await self._ready(scope, Reply(send, keeps_open=has_key))
+        elif has_key and scope.get("path") == HttpPath.ANSWER:
+            await answer(scope, receive, send)
         elif has_key:
             await self._app(scope, receive, send)
         else:
-            answer = ShortAnswer(send, keeps_open=False)
-            await answer(HTTPStatus.UNAUTHORIZED, "the key of this job is missing or wrong")
+            reply = Reply(send, keeps_open=False)
+            await reply(HTTPStatus.UNAUTHORIZED, "the key of this job is missing or wrong")
 
     def _has_key(self, scope: Scope) -> bool:
         if self._expected is None:
@@ -62,19 +59,19 @@ class KeyAuthentication:
         given = dict(scope["headers"]).get(b"authorization", b"")
         return hmac.compare_digest(given, self._expected)
 
-    async def _ready(self, scope: Scope, answer: ShortAnswer) -> None:
+    async def _ready(self, scope: Scope, reply: Reply) -> None:
         """Answer 200 once the engine has generated a token: /health does so before the first one can be had.
 
         One that is asleep or paused generates nothing and is ready all the same, so later only its life is asked for.
         """
         client = scope["app"].state.engine_client
         if client.errored:
-            await answer(HTTPStatus.SERVICE_UNAVAILABLE, "the engine has died")
+            await reply(HTTPStatus.SERVICE_UNAVAILABLE, "the engine has died")
         elif self._first_token.is_there:
-            await answer(HTTPStatus.OK, "ready")
+            await reply(HTTPStatus.OK, "ready")
         else:
             self._first_token.ask(client, time.monotonic())
-            await answer(HTTPStatus.SERVICE_UNAVAILABLE, "the engine has generated no token yet")
+            await reply(HTTPStatus.SERVICE_UNAVAILABLE, "the engine has generated no token yet")
 
 
 class FirstToken:
@@ -107,19 +104,3 @@ async def _generate_one(client: Any) -> None:
     sampling = SamplingParams(max_tokens=1, ignore_eos=True, detokenize=False)
     async for _ in client.generate(TokensPrompt(prompt_token_ids=[0]), sampling, f"ready-{uuid4()}"):
         pass
-
-
-class ShortAnswer:
-    """A short answer to one request, after which a connection is kept open or not."""
-
-    def __init__(self, send: Send, *, keeps_open: bool) -> None:
-        self._send, self._keeps_open = send, keeps_open
-
-    async def __call__(self, status: HTTPStatus, text: str) -> None:
-        """Send it."""
-        body = f"{text}\n".encode()
-        headers = [(b"content-type", b"text/plain"), (b"content-length", str(len(body)).encode())]
-        closing = [] if self._keeps_open else [(b"connection", b"close")]
-        start = {"type": "http.response.start", "status": status.value, "headers": headers + closing}
-        await self._send(start)
-        await self._send({"type": "http.response.body", "body": body})

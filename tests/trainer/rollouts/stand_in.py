@@ -10,13 +10,16 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from aiohttp import web
 
 from moejob_api.addresses import LOOPBACK
+from moejob_api.answers import AnswerRequest, EngineAnswer, WeightSpan
+from moejob_api.contract import HttpPath
 from moejob_trainer.runtime.channel import BROKEN, LoopThread, introduce, splice
 
-# Says what to answer a request for tokens, given its body.
-Behaviour = Callable[[dict[str, Any]], Awaitable[web.Response]]
+# Says what to answer a request for tokens.
+Behaviour = Callable[[AnswerRequest], Awaitable[web.Response]]
 
 
 def until(is_so: Callable[[], bool], what: str) -> None:
@@ -114,47 +117,47 @@ class StandIn:
                 await asyncio.to_thread(self.updated, body["update_info"])
             case "/finish_weight_update":
                 self.version = body["weight_version"]
-            case "/inference/v1/generate" if "prompt_logprobs" in body["sampling_params"]:
-                return self._probed(body["token_ids"])
             case "/inference/v1/generate":
-                return await self._generated(body)
+                return self._probed(body["token_ids"])
+            case HttpPath.ANSWER:
+                return await self._generated(AnswerRequest.model_validate_json(await request.read()))
             case _:
                 pass
         return web.json_response({})
 
     async def _failed(self, path: str) -> web.Response:
         if path in self.silent:
-            return await self.hang({})
+            return await self.hang(None)
         return web.json_response({"error": "told to fail"}, status=self.failing[path])
 
     def _probed(self, tokens: list[int]) -> web.Response:
         rows = [None, *({str(token): {"logprob": self.probe}} for token in tokens[1:])]
         return web.json_response({"choices": [{}], "prompt_logprobs": rows})
 
-    async def _generated(self, body: dict[str, Any]) -> web.Response:
-        self.prompts.append(body["token_ids"])
+    async def _generated(self, asked: AnswerRequest) -> web.Response:
+        self.prompts.append(np.frombuffer(asked.prompt, "<i4").tolist())
         self.in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
         try:
-            return await self.behaviour(body) if self.behaviour else web.json_response(self.answer(body))
+            return await self.behaviour(asked) if self.behaviour else self.answer(asked)
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
         finally:
             self.in_flight -= 1
 
-    def answer(self, body: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    def answer(self, asked: AnswerRequest, **changes: Any) -> web.Response:
         """Return the answer of a healthy engine: the prompt once more."""
-        tokens = body["token_ids"]
-        choice = {
-            "token_ids": tokens,
-            "finish_reason": "stop",
-            "logprobs": {"content": [{"token_id": token, "logprob": -0.5} for token in tokens]},
-            "weight_versions": [{"version": self.version, "start": 0, "end": len(tokens)}],
-        }
-        return {"choices": [choice | changes]}
+        count = len(asked.prompt) // 4
+        answer = EngineAnswer(
+            tokens=asked.prompt,
+            log_probabilities=np.full(count, -0.5, "<f4").tobytes(),
+            spans=(WeightSpan(weights=self.version, start=0, end=count),),
+            finish_reason="stop",
+        )
+        return web.Response(text=answer.model_copy(update=changes).model_dump_json())
 
-    async def hang(self, _: dict[str, Any]) -> web.Response:
+    async def hang(self, _: AnswerRequest | None) -> web.Response:
         with suppress(TimeoutError):
             await asyncio.wait_for(asyncio.Event().wait(), 600)
         return web.json_response({})

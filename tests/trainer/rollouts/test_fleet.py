@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from aiohttp import web
 
+from moejob_api.answers import AnswerRequest, WeightSpan
 from moejob_trainer.rollouts.connection import Connection, RequestRefused
 from moejob_trainer.rollouts.fleet import Fleet, FleetLimits, NoEngine
 from moejob_trainer.rollouts.generator import AnswerFailed, FleetGenerator
@@ -22,6 +23,7 @@ from trainer.rollouts.stand_in import StandIn, until
 
 LABEL = WeightsLabel(3, "here")
 LIMITS = FleetLimits(start_seconds=120, silence_seconds=60, answer_seconds=120, look_seconds=0.02, in_flight=64)
+NOT_A_NUMBER = np.array([np.nan], "<f4").tobytes()
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, max_new_tokens=8, stop_tokens=(1,))
 
 
@@ -331,7 +333,7 @@ def test_an_engine_that_does_not_say_which_weights_it_has_is_as_good_as_a_fresh_
 def test_a_request_that_is_wrong_is_not_asked_again(serve: Serve) -> None:
     served = serve().serve()
 
-    async def refuse(_: dict[str, Any]) -> web.Response:
+    async def refuse(_: AnswerRequest) -> web.Response:
         return web.json_response({"error": "too long"}, status=400)
 
     for engine in served.engines:
@@ -344,7 +346,7 @@ def test_a_request_that_is_wrong_is_not_asked_again(serve: Serve) -> None:
 def test_a_request_that_every_engine_dies_of_is_given_up(serve: Serve) -> None:
     served = serve().serve()
 
-    async def die(_: dict[str, Any]) -> web.Response:
+    async def die(_: AnswerRequest) -> web.Response:
         return web.json_response({"error": "engine dead"}, status=500)
 
     for engine in served.engines:
@@ -357,17 +359,19 @@ def test_a_request_that_every_engine_dies_of_is_given_up(serve: Serve) -> None:
     "changes",
     [
         pytest.param({"finish_reason": "abort"}, id="aborted"),
-        pytest.param({"logprobs": {"content": []}}, id="fewer log-probabilities than tokens"),
-        pytest.param({"weight_versions": []}, id="tokens of no version"),
-        pytest.param({"weight_versions": [{"version": "3.here", "start": 0, "end": 1}]}, id="some tokens of none"),
+        pytest.param({"log_probabilities": b""}, id="fewer log-probabilities than tokens"),
+        pytest.param({"log_probabilities": bytes(7)}, id="half a log-probability"),
+        pytest.param({"log_probabilities": NOT_A_NUMBER}, id="a log-probability that is no number"),
+        pytest.param({"spans": ()}, id="tokens of no version"),
+        pytest.param({"spans": (WeightSpan(weights="3.here", start=0, end=1),)}, id="some tokens of none"),
     ],
 )
 def test_an_answer_that_is_not_whole_is_asked_again(serve: Serve, changes: dict[str, Any]) -> None:
     served = serve().serve()
     odd, other = served.engines
 
-    async def answer(body: dict[str, Any]) -> web.Response:
-        return web.json_response(odd.answer(body, **changes))
+    async def answer(asked: AnswerRequest) -> web.Response:
+        return odd.answer(asked, **changes)
 
     odd.behaviour = answer
     assert len(served.answers(requests(2, 1))) == 2

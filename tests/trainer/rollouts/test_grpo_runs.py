@@ -24,14 +24,13 @@ from safetensors.torch import load_file
 
 from builders import merged, spec
 from engines import PYTHON, ROOT, SECRET, Engine
-from moejob_api.contract import Environment, ExitCode, Role
+from moejob_api.contract import Environment, ExitCode, HttpPath, Role
 from moejob_api.job import Spec
 from moejob_api.models import catalog
 from moejob_trainer.checkpoint_export.run import stored_run
 from moejob_trainer.checkpoint_export.run_export import Wanted, export_run
 from moejob_trainer.checkpoints.manifest import EvaluationFacts, read_manifest
 from moejob_trainer.data import tiny
-from moejob_trainer.rollouts.wire import GENERATE
 from ports import free_port
 from trainer.rollouts.own_words import greedy
 from trainer.rollouts.passage import SCORES, Passage
@@ -283,9 +282,9 @@ def test_the_only_engine_that_hangs_while_it_generates_is_asked_again_when_it_wa
     is_frozen, given_up = threading.Event(), threading.Event()
 
     def freeze() -> None:
-        # In step 2: first comes the probe, then answers, one of which may be there.
+        # In step 2, when one of the answers may be there.
         with lock:
-            if samples.exists() and next(asked) == 3:
+            if samples.exists() and next(asked) == 2:
                 os.killpg(beside.engine.pid, signal.SIGSTOP)
                 is_frozen.set()
 
@@ -294,7 +293,7 @@ def test_the_only_engine_that_hangs_while_it_generates_is_asked_again_when_it_wa
         if is_frozen.is_set() and next(looks) == 1:
             given_up.set()
 
-    passage.arrivals |= {GENERATE: freeze, "/weight_info": look}
+    passage.arrivals |= {HttpPath.ANSWER: freeze, "/weight_info": look}
     run = beside.start("frozen")
     try:
         eventually(lambda: given_up.is_set() or not run.is_running(), "the end of the trainer's patience")
@@ -315,16 +314,16 @@ def test_the_only_engine_that_is_killed_while_it_generates_gets_the_weights_agai
     lock, asked = threading.Lock(), count(1)
 
     def kill() -> None:
-        # In step 2: first comes the probe, then answers, one of which may be there.
+        # In step 2, when one of the answers may be there.
         with lock:
-            if samples.exists() and next(asked) == 3:
+            if samples.exists() and next(asked) == 2:
                 beside.replace_engine()
 
-    passage.arrivals[GENERATE] = kill
+    passage.arrivals[HttpPath.ANSWER] = kill
     try:
         run = beside.finished("bereft", parallelism={"tensor": 2})
     finally:
-        del passage.arrivals[GENERATE]
+        del passage.arrivals[HttpPath.ANSWER]
     assert run.said().count("no engine has the weights of step 1 any more; they are given to them again") == 1
     assert [line["step"] for line in map(json.loads, (run.folder / "steps.jsonl").read_text().splitlines())] == [
         *range(1, STEPS + 1)

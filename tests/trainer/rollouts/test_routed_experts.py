@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-import json
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ import numpy.typing as npt
 import pytest
 
 from fuzzing import damaged, drawn
+from moejob_api.answers import EngineAnswer, WeightSpan
 from moejob_trainer.rollouts.interface import Answer, Request, RoutedLayers, Sampling
 from moejob_trainer.rollouts.routed_experts import BadRouting, routed_experts
 from moejob_trainer.rollouts.wire import BadAnswer, read_answer
@@ -108,14 +108,14 @@ def test_damaged_routing_is_read_within_its_bounds_or_refused() -> None:
 
 
 def _answer(routing: str | None, sampling: Sampling = SAMPLING) -> Answer:
-    choice = {
-        "token_ids": [7, 8, 1],
-        "finish_reason": "stop",
-        "logprobs": {"content": [{"logprob": -0.5}] * 3},
-        "weight_versions": [{"version": "2.here", "start": 0, "end": 3}],
-        "routed_experts": routing,
-    }
-    return read_answer(REQUEST, sampling, json.dumps({"choices": [choice]}).encode(), "here")
+    answer = EngineAnswer(
+        tokens=np.array([7, 8, 1], "<i4").tobytes(),
+        log_probabilities=np.full(3, -0.5, "<f4").tobytes(),
+        spans=(WeightSpan(weights="2.here", start=0, end=3),),
+        finish_reason="stop",
+        routed_experts=routing,
+    )
+    return read_answer(REQUEST, sampling, answer.model_dump_json().encode(), "here")
 
 
 def test_an_answer_carries_the_experts_of_prompt_and_answer_but_the_last() -> None:

@@ -43,6 +43,23 @@ def in_float8(micro: int, batches: int) -> Spec:
 
 
 @pytest.mark.parametrize(
+    ("tensor", "at_once", "measured"), [(1, 8, 622), (1, 64, 2571), (1, 256, 8533), (2, 8, 900), (2, 64, 4162)]
+)
+def test_generation_measured_on_h100_is_met_within_ten_percent(tensor: int, at_once: int, measured: int) -> None:
+    rollout = {"placement": "Separate", "tensor": tensor, "replicas": 1, "gpuMemoryUtilization": 0.92}
+    grpo = {"maxNewTokens": 256, "groupSize": 8, "promptsPerStep": at_once // 8, "rollout": rollout}
+    job = spec(
+        method="GRPO",
+        resources={"gpuType": "H100"},
+        data={"maxLength": 512},
+        training={"globalBatchSize": None},
+        grpo=grpo,
+    )
+    found = 256 * at_once / seconds(cost(job, moe_model(), H100), Spent.GENERATION)
+    assert found == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.parametrize(
     ("job", "layers", "measured"),
     [
         pytest.param(training(2, 4), 8, 72_482, id="8 layers, 2 x 4"),

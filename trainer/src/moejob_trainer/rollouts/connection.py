@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import aiohttp
 
 from moejob_api.contract import engine_key
+from moejob_api.engines import CLIENT_IDLE_SECONDS
 
 T = TypeVar("T")
 _CONNECT_SECONDS = 10.0
@@ -75,7 +76,7 @@ class Connection:
     def _client(self) -> aiohttp.ClientSession:
         if self._session is None:
             # No limit: the fleet knows how much an engine can take.
-            connector = aiohttp.TCPConnector(limit=0)
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=CLIENT_IDLE_SECONDS)
             self._session = aiohttp.ClientSession(connector=connector, headers=self._headers, trust_env=False)
         return self._session
 

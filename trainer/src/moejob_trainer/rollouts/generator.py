@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from moejob_api.contract import HttpPath
 from moejob_trainer.rollouts.connection import EngineLost
 from moejob_trainer.rollouts.fleet import Fleet, RolloutEngine
 from moejob_trainer.rollouts.interface import Answer, Request, Sampling
-from moejob_trainer.rollouts.wire import GENERATE, BadAnswer, generate_body, read_answer
+from moejob_trainer.rollouts.wire import BadAnswer, answer_body, read_answer
 
 # A request that this many engines died of would end the others too.
 _TRIES = 5
@@ -48,6 +49,6 @@ class FleetGenerator:
         if label is None:
             raise EngineLost("no weights have been published")
         body = await self._fleet.post(
-            engine, GENERATE, generate_body(request, sampling), self._fleet.limits.answer_seconds
+            engine, HttpPath.ANSWER, answer_body(request, sampling), self._fleet.limits.answer_seconds
         )
         return read_answer(request, sampling, body, label.run)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from moejob_trainer.rollouts.connection import EngineLost, RequestRefused
 from moejob_trainer.rollouts.fleet import Fleet, RolloutEngine
 from moejob_trainer.rollouts.interface import Floats, Tokens
-from moejob_trainer.rollouts.wire import GENERATE, UNFINISHED, BadAnswer, WeightsLabel, probe_body, read_probe
+from moejob_trainer.rollouts.wire import PROBE, UNFINISHED, BadAnswer, WeightsLabel, probe_body, read_probe
 
 T = TypeVar("T")
 # Sends one engine its weights, between start and finish.
@@ -99,7 +99,7 @@ class WeightSync:
 
     async def probed(self, engine: RolloutEngine, tokens: Tokens) -> Floats:
         """Return the log-probability of each token but the first."""
-        return read_probe(tokens, await self._fleet.post(engine, GENERATE, probe_body(tokens)))
+        return read_probe(tokens, await self._fleet.post(engine, PROBE, probe_body(tokens)))
 
     async def _started(self, engine: RolloutEngine) -> None:
         if self._sleeps:

@@ -7,15 +7,17 @@ a checkpoint, its version 12 is another one than before.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
+from moejob_api.answers import AnswerRequest, EngineAnswer, WeightSpan
 from moejob_trainer.rollouts.interface import Answer, FinishReason, Floats, Request, Sampling, Tokens
 from moejob_trainer.rollouts.routed_experts import Array, BadRouting, routed_experts
 
-GENERATE = "/inference/v1/generate"
+# vLLM's own path, which says the log-probabilities of a prompt too.
+PROBE = "/inference/v1/generate"
 # The name of weights that a trainer did not give to the end; vLLM calls those that it started with `default`.
 UNFINISHED = "unfinished"
 _FINISHED = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
@@ -40,33 +42,11 @@ class _Model(BaseModel):
     model_config = ConfigDict(frozen=True)
 
 
-T = TypeVar("T", bound=_Model)
+T = TypeVar("T", bound=BaseModel)
 
 
 class _LogProbability(_Model):
     logprob: float
-
-
-class _LogProbabilities(_Model):
-    content: tuple[_LogProbability, ...]
-
-
-class _Span(_Model):
-    version: str
-    start: int
-    end: int
-
-
-class _Choice(_Model):
-    token_ids: tuple[int, ...]
-    finish_reason: str
-    logprobs: _LogProbabilities
-    weight_versions: tuple[_Span, ...]
-    routed_experts: str | None = None
-
-
-class _Generated(_Model):
-    choices: Annotated[tuple[_Choice, ...], Field(min_length=1)]
 
 
 class _Probed(_Model):
@@ -85,20 +65,17 @@ def were_given(name: str) -> bool:
     return name == UNFINISHED or name.partition(".")[0].isdigit()
 
 
-def generate_body(request: Request, sampling: Sampling) -> dict[str, Any]:
+def answer_body(request: Request, sampling: Sampling) -> dict[str, Any]:
     """Return the request for one answer."""
-    params = {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "max_tokens": sampling.max_new_tokens,
-        "seed": request.seed,
-        # Where an answer ends is the trainer's to say, not the model's files'.
-        "stop_token_ids": list(sampling.stop_tokens),
-        "ignore_eos": True,
-        "logprobs": 0,
-        "detokenize": False,
-    }
-    return {"token_ids": request.prompt.tolist(), "sampling_params": params}
+    asked = AnswerRequest(
+        prompt=request.prompt.astype("<i4").tobytes(),
+        seed=request.seed,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        max_tokens=sampling.max_new_tokens,
+        stop_tokens=tuple(sampling.stop_tokens),
+    )
+    return asked.model_dump(mode="json")
 
 
 def probe_body(tokens: Tokens) -> dict[str, Any]:
@@ -109,20 +86,29 @@ def probe_body(tokens: Tokens) -> dict[str, Any]:
 
 def read_answer(request: Request, sampling: Sampling, body: bytes, run: str) -> Answer:
     """Return the answer to a request; BadAnswer where the engine's weights are not of this run of the trainer."""
-    choice = _parsed(_Generated, body).choices[0]
-    count = len(choice.token_ids)
-    if choice.finish_reason not in _FINISHED:
-        raise BadAnswer(f"an answer ended with {choice.finish_reason!r}")
-    if len(choice.logprobs.content) != count:
-        raise BadAnswer(f"{count} tokens came with {len(choice.logprobs.content)} log-probabilities")
+    found = _parsed(EngineAnswer, body)
+    tokens, log_probabilities = (_array(found.tokens, "<i4"), _array(found.log_probabilities, "<f4"))
+    count = len(tokens)
+    if found.finish_reason not in _FINISHED:
+        raise BadAnswer(f"an answer ended with {found.finish_reason!r}")
+    if len(log_probabilities) != count:
+        raise BadAnswer(f"{count} tokens came with {len(log_probabilities)} log-probabilities")
+    if not np.isfinite(log_probabilities).all():
+        raise BadAnswer(f"{int((~np.isfinite(log_probabilities)).sum())} of {count} log-probabilities are no numbers")
     return Answer(
         request=request,
-        tokens=np.array(choice.token_ids, np.int32),
-        log_probabilities=np.array([one.logprob for one in choice.logprobs.content], np.float32),
-        versions=_versions(choice.weight_versions, count, run),
-        finish_reason=_FINISHED[choice.finish_reason],
-        routing=_routing(choice.routed_experts, len(request.prompt) + count, sampling),
+        tokens=tokens.astype(np.int32),
+        log_probabilities=log_probabilities.astype(np.float32),
+        versions=_versions(found.spans, count, run),
+        finish_reason=_FINISHED[found.finish_reason],
+        routing=_routing(found.routed_experts, len(request.prompt) + count, sampling),
     )
+
+
+def _array(numbers: bytes, kind: str) -> Array:
+    if len(numbers) % np.dtype(kind).itemsize:
+        raise BadAnswer(f"{len(numbers)} bytes are no whole numbers of {np.dtype(kind).itemsize}")
+    return np.frombuffer(numbers, kind)
 
 
 def read_probe(tokens: Tokens, body: bytes) -> Floats:
@@ -138,12 +124,12 @@ def read_probe(tokens: Tokens, body: bytes) -> Floats:
     return np.array(picked, np.float32)
 
 
-def _versions(spans: tuple[_Span, ...], count: int, run: str) -> Tokens:
+def _versions(spans: tuple[WeightSpan, ...], count: int, run: str) -> Tokens:
     versions = np.full(count, -1, np.int32)
     for span in spans:
-        number, _, of_run = span.version.partition(".")
+        number, _, of_run = span.weights.partition(".")
         if of_run != run or not number.isdigit():
-            raise BadAnswer(f"an answer is of weights {span.version!r}, which this run of the trainer has not sent")
+            raise BadAnswer(f"an answer is of weights {span.weights!r}, which this run of the trainer has not sent")
         versions[span.start : span.end] = int(number)
     if (versions < 0).any():
         raise BadAnswer(f"{int((versions < 0).sum())} of {count} tokens are of no version")

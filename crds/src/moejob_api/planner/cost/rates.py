@@ -37,9 +37,11 @@ HOST_COPY_SHARE = 0.9
 DATA_EXPOSED, DATA_EXPOSED_IN_NODE = 0.3, 1.0
 # Where replicas copy from one another's memory the products keep the multiprocessors.
 READ_EXPOSED = 0.35
-# vLLM, one token of each of 512 sequences through 48 layers: 70 ms, 13 of them reading weights. Measured without CUDA
-# graphs; with them, a small model generates up to twice as fast.
-ENGINE_LAYER_SECONDS, ENGINE_GEMM_SHARE = 1.1e-3, 0.40
+# vLLM with CUDA graphs, a token of each of 8 to 512 sequences through 48 layers of Qwen3-30B-A3B: 13 to 38 ms on one
+# H100, of which 8 to 22 read weights and caches. The rest is by layer, and by sequence for its logits and its place.
+ENGINE_LAYER_SECONDS, ENGINE_SEQUENCE_SECONDS, ENGINE_GEMM_SHARE = 0.105e-3, 18e-6, 0.40
+# Its sum of a few rows over two GPUs.
+ENGINE_SUM_SECONDS = 5e-6
 # A host starts 107 kernels for both passes of a layer of experts, and ranks wait for one another where they meet. Hosts
 # differ: that of one H200 takes 7 ms, that of four 8 to 10. Experts' time is that of both; a dense layer's is scaled.
 EXPERTS_HOST_SECONDS, DENSE_HOST_SECONDS, EXCHANGE_SECONDS = 7.5e-3, 4.0e-3, 0.35e-3
