@@ -135,6 +135,7 @@ KNOWN_LATER: Mapping[str, str] = {
     "data/prompt_corpus.py": "prepared prompts on the volume",
     "data/prompts.py": "prompts, as long as the tokenizer makes them",
     "data/shapes.py": "records",
+    "data/library.py": "files of data",
     "data/sources.py": "files of data",
     "data/stream.py": "internal: asked for without an end",
     "data/tokenizers.py": "the tokenizer's files, and claims that are mounted",

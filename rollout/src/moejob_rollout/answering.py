@@ -7,16 +7,18 @@ tokens, for which answers that end together wait.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from array import array
 from http import HTTPStatus
 from typing import Any
 from uuid import uuid4
 
-import numpy as np
 from pydantic import ValidationError
 
 from moejob_api.answers import AnswerRequest, EngineAnswer, WeightSpan
 from moejob_rollout.asgi import Receive, Reply, Scope, Send
+
+# Little-endian where vLLM runs.
+_INT32, _FLOAT32 = "i", "f"
 
 
 class BadRequest(ValueError):
@@ -71,7 +73,7 @@ async def _last(client: Any, asked: AnswerRequest) -> Any:
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
-    prompt = TokensPrompt(prompt_token_ids=np.frombuffer(asked.prompt, "<i4").tolist())
+    prompt = TokensPrompt(prompt_token_ids=array(_INT32, asked.prompt).tolist())
     last: Any = None
     async for output in client.generate(prompt, sampling, f"answer-{uuid4()}"):
         last = output
@@ -84,18 +86,14 @@ def _written(output: Any) -> EngineAnswer:
 
     experts = output.routed_experts
     return EngineAnswer(
-        tokens=_bytes(output.token_ids, "<i4"),
-        log_probabilities=_bytes(output.logprobs.logprobs, "<f4"),
+        tokens=array(_INT32, output.token_ids).tobytes(),
+        log_probabilities=array(_FLOAT32, output.logprobs.logprobs).tobytes(),
         spans=tuple(
             WeightSpan(weights=span.version, start=span.start, end=span.end) for span in output.weight_versions or ()
         ),
         finish_reason=output.finish_reason or "",
         routed_experts=None if experts is None else numpy2base64(experts),
     )
-
-
-def _bytes(numbers: Sequence[float], kind: str) -> bytes:
-    return np.asarray(numbers, kind).tobytes()
 
 
 async def _body(receive: Receive) -> bytes:

@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from builders import merged
 from engines import SECRET, Engine
-from moejob_api.contract import Environment
+from moejob_api.contract import Environment, HttpPath
 from moejob_api.models import catalog
 from moejob_trainer.data import tiny
 from moejob_trainer.rollouts.connection import Connection
@@ -31,7 +31,6 @@ from moejob_trainer.rollouts.generator import FleetGenerator
 from moejob_trainer.rollouts.interface import Answer, Floats, Request, Sampling, Tokens
 from moejob_trainer.rollouts.publisher import Publisher, Trial
 from moejob_trainer.rollouts.transports.disk import DiskTransport
-from moejob_trainer.rollouts.wire import GENERATE
 from trainer.rollouts.passage import SCORES, Passage
 from trainer.rollouts.stand_in import StandIn
 from trainer.runs import LONGEST_SECONDS, Runs, Started, eventually, steps
@@ -180,18 +179,18 @@ def test_a_run_learns_the_same_when_one_of_its_engines_hangs_until_its_end(
     lock, asked = threading.Lock(), count(1)
 
     def hang() -> None:
-        # In step 2: first comes the probe, then answers, one of which may be there.
+        # In step 2, when one of the answers may be there.
         with lock:
-            if samples.exists() and next(asked) == 3:
+            if samples.exists() and next(asked) == 2:
                 os.killpg(engines[0].pid, signal.SIGSTOP)
 
-    passage.arrivals[GENERATE] = hang
+    passage.arrivals[HttpPath.ANSWER] = hang
     try:
         run = beside.start("hung", engines=2)
         assert run.codes() == [0], run.said()
     finally:
         os.killpg(engines[0].pid, signal.SIGCONT)
-        del passage.arrivals[GENERATE]
+        del passage.arrivals[HttpPath.ANSWER]
     assert f"{passage.url}/weight_info has not answered in 120 s; it gets no work" in run.said()
     for step in (2, 3):
         assert f"the weights of step {step} have reached 1 of 2 engines" in run.said()
