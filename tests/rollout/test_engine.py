@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import os
 import re
 import signal
@@ -23,7 +24,8 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import BroadcastOptions, ProcessGroupGloo
 
 from engines import SECRET, Engine
-from moejob_api.contract import HttpPath, weights_key
+from moejob_api.contract import HttpPath, engine_key, weights_key
+from moejob_api.engines import CLIENT_IDLE_SECONDS, SERVER_IDLE_SECONDS
 from moejob_api.group_rendezvous import arrive, give_up
 from moejob_rollout.listener import HEAD_BYTES
 from ports import free_port
@@ -34,6 +36,7 @@ Start = Callable[..., Engine]
 PROMPTS = [[(7 * number + place) % 512 for place in range(20)] for number in range(8)]
 CLOSE = 1e-4
 LOOK_SECONDS = 0.1
+VLLM_IDLE_SECONDS = 5.0
 FORKED = 0x40  # PF_FORKNOEXEC
 
 
@@ -112,6 +115,16 @@ def answered(engine: Engine, sent: bytes) -> bytes:
         while part := client.recv(65_536):
             found += part
     return found
+
+
+def test_an_engine_keeps_a_connection_that_is_silent_for_longer_than_vllm_would(moe: Engine) -> None:
+    asking = http.client.HTTPConnection("127.0.0.1", moe.port, timeout=300)
+    for pause in (0.0, VLLM_IDLE_SECONDS + 1.5):
+        sleep(pause)
+        asking.request("GET", "/weight_info", headers={"Authorization": f"Bearer {engine_key(SECRET)}"})
+        assert asking.getresponse().read()
+    # The trainer closes it sooner.
+    assert SERVER_IDLE_SECONDS > 2 * CLIENT_IDLE_SECONDS > 2 * VLLM_IDLE_SECONDS
 
 
 def test_tokens_are_as_probable_as_transformers_says_after_each_update(moe: Engine, tmp_path: Path) -> None:

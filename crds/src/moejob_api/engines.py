@@ -8,8 +8,8 @@ from moejob_api.job import Spec
 from moejob_api.job.grpo import Placement, Sync
 from moejob_api.job.resources import Accelerator
 
-# An engine keeps a connection that asks nothing, and the trainer closes one. Who asks on a connection that is closed at
-# that moment would take the engine for lost.
+# The trainer closes connections that are idle, long before an engine would: a request that meets an engine's closing
+# has no answer, and the engine would count as lost.
 SERVER_IDLE_SECONDS, CLIENT_IDLE_SECONDS = 300, 60.0
 
 

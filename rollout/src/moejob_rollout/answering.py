@@ -58,7 +58,7 @@ async def _generated(client: Any, asked: AnswerRequest) -> EngineAnswer:
 async def _last(client: Any, asked: AnswerRequest) -> Any:
     """Return all of an answer of vLLM, which is its only part."""
     from vllm import SamplingParams, TokensPrompt  # noqa: PLC0415  # as above
-    from vllm.sampling_params import RequestOutputKind  # noqa: PLC0415
+    from vllm.sampling_params import RequestOutputKind  # noqa: PLC0415  # as above
 
     sampling = SamplingParams(
         temperature=asked.temperature,
@@ -82,7 +82,7 @@ async def _last(client: Any, asked: AnswerRequest) -> Any:
 
 def _written(output: Any) -> EngineAnswer:
     """An answer of vLLM, which has the log-probability of no token but the one that was chosen."""
-    from vllm.utils.serial_utils import numpy2base64  # noqa: PLC0415
+    from vllm.utils.serial_utils import numpy2base64  # noqa: PLC0415  # as above
 
     experts = output.routed_experts
     return EngineAnswer(

@@ -19,6 +19,7 @@ from cluster.control_plane.operators import ACCOUNT, installed
 from cluster.control_plane.plane import ControlPlane
 from cluster.control_plane.pod_voices import PodVoices, pod_voices
 from cluster.control_plane.real_cluster import RealCluster, add_node, beat
+from cluster.extent import in_full
 from cluster.waiting import until
 from fake_world import KEY, SMALL, World
 from moejob_api.job.status import ConditionType
@@ -38,6 +39,14 @@ BY_HAND = merged(SMALL, {"resources": {"schedulerName": "played-by-hand"}})
 NOT_HERE = {"a claim without a volume is told"}
 STORIES = tuple(found for found in SCENARIOS if found.id not in NOT_HERE)
 EVERY = pytest.mark.parametrize("scenario", [pytest.param(found, id=found.id) for found in STORIES])
+# With FakeCluster each story crashes after each change; here after one of them, which three of four do in test-faults.
+SOME = pytest.mark.parametrize(
+    "scenario",
+    [
+        pytest.param(found, id=found.id, marks=() if number % 4 == 0 else in_full)
+        for number, found in enumerate(STORIES)
+    ],
+)
 NewWorld = Callable[[Scenario], World]
 
 
@@ -152,7 +161,7 @@ def test_a_job_lives_as_it_does_in_the_fake_cluster_and_rests(
     assert writes(world, already) == []
 
 
-@EVERY
+@SOME
 def test_a_crash_in_the_middle_leads_to_the_same_end(
     scenario: Scenario, new_world: NewWorld, witness: GangWatch
 ) -> None:

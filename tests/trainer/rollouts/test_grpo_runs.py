@@ -258,6 +258,7 @@ def test_a_trainer_that_is_killed_inside_a_broadcast_brings_the_engine_to_its_ne
     assert str(beside.engine.get("/weight_info").body["weight_version"]).startswith(f"{STEPS - 1}.")
 
 
+@pytest.mark.thorough
 def test_ranks_that_lose_one_of_them_inside_a_broadcast_start_again_and_learn_the_same(
     beside: Beside, undisturbed: Path
 ) -> None:
@@ -307,6 +308,7 @@ def test_the_only_engine_that_hangs_while_it_generates_is_asked_again_when_it_wa
     assert_like(run.folder, undisturbed)
 
 
+@pytest.mark.thorough
 def test_the_only_engine_that_is_killed_while_it_generates_gets_the_weights_again(
     beside: Beside, undisturbed: Path
 ) -> None:

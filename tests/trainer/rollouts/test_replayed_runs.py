@@ -75,7 +75,7 @@ def without(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> list[di
     return _learned(engine, tmp_path_factory.mktemp("volume"), "without")
 
 
-@pytest.mark.parametrize("layout", rows(LAYOUTS, ("one rank", "TP2.EP2")))
+@pytest.mark.parametrize("layout", rows(LAYOUTS, ["one rank"]))
 def test_a_run_on_the_experts_of_its_engine_is_nearer_to_what_the_engine_says(
     engine: Engine, without: list[dict[str, Any]], tmp_path: Path, layout: str
 ) -> None:
