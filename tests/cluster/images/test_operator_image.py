@@ -74,7 +74,6 @@ def test_whoever_has_the_image_can_plan(container: Contains) -> None:
 def test_there_is_nothing_to_write_to_and_no_shell(container: Contains) -> None:
     asks = """
 import json, os
-from ports import free_port
 refused = []
 for folder in ("/", "/opt/moejob", "/etc"):
     try:
