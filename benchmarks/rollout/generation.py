@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.rollout.sides import MEMBERS, Alone, our_rate
+from benchmarks.rollout.sides import MEMBERS, Alone, our_rate, unknown
 from builders import spec
 from engines import SECRET, Engine
 from moejob_api.hardware import hardware
@@ -33,7 +33,7 @@ from moejob_api.planner.cost import Spent, step_cost
 from moejob_trainer.rollouts.connection import Connection
 from moejob_trainer.rollouts.fleet import Fleet, FleetLimits
 from moejob_trainer.rollouts.generator import FleetGenerator
-from moejob_trainer.rollouts.interface import Floats, Tokens
+from moejob_trainer.rollouts.interface import Tokens
 from moejob_trainer.rollouts.publisher import Publisher, Trial
 from moejob_trainer.rollouts.transports.disk import DiskTransport
 
@@ -123,7 +123,7 @@ def _ours(case: _Case, counts: Sequence[int]) -> Iterator[tuple[int, list[float]
     try:
         engine.ready()
         fleet = Fleet([engine.url], Connection(SECRET), LIMITS)
-        trial = Trial(int(case.config["vocab_size"]), _unknown, float("inf"))
+        trial = Trial(int(case.config["vocab_size"]), unknown, float("inf"))
         transport = DiskTransport(case.folder / "weights", None, LIMITS.start_seconds)
         with closing(Publisher(fleet, None, transport, trial)) as publisher:
             # Answers are of weights that were published; one tensor is enough for a name.
@@ -168,11 +168,6 @@ def _rounds(case: _Case, at_once: int) -> list[list[Tokens]]:
     return [
         [random.integers(2, vocabulary, PROMPT_TOKENS).astype(np.int32) for _ in range(groups)] for _ in range(ROUNDS)
     ]
-
-
-def _unknown(tokens: Tokens) -> Floats:
-    """Return zeros for the trainer's log-probabilities, of which any distance is allowed."""
-    return np.zeros(len(tokens) - 1, np.float32)
 
 
 if __name__ == "__main__":

@@ -10,10 +10,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
+
 from benchmarks.rollout.alone import MARK
 from engines import PYTHON, ROOT
 from moejob_trainer.rollouts.generator import FleetGenerator
-from moejob_trainer.rollouts.interface import Request, Sampling, Tokens
+from moejob_trainer.rollouts.interface import Floats, Request, Sampling, Tokens
 
 # Answers to each prompt.
 MEMBERS = 8
@@ -30,6 +32,11 @@ async def our_rate(generator: FleetGenerator, number: int, prompts: Sequence[Tok
     begun = time.perf_counter()
     answers = await asyncio.gather(*(generator.generate(request, sampling) for request in requests))
     return sum(len(answer.tokens) for answer in answers) / (time.perf_counter() - begun)
+
+
+def unknown(tokens: Tokens) -> Floats:
+    """Return zeros for a trainer's log-probabilities where there is none: the probe's report is the engine's mean."""
+    return np.zeros(len(tokens) - 1, np.float32)
 
 
 class Alone:

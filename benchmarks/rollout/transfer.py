@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.rollout.sides import unknown
 from engines import SECRET, Engine
 from moejob_api.models import catalog
 from moejob_api.models.families import shape_of
@@ -31,7 +31,6 @@ from moejob_trainer.conversion.groups import ModelGroups
 from moejob_trainer.conversion.tensor_table import Stacking
 from moejob_trainer.rollouts.connection import Connection
 from moejob_trainer.rollouts.fleet import Fleet, FleetLimits
-from moejob_trainer.rollouts.interface import Floats, Tokens
 from moejob_trainer.rollouts.publisher import Publisher, Trial
 from moejob_trainer.rollouts.transports.buckets import Ranks, parts
 from moejob_trainer.rollouts.transports.ipc import IpcTransport, export
@@ -109,17 +108,12 @@ def _measured(url: str, weights: _Weights) -> None:
     device = torch.device("cuda", 0)
     for way in WAYS:
         fleet = Fleet([url], Connection(SECRET), LIMITS)
-        trial = Trial(weights.shape.vocabulary, _unknown, float("inf"))
+        trial = Trial(weights.shape.vocabulary, unknown, float("inf"))
         transport = IpcTransport(Ranks(None, None, device), export, LIMITS.start_seconds, way.bucket)
         with closing(Publisher(fleet, None, transport, trial)) as publisher:
             reports = [publisher.publish(version, weights.named(way.stack)) for version in range(ROUNDS)]
         alone = [_packed_seconds(weights, way, device) for _ in range(ROUNDS)]
         _say(way, reports[0].size_bytes, [report.seconds for report in reports], alone, reports[-1].probe_mean)
-
-
-def _unknown(tokens: Tokens) -> Floats:
-    """Return zeros for the trainer's log-probabilities: the report then has the engine's mean."""
-    return np.zeros(len(tokens) - 1, np.float32)
 
 
 def _packed_seconds(weights: _Weights, way: Way, device: torch.device) -> float:

@@ -1,7 +1,7 @@
 """The first import of Megatron, without the compiler of torch.
 
 Megatron compiles functions where it defines them, for layers that no rank uses here. Torch imports its compiler as soon
-as a function is to be compiled, which takes a third of the time in which a launcher starts.
+as a function is to be compiled, which takes a fifth of the time in which a launcher starts.
 """
 
 from __future__ import annotations
