@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from importlib.util import find_spec
+
+import pytest
 
 # On a machine with a GPU there may be no more than torch and pytest: tests/gpu asks for nothing else.
 if find_spec("hypothesis"):
@@ -12,3 +15,13 @@ if find_spec("hypothesis"):
     settings.register_profile("ci", derandomize=True, deadline=None, database=None, print_blob=True)
     settings.register_profile("explore", max_examples=5000, deadline=None, print_blob=True)
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+# Looking for garbage is a fifth of what imports cost, and what they bring stays.
+gc.disable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
+    """Look for garbage from here on, among what tests make."""
+    gc.freeze()
+    gc.enable()

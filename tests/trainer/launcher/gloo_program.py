@@ -7,7 +7,7 @@ import os
 import torch
 import torch.distributed as dist
 
-from trainer.launcher.rank_programs import start
+from trainer.launcher.rank_programs import restart, start
 
 
 def gather_ranks() -> int:
@@ -16,5 +16,15 @@ def gather_ranks() -> int:
     everyone = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, mine)
     start(everyone=[row.tolist() for row in everyone])
+    dist.destroy_process_group()
+    return 0
+
+
+def meet() -> int:
+    """Meet in the store; in the first round, wait there for what never comes."""
+    dist.init_process_group("gloo")
+    start()
+    if not restart():
+        dist.distributed_c10d._get_default_store().get("never")  # noqa: SLF001  # a store has no other way to it
     dist.destroy_process_group()
     return 0

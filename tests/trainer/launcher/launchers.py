@@ -109,6 +109,10 @@ class Launcher:
         self.process.join()
 
 
+# Of programs of ranks that import what the others need not.
+MODULES = {"gather_ranks": "gloo_program", "meet": "gloo_program", "begin": "incomplete_program"}
+
+
 @dataclass
 class Gang:
     """Launchers of one job on simulated nodes: 127.0.0.1, 127.0.0.2 and so on."""
@@ -138,7 +142,7 @@ class Gang:
         number, host = len(self.launchers), f"127.0.0.{index + 1}"
         log, word = self.folder / f"log-{number}", self.folder / f"word-{number}"
         log.touch()
-        module = {"gather_ranks": "gloo_program", "begin": "incomplete_program"}.get(program, "rank_programs")
+        module = MODULES.get(program, "rank_programs")
         options = Options(
             target=f"trainer.launcher.{module}:{program}",
             preload=self.preload,

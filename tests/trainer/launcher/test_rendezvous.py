@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,12 @@ from moejob_trainer.launcher.pod import TrainerPod
 from moejob_trainer.launcher.rendezvous import Rendezvous, Round, poll_seconds
 from moejob_trainer.launcher.stop import StopRequest
 from moejob_trainer.launcher.store import LostPeers, Store
+from moejob_trainer.runtime.loopback_store import loopback_store
 from ports import free_port
 from trainer.launcher.launchers import Gang
+
+PATIENCE = timedelta(minutes=5)
+Pair = tuple[Rendezvous, Rendezvous]
 
 
 def rendezvous(gang: Gang, index: int) -> Rendezvous:
@@ -29,7 +34,7 @@ def pod_environment(gang: Gang, index: int) -> dict[str, str]:
 
 
 @pytest.fixture
-def pair() -> tuple[Rendezvous, Rendezvous]:
+def pair() -> Pair:
     gang = Gang(Path("/nowhere"), nodes=2)
     first, second = rendezvous(gang, 0), rendezvous(gang, 1)
     first.open()
@@ -37,19 +42,30 @@ def pair() -> tuple[Rendezvous, Rendezvous]:
     return first, second
 
 
-def gathered(pair: tuple[Rendezvous, Rendezvous]) -> list[Round | Ending]:
+@pytest.fixture
+def stores() -> list[TCPStore]:
+    """Stores of ranks that were opened, one for each round."""
+    return []
+
+
+def gathered(pair: Pair, stores: list[TCPStore]) -> list[Round | Ending]:
+    def prepare(_: int) -> int:
+        stores.append(loopback_store(PATIENCE))
+        port: int = stores[-1].port
+        return port
+
     with ThreadPoolExecutor() as threads:
-        return list(threads.map(lambda one: one.gather(20.0, lambda _: None), pair))
+        return list(threads.map(lambda one: one.gather(20.0, prepare), pair))
 
 
 def ending(pod: int, cause: Cause = Cause.RANK_FAILED) -> Ending:
     return ending_by(FailureOrigin(pod, f"token of {pod}"), Fault(cause, "why"), None)
 
 
-def test_all_meet_in_the_next_round_once_one_has_ended(pair: tuple[Rendezvous, Rendezvous]) -> None:
-    assert [met.number for met in gathered(pair) if isinstance(met, Round)] == [0, 0]
+def test_all_meet_in_the_next_round_once_one_has_ended(pair: Pair, stores: list[TCPStore]) -> None:
+    assert [met.number for met in gathered(pair, stores) if isinstance(met, Round)] == [0, 0]
     pair[1].end(0, ending(1))
-    assert [met.number for met in gathered(pair) if isinstance(met, Round)] == [1, 1]
+    assert [met.number for met in gathered(pair, stores) if isinstance(met, Round)] == [1, 1]
 
 
 @pytest.mark.parametrize(
@@ -64,9 +80,9 @@ def test_the_more_pods_look_at_the_store_the_less_often_each_does(nodes: int, le
     assert poll_seconds(nodes, least) == pytest.approx(expected)
 
 
-def test_ranks_of_each_round_have_a_store_of_their_own(pair: tuple[Rendezvous, Rendezvous]) -> None:
+def test_ranks_of_each_round_have_a_store_of_their_own(pair: Pair, stores: list[TCPStore]) -> None:
     for number in (0, 1):
-        ports = [met.port for met in gathered(pair) if isinstance(met, Round)]
+        ports = [met.port for met in gathered(pair, stores) if isinstance(met, Round)]
         # Each pod's ranks come by a port of their own, and find the same store.
         one, other = (TCPStore("127.0.0.1", port, is_master=False) for port in ports)
         assert not other.check(["written"])
@@ -87,22 +103,22 @@ def test_a_late_pod_of_an_older_attempt_cannot_turn_pod_0_away_by_being_quicker(
             late.result()
 
 
-def test_the_first_ending_holds_for_all(pair: tuple[Rendezvous, Rendezvous]) -> None:
-    gathered(pair)
+def test_the_first_ending_holds_for_all(pair: Pair, stores: list[TCPStore]) -> None:
+    gathered(pair, stores)
     assert pair[1].end(0, ending(1)) == ending(1)
     assert pair[0].end(0, ending(0)) == ending(1)
     assert [one.ending(0) for one in pair] == [ending(1), ending(1)]
 
 
-def test_a_final_ending_that_came_second_still_ends_the_job(pair: tuple[Rendezvous, Rendezvous]) -> None:
-    gathered(pair)
+def test_a_final_ending_that_came_second_still_ends_the_job(pair: Pair, stores: list[TCPStore]) -> None:
+    gathered(pair, stores)
     final = ending(1, Cause.BAD_CONFIGURATION)
     pair[0].end(0, ending(0))
     pair[1].end_for_good(0, final)
-    assert gathered(pair) == [final, final]
+    assert gathered(pair, stores) == [final, final]
 
 
-def test_a_checkpoint_that_pod_0_tells_is_known_to_all(pair: tuple[Rendezvous, Rendezvous]) -> None:
+def test_a_checkpoint_that_pod_0_tells_is_known_to_all(pair: Pair) -> None:
     seen = [pair[1].checkpoint()]
     for step in (None, 0, 10, 5, 20):
         pair[0].publish_checkpoint(step)

@@ -23,12 +23,13 @@ from moejob_trainer.launcher.store import (
     Operation,
     Store,
     StoreRequest,
-    ranks_store,
 )
 from moejob_trainer.runtime.channel import FRAME_BYTES, UNPROVED_CONNECTIONS, attempt_key, introduce
+from moejob_trainer.runtime.loopback_store import loopback_store
 from ports import free_port
 from trainer.launcher.launchers import Gang
 
+PATIENCE = timedelta(minutes=5)
 KEY = attempt_key("secret", "uid", 2)
 BAD_END = Ending(pod=1, token="a stranger", cause=Cause.BAD_CONFIGURATION, message="gone for good")
 
@@ -101,7 +102,7 @@ def test_a_recorded_proof_opens_nothing(store: Store) -> None:
 
 
 def test_the_ranks_store_is_reached_by_who_knows_the_secret_and_on_loopback_alone(store: Store) -> None:
-    ranks = ranks_store()
+    ranks = loopback_store(PATIENCE)
     store.reach_ranks(ranks.port)
     with pytest.raises(OSError, match="refused"):
         socket.create_connection(("127.0.0.2", ranks.port), timeout=5)
@@ -112,7 +113,7 @@ def test_the_ranks_store_is_reached_by_who_knows_the_secret_and_on_loopback_alon
 
 
 def test_no_other_port_of_the_pod_is_reached_through_the_store(store: Store) -> None:
-    inner = ranks_store()
+    inner = loopback_store(PATIENCE)
     other = Store.joined(LOOPBACK, store.port, KEY)
     with socket.create_connection((LOOPBACK, other.reach_ranks(inner.port))) as refused:
         assert refused.recv(1) == b""

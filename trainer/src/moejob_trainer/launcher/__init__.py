@@ -12,5 +12,6 @@ What others use:
 - `moejob_trainer.runtime.fencing`: the launcher of pod 0 has taken the fence token before ranks start; a rank asks
   `Fence.of_rank().is_ours(FenceToken.of_rank())` before it commits.
 
-Imports torch for its store, and neither Megatron nor transformers: those are for the fork server.
+Imports neither torch nor Megatron nor transformers: those are for the fork server, and for its child that is the store
+of the ranks.
 """

@@ -29,7 +29,7 @@ def main() -> int:
     """Run the pod."""
     stop = StopRequest()
     stop.listen()
-    # Process 1 loses a signal that it has no handler for, and importing torch takes seconds.
+    # Process 1 loses a signal that it has no handler for, and imports take half a second.
     from moejob_trainer.launcher.launch import launch  # noqa: PLC0415
 
     return launch(os.environ, options(sys.argv[1:]), stop)

@@ -156,7 +156,7 @@ class Agent:
         while True:
             self._ranks.preload(self._stop)
             preloaded_at = time.monotonic()
-            current = self._rendezvous.gather(patience, self._take_run_folder)
+            current = self._rendezvous.gather(patience, self._prepare)
             if isinstance(current, Ending):
                 return ExitReport(exit_code(current), last_word(current))
             patience = float(self._pod.spec.lifecycle.progress_deadline_seconds)
@@ -186,6 +186,11 @@ class Agent:
         report = self._handle(current, seen)
         self._ranks.reap()
         return report
+
+    def _prepare(self, number: int) -> int:
+        """Prepare a round before any rank of it can start; the port of its ranks' store."""
+        self._take_run_folder(number)
+        return self._ranks.open_store()
 
     def _take_run_folder(self, number: int) -> None:
         """Take the run folder before any rank can write to it."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 from moejob_api.contract import ExitCode, LastWord, Outcome
 from moejob_api.pod_environment import BadEnvironment, from_environment
+from moejob_trainer.launcher.agent import Agent
 from moejob_trainer.launcher.ending import ExitReport
 from moejob_trainer.launcher.engine_processes import PodEngines, engine_commands
 from moejob_trainer.launcher.http_server import ProgressServer
@@ -51,11 +51,6 @@ def _run(pod: TrainerPod, options: Options, stop: StopRequest, engines: PodEngin
         ranks = RankProcesses(Path(folder), options.preload, options.logs, engines)
         # They start while ranks are imported, and read no weights before ranks send them.
         engines.keep_running()
-        # Imports torch, for seconds, and so does the fork server: the one need not wait for the other.
-        from moejob_trainer.launcher.agent import Agent  # noqa: PLC0415
-
-        # What torch brings stays: looking through it for garbage takes a tenth of a second, and no peer is answered.
-        gc.freeze()
         agent = Agent(pod, options, stop, ranks)
         server = ProgressServer(pod.listens_on, pod.progress_port, agent.progress)
         try:

@@ -22,6 +22,7 @@ from moejob_trainer.launcher.fork_server import LAUNCHER, PRELOAD, WARM
 from moejob_trainer.launcher.log import LauncherLog
 from moejob_trainer.launcher.orphans import Orphans
 from moejob_trainer.launcher.output import RankOutput
+from moejob_trainer.launcher.ranks_store import RanksStore
 from moejob_trainer.launcher.stop import StopRequest
 
 log = LauncherLog()
@@ -47,6 +48,7 @@ class RankProcesses:
         os.environ[LAUNCHER] = str(os.getpid())
         forkserver.ensure_running()
         self._orphans = Orphans(lambda: self._engines.pids)
+        self._store = RanksStore(self._context)
         self._processes: dict[int, ForkServerProcess] = {}
         self._output: RankOutput | None = None
         self._pids: Mapping[int, int] = {}
@@ -60,6 +62,10 @@ class RankProcesses:
         while not self._is_warm() and time.monotonic() < until:
             stop.check()
             stop.wait(0.05)
+
+    def open_store(self) -> int:
+        """Open a new store for the ranks of all pods, in place of the one before; its port."""
+        return self._store.renew()
 
     def start(self, ranks: Sequence[RankCommand]) -> None:
         """Start all ranks of a round."""

@@ -15,13 +15,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from torch._C._distributed_c10d import TCPStore
-
 from moejob_trainer.launcher.ending import Ending, FailureOrigin, ending_without
 from moejob_trainer.launcher.log import LauncherLog
 from moejob_trainer.launcher.pod import TrainerPod
 from moejob_trainer.launcher.stop import StopRequest
-from moejob_trainer.launcher.store import LostPeers, Store, is_listening, ranks_store
+from moejob_trainer.launcher.store import LostPeers, Store, is_listening
 
 log = LauncherLog()
 
@@ -58,8 +56,6 @@ class Rendezvous:
         self.token = f"{pod.host}/{os.getpid()}/{os.urandom(4).hex()}"
         self._heartbeats = _PodHeartbeats(pod, lost_seconds)
         self._opened: Store | None = None
-        # Where the ranks of a round meet: a new one for each, which no rank of an earlier round can find.
-        self._ranks_store: TCPStore | None = None
         self._next = 0
         self._published_checkpoints = 0
 
@@ -75,9 +71,10 @@ class Rendezvous:
             self._opened = Store.joined(pod.rendezvous_host, pod.rendezvous_port, pod.key)
         self._require_same_gang()
 
-    def gather(self, wait_seconds: float | None, prepare: Callable[[int], None]) -> Round | Ending:
+    def gather(self, wait_seconds: float | None, prepare: Callable[[int], int]) -> Round | Ending:
         """Wait until all pods have arrived in the same round; pod 0 prepares it before anybody may start ranks.
 
+        prepare: returns the port of a new store of the round's ranks, on this pod's loopback.
         An Ending when there will be no other round. The wait has no limit for the first time: pods come when the
         cluster has room for them.
         """
@@ -204,14 +201,13 @@ class Rendezvous:
 
     # --- rounds -------------------------------------------------------------------------------------------------------
 
-    def _open_for_ranks(self, number: int, prepare: Callable[[int], None]) -> None:
+    def _open_for_ranks(self, number: int, prepare: Callable[[int], int]) -> None:
         if not self._pod.is_first:
             return
-        prepare(number)
-        self._ranks_store = ranks_store()
+        port = prepare(number)
         # Before the others hear of it: their ranks may be here at once.
-        self._store.reach_ranks(self._ranks_store.port)
-        self._store.put_first(_name(number, "ranks"), str(self._ranks_store.port))
+        self._store.reach_ranks(port)
+        self._store.put_first(_name(number, "ranks"), str(port))
 
     def _round(self, number: int) -> Round | None:
         place = self._store.get(_name(number, "ranks"))

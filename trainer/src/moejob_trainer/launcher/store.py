@@ -13,13 +13,11 @@ import socket
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
-from datetime import timedelta
 from enum import StrEnum
 from threading import Lock
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from torch._C._distributed_c10d import TCPStore
 
 from moejob_api.addresses import LOOPBACK
 from moejob_trainer.runtime.channel import (
@@ -35,7 +33,6 @@ from moejob_trainer.runtime.channel import (
     splice,
     write_frame,
 )
-from moejob_trainer.runtime.loopback_store import loopback_store
 
 # How long a store that does not answer is believed in.
 _ANSWER_SECONDS = 20.0
@@ -243,12 +240,6 @@ class Store:
         if answer.refused:
             raise LostPeers(f"the store of the rendezvous refused {request.name}: {answer.refused}")
         return answer
-
-
-def ranks_store() -> TCPStore:
-    """Return a new store for the ranks of one round, on this pod's loopback."""
-    with _reaching("the store of the ranks"):
-        return loopback_store(timedelta(seconds=_ANSWER_SECONDS))
 
 
 def is_listening(host: str, port: int) -> bool:

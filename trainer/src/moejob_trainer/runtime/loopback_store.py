@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from datetime import timedelta
 
 from torch._C._distributed_c10d import TCPStore
@@ -12,8 +13,12 @@ from moejob_trainer.runtime.channel import listener
 
 def loopback_store(timeout: timedelta) -> TCPStore:
     """Return a new store, on a free port."""
-    with listener(LOOPBACK, 0) as found:
-        port = found.getsockname()[1]
-        # The store closes it.
-        taken = found.detach()
-    return TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=taken)
+    return store_at(listener(LOOPBACK, 0), timeout)
+
+
+def store_at(on: socket.socket, timeout: timedelta) -> TCPStore:
+    """Return a new store that answers at this socket, and closes it."""
+    port: int = on.getsockname()[1]
+    return TCPStore(
+        LOOPBACK, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=on.detach()
+    )

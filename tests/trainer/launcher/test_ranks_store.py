@@ -1,0 +1,55 @@
+"""The store of the ranks, in a process of its own beside them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from trainer.launcher.launchers import Gang, gone
+
+Make = Callable[..., Gang]
+
+
+def store_of(job: Gang, restart: int = 0) -> int:
+    """The process of the store: the only child of the fork server that is no rank."""
+    server = next(iter(job.notes(restart).values()))["parent"]
+    children = Path(f"/proc/{server}/task/{server}/children").read_text().split()
+    (store,) = {int(pid) for pid in children} - set(job.pids(restart))
+    return store
+
+
+def test_ranks_of_each_round_have_a_store_of_their_own_that_ends_with_it(gang: Make) -> None:
+    job = gang()
+    launcher = job.start("work")
+    first = store_of(job)
+    os.kill(job.pids()[0], signal.SIGKILL)
+    job.notes(restart=1)
+    gone([first])
+    second = store_of(job, restart=1)
+    launcher.kill()
+    gone([second])
+
+
+def test_ranks_that_lose_their_store_meet_in_another(gang: Make) -> None:
+    job = gang(ranks=1)
+    launcher = job.start("meet")
+    os.kill(store_of(job), signal.SIGKILL)
+    assert launcher.exit_code() == 0, launcher.log.read_text()
+    assert "rank 0 ended with exit code 1: " in launcher.log.read_text()
+
+
+def test_ctrl_c_in_a_terminal_leaves_the_store_to_ranks_that_save(gang: Make) -> None:
+    job = gang()
+    job.start("work")
+    store = store_of(job)
+    assert os.getsid(store) == store
+
+
+def test_a_launcher_imports_no_torch() -> None:
+    command = "import sys, moejob_trainer.launcher.launch; print('torch' in sys.modules)"
+    said = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True)
+    assert said.stdout.strip() == "False"

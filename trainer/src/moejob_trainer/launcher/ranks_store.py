@@ -1,0 +1,53 @@
+"""The store where the ranks of a round meet: torch's TCPStore, in a process of its own.
+
+A launcher would have to import torch for it, which takes seconds and memory that the fork server has spent already.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
+
+from moejob_api.addresses import LOOPBACK
+from moejob_trainer.launcher.fork_server import SERVER, die_with_parent
+from moejob_trainer.runtime.channel import listener
+
+# How long a client of the server's process would wait for a key; it has none.
+_ANSWER_SECONDS = 20.0
+
+
+class RanksStore:
+    """The store of the present round. It ends with the next one, with the fork server, and with this process."""
+
+    def __init__(self, context: ForkServerContext) -> None:
+        self._context = context
+        self._open: Connection | None = None
+
+    def renew(self) -> int:
+        """Open a new store on loopback, which no rank of an earlier round can find, and return its port."""
+        if self._open is not None:
+            self._open.close()
+        self._open, launcher = self._context.Pipe()
+        with listener(LOOPBACK, 0) as on, launcher:
+            # It is a daemon, so that nothing waits for it when the launcher ends.
+            self._context.Process(target=_serve, args=(on, launcher), name="ranks-store", daemon=True).start()
+            port: int = on.getsockname()[1]
+        return port
+
+
+def _serve(on: socket.socket, launcher: Connection) -> None:
+    """Answer ranks until the launcher closes its end. Runs in a fresh child of the fork server."""
+    die_with_parent(SERVER)
+    # Ctrl-C in a terminal is for the launcher alone.
+    os.setsid()
+    # Ranks that never come need no torch, and not every fork server has imported it.
+    if launcher in wait([on, launcher]):
+        return
+    from moejob_trainer.runtime.loopback_store import store_at  # noqa: PLC0415
+
+    store = store_at(on, timedelta(seconds=_ANSWER_SECONDS))
+    launcher.poll(None)
+    del store
