@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -194,7 +195,12 @@ def leave_strays() -> int:
 
 
 def look_around() -> int:
-    start(modules=[name for name in ("torch", "transformers") if name in sys.modules], session=os.getsid(0))
+    start(
+        modules=[name for name in ("torch", "transformers") if name in sys.modules],
+        session=os.getsid(0),
+        collects=gc.isenabled(),
+        spared=gc.get_freeze_count(),
+    )
     return 0
 
 

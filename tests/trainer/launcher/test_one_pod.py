@@ -244,6 +244,8 @@ def test_ranks_start_with_the_imports_done_and_in_a_session_of_their_own(gang: M
     # One server has started both, and it is not the launcher.
     assert len({note["parent"] for note in notes} - {launcher.pid}) == 1
     assert "RuntimeError: broken on purpose" in launcher.log.read_text()
+    # They look for garbage, and not among what the server has imported.
+    assert all(note["collects"] and note["spared"] > 10_000 for note in notes)
 
 
 def test_ranks_of_a_fork_server_that_has_lost_cuda_import_for_themselves(gang: Make) -> None:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from moejob_trainer.layers.kernels.quack import (
-    GENERATIONS,
     TRIED_ROWS,
     WITHIN,
     Tiles,
@@ -18,6 +17,7 @@ from moejob_trainer.layers.kernels.quack import (
     exact_products,
     generation,
     module,
+    takes,
     tried_bounds,
 )
 
@@ -101,14 +101,8 @@ def _config(shape: Tiles) -> Any:
 
 
 def _supports(x: Tensor, *widths: int) -> bool:
-    # It has not been seen to give the same bits twice.
-    if x.dtype is not torch.bfloat16 or not len(x) or torch.are_deterministic_algorithms_enabled():
-        return False
-    return (
-        all(width * x.element_size() % ALIGNMENT_BYTES == 0 for width in widths)
-        and generation(x.device) in GENERATIONS
-        and _quack() is not None
-    )
+    is_aligned = all(width * x.element_size() % ALIGNMENT_BYTES == 0 for width in widths)
+    return is_aligned and takes(x, x.dtype) and _quack() is not None
 
 
 @cache

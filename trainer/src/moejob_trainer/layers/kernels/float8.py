@@ -16,14 +16,13 @@ from torch import Tensor
 
 from moejob_trainer.layers import float8
 from moejob_trainer.layers.kernels.quack import (
-    GENERATIONS,
     TRIED_ROWS,
     Tiles,
     agrees,
     drawn,
     exact_products,
-    generation,
     module,
+    takes,
     tried_bounds,
 )
 
@@ -63,10 +62,7 @@ def rounded_columns(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def multiplies(x: Tensor, dtype: torch.dtype) -> bool:
     """Return whether `product` and `products` take rows like these, and give this type."""
-    # Not the same bits twice, as with experts.
-    if dtype is not torch.bfloat16 or not len(x) or torch.are_deterministic_algorithms_enabled():
-        return False
-    return generation(x.device) in GENERATIONS and _multiplies_rightly(x.device)
+    return takes(x, dtype) and _multiplies_rightly(x.device)
 
 
 def product(x: Tensor, of_rows: Tensor, weight: Tensor, of_columns: Tensor) -> Tensor:

@@ -42,6 +42,14 @@ def generation(device: torch.device) -> int:
     return torch.cuda.get_device_capability(device)[0]
 
 
+def takes(x: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether rows like these are multiplied by quack-kernels here, where products are of this type."""
+    # Its products have not been seen to give the same bits twice.
+    if dtype is not torch.bfloat16 or not len(x) or torch.are_deterministic_algorithms_enabled():
+        return False
+    return generation(x.device) in GENERATIONS
+
+
 @cache
 def module(name: str, otherwise: str) -> Any:
     """A module of quack-kernels; None without one that works here. otherwise: what is so then, for a warning."""
