@@ -15,7 +15,7 @@ from moejob_api.addresses import LOOPBACK
 from moejob_trainer.launcher.fork_server import SERVER, die_with_parent
 from moejob_trainer.runtime.channel import listener
 
-# How long a client of the server's process would wait for a key; it has none.
+# TCPStore brings a client of its own, which would wait this long for a key, and is asked for none.
 _ANSWER_SECONDS = 20.0
 
 
