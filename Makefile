@@ -143,7 +143,7 @@ test-operator: $(operator_built) ## Test api, operator, cli, chart and how image
 test-trainer: $(trainer_built) $(operator_built) $(peft_built) $(trl_built) $(mlflow_built) ## Test the trainer
 	@$(call tested,$(trainer),tests/trainer -m "not thorough" -n 3 --dist loadfile --no-loadscope-reorder)
 
-# Nine minutes: other families and layouts of the tests that take longest, of which `make test` does some, a reward with
+# Thirteen minutes: other families and layouts of the tests that take longest, of which `make test` does some, a reward with
 # its sign turned, demo-grpo, and whether every package of the closures with vLLM and Megatron-Bridge loads.
 test-thorough: $(trainer_built) $(operator_built) $(rollout_built) $(bridge_built) ## Test the rows that `make test` leaves out
 	@$(trainer)/pytest tests/trainer -m thorough -n 3 --dist loadfile $(ARGS)
