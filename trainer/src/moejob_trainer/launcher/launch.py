@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -51,6 +52,8 @@ def _run(pod: TrainerPod, options: Options, stop: StopRequest, engines: PodEngin
         ranks = RankProcesses(Path(folder), options.preload, options.logs, engines)
         # They start while ranks are imported, and read no weights before ranks send them.
         engines.keep_running()
+        # What was imported stays, and no peer is answered while it is looked through for garbage.
+        gc.freeze()
         agent = Agent(pod, options, stop, ranks)
         server = ProgressServer(pod.listens_on, pod.progress_port, agent.progress)
         try:
