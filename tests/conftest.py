@@ -16,7 +16,8 @@ if find_spec("hypothesis"):
     settings.register_profile("explore", max_examples=5000, deadline=None, print_blob=True)
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
-# Looking for garbage is a fifth of what imports cost, and what they bring stays.
+# Looking for garbage is a fifth of what imports cost, and what they bring stays. Tests that count bytes look for it
+# often, and forked processes would copy every page in which they look.
 gc.disable()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Iterator
 
@@ -23,13 +22,6 @@ _BEGUN_FIRST = ("test_grpo_runs.py", "test_transports.py", "test_real_engines.py
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name not in _BEGUN_FIRST)
-
-
-def pytest_collection_finish() -> None:
-    # What was imported is never garbage. Tests that count bytes look for garbage often, and forked processes would copy
-    # every page in which they look.
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from trainer.launcher.launchers import Gang, gone
+from trainer.launcher.launchers import Gang, gone, lives
 
 Make = Callable[..., Gang]
 
@@ -18,7 +18,8 @@ def store_of(job: Gang, restart: int = 0) -> int:
     """The process of the store: the only child of the fork server that is no rank."""
     server = next(iter(job.notes(restart).values()))["parent"]
     children = Path(f"/proc/{server}/task/{server}/children").read_text().split()
-    (store,) = {int(pid) for pid in children} - set(job.pids(restart))
+    # One that has ended stays a child until the server has looked.
+    (store,) = {int(pid) for pid in children if lives(int(pid))} - set(job.pids(restart))
     return store
 
 
