@@ -31,6 +31,7 @@ from moejob_trainer.megatron.weights import initialise
 from moejob_trainer.model.architecture import architecture
 from moejob_trainer.model.parameters import parameters
 from moejob_trainer.objectives.losses import cross_entropy
+from moejob_trainer.runtime.cpu_backend import cpu_backend
 
 Batch = list[npt.NDArray[np.int64]]
 Step = Callable[[Batch], None]
@@ -92,7 +93,7 @@ def _seconds(step: Step, batch: Batch) -> float:
 
 def _ours() -> Step:
     os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="29533")
-    dist.init_process_group("gloo")
+    dist.init_process_group(cpu_backend())
     use_cpu()
     model = architecture(CONFIG)
     spec = _spec()

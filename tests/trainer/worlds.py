@@ -23,6 +23,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from moejob_trainer.runtime.cpu_backend import cpu_backend
+
 # Ranks find what stands in a test module under the name that pytest gives it: tests.trainer.parity.test_lora.
 sys.path.append(str(Path(__file__).parents[2]))
 
@@ -135,7 +137,7 @@ def _unpacked(packed: bytes) -> Any:
 
 def _answer(store: str, rank: int, size: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     dist.init_process_group(
-        "gloo",
+        cpu_backend(),
         init_method=f"file://{store}",
         rank=rank,
         world_size=size,

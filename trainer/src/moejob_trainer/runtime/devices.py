@@ -12,6 +12,7 @@ import torch.distributed as dist
 from moejob_api.derived import multiplies_float8
 from moejob_api.job.resources import Accelerator
 from moejob_trainer.errors import BadConfiguration
+from moejob_trainer.runtime.cpu_backend import cpu_backend
 from moejob_trainer.runtime.environment import RankEnvironment
 
 # Between two exchanges of a healthy run lies less; a rank that died is noticed by its launcher long before.
@@ -31,7 +32,7 @@ def start_device(environment: RankEnvironment) -> torch.device:
         # Before anything touches a GPU: cuBLAS and NCCL read their variables once.
         compute_deterministically()
     device = _device(environment)
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    backend = "nccl" if device.type == "cuda" else cpu_backend()
     dist.init_process_group(backend, timeout=_PATIENCE, device_id=device if device.type == "cuda" else None)
     return device
 
@@ -47,7 +48,7 @@ def compute_deterministically() -> None:
 
 def control_group() -> dist.ProcessGroup:
     """Return a group of all ranks for small messages and decisions: it never waits for a GPU."""
-    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=_LONGEST_PREPARATION)
+    group: dist.ProcessGroup = dist.new_group(backend=cpu_backend(), timeout=_LONGEST_PREPARATION)
     return group
 
 
