@@ -196,6 +196,7 @@ test-nodes: $(operator_built) $(trainer_built) $(rollout_built) ## Test on two r
 # test-trainer kills ranks. Last comes `make kind-demo`.
 test-faults: $(operator_built) $(trainer_built) $(rollout_built) ## Test every fault: of ranks, engines, pods, nodes, volumes, clocks, the cluster and the operator
 	@MOEJOB_FAULTS=full $(operator)/pytest tests/cluster/control_plane/test_faults.py \
+		tests/cluster/control_plane/test_any_job_on_a_real_api_server.py \
 		tests/cluster/control_plane/test_scenarios_on_a_real_api_server.py tests/cluster/nodes/test_faults.py \
 		tests/cluster/nodes/test_engines.py tests/cluster/nodes/test_policies.py tests/cluster/nodes/test_strangers.py tests/cluster/nodes/test_tenants.py tests/cluster/nodes/test_kind_demo.py -rs --no-fold-skipped $(ARGS)
 

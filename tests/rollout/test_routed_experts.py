@@ -53,7 +53,7 @@ def chosen(reference: Any, tokens: Sequence[int]) -> dict[int, Routing]:
     return seen
 
 
-@pytest.fixture(scope="module", params=rows(FAMILIES, always=["mixtral"]))
+@pytest.fixture(scope="module", params=rows(FAMILIES, always=["qwen3_moe"]))
 def told(
     request: pytest.FixtureRequest, start: Start, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Engine, Any]]:

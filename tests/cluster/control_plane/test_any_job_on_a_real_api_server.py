@@ -15,6 +15,7 @@ from cluster.control_plane.api import RefusedError
 from cluster.control_plane.jobs import body, path, with_spec
 from cluster.control_plane.operators import Home, installed
 from cluster.control_plane.plane import ControlPlane
+from cluster.extent import IS_FULL
 from cluster.waiting import until
 from fake_world import SMALL
 from moejob_api.contract import Label
@@ -24,7 +25,7 @@ from moejob_operator.validation import Validation, validation_of
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.usefixtures("definition")]
 
-JOBS = 200
+JOBS = 200 if IS_FULL else 100
 # Between two healthy jobs.
 BATCH = 50
 FEW_PODS = 8

@@ -17,6 +17,7 @@ import pytest
 
 from checkouts import copied
 from closures import pins
+from cluster.extent import with_all_images
 from cluster.images.conftest import Builds
 from image_builds import layouts
 from image_builds.commands import buildah
@@ -192,6 +193,7 @@ def unpacked(layout: Path) -> list[str]:
     return [layer.unpacked_digest for layer in layouts.image(layout).layers]
 
 
+@with_all_images
 def test_the_same_tree_gives_the_same_layers_and_other_code_only_another_last_one(
     image: Builds, elsewhere: Elsewhere, tree: Path
 ) -> None:

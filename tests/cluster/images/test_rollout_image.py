@@ -1,12 +1,11 @@
 """Engines in their images, on the CPU: they serve what a trainer exported.
 
-MOEJOB_IMAGES=all does it; each of these images takes ten gigabytes and five minutes, the first time.
+`make test-images` does it; each of these images takes ten gigabytes and five minutes, the first time.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from cluster.extent import with_all_images
 from cluster.images.conftest import Contains
 from cluster.images.tiny import SECONDS, trained
 from cluster.processes import Process
@@ -21,10 +21,7 @@ from confined import Container
 from moejob_api.contract import RunFile
 from ports import free_port
 
-pytestmark = [
-    pytest.mark.cluster,
-    pytest.mark.skipif(os.environ.get("MOEJOB_IMAGES") != "all", reason="MOEJOB_IMAGES=all builds images of engines"),
-]
+pytestmark = [pytest.mark.cluster, with_all_images]
 
 SERVER = ("-m", "vllm.entrypoints.openai.api_server")
 SMALL = ("--model=/model", "--served-model-name=tiny", "--max-model-len=256", "--max-num-seqs=4", "--enforce-eager")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from moejob_api.job.status import RepositoryKind
 from moejob_trainer.data.hub import HubPins
 from trainer.hub import Hub, serving
+from trainer.rows import rows
 
 MODEL = "team/tiny"
 # Beyond what is hashed at each start.
@@ -77,6 +79,7 @@ def added(path: Path, content: bytes) -> None:
 
 
 CHANGES: list[Callable[[Path, bytes], None]] = [write, renamed, added]
+NAMES = ("marked.py", "model.safetensors")
 
 
 def test_a_run_keeps_what_the_hub_says_of_each_file(hub: Hub, tmp_path: Path) -> None:
@@ -89,10 +92,12 @@ def test_a_run_keeps_what_the_hub_says_of_each_file(hub: Hub, tmp_path: Path) ->
     assert fetched(hub, tmp_path) == fetched(hub, tmp_path, "another"), "they share a cache"
 
 
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("name", ["marked.py", "model.safetensors"])
+@pytest.mark.parametrize(
+    ("name", "change"),
+    rows(product(NAMES, CHANGES), [("marked.py", renamed), ("marked.py", added), ("model.safetensors", write)]),
+)
 def test_a_file_that_another_job_has_changed_is_refused(
-    hub: Hub, tmp_path: Path, change: Callable[[Path, bytes], None], name: str
+    hub: Hub, tmp_path: Path, name: str, change: Callable[[Path, bytes], None]
 ) -> None:
     folder = Path(fetched(hub, tmp_path))
     change(folder / name, b"import os")

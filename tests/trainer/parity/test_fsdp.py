@@ -89,8 +89,8 @@ def _holds(worlds: Worlds, reference: Reference, cell: Cell) -> None:
     rows(
         product((Family.QWEN3_MOE, Family.MIXTRAL, Family.DEEPSEEK_V3), LAYOUTS),
         [
-            *product((Family.QWEN3_MOE,), LAYOUTS),
-            *product((Family.DEEPSEEK_V3,), ("DP3", "TP2.DP2", "EP2.DP2", "ETP2 folded over DP4")),
+            *product((Family.QWEN3_MOE,), ("alone", "DP3", "EP2", "TP2.CP2.EP4 folded over TP2.CP2.DP2")),
+            *product((Family.DEEPSEEK_V3,), ("TP2.DP2", "ETP2 folded over DP4")),
             (Family.MIXTRAL, "EP2.DP2"),
         ],
     ),
@@ -127,13 +127,7 @@ def test_biases_sinks_and_tied_matrices_are_shared_too(worlds: Worlds, reference
     "how",
     rows(
         TRAINED,
-        (
-            "everything recomputed",
-            "norms and activations recomputed",
-            "activations offloaded",
-            "one document at a time",
-            "tokens gathered",
-        ),
+        ("everything recomputed", "activations offloaded", "tokens gathered"),
     ),
 )
 def test_how_memory_is_saved_and_batches_are_made_changes_nothing(
@@ -155,7 +149,7 @@ EVEN: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("how", rows(EVEN, ("moving bias", "balancing loss")))
+@pytest.mark.parametrize("how", rows(EVEN, ("moving bias",)))
 def test_what_keeps_experts_even_works_as_on_whole_stages(worlds: Worlds, reference: Reference, how: str) -> None:
     moe = EVEN[how]
     folder, _ = reference(Family.DEEPSEEK_V3)
@@ -239,19 +233,20 @@ KINDS: dict[str, tuple[Family, dict[str, Any], float]] = {
     ),
 }
 ALWAYS = "DeepSeek-V3 with moving bias"
-# Ways that read what all ways have written.
-READERS: dict[str, tuple[str, ...]] = {
-    "two readers": ("shares", "TP2"),
-    "all readers": ("shares", "shares of a mix", "ZeRO-2", "TP2", "PP2"),
+# Ways that write, and those that read what all of these have written.
+EVERY = ("shares", "shares of a mix", "ZeRO-2", "TP2", "PP2")
+WAYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "some ways": (("shares", "ZeRO-2", "TP2"), ("shares", "TP2")),
+    "all ways": (EVERY, EVERY),
 }
 
 
 @pytest.mark.parametrize(
-    ("name", "readers"),
-    rows([(ALWAYS, "two readers"), *((name, "all readers") for name in KINDS)], [(ALWAYS, "two readers")]),
+    ("name", "extent"),
+    rows([(ALWAYS, "some ways"), *((name, "all ways") for name in KINDS)], [(ALWAYS, "some ways")]),
 )
 def test_checkpoints_of_shares_and_of_whole_stages_are_the_same(
-    worlds: Worlds, reference: Reference, tmp_path: Path, name: str, readers: str
+    worlds: Worlds, reference: Reference, tmp_path: Path, name: str, extent: str
 ) -> None:
     family, sections, within = KINDS[name]
     first, _ = reference(family)
@@ -263,8 +258,9 @@ def test_checkpoints_of_shares_and_of_whole_stages_are_the_same(
         "TP2": Cell(family, merged({"parallelism": {"tensor": 2}}, sections)),
         "PP2": Cell(family, merged({"parallelism": {"pipeline": 2}}, sections)),
     }
-    written = {way: worlds.run(cell.ranks(), saved, cell, first, tmp_path / way)[0] for way, cell in ways.items()}
-    for way in READERS[readers]:
+    writers, readers = WAYS[extent]
+    written = {way: worlds.run(ways[way].ranks(), saved, ways[way], first, tmp_path / way)[0] for way in writers}
+    for way in readers:
         cell = ways[way]
         others = {other: Resumption(one, tmp_path / "again" / way / other) for other, one in written.items()}
         found = worlds.run(cell.ranks(), resumed, cell, first, [*others.values()])[0]

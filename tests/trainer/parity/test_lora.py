@@ -58,8 +58,8 @@ def _holds(worlds: Worlds, lora_reference: Reference, cell: Cell) -> None:
     rows(
         product(FAMILIES, LAYOUTS),
         [
-            *product((Family.QWEN3_MOE,), LAYOUTS),
-            *product((Family.DEEPSEEK_V3,), ("TP2", "EP2", "PP2", "TP2.EP2.ETP2 folded over TP2.DP2")),
+            *product((Family.QWEN3_MOE,), ("one rank", "PP2", "CP2", "TP2.EP2.ETP2 folded over TP2.DP2")),
+            *product((Family.DEEPSEEK_V3,), ("PP2", "TP2.EP2.ETP2 folded over TP2.DP2")),
         ],
     ),
 )
@@ -105,7 +105,10 @@ def _shared(family: Family, layout: dict[str, Any], sharding: str = "FSDP", **tr
     ("family", "layout"),
     rows(
         product(FAMILIES, SHARED),
-        [*product((Family.QWEN3_MOE,), SHARED), *product((Family.DEEPSEEK_V3,), ("DP3", "EP2.DP2"))],
+        [
+            *product((Family.QWEN3_MOE,), ("alone", "DP3", "TP2.EP2.ETP2 folded over TP2.DP2")),
+            (Family.DEEPSEEK_V3, "EP2.DP2"),
+        ],
     ),
 )
 def test_replicas_that_divide_the_frozen_weights_train_the_same_adapters(
