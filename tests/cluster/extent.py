@@ -9,7 +9,7 @@ import pytest
 IS_FULL = os.environ.get("MOEJOB_FAULTS") == "full"
 in_full = pytest.mark.skipif(not IS_FULL, reason="make test-faults does this")
 
-# Images of engines take ten gigabytes each, and what builds make of the same tree changes with pins alone.
+# Images of engines take ten gigabytes each, and to build the same tree again takes minutes.
 IS_WITH_ALL_IMAGES = os.environ.get("MOEJOB_IMAGES") == "all"
 with_all_images = pytest.mark.skipif(not IS_WITH_ALL_IMAGES, reason="make test-images does this")
 

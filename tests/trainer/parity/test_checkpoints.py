@@ -76,7 +76,7 @@ KINDS: dict[str, Kind] = {
 # After steps of sums that were rounded differently, relative to the largest element of each tensor.
 STATES_WITHIN = 2e-4
 CELLS = [(name, layout) for name, kind in KINDS.items() for layout in kind.layouts]
-# What all layouts have saved is always read by one that divides most of the model.
+# What all layouts have saved is always read by one that divides most of the model, and of Qwen3-MoE by one rank.
 DIVIDING = {
     "Qwen3-MoE": "TP2.PP2.EP2",
     "DeepSeek-V3 with moving bias": "EP4 folded over DP4",

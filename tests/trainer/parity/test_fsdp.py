@@ -125,10 +125,7 @@ def test_biases_sinks_and_tied_matrices_are_shared_too(worlds: Worlds, reference
 # Layers are recomputed in one of its three ways, and experts in another test.
 @pytest.mark.parametrize(
     "how",
-    rows(
-        TRAINED,
-        ("everything recomputed", "activations offloaded", "tokens gathered"),
-    ),
+    rows(TRAINED, ("everything recomputed", "activations offloaded", "tokens gathered")),
 )
 def test_how_memory_is_saved_and_batches_are_made_changes_nothing(
     worlds: Worlds, reference: Reference, how: str

@@ -36,8 +36,8 @@ def _group(store: Store, rank: int, size: int, timeout: timedelta) -> dist.Proce
 @cache
 def _devices() -> tuple[dist.ProcessGroupGloo.Device, ...]:
     """Listen where torch would: on the interfaces that are named, else where this host's name leads to."""
-    named, device = os.environ.get("GLOO_SOCKET_IFNAME", ""), dist.ProcessGroupGloo
+    named, gloo = os.environ.get("GLOO_SOCKET_IFNAME", ""), dist.ProcessGroupGloo
     # Groups of one device that connect when something is sent (TORCH_GLOO_LAZY_INIT) wait for ever.
     if not named:
-        return (device.create_default_device(lazy_init=False),)
-    return tuple(device.create_device(interface=name, lazy_init=False) for name in named.split(","))
+        return (gloo.create_default_device(lazy_init=False),)
+    return tuple(gloo.create_device(interface=name, lazy_init=False) for name in named.split(","))
