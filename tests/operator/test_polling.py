@@ -32,6 +32,20 @@ def test_silent_pods_are_asked_when_it_is_time_and_not_at_every_look() -> None:
     assert world.cluster.questions == 4
 
 
+def test_young_pods_are_asked_each_time_they_are_twice_as_old_and_others_every_half_minute() -> None:
+    world = running()
+    asked_at, age = [], 0.0
+    while age < 100:
+        before = world.cluster.questions
+        again = world.reconcile()
+        if world.cluster.questions > before:
+            asked_at.append(age)
+        assert again is not None
+        world.wait(again)
+        age += again
+    assert asked_at == [5, 10, 20, 40, 70]
+
+
 def test_pods_of_a_new_gang_are_asked_at_once() -> None:
     world = running()
     world.end(0, 1, None)

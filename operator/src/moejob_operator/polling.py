@@ -10,7 +10,7 @@ from datetime import datetime
 from moejob_api.contract import Role
 from moejob_api.restarts import LAUNCHER_FIRST_SECONDS
 from moejob_operator.observed import Observed, Pod, PodPhase
-from moejob_operator.planning.guard_clauses import FIRST_POLL_SECONDS, POLL_SECONDS
+from moejob_operator.planning.guard_clauses import POLL_AGES, POLL_SECONDS
 from moejob_operator.planning.timestamps import read, seconds_since
 
 
@@ -28,7 +28,7 @@ def pods_to_ask(seen: Observed, asked: datetime | None, now: datetime) -> tuple[
     if any((pod.phase is PodPhase.FAILED or pod.is_unheard) and pod.uid not in replaced for pod in gang):
         return running
     youngest = min(seconds_since(pod.started_at, now) for pod in running)
-    if len(running) < len(gang) or (youngest < FIRST_POLL_SECONDS and not all(pod.is_ready for pod in running)):
+    if len(running) < len(gang) or (youngest < POLL_AGES[0] and not all(pod.is_ready for pod in running)):
         return ()
     answered = None if status.progress is None else read(status.progress.updated_at)
     last = max((time for time in (asked, answered) if time is not None), default=None)
@@ -37,8 +37,9 @@ def pods_to_ask(seen: Observed, asked: datetime | None, now: datetime) -> tuple[
 
 
 def _is_due(since: float, youngest: float) -> bool:
-    """Return whether a poll is due this long after the last one: soon while pods are young, and new pods at once."""
-    return since > youngest or since >= min(POLL_SECONDS, max(FIRST_POLL_SECONDS, youngest))
+    """Return whether a poll is due this long after the last one: at certain ages, and new pods at once."""
+    reached = max((age for age in POLL_AGES if age <= youngest), default=0.0)
+    return since > youngest - reached or since >= POLL_SECONDS
 
 
 def _may_be_mute(seen: Observed, running: tuple[Pod, ...], youngest: float) -> bool:

@@ -22,18 +22,18 @@ from cluster.control_plane.api import RefusedError
 from cluster.control_plane.plane import ControlPlane, KubectlError
 from cluster.control_plane.releases import DEFINITION, Release
 from cluster.nodes.cluster import Cluster, shell_image
-from cluster.nodes.faults import standing_still
+from cluster.nodes.faults import hold_rank, let_go, standing_still
 from cluster.nodes.node import Programs
 from cluster.nodes.pods import claim
-from cluster.nodes.recovery import members
+from cluster.nodes.recovery import Member, members
 from cluster.nodes.shown import compared, description, table
 from cluster.nodes.training import ROOT, VALUES, Job, Submitted, example, over_two_nodes, submitted
 from cluster.waiting import until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
-# Steps take a third of a second each where two nodes share two processors.
-STEADY_STEPS = 200
+# Few: a rank of it stands still while the operator comes and goes, which would else be filled with steps.
+STEADY_STEPS = 40
 STEPS = 24
 SAVED_EVERY = 5
 # Two stages instead of shared experts, on a volume that is there already.
@@ -241,18 +241,21 @@ def held(nodes: Cluster, home: Release, holder: str) -> Iterator[Submitted]:
 
 @pytest.fixture(scope="module")
 def steady(nodes: Cluster, home: Release, namespace: str, held: Submitted) -> Steady:
-    """It trains while the operator is upgraded, uninstalled and installed again."""
+    """It lives through an upgrade of the operator, trains while there is none, and ends under the next one."""
     steady = submitted(nodes, namespace, job("steady", STEADY_STEPS, checkpoint={"everySteps": STEADY_STEPS - 10}))
     until(lambda: steady.phase == "Running", waiting_for=steady.told)
+    steady.await_steps(2)
     pods, operators = [steady.uids()], [operator_pods(nodes, home)]
-    home.upgrade(CHART, VALUES | {"settings": {"logLevel": "DEBUG"}})
-    await_end_of_operators(nodes, home, operators[0])
-    pods.append(steady.uids())
-    operators.append(operator_pods(nodes, home))
-    until(lambda: steady.read()["status"].get("progress"), waiting_for=steady.told)
-    running = screens(steady)
-    with uninstalled(nodes, home):
-        unwatched = left_alone(steady, held)
+    member = members(steady)[1]
+    with standing_still(member):
+        home.upgrade(CHART, VALUES | {"settings": {"logLevel": "DEBUG"}})
+        await_end_of_operators(nodes, home, operators[0])
+        pods.append(steady.uids())
+        operators.append(operator_pods(nodes, home))
+        until(lambda: steady.read()["status"].get("progress"), waiting_for=steady.told)
+        running = screens(steady)
+        with uninstalled(nodes, home):
+            unwatched = left_alone(steady, held, member)
     pods.append(steady.uids())
     steady.await_end()
     pods.append(steady.uids())
@@ -270,11 +273,13 @@ def uninstalled(nodes: Cluster, home: Release) -> Iterator[None]:
         home.install(VALUES)
 
 
-def left_alone(steady: Submitted, held: Submitted) -> Unwatched:
-    """Some steps of one job, and the end of the other with its namespace."""
+def left_alone(steady: Submitted, held: Submitted, member: Member) -> Unwatched:
+    """Some steps of one job, a member of which stood still, and the end of the other with its namespace."""
     nodes, alone = steady.nodes, steady.run().done()
     finalizers = {**finalizers_of(nodes, steady.namespace), **finalizers_of(nodes, held.namespace)}
+    let_go(member)
     until(lambda: steady.run().done() >= alone + 5, waiting_for=steady.told)
+    hold_rank(member)
     later = steady.run().done()
     nodes.plane.api.delete(f"/api/v1/namespaces/{held.namespace}")
     await_end_of_namespace(nodes.plane, held.namespace)

@@ -24,9 +24,9 @@ from moejob_operator.planning.waiting import Hold, hold, hold_beside_gang
 
 Guard = Callable[[ObservedState], Decision | None]
 
-# How often running pods are asked how they are, and when for the first time.
+# How often running pods are asked how they are, and at which ages they are first: the young have more to tell.
 POLL_SECONDS = 30.0
-FIRST_POLL_SECONDS = 5.0
+POLL_AGES = (5.0, 10.0, 20.0, 40.0)
 # What the API server refused may be allowed later without any event.
 REFUSED_SECONDS = 30.0
 # Whether a kubelet is gone shows in nothing that is watched.
@@ -345,7 +345,7 @@ def _events(deletes: tuple[Delete, ...], s: ObservedState) -> tuple[Event, ...]:
 
 def _poll_seconds(s: ObservedState) -> float:
     youngest = min(seconds_since(pod.started_at, s.now) for pod in s.trainers.values())
-    return POLL_SECONDS if youngest >= FIRST_POLL_SECONDS else FIRST_POLL_SECONDS - youngest
+    return min([POLL_SECONDS, *(age - youngest for age in POLL_AGES if age > youngest)])
 
 
 def _requeue_seconds(s: ObservedState, *, is_running: bool) -> float | None:
