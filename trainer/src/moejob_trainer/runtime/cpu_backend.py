@@ -1,7 +1,8 @@
-"""The backend between ranks on CPUs: gloo, with one device for all groups of a process.
+"""The backend between ranks on CPUs: gloo, with one device for all groups of a process, and one worker for each group.
 
 Asked for gloo, torch gives each group a device of its own, whose thread wakes up a hundred times a second to look
-for something to do: eight ranks of twenty groups each do so 16,000 times, on the cores that they compute on.
+for something to do: eight ranks of twenty groups each do so 16,000 times, on the cores that they compute on. And it
+gives it two threads that work: gathers of one group that overlap then now and then destroy the heap.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def cpu_backend() -> str:
 def _group(store: Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
     # Neither they nor what is set have public names, or types.
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001
-    options._devices, options._timeout = [*_devices()], timeout  # noqa: SLF001
+    options._devices, options._threads, options._timeout = [*_devices()], 1, timeout  # noqa: SLF001
     group = dist.ProcessGroupGloo(store, rank, size, options)
     group._set_sequence_number_for_group()  # noqa: SLF001  # TORCH_DISTRIBUTED_DEBUG compares it, and torch sets it
     return group
