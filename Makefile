@@ -135,9 +135,9 @@ test-beside-nodes: $(operator_built) $(trainer_built) $(rollout_built) $(bridge_
 	@nice -n 10 $(MAKE) --jobs=1 test-cluster
 	@nice -n 10 $(two_at_a_time) test-bridge test-rollout
 
-# Four for two cores: tests of commands wait for processes.
+# Three for two cores: tests of commands wait for processes.
 test-operator: $(operator_built) ## Test api, operator, cli, chart and how images are built
-	@$(call tested,$(operator),$(wildcard $(patsubst %,tests/%,api cli operator chart builds)) -n 4 --dist worksteal)
+	@$(call tested,$(operator),$(wildcard $(patsubst %,tests/%,api cli operator chart builds)) -n 3 --dist worksteal)
 
 # moejob run, which starts the trainer, lives in the operator's environment; peers that it is compared with in their own.
 test-trainer: $(trainer_built) $(operator_built) $(peft_built) $(trl_built) $(mlflow_built) ## Test the trainer

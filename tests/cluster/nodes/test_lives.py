@@ -33,7 +33,7 @@ from cluster.waiting import until
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 # Few: a rank of it stands still while the operator comes and goes, which would else be filled with steps.
-STEADY_STEPS = 40
+STEADY_STEPS = 60
 STEPS = 24
 SAVED_EVERY = 5
 # Two stages instead of shared experts, on a volume that is there already.
