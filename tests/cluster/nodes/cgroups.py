@@ -104,8 +104,11 @@ def _inherit_processors(folder: Path) -> None:
 
 
 def _weigh(folder: Path) -> None:
-    """Beside busy neighbours a cgroup gets no more time than one process of theirs; what is in here are many."""
-    for name, weight in (("cpu.shares", "16384"), ("cpu.weight", "1600")):
+    """Beside busy neighbours a cgroup gets no more time than one process of theirs; what is in here are many.
+
+    Twice as much leaves an eighth to neighbours that are as nice as those of `make test`: with more, they starve.
+    """
+    for name, weight in (("cpu.shares", "2048"), ("cpu.weight", "200")):
         if (folder / name).exists():
             (folder / name).write_text(weight)
 
