@@ -32,7 +32,7 @@ from cluster.waiting import until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
-# Few: a rank of it stands still while the operator comes and goes, which would else be filled with steps.
+# Few: a rank stands still while operators come and go, which hundreds of steps would fill else.
 STEADY_STEPS = 60
 STEPS = 24
 SAVED_EVERY = 5

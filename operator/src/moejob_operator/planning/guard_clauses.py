@@ -24,7 +24,7 @@ from moejob_operator.planning.waiting import Hold, hold, hold_beside_gang
 
 Guard = Callable[[ObservedState], Decision | None]
 
-# How often running pods are asked how they are, and at which ages they are first: the young have more to tell.
+# How often running pods are asked how they are, and their ages when they are first asked: the young have more to tell.
 POLL_SECONDS = 30.0
 POLL_AGES = (5.0, 10.0, 20.0, 40.0)
 # What the API server refused may be allowed later without any event.
