@@ -36,6 +36,7 @@ from moejob_trainer.model.architecture import Architecture, architecture
 from moejob_trainer.model.parameters import parameters
 from moejob_trainer.model.stage import Stage
 from moejob_trainer.objectives.losses import cross_entropy
+from moejob_trainer.runtime.cpu_backend import cpu_backend
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -160,7 +161,7 @@ class Ranks:
         if self.device.type == "cuda":
             dist.init_process_group("nccl", store=store, rank=self.rank, world_size=self.size, device_id=self.device)
         else:
-            dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size)
+            dist.init_process_group(cpu_backend(), store=store, rank=self.rank, world_size=self.size)
             use_cpu()
 
     def part(self, *, is_broken: bool = False) -> None:
