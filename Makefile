@@ -130,7 +130,8 @@ test: $(operator_built) $(trainer_built) $(rollout_built) $(bridge_built) ## Run
 	@$(MAKE) test-operator test-trainer
 	@$(two_at_a_time) test-nodes test-beside-nodes
 
-# The bridge computes in one process, and engines start in one each. Nodes take longer: while they compute, these wait.
+# The bridge computes in one process, and engines start in one each. Nodes take longer: while they compute,
+# these get the smaller share of the cores.
 test-beside-nodes: $(operator_built) $(trainer_built) $(rollout_built) $(bridge_built)
 	@nice -n 10 $(MAKE) --jobs=1 test-cluster
 	@nice -n 10 $(two_at_a_time) test-bridge test-rollout

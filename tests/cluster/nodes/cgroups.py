@@ -106,7 +106,7 @@ def _inherit_processors(folder: Path) -> None:
 def _weigh(folder: Path) -> None:
     """Beside busy neighbours a cgroup gets no more time than one process of theirs; what is in here are many.
 
-    Twice as much leaves an eighth to neighbours that are as nice as those of `make test`: with more, they starve.
+    Sixteen times as much starved the neighbours of `make test`, which are nice; twice leaves them about an eighth.
     """
     for name, weight in (("cpu.shares", "2048"), ("cpu.weight", "200")):
         if (folder / name).exists():

@@ -1,8 +1,8 @@
 """Lives of jobs on two real nodes: watched, left alone, stopped, moved to another layout, made to wait, refused.
 
-Two lives tell most of it. `steady` runs from its first step to its last while the operator is upgraded, taken away and
-put back; its losses are those of a run that nothing happened to. `wide` is stopped halfway; `narrow`, which had to wait
-for its processors, continues its run in another layout, and `wide` continues in its own.
+Two lives tell most of it. `steady` keeps its pods while the operator is upgraded, taken away and put back, and trains
+where there is none; its losses are those of a run that nothing happened to. `wide` is stopped halfway; `narrow`, which
+had to wait for its processors, continues its run in another layout, and `wide` continues in its own.
 """
 
 from __future__ import annotations
