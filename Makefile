@@ -69,7 +69,8 @@ $(trl_built):
 $(mlflow_built):
 	@scripts/environment mlflow $@
 
-setup: $(operator_built) $(trainer_built) $(rollout_built) $(peft_built) $(bridge_built) $(trl_built) $(mlflow_built) ## Build all environments
+# What tests compare with, peft and trl for example, has environments of its own, which the tests build.
+setup: $(operator_built) $(trainer_built) $(rollout_built) ## Build the environments that planning, training and engines need
 	@:
 
 
@@ -113,28 +114,27 @@ verify: lint types ## All of that, and that nothing generated is stale
 
 # Tests, in the environment of what they test.
 
-# $(call tested,ENVIRONMENT,TESTS). With MOEJOB_SECOND_CHANCE, which CI sets, what failed beside other tests runs once more
-# alone, up to the first that fails again: thousands of tests of processes, nodes and clocks share a machine that others
-# use too. What passes then is listed under "failed once": a defect to mend, in the test or in what it tests.
-# Alone, too, when two targets run at a time: it waits for the other one, by a lock of this file, and the next one for it.
-tested = $${MOEJOB_SECOND_CHANCE:+flock --close --shared Makefile} $(1)/pytest $(2) $(remembered) $(ARGS) || \
-	{ [ -n "$${MOEJOB_SECOND_CHANCE:-}" ] && echo "=== failed once, again alone" && flock --close Makefile \
-	$(1)/pytest $(2) $(remembered) $(ARGS) --last-failed --last-failed-no-failures none -n 0 -x -rp; }
-
-# Which tests failed last, of each target by itself: two targets may run at a time.
-remembered = -o cache_dir=.pytest_cache/$@
+# $(call tested,ENVIRONMENT,TESTS)
+tested = scripts/tested $@ $(1)/pytest $(2) $(ARGS)
+tested_targets := test-operator test-trainer test-nodes test-cluster test-bridge test-rollout
 
 # Two cores have no room for trainers beside the nodes, where their tests took twice as long. Nodes wait for one another
 # as long as they compute, so all others run beside them. What targets print that run at a time comes when each has ended.
+# Each target runs whatever becomes of those before it: the table at the end says what all of them did.
 test: $(operator_built) $(trainer_built) $(rollout_built) $(bridge_built) ## Run every test that needs no GPU
-	@$(MAKE) test-operator test-trainer
-	@$(two_at_a_time) test-nodes test-beside-nodes
+	@rm -rf $(patsubst %,.pytest_cache/%/table,$(tested_targets))
+	@failed=0; \
+	$(MAKE) --keep-going test-operator test-trainer || failed=1; \
+	$(two_at_a_time) --keep-going test-nodes test-beside-nodes || failed=1; \
+	$(PYTHON) scripts/test_table.py $(tested_targets) && exit $$failed
 
 # The bridge computes in one process, and engines start in one each. Nodes take longer: while they compute,
 # these get the smaller share of the cores.
 test-beside-nodes: $(operator_built) $(trainer_built) $(rollout_built) $(bridge_built)
-	@nice -n 10 $(MAKE) --jobs=1 test-cluster
-	@nice -n 10 $(two_at_a_time) test-bridge test-rollout
+	@failed=0; \
+	nice -n 10 $(MAKE) --jobs=1 test-cluster || failed=1; \
+	nice -n 10 $(two_at_a_time) --keep-going test-bridge test-rollout || failed=1; \
+	exit $$failed
 
 # Three for two cores: tests of commands wait for processes.
 test-operator: $(operator_built) ## Test api, operator, cli, chart and how images are built
