@@ -12,19 +12,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from time import monotonic, sleep
+from time import monotonic
 from typing import Any
 
+from benchmarks.rollout.job_runs import RunLimits, log_tails, run_job
+
 # vLLM's start, the trainer's, and the steps. Well below the ten minutes that a machine is often lent for.
-_LONGEST_SECONDS, _ENDING_SECONDS = 420, 30
-# Logs are copied so often: what the machine did is known although it was taken away in the middle.
-_LOOK_SECONDS = 2.0
+_LIMITS = RunLimits(420)
 _SHOWN = ("syncSeconds", "syncBytes", "probeMean", "probeMaximum", "generateSeconds", "outputsSeconds", "learnSeconds")
 _MORE = (
     "mismatchMean",
@@ -131,69 +129,21 @@ def _job(case: Case, model: Path, steps: int) -> dict[str, Any]:
 
 
 def _ran(name: str, model: Path, work: Path, out: Path, steps: int) -> bool:
-    case, run, begun = CASES[name], work / f"run-{name}", monotonic()
-    file = out / f"{name}.json"
-    # JSON is YAML.
-    file.write_text(json.dumps(_job(case, model, steps), indent=1))
-    environment = os.environ | {
-        "CUDA_VISIBLE_DEVICES": case.gpus,
-        "HF_HUB_OFFLINE": "1",
-        "MOEJOB_TRAINER_PYTHON": sys.executable,
-        # An environment of its own, where vLLM is not installed beside the trainer.
-        "MOEJOB_ROLLOUT_PYTHON": os.environ.get("MOEJOB_ROLLOUT_PYTHON", sys.executable),
-    }
-    command = [sys.executable, "-m", "moejob_cli", "run", str(file), "--run-dir", str(run)]
-    _say(f"== {name}: {' '.join(command)}")
-    with (out / f"{name}.log").open("w") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
-        code = _ended(process, lambda: _kept(run, out / name))
-    found = _steps(run)
-    for step in found:
+    begun = monotonic()
+    _say(f"== {name}")
+    run = run_job(_job(CASES[name], model, steps), name, (work / f"run-{name}", out), CASES[name].gpus, _LIMITS)
+    for step in run.steps:
         _say(json.dumps({"case": name, "step": step.get("step")} | _picked(step, (*_SHOWN, *_MORE))))
-    _say(f"== {name}: exit {code}, {len(found)} of {steps} steps, {monotonic() - begun:.0f} s")
-    if code or len(found) < steps:
-        for log_file in (out / f"{name}.log", *sorted((out / name).glob("*.log"))):
-            _say(f"-- {log_file.name}\n{log_file.read_text(errors='replace')[-4000:]}")
+    _say(f"== {name}: exit {run.code}, {len(run.steps)} of {steps} steps, {monotonic() - begun:.0f} s")
+    if run.code or len(run.steps) < steps:
+        _say(log_tails(name, out))
         return False
     return True
-
-
-def _ended(process: subprocess.Popen[bytes], keep: Callable[[], None]) -> int:
-    """Wait for the run, keeping its logs as they come; the exit code, 124 where it took too long."""
-    until = monotonic() + _LONGEST_SECONDS
-    while process.poll() is None and monotonic() < until:
-        sleep(_LOOK_SECONDS)
-        keep()
-    code = process.poll()
-    if code is None:
-        _terminate(process)
-    keep()
-    return 124 if code is None else code
-
-
-def _terminate(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
-    try:
-        process.wait(_ENDING_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-
-
-def _steps(run: Path) -> list[dict[str, Any]]:
-    log = run / "steps.jsonl"
-    return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
 
 
 def _picked(step: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     flat = {**step, **step.get("metrics", {})}
     return {name: flat[name] for name in names if name in flat}
-
-
-def _kept(run: Path, out: Path) -> None:
-    out.mkdir(exist_ok=True)
-    for file in (*run.glob("*.jsonl"), *run.glob("logs/*.log"), *run.glob("*.log")):
-        (out / file.name).write_bytes(file.read_bytes()[-2_000_000:])
 
 
 def _say(text: str) -> None:
