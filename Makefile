@@ -98,7 +98,7 @@ operator-types:
 		$(filter-out %/launcher_listeners.py %/engine_listeners.py,$(wildcard benchmarks/hostile/*.py)) tests/*.py $(patsubst %,tests/%,api operator cli chart cluster builds)))
 
 trainer-types:
-	@$(call quietly,$(trainer)/mypy --cache-dir .mypy_cache/trainer trainer/src tests/trainer tests/bridge tests/gpu benchmarks/trainer benchmarks/rollout \
+	@$(call quietly,$(trainer)/mypy --cache-dir .mypy_cache/trainer trainer/src tests/trainer tests/bridge tests/gpu benchmarks/trainer benchmarks/rollout benchmarks/grpo_learning \
 		benchmarks/hostile/launcher_listeners.py examples/ask.py)
 
 rollout-types:
@@ -272,7 +272,7 @@ docs: $(docs_built) ## Build the documentation as a site, into site/; a link tha
 
 # With `make demo` in one of them; committed, for pages are read where nothing can be run.
 pictures: $(operator_built) $(trainer_built) ## Draw the pictures of README and docs again
-	@PYTHONPATH=scripts $(operator)/python -m pictures
+	@PYTHONPATH=scripts:. $(operator)/python -m pictures
 
 
 # Closures. Order matters: what comes later is held to the versions chosen earlier, so that the tools install on top of

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
+from benchmarks.grpo_learning.curves import draw_curves
 from rich.console import Console
 from rich.text import Text
 
@@ -209,6 +210,7 @@ def main() -> None:
     FOLDER.mkdir(exist_ok=True)
     (FOLDER / "overview.svg").write_text(overview())
     (FOLDER / "trust.svg").write_text(trust())
+    draw_curves()
     (FOLDER / "demo.svg").write_text(terminal("a laptop, two CPU ranks", "make demo"))
     (FOLDER / "demo-grpo.svg").write_text(terminal("a laptop, and a vLLM engine on its CPU", "make demo-grpo"))
     (FOLDER / "cluster.svg").write_text(terminal("two Kubernetes nodes on one machine", "make cluster-demo"))

@@ -10,7 +10,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "trainer" / "src"))
 # A run from elsewhere than the root has no pytest.ini that says so.
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
 
 
 @pytest.fixture(autouse=True)
