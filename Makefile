@@ -41,6 +41,7 @@ bridge_built := $(call built,bridge,crds trainer)
 docs_built := $(call built,docs,crds operator cli)
 trl_built := $(call built,trl)
 mlflow_built := $(call built,mlflow)
+real_built := $(call built,real)
 
 $(operator_built):
 	@scripts/environment operator $@ crds operator cli
@@ -68,6 +69,9 @@ $(trl_built):
 
 $(mlflow_built):
 	@scripts/environment mlflow $@
+
+$(real_built):
+	@scripts/environment real $@
 
 # What tests compare with, peft and trl for example, has environments of its own, which the tests build.
 setup: $(operator_built) $(trainer_built) $(rollout_built) ## Build the environments that planning, training and engines need
@@ -141,7 +145,7 @@ test-operator: $(operator_built) ## Test api, operator, cli, chart and how image
 	@$(call tested,$(operator),$(wildcard $(patsubst %,tests/%,api cli operator chart builds)) -n 3 --dist worksteal)
 
 # moejob run, which starts the trainer, lives in the operator's environment; peers that it is compared with in their own.
-test-trainer: $(trainer_built) $(operator_built) $(peft_built) $(trl_built) $(mlflow_built) ## Test the trainer
+test-trainer: $(trainer_built) $(operator_built) $(peft_built) $(trl_built) $(mlflow_built) $(real_built) ## Test the trainer
 	@$(call tested,$(trainer),tests/trainer -m "not thorough" -n 3 --dist loadfile --no-loadscope-reorder)
 
 # Thirteen minutes: other families and layouts of the tests that take longest, of which `make test` does some, a reward with
@@ -168,6 +172,10 @@ matrix: $(trainer_built) ## Train and resume in every layout, and print how near
 test-gate: $(trainer_built) ## Run hundreds of random jobs that plan accepts: each starts and makes a step
 	@HYPOTHESIS_PROFILE=explore MOEJOB_ACCEPTED_JOBS=$${MOEJOB_ACCEPTED_JOBS:-300} \
 		$(trainer)/pytest tests/trainer/test_accepted_jobs.py -n 0 $(ARGS)
+
+# A minute or two the first time. Tests make them, too, when they first need one: tests/real_models.py.
+real-models: $(trainer_built) $(real_built) ## Make real models, dense and MoE, in the cache: SmolLM2-135M-Instruct
+	@PYTHONPATH=tests $(trainer)/python -m real_models
 
 # Inputs that the usual tests have not seen; each listener and parser gets as many, a hundred thousand in a minute or so.
 fuzz: $(operator_built) $(trainer_built) $(rollout_built) ## Send a million damaged inputs to each listener and each parser of foreign text
@@ -296,6 +304,7 @@ lock: ## Pin and hash the closures of requirements/*.in
 	@$(call compile,bridge,trainer bridge,trainer tools)
 	@$(call compile,trl,trainer trl,trainer tools)
 	@$(call compile,mlflow,mlflow,trainer tools)
+	@$(call compile,real,real,trainer tools)
 	@$(call compile,rollout-gpu,rollout-gpu,tools)
 	@$(call compile,sbom,sbom,tools)
 	@$(call compile,docs,operator docs,operator tools)
@@ -317,4 +326,4 @@ clean: ## Remove the environments and all build output; the cache stays
 		$(foreach dist,crds operator trainer rollout cli,$(dist)/dist $(dist)/build)
 	@find $(wildcard crds operator trainer rollout cli tests benchmarks scripts) -name __pycache__ -prune -exec rm -rf {} +
 
-.PHONY: help setup fmt lint types operator-types trainer-types rollout-types generate verify test test-operator test-trainer test-bridge test-learning matrix test-gate test-rollout test-cluster test-nodes test-beside-nodes test-faults test-policies test-images gpu-test control-plane bench bench-operator bench-recovery bench-hostile bench-trainer bench-gpu bench-grpo demo demo-grpo cluster-demo docs pictures images bases kind-demo lock audit audit-images clean
+.PHONY: help setup fmt lint types operator-types trainer-types rollout-types generate verify test test-operator test-trainer test-bridge test-learning matrix test-gate real-models test-rollout test-cluster test-nodes test-beside-nodes test-faults test-policies test-images gpu-test control-plane bench bench-operator bench-recovery bench-hostile bench-trainer bench-gpu bench-grpo demo demo-grpo cluster-demo docs pictures images bases kind-demo lock audit audit-images clean
