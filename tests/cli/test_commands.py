@@ -261,6 +261,32 @@ def test_the_schema_is_the_definition_that_the_chart_installs() -> None:
     assert definition["metadata"]["name"] == "moetrainingjobs.moejob.dev"
 
 
+def test_a_field_is_set_for_one_command() -> None:
+    job = str(EXAMPLES / "tiny-sft.yaml")
+    assert "tensor 1 x context 1 x data 4" in moejob("plan", job, "--set", "parallelism.expert=4").stdout
+    assert moejob("validate", job, "--set", "parallelism.expert=3").returncode == 1
+    mistyped = moejob("validate", job, ACCEPTED.as_posix(), "--set", "training.maxStep=2")
+    assert mistyped.returncode == 2
+    assert mistyped.stderr.count('did you mean "maxSteps"?') == 2
+    refused = moejob("run", job, "--set", "parallelism.expert=3")
+    assert (refused.returncode, "refused" in refused.stdout) == (1, True)
+    chosen = moejob("plan", "--auto", "--gpus", "8", job, "--set", "resources.gpuType=H1000")
+    assert (chosen.returncode, "H100" in chosen.stderr) == (2, True)
+    without = moejob("plan", "--auto", "--model", "Qwen/Qwen3-30B-A3B", "--gpus", "8", "--set", "a=b")
+    assert (without.returncode, "changes the job of a file" in without.stderr) == (2, True)
+
+
+@pytest.mark.parametrize(("typed", "meant"), [("plna", "plan"), ("valdate", "validate"), ("exprot", "export")])
+def test_a_mistyped_command_is_answered_with_the_one_that_is_meant(typed: str, meant: str) -> None:
+    answer = moejob(typed, "job.yaml")
+    assert answer.returncode == 2
+    assert f"Did you mean '{meant}'?" in answer.stderr
+
+
+def test_the_version_is_an_option_and_a_command() -> None:
+    assert moejob("--version").stdout == moejob("version").stdout != ""
+
+
 def test_version_and_help_answer() -> None:
     assert moejob("version").stdout.startswith("moejob 0.")
     assert "validate" in moejob("--help").stdout

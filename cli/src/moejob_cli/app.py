@@ -15,15 +15,17 @@ from moejob_cli.exits import Exit
 from moejob_cli.options import Commands
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rich.console import RenderableType
 
     from moejob_cli.choosing import Wishes
+    from moejob_cli.inputs import PlannedJob
     from moejob_cli.interchange import Conversion
 
 app = typer.Typer(
     name="moejob",
     cls=Commands,
-    help="Plan and run MoETrainingJobs: large Mixture-of-Experts training from one YAML.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -68,26 +70,51 @@ GpusOption = Annotated[
         help="Trainer GPUs there are, with --auto separate engines' too. A layout for another number is refused.",
     ),
 ]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="FIELD=VALUE",
+        help="Set a field of the job for this command, as training.maxSteps=20 or data.train[0].source=chats.jsonl; "
+        "typed as in YAML, an empty value removes the field. May be given several times.",
+    ),
+]
 GpuTypeOption = Annotated[
     str | None, typer.Option("--gpu-type", help="With --auto: plan for this GPU (A100, H100, H200, B200, GB200).")
 ]
 
 
+def _print_version(is_wanted: bool) -> None:
+    if is_wanted:
+        version()
+        raise typer.Exit
+
+
+@app.callback()
+def moejob(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Plan and run MoETrainingJobs: large Mixture-of-Experts training from one YAML."""
+
+
 @app.command()
 def validate(
     files: Annotated[list[str], typer.Argument(metavar="FILE...", help="Jobs to check.", show_default=False)],
+    settings: SetOption = None,
 ) -> None:
     """Check jobs and say what is wrong with them, and what in them does nothing: one line each."""
-    raise typer.Exit(max(_validated(file) for file in files))
+    raise typer.Exit(max(_validated(file, settings or ()) for file in files))
 
 
-def _validated(file: str) -> Exit:
+def _validated(file: str, settings: "Sequence[str]") -> Exit:
     """Check one job; one that cannot be read does not keep the others from being checked."""
     from moejob_api.problems import InvalidSpec
     from moejob_cli.inputs import planned
 
     try:
-        answer = planned(file, available_gpus=None)
+        answer = planned(file, settings)
     except InvalidSpec as error:
         for problem in error.problems:
             typer.echo(f"error: {_with_file(file, str(problem))}", err=True)
@@ -113,6 +140,7 @@ def plan(
         str | None, typer.Argument(metavar="[FILE]", help="A job's YAML, or - for standard input.", show_default=False)
     ] = None,
     output: OutputOption = OutputFormat.TABLE,
+    settings: SetOption = None,
     gpus: GpusOption = None,
     ranks: Annotated[bool, typer.Option("--ranks", help="List every rank, however many there are.")] = False,
     auto: Annotated[bool, typer.Option("--auto", help="Choose the layout: the five fastest that fit.")] = False,
@@ -146,20 +174,20 @@ def plan(
     if auto:
         from moejob_cli.choosing import Speeds, Wishes
 
-        wishes = Wishes(file, model, method, gpu_type, gpus, max_length, global_batch, Speeds(tflops, nvlink, network))
+        speeds = Speeds(tflops, nvlink, network)
+        wishes = Wishes(file, model, method, gpu_type, gpus, max_length, global_batch, speeds, settings or ())
         _choose(wishes, output, write)
     elif lost:
         raise typer.BadParameter("has a meaning only with --auto", param_hint=lost[0])
     elif file is None:
         raise typer.BadParameter("name a job's YAML, or use --auto with --model", param_hint="FILE")
     else:
-        _plan(file, output, gpus, ranks)
+        from moejob_cli.inputs import planned
+
+        _show_plan(planned(file, settings or (), gpus), output, ranks)
 
 
-def _plan(file: str, output: OutputFormat, gpus: int | None, ranks: bool) -> None:
-    from moejob_cli.inputs import planned
-
-    answer = planned(file, gpus)
+def _show_plan(answer: "PlannedJob", output: OutputFormat, ranks: bool) -> NoReturn:
     if output is OutputFormat.TABLE:
         from moejob_cli.report import plan_report
 
@@ -196,11 +224,12 @@ def run(
         Path | None,
         typer.Option("--run-dir", help="Folder of the run: used again, the run goes on. Default: runs/NAME."),
     ] = None,
+    settings: SetOption = None,
 ) -> None:
     """Train on this machine, each node simulated, as the job would in a cluster. Ctrl-C saves; run again to go on."""
     from moejob_cli.inputs import planned
 
-    answer = planned(file, available_gpus=None)
+    answer = planned(file, settings or ())
     layout = answer.plan.layout
     if not answer.plan.accepted or layout is None:
         from moejob_cli.report import plan_report
@@ -229,6 +258,7 @@ def preview_data(
     output: Annotated[
         OutputFormat, typer.Option("--output", "-o", help="How to print the answer.")
     ] = OutputFormat.TABLE,
+    settings: SetOption = None,
 ) -> None:
     """Show what the model will see of a job's data: trained tokens marked, counts, lengths, what is dropped and why."""
     from moejob_api.contract import ExitCode
@@ -237,7 +267,7 @@ def preview_data(
     from moejob_cli.running.machine import CannotRun
 
     try:
-        found = previewed(file, Extent(records, examples))
+        found = previewed(file, Extent(records, examples), settings or ())
     except CannotRun as refused:
         typer.echo(f"error: {refused}", err=True)
         raise typer.Exit(ExitCode.BAD_CONFIGURATION) from None

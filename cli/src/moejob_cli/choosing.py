@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -51,6 +51,7 @@ class Wishes:
     sequence_tokens: int
     global_batch_size: int
     speeds: Speeds
+    settings: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +156,9 @@ def _job(wishes: Wishes) -> MoETrainingJob:
     if wishes.file is not None and wishes.model is not None:
         raise _misused("--model", f"{wishes.file} names its model already; give one of the two")
     if wishes.file is not None:
-        return _on(read_file(wishes.file), wishes)
+        return _on(read_file(wishes.file, wishes.settings), wishes)
+    if wishes.settings:
+        raise _misused("--set", "changes the job of a file; name one, or write the new job first with --write")
     if wishes.model is None:
         raise _misused("--auto", "name a job's YAML, or a model with --model")
     if wishes.gpus is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from moejob_api.data_preview import DataPreview, Extent
@@ -23,9 +23,11 @@ class PreviewFailure:
     message: str
 
 
-def previewed(file: str, extent: Extent, environ: Mapping[str, str] = os.environ) -> DataPreview | PreviewFailure:
+def previewed(
+    file: str, extent: Extent, settings: Sequence[str] = (), environ: Mapping[str, str] = os.environ
+) -> DataPreview | PreviewFailure:
     """The data of the job in a file; CannotRun where there is no trainer to read it."""
-    job = read_file(file)
+    job = read_file(file, settings)
     python = installed_trainer(environ)
     command = [str(python), "-W", "ignore", "-m", "moejob_trainer.data.preview"]
     command += ["--records", str(extent.records), "--examples", str(extent.examples)]

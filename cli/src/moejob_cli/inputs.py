@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moejob_api.documents import read_file
@@ -20,9 +21,9 @@ class PlannedJob:
     unseen: str | None
 
 
-def planned(file: str, available_gpus: int | None) -> PlannedJob:
-    """The plan of the job in a file."""
-    job = read_file(file)
+def planned(file: str, settings: Sequence[str] = (), available_gpus: int | None = None) -> PlannedJob:
+    """The plan of the job in a file, with the fields that --set gives."""
+    job = read_file(file, settings)
     found = seen_model(job)
     if isinstance(found, Unseen):
         return PlannedJob(job, plan(job.spec, None, available_gpus), found.reason)

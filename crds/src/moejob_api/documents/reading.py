@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +27,17 @@ STANDARD_INPUT = "-"
 _METADATA = frozenset(field.alias or name for name, field in Metadata.model_fields.items())
 
 
-def read_file(path: str | Path) -> MoETrainingJob:
-    """The job in a YAML or JSON file; `-` reads standard input."""
+def read_file(path: str | Path, settings: Sequence[str] = ()) -> MoETrainingJob:
+    """The job in a YAML or JSON file, with the fields that are set beside it; `-` reads standard input."""
     name = "standard input" if str(path) == STANDARD_INPUT else str(path)
     try:
-        return read_job(_content(str(path)), name)
+        return read_job(_content(str(path)), name, settings)
     except OSError as error:
         raise _unreadable(f"{name}: {_reason(error)}") from None
 
 
-def read_job(text: bytes | str, name: str) -> MoETrainingJob:
-    """The job in a YAML or JSON text; `name` is how messages call the text."""
+def read_job(text: bytes | str, name: str, settings: Sequence[str] = ()) -> MoETrainingJob:
+    """The job in a YAML or JSON text, which messages call `name`, with settings as training.maxSteps=20 made in it."""
     try:
         documents = trees(_decoded(text))
     except UnreadableError as error:
@@ -49,7 +49,15 @@ def read_job(text: bytes | str, name: str) -> MoETrainingJob:
         raise _unreadable(_several(documents, name))
     if not isinstance(documents[0], dict):
         raise _unreadable(f"{name}: holds {_noun(documents[0])} where the fields of a {KIND} should be")
-    return parse_job(documents[0])
+    return parse_job(_with_settings(documents[0], settings))
+
+
+def _with_settings(tree: dict[str, JsonValue], settings: Sequence[str]) -> dict[str, JsonValue]:
+    if not settings:
+        return tree
+    from moejob_api.documents.settings import parse_setting, with_settings
+
+    return with_settings(tree, [parse_setting(text) for text in settings])
 
 
 def parse_job(raw: Mapping[str, Any]) -> MoETrainingJob:
