@@ -369,6 +369,18 @@ SCENARIOS: tuple[Scenario, ...] = (
         lifecycle={"backoffLimit": 1},
     ),
     scenario(
+        "a checkpoint that is damaged and made again renews nothing",
+        STARTED,
+        RUNNING,
+        (says(12, saved=12), See("Running", spent=0)),
+        (ends(1, 1), See("Restarting", spent=1)),
+        (runs, See("Running", spent=1)),
+        (says(9, saved=8), See("Running", spent=1)),
+        (says(12, saved=12), See("Running", spent=1)),
+        (ends(1, 1), See("Failed", why="BackoffLimitExceeded", spent=1)),
+        lifecycle={"backoffLimit": 1},
+    ),
+    scenario(
         "a bad configuration is final at once",
         STARTED,
         RUNNING,

@@ -122,3 +122,45 @@ def test_only_a_failure_that_continues_no_other_is_charged(pods: list[set[int]],
         assert found.state.budget.spent == spent
         assert found.continues == (bool(state.replacing) and not failed & state.replacing)
         state = settled(replace(RUNNING, is_ready=is_ready), found.state)
+
+
+COUNTED = [cause for cause in Cause if cause.counts and cause is not Cause.BAD_CONFIGURATION]
+HAPPENINGS = st.one_of(
+    st.integers(0, 12),
+    st.lists(st.builds(Failure, st.integers(0, 3), st.sampled_from(COUNTED), st.booleans()), min_size=1, max_size=4),
+    st.builds(GangReport, rank_restarts=st.none() | st.integers(0, 5), is_ready=st.booleans()),
+)
+
+
+@given(st.lists(HAPPENINGS, max_size=120), st.integers(0, 4))
+def test_a_history_without_a_new_highest_checkpoint_ends_after_backoff_limit_restarts(
+    history: list[int | list[Failure] | GangReport], limit: int
+) -> None:
+    """A number is a checkpoint of that step as pods report it, be it an older one because the newest is damaged."""
+    state, highest, restarts = RecoveryState(Budget(limit)), -1, 0
+    for happening in history:
+        match happening:
+            case int(step):
+                state = renewed(state, step)
+                highest, restarts = (step, 0) if step > highest else (highest, restarts)
+            case GangReport():
+                state = settled(happening, state)
+            case _:
+                found = recovered(happening, state=state)
+                if isinstance(found.action, GiveUp):
+                    assert restarts == limit
+                    return
+                restarts += not found.continues
+                state = found.state
+        assert state.budget.spent == restarts <= limit
+
+
+def test_a_run_whose_newest_checkpoint_is_damaged_each_time_gives_up() -> None:
+    state, restarts = renewed(replace(FRESH, budget=Budget(2)), 3), 0
+    while restarts < 50:
+        state = renewed(renewed(state, 2), 3)
+        found = recovered(lost(0), state=state)
+        if isinstance(found.action, GiveUp):
+            break
+        state, restarts = found.state, restarts + 1
+    assert restarts == 2

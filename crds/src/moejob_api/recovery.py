@@ -40,6 +40,7 @@ class RecoveryState:
     # Restarts in place of the present pods that were charged. A gang begins with 0: one before the first report is a
     # failure, too. None after a pod was replaced: its peers restart their ranks for it, until all have reported again.
     rank_restarts: int | None = 0
+    # The highest step of which a checkpoint was ever reported, though that one may be unreadable by now.
     checkpoint_step: int | None = None
 
 
@@ -90,13 +91,15 @@ def settled(gang: GangReport, state: RecoveryState) -> RecoveryState:
 
 
 def renewed(state: RecoveryState, saved_step: int | None) -> RecoveryState:
-    """Return the state after a checkpoint: one that is newer than any before renews the budget."""
-    known = state.checkpoint_step
-    if saved_step is None or saved_step == known:
+    """Return the state after a checkpoint: one of a higher step than any before renews the budget.
+
+    A run whose newest checkpoint is damaged reports an older one, then saves the same step again. That it was there
+    once is all that it gets credit for: else a run that damages what it saves would never come to its end.
+    """
+    highest = state.checkpoint_step
+    if saved_step is None or (highest is not None and saved_step <= highest):
         return state
-    # A lower one is an older one: the newest could not be read. What was spent stays spent.
-    is_older = known is not None and saved_step < known
-    return replace(state, checkpoint_step=saved_step, budget=state.budget if is_older else state.budget.renewed())
+    return replace(state, checkpoint_step=saved_step, budget=state.budget.renewed())
 
 
 def _continues(failures: Sequence[Failure], state: RecoveryState) -> bool:

@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
 
 from builders import spec
@@ -143,6 +145,27 @@ def test_a_replacement_is_over_when_every_rank_is_heard_again() -> None:
 def test_a_newer_checkpoint_renews_the_budget(before: int | None, saved: int, spent: int) -> None:
     known = state(checkpoint_step=before, budget=Budget(6, spent=3))
     assert polled((pod(0, saved=saved),), 1, known).budget.spent == spent
+
+
+@given(st.lists(st.integers(0, 9) | st.none(), max_size=100), st.integers(0, 3))
+def test_a_run_without_a_new_highest_checkpoint_gives_up_after_backoff_limit_restarts(
+    history: list[int | None], limit: int
+) -> None:
+    """None is a launcher that ends; a number is the newest checkpoint that can be read."""
+    known, highest, restarts = state(budget=Budget(limit)), -1, 0
+    for saved in history:
+        pods = (pod(0, saved=saved), pod(1)) if saved is not None else (pod(0), ended(1))
+        known = polled(pods, 2, known)
+        if saved is not None and saved > highest:
+            highest, restarts = saved, 0
+        after = recovery(pods, 2, known, DEADLINE)
+        if after is None:
+            continue
+        if isinstance(after.action, GiveUp):
+            assert restarts == limit
+            return
+        known, restarts = after.state, restarts + 1
+        assert known.budget.spent == restarts <= limit
 
 
 # --- launchers --------------------------------------------------------------------------------------------------------

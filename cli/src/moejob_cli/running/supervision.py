@@ -121,6 +121,7 @@ class Supervision:
     _restarts: int = field(init=False, default=0)
     _stopping: _Stopping | None = field(init=False, default=None)
     _begun: float = field(init=False, default=0.0)
+    _saved_step: int | None = field(init=False, default=None)
 
     def run(self) -> Result:
         """Run the job to its end."""
@@ -265,11 +266,14 @@ class Supervision:
 
     def _view(self, pods: tuple[PodReport, ...]) -> View:
         run = next((pod.progress.run for pod in pods if pod.index == 0 and pod.progress is not None), None)
+        if run is not None and run.last_checkpoint_step is not None:
+            # Not the ladder's: that one remembers steps whose checkpoints are damaged by now.
+            self._saved_step = run.last_checkpoint_step
         return View(
             phase=self._phase(pods),
             lines=self.log.lines,
             total_steps=self.of.spec.training.max_steps if run is None else run.total_steps,
-            checkpoint_step=self._state.checkpoint_step,
+            checkpoint_step=self._saved_step,
             restarts=self._restarts,
         )
 

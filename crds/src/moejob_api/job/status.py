@@ -98,7 +98,7 @@ class Ladder(ApiModel):
     pods: Annotated[Number, Field(description="Decisions to replace pods since the last new checkpoint.")] = 0
     uncounted: Annotated[Number, Field(description="Restarts that do not count since the last new checkpoint.")] = 0
     checkpoint_step: Annotated[
-        Number | None, Field(description="Newest checkpoint when the budget was last looked at.")
+        Number | None, Field(description="Highest step of a checkpoint so far: a higher one renews the budget.")
     ] = None
     rank_restarts: Annotated[
         Number | None,
