@@ -193,6 +193,22 @@ class StatusMeasure(StrEnum):
     STOPPED_EARLY = "stoppedEarly"
 
 
+class RunPhase(StrEnum):
+    """The phases of a start of all ranks and of its end, in their order."""
+
+    IMPORTING = "importing"
+    AWAITING_PODS = "waiting for all pods"
+    JOINING = "joining the ranks"
+    READING_MODEL = "reading the model's files"
+    PREPARING_DATA = "preparing the data"
+    BUILDING = "building the model"
+    RESTORING = "loading and checking weights"
+    FIRST_STEP = "in the first step"
+    STEPPING = "stepping"
+    FINISHING = "finishing the last save"
+    EXPORTING = "exporting and checking the export"
+
+
 class ReportedHeartbeat(ApiModel):
     """The last sign of life of one rank."""
 
@@ -264,6 +280,10 @@ class PodProgress(ApiModel):
         tuple[ReportedHeartbeat, ...], Field(max_length=_MOST_RANKS, description="One entry for each living rank.")
     ] = ()
     run: Annotated[RunProgress | None, Field(description="The run; from pod 0 only.")] = None
+    phase: Annotated[
+        PrintableText | None, Field(max_length=64, description="Phase of the rank that is furthest behind.")
+    ] = None
+    phase_seconds: Annotated[Duration | None, Field(description="How long it has been in that phase.")] = None
 
 
 class LastWord(ApiModel):

@@ -315,6 +315,14 @@ def test_the_reward_is_shown_where_there_is_one() -> None:
     assert "reward       0.5000 ▁█ 1.0000" in captured.get()
 
 
+def test_a_start_says_what_it_does_and_for_how_long() -> None:
+    view = View("starting", [], 10, None, 0, doing="preparing the data", doing_seconds=75.0)
+    assert plain_line(view) == "starting: step 0/10, preparing the data for 1 min 15 s"
+    assert is_news(replace(view, doing="building the model", doing_seconds=0.0), view, 0.0)
+    later = replace(view, doing_seconds=76.0)
+    assert (is_news(later, view, 1.0), is_news(later, view, 30.0)) == (False, True)
+
+
 def test_the_best_evaluation_is_shown_and_that_a_run_stopped_early() -> None:
     texts = [
         '{"step": 1, "loss": 3.0, "evalLoss": 2.5, "bestStep": 1, "bestScore": 2.5}',

@@ -29,7 +29,7 @@ class SaverRuns:
     save_seconds: float = 0.0
 
     def output_until_killed(self, attempt: int, saves: int, share: float) -> list[str]:
-        """Return the output of a process that is killed after so many saves and this share of the next one."""
+        """Return the output of a process that is killed after this many saves and this share of the next one."""
         with subprocess.Popen(
             [sys.executable, "-m", "trainer.checkpoints.saver", str(self.folder), str(attempt)],
             env=os.environ | {"PYTHONPATH": str(TESTS)},

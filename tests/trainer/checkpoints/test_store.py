@@ -340,7 +340,7 @@ class Refusing(FragileDisk):
     [
         pytest.param(errno.ENOSPC, BadConfiguration, "make it larger", id="full"),
         pytest.param(errno.EDQUOT, BadConfiguration, "make it larger", id="over quota"),
-        pytest.param(errno.EROFS, BadConfiguration, "mount it for writing", id="read-only"),
+        pytest.param(errno.EROFS, TransientFailure, "mount it for writing", id="read-only"),
         pytest.param(errno.EACCES, BadConfiguration, "writable for the user", id="forbidden"),
         pytest.param(errno.EIO, TransientFailure, "resumes from the last complete checkpoint", id="input/output error"),
         pytest.param(errno.ESTALE, TransientFailure, "resumes from the last complete checkpoint", id="server away"),

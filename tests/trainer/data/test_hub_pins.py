@@ -8,14 +8,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from moejob_api.job.status import HubCommit, RepositoryKind
 from moejob_trainer.checkpoints.run import folder_of_run
 from moejob_trainer.data import tiny
-from moejob_trainer.data.hub import HubPins, PinnedRepository, require_own_code
+from moejob_trainer.data.hub import HubPins, PinnedRepository, is_lasting, require_own_code
 from moejob_trainer.errors import BadConfiguration
 from trainer.hub import Files, Hub, files_of, serving
 from trainer.runs import Runs, steps
@@ -179,3 +181,28 @@ def test_code_of_another_repository_is_refused_for_no_commit_of_the_model_fixes_
         return
     with pytest.raises(BadConfiguration, match="from another repository, other/repo--"):
         require_own_code(tmp_path)
+
+
+PINNED = PinnedRepository(kind=RepositoryKind.MODEL, name=MODEL, commit="a" * 40)
+
+
+def answered(status: int) -> HfHubHTTPError:
+    return HfHubHTTPError("refused", response=httpx.Response(status, request=httpx.Request("GET", "http://hub")))
+
+
+@pytest.mark.parametrize(
+    ("error", "known", "expected"),
+    [
+        pytest.param(answered(404), PINNED, True, id="a commit that is gone"),
+        pytest.param(answered(403), PINNED, True, id="a token that may not read it any more"),
+        pytest.param(answered(503), PINNED, False, id="a hub that is busy"),
+        pytest.param(answered(503), None, False, id="a hub that is busy when the run first asks"),
+        pytest.param(httpx.ConnectError("no route"), PINNED, False, id="a hub that was reached and is away"),
+        pytest.param(httpx.ConnectError("no route"), None, True, id="a hub that was never reached"),
+        pytest.param(HFValidationError("a name"), PINNED, True, id="a name that is none"),
+    ],
+)
+def test_only_what_the_hub_would_refuse_again_ends_a_run(
+    error: Exception, known: PinnedRepository | None, expected: bool
+) -> None:
+    assert is_lasting(error, known) is expected

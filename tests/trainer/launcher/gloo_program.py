@@ -1,13 +1,17 @@
-"""A rank that tells all others who it is, over gloo."""
+"""Ranks that meet over gloo."""
 
 from __future__ import annotations
 
 import os
+import threading
+import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from trainer.launcher.rank_programs import restart, start
+from moejob_trainer.runtime.heartbeats import working_heartbeat
+from trainer.launcher.rank_programs import rank, restart, start
 
 
 def gather_ranks() -> int:
@@ -26,5 +30,29 @@ def meet() -> int:
     start()
     if not restart():
         dist.distributed_c10d._get_default_store().get("never")  # noqa: SLF001  # a store has no other way to it
+    dist.destroy_process_group()
+    return 0
+
+
+def hang_before_the_first_step() -> int:
+    """Rank 1 waits for what never comes, rank 0 for rank 1 in a collective; the second start ends well."""
+    with working_heartbeat(start()):
+        dist.init_process_group("gloo")
+        if restart() == 0 and rank() == 1:
+            threading.Event().wait()
+        dist.barrier()
+    dist.destroy_process_group()
+    return 0
+
+
+def load_for_longer_than_the_deadline() -> int:
+    """Rank 1 reads for that long, and rank 0 waits for it in a collective."""
+    with working_heartbeat(start()):
+        dist.init_process_group("gloo")
+        until = time.monotonic() + 25.0
+        while rank() == 1 and time.monotonic() < until:
+            Path("/proc/self/maps").read_bytes()
+            time.sleep(0.1)
+        dist.barrier()
     dist.destroy_process_group()
     return 0

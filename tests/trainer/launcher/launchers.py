@@ -18,7 +18,7 @@ from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any, TypeVar
 
-from builders import spec
+from builders import merged, spec
 from moejob_api.contract import Environment, LastWord, PodProgress
 from moejob_trainer.launcher.launch import launch
 from moejob_trainer.launcher.options import Options
@@ -110,7 +110,13 @@ class Launcher:
 
 
 # Of programs of ranks that import what the others need not.
-MODULES = {"gather_ranks": "gloo_program", "meet": "gloo_program", "begin": "incomplete_program"}
+MODULES = {
+    **dict.fromkeys(
+        ("gather_ranks", "meet", "hang_before_the_first_step", "load_for_longer_than_the_deadline"), "gloo_program"
+    ),
+    "begin": "incomplete_program",
+    "train_and_hold": "held_rank",
+}
 
 
 @dataclass
@@ -125,7 +131,10 @@ class Gang:
     progress_deadline: int = 600
     lost_seconds: float = 30.0
     preload: tuple[str, ...] = ()
+    idle_import_seconds: float = 300.0
     logs: bool = False
+    # Sections of the job that ranks of moejob_trainer.rank run.
+    job: Mapping[str, Any] = field(default_factory=dict)
     # What is started in place of the Python of the rollout environment.
     engine: Path | None = None
     secret: str = "known to launchers alone"
@@ -146,6 +155,7 @@ class Gang:
         options = Options(
             target=f"trainer.launcher.{module}:{program}",
             preload=self.preload,
+            idle_import_seconds=self.idle_import_seconds,
             last_word=word,
             logs=self.run_folder / "logs" if self.logs else None,
             lost_seconds=self.lost_seconds,
@@ -162,7 +172,8 @@ class Gang:
         return [self.start(program, index) for index in range(self.nodes)]
 
     def environment(self, index: int, attempt: int) -> dict[str, str]:
-        described = spec(lifecycle={"progressDeadlineSeconds": self.progress_deadline}, **self._with_engines())
+        sections = {"lifecycle": {"progressDeadlineSeconds": self.progress_deadline}, **self._with_engines()}
+        described = spec(**merged(self.job, sections))
         engine: dict[str, str] = {} if self.engine is None else {Environment.ROLLOUT_PYTHON: str(self.engine)}
         return engine | {
             Environment.JOB: "job",

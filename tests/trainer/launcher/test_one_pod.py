@@ -9,6 +9,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import pytest
+
 from moejob_api.contract import Outcome, PodProgress
 from moejob_trainer.checkpoints import RunOwner, own_run_folder
 from moejob_trainer.runtime.fencing import Fence
@@ -146,6 +148,19 @@ def test_a_silent_rank_is_restarted_and_named(gang: Make) -> None:
     assert "rank 1 silent for 15 s" in launcher.log.read_text()
 
 
+def test_a_rank_that_hangs_before_the_first_step_is_named_and_not_the_one_that_waits_for_it(gang: Make) -> None:
+    launcher = gang(progress_deadline=15, preload=("torch",)).start("hang_before_the_first_step")
+    assert launcher.exit_code() == 0, launcher.log.read_text()
+    assert "rank 1 silent for 15 s" in launcher.log.read_text()
+    assert launcher.log.read_text().count("ranks started") == 2
+
+
+def test_a_rank_that_loads_for_longer_than_the_deadline_is_left_alone(gang: Make) -> None:
+    launcher = gang(progress_deadline=15, preload=("torch",)).start("load_for_longer_than_the_deadline")
+    assert launcher.exit_code() == 0, launcher.log.read_text()
+    assert launcher.log.read_text().count("ranks started") == 1
+
+
 def test_ranks_that_fall_silent_again_and_again_end_the_launcher_as_hung(gang: Make) -> None:
     launcher = gang(progress_deadline=1).start("work")
     assert launcher.exit_code() == 1
@@ -178,6 +193,52 @@ def test_a_fork_server_that_dies_is_replaced_with_its_ranks(gang: Make) -> None:
     heard = launcher.heard(lambda seen: seen.ready)
     assert heard.fault is not None
     assert (heard.restarts, heard.fault.message) == (1, f"rank {heard.fault.rank} was killed by signal 9")
+
+
+@pytest.mark.parametrize(
+    ("number", "problem"),
+    [
+        pytest.param(signal.SIGKILL, "was killed by signal 9 meanwhile", id="killed"),
+        pytest.param(signal.SIGTERM, "was killed by signal 15 meanwhile", id="terminated"),
+        pytest.param(signal.SIGSTOP, "neither computed nor read anything for 2 s", id="stopped"),
+    ],
+)
+def test_a_fork_server_that_is_lost_while_it_imports_is_started_again(
+    gang: Make, number: signal.Signals, problem: str
+) -> None:
+    job = gang(preload=("trainer.launcher.lost_imports",), idle_import_seconds=2.0)
+    ends_imports(job, number, times=2)
+    launcher = job.start("finish")
+    assert launcher.exit_code() == 0, launcher.log.read_text()
+    assert launcher.log.read_text().count(problem) == 2
+
+
+def test_a_fork_server_that_is_lost_each_time_ends_the_launcher_with_the_reason(gang: Make) -> None:
+    job = gang(preload=("trainer.launcher.lost_imports",))
+    ends_imports(job, signal.SIGKILL, times=3)
+    launcher = job.start("finish")
+    assert launcher.exit_code() == 1
+    word = launcher.word()
+    assert word.outcome is Outcome.RANK_FAILED
+    assert "imports trainer.launcher.lost_imports was killed by signal 9 meanwhile, 3 times in a row" in word.message
+
+
+def test_a_fork_server_that_imports_for_longer_than_the_bound_on_idling_is_left_alone(gang: Make) -> None:
+    launcher = gang(preload=("trainer.launcher.long_imports",), idle_import_seconds=2.0).start("finish")
+    assert launcher.exit_code() == 0, launcher.log.read_text()
+    assert "started again" not in launcher.log.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+def test_a_fork_server_that_stands_still_starts_no_rank_and_ends_its_launcher(gang: Make) -> None:
+    job = gang(progress_deadline=15, idle_import_seconds=2.0)
+    launcher = job.start("work")
+    server = job.notes()[0]["parent"]
+    os.kill(server, signal.SIGSTOP)
+    assert launcher.exit_code() == 1
+    assert "the fork server did not start a process" in launcher.word().message
+    gone([server, *job.pids()])
 
 
 def test_a_rank_that_ends_with_what_is_said_of_a_lost_fork_server_has_ended_with_it(gang: Make) -> None:
@@ -334,6 +395,13 @@ def listening(job: Gang) -> None:
         lambda: all((job.run_folder / f"listening-{rank}").exists() for rank in range(job.nodes * job.ranks)),
         "handlers of all ranks",
     )
+
+
+def ends_imports(job: Gang, number: signal.Signals, times: int) -> None:
+    """Have the fork server get this signal while it imports, so often."""
+    job.run_folder.mkdir(exist_ok=True)
+    for time_number in range(times):
+        job.allow(f"import-{time_number}-{int(number)}")
 
 
 def has_saved(step: int, seen: PodProgress) -> bool:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from builders import spec
-from moejob_trainer.errors import BadConfiguration
+from moejob_trainer.errors import BadConfiguration, TransientFailure
 from moejob_trainer.layers.kernels.attention import flash_supports
 from moejob_trainer.runtime.devices import compute_deterministically, share_cores, start_device
 
@@ -59,6 +59,24 @@ def test_a_gpu_without_fp8_products_is_refused_by_its_rank(gpu: Mock) -> None:
     assert start_device(plain) == torch.device("cuda", 0)
     gpu.return_value = (9, 0)
     assert start_device(float8) == torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    ("count", "kind"),
+    [
+        pytest.param(1, TransientFailure, id="one of several is lost"),
+        pytest.param(0, BadConfiguration, id="a pod that asked for none"),
+    ],
+)
+def test_a_pod_that_lost_a_gpu_is_tried_on_another_node(
+    gpu: Mock, monkeypatch: pytest.MonkeyPatch, count: int, kind: type[Exception]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    rank = Mock(local_rank=1)
+    rank.spec = spec()
+    with pytest.raises(kind, match=rf"needs GPU 1 of its pod, which has {count}; check the device plugin"):
+        start_device(rank)
+    gpu.assert_not_called()
 
 
 @pytest.fixture

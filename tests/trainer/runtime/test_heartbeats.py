@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moejob_api.contract import PodProgress, ReportedHeartbeat, RunProgress
+from moejob_api.contract import PodProgress, ReportedHeartbeat, RunPhase, RunProgress
 from moejob_trainer.launcher.metrics import exposition
 from moejob_trainer.runtime.heartbeats import BOARD, BackgroundHeartbeat, Heartbeat, HeartbeatBoard, NoLauncher
 
@@ -18,6 +18,18 @@ def test_a_board_shows_who_has_beaten_at_which_step(tmp_path: Path) -> None:
     assert [(row.has_beaten, row.step) for row in rows] == [(False, 0), (True, 42), (False, 0)]
     # The one that beat was heard of last; the others when they were started.
     assert 0 <= rows[1].age_seconds < rows[0].age_seconds
+
+
+def test_a_board_shows_the_phase_of_each_rank_and_since_when(tmp_path: Path) -> None:
+    board = HeartbeatBoard(tmp_path / "board", 2)
+    heartbeat = Heartbeat.for_rank({BOARD: str(board.folder), "LOCAL_RANK": "1"})
+    heartbeat.enter(RunPhase.READING_MODEL)
+    heartbeat.enter(RunPhase.PREPARING_DATA)
+    first = board.read()[1]
+    heartbeat.enter(RunPhase.PREPARING_DATA)
+    rows = board.read()
+    assert [row.phase for row in rows] == [None, RunPhase.PREPARING_DATA]
+    assert rows[1].phase_seconds >= first.phase_seconds
 
 
 def test_what_rank_0_says_is_read_and_carried_to_the_next_board(tmp_path: Path) -> None:

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from pydantic import TypeAdapter
 
-from moejob_api.contract import ExitCode
+from moejob_api.contract import ExitCode, RunPhase
 from moejob_api.problems import InvalidSpec
-from moejob_trainer.checkpoints.saving import RunCheckpoints, background
+from moejob_trainer.checkpoints.saving import background
 from moejob_trainer.data.hub import HubPins
 from moejob_trainer.engine import UpdateResult
 from moejob_trainer.errors import BadConfiguration
@@ -24,11 +24,11 @@ from moejob_trainer.megatron.engine import MegatronEngine
 from moejob_trainer.megatron.state import StateFiles, saved_parameters
 from moejob_trainer.model_check.checks import Checks
 from moejob_trainer.runtime.environment import RankEnvironment, rank_environment
-from moejob_trainer.runtime.heartbeats import BackgroundHeartbeat, Heartbeat
+from moejob_trainer.runtime.heartbeats import BackgroundHeartbeat, Heartbeat, working_heartbeat
 from moejob_trainer.runtime.profiling import step_tracer
 from moejob_trainer.runtime.start_timing import StartTimer, StartTiming, slowest
 from moejob_trainer.runtime.stopping import AgreedStop
-from moejob_trainer.setup.checkpoints import build_checkpoints, last_save
+from moejob_trainer.setup.checkpoints import WatchedCheckpoints, build_checkpoints, last_save
 from moejob_trainer.setup.context import RankContext, joined
 from moejob_trainer.setup.engine import awaits_checkpoint, build_engine
 from moejob_trainer.setup.final_export import export_finished_model
@@ -48,25 +48,39 @@ class StartSignals:
     background: BackgroundHeartbeat
     timer: StartTimer
 
+    def end(self) -> None:
+        """From now on the steps are the heartbeats. Doing it again changes nothing."""
+        self.background.stop()
+        self.heartbeat.enter(RunPhase.STEPPING)
+
 
 def main() -> int:
     """The rank's exit code."""
+    return run_rank(Heartbeat.for_rank())
+
+
+def run_rank(heartbeat: Heartbeat) -> int:
+    """Run this process as the rank of its environment, and return its exit code."""
     # Until there is something to save, being asked to stop means just that.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(ExitCode.SAVED_AND_STOPPED))
     try:
-        return _run(rank_environment())
+        return _run(rank_environment(), heartbeat)
     except (BadConfiguration, InvalidSpec) as refused:
         # The last line a rank writes is what the launcher quotes; libraries that are quoted in it speak in paragraphs.
         sys.stderr.write(f"{' '.join(str(refused).split())}\n")
         return ExitCode.BAD_CONFIGURATION
 
 
-def _run(environment: RankEnvironment) -> int:
-    heartbeat, timer = Heartbeat.for_rank(), StartTimer.for_rank()
+def _run(environment: RankEnvironment, heartbeat: Heartbeat) -> int:
+    timer = StartTimer.for_rank()
+    heartbeat.enter(RunPhase.JOINING)
     # Until the first step is done, and again while the model is exported, its duration is unknown.
-    with BackgroundHeartbeat(heartbeat) as background, joined(environment) as context:
+    with working_heartbeat(heartbeat) as background, joined(environment) as context:
         timer.joined()
-        outcome = _train(context, load_model(context), StartSignals(heartbeat, background, timer))
+        heartbeat.enter(RunPhase.READING_MODEL)
+        model = load_model(context)
+        heartbeat.enter(RunPhase.PREPARING_DATA)
+        outcome = _train(context, model, StartSignals(heartbeat, background, timer))
     return ExitCode.SAVED_AND_STOPPED if outcome is LoopOutcome.PREEMPTED else ExitCode.DONE
 
 
@@ -79,18 +93,20 @@ def _train(context: RankContext, model: RunModel, signals: StartSignals) -> Loop
             environment.folder, heartbeat, environment.token, tracking, is_first=environment.rank == 0
         )
         inputs = load_inputs(context, model)
+        heartbeat.enter(RunPhase.BUILDING)
         total_steps, is_awaited = inputs.total_steps, awaits_checkpoint(context, model)
         engine = build_engine(context, model, total_steps, awaits_checkpoint=is_awaited)
         learned = build_objective(context, engine, inputs, stack)
         objective, evaluations = learned.objective, learned.evaluations
         state = StateFiles(engine, saved_parameters(model.table.parameters, spec), stack.enter_context(background()))
         checks = Checks(engine, context.layout, context.node)
-        checkpoints = build_checkpoints(context, model, state, learned, None if is_awaited else checks)
+        restored = build_checkpoints(context, model, state, learned, None if is_awaited else checks)
+        checkpoints = WatchedCheckpoints(restored, heartbeat)
         reporter = Reporter(
             writer,
             total_steps=total_steps,
             ranks=rank_hardware(spec.resources, environment.world),
-            saved=lambda: last_save(checkpoints.store),
+            saved=lambda: last_save(restored.store),
             epoch=learned.epoch,
             waited=learned.waited,
             evaluate=evaluations.metrics,
@@ -104,12 +120,11 @@ def _train(context: RankContext, model: RunModel, signals: StartSignals) -> Loop
             reporter.begin(slowest([start for start in starts if start is not None]), evaluations.as_fields())
 
         def report(step: int, results: Sequence[UpdateResult]) -> None:
-            signals.background.stop()
+            signals.end()
             reporter.report(step, results)
 
         stop = AgreedStop(context.control)
         stop.listen()
-        traced = step_tracer(environment, context.placement.device)
         outcome = train(
             Run(
                 engine,
@@ -121,10 +136,10 @@ def _train(context: RankContext, model: RunModel, signals: StartSignals) -> Loop
                 evaluations.is_among_best,
                 evaluations.is_over,
                 begin,
-                traced,
+                step_tracer(environment, context.placement.device),
             )
         )
-        with BackgroundHeartbeat(heartbeat, evaluations.stopped_at or total_steps):
+        with working_heartbeat(heartbeat, evaluations.stopped_at or total_steps):
             checkpoints.finish()
             reporter.finish(evaluations.stopped_at)
             if outcome is LoopOutcome.COMPLETED and spec.checkpoint.export_hugging_face:
@@ -133,7 +148,7 @@ def _train(context: RankContext, model: RunModel, signals: StartSignals) -> Loop
 
 
 def _export(
-    context: RankContext, model: RunModel, engine: MegatronEngine, checkpoints: RunCheckpoints, checks: Checks
+    context: RankContext, model: RunModel, engine: MegatronEngine, checkpoints: WatchedCheckpoints, checks: Checks
 ) -> None:
     checkpoints.take_best()
     is_beside_pretrained = not checkpoints.writer.adapter_facts.holds_weights

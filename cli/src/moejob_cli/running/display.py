@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
@@ -20,6 +20,7 @@ from moejob_api.contract import RunFile
 from moejob_cli.running.steps import StepLine, seconds_left, sparkline, tokens_per_second
 
 _LINE_SECONDS = 5.0
+_PHASE_LINE_SECONDS = 30.0
 _CURVE_WIDTH = 60
 _BAR_WIDTH = 40
 
@@ -33,6 +34,9 @@ class View:
     total_steps: int | None
     checkpoint_step: int | None
     restarts: int
+    # Before the first step and after the last one: what ranks do, and for how long.
+    doing: str | None = None
+    doing_seconds: float = 0.0
 
     @property
     def step(self) -> int:
@@ -116,16 +120,20 @@ class PlainLines:
 
 def view_now(view: View) -> View:
     """The view with its lines as they are now; the run continues to add to them."""
-    return View(view.phase, tuple(view.lines[-1:]), view.total_steps, view.checkpoint_step, view.restarts)
+    return replace(view, lines=tuple(view.lines[-1:]))
 
 
 def is_news(view: View, shown: View | None, seconds_ago: float) -> bool:
-    """Return whether a line is due: another phase, another checkpoint, the last step; other steps now and then."""
-    if shown is None or (view.phase, view.checkpoint_step) != (shown.phase, shown.checkpoint_step):
+    """Return whether a line is due: another phase, another checkpoint, the last step; the rest now and then."""
+    if shown is None or _news(view) != _news(shown):
         return True
     if view.step == shown.step:
-        return False
+        return view.doing is not None and seconds_ago >= _PHASE_LINE_SECONDS
     return view.step == view.total_steps or seconds_ago >= _LINE_SECONDS
+
+
+def _news(view: View) -> tuple[str, str | None, int | None]:
+    return view.phase, view.doing, view.checkpoint_step
 
 
 def plain_line(view: View) -> str:
@@ -155,6 +163,8 @@ def _step_words(view: View) -> str:
 
 def _words(view: View) -> list[str]:
     words = [_step_words(view)]
+    if view.doing is not None:
+        words.append(f"{view.doing} for {duration(view.doing_seconds)}")
     if view.lines:
         words.append(_score(view.lines[-1]))
     speed, left = tokens_per_second(view.lines), seconds_left(view.lines, view.total_steps)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import assert_never
 
-from moejob_api.contract import ExitCode
+from moejob_api.contract import ExitCode, RunPhase
 from moejob_api.recovery import RecoveryState
 from moejob_api.restarts import Budget, GiveUp, RecoveryAction, ReplaceGang, ReplacePods, RestartRanks
 from moejob_cli.running.display import RunDisplay, View
@@ -269,12 +269,15 @@ class Supervision:
         if run is not None and run.last_checkpoint_step is not None:
             # Not the ladder's: that one remembers steps whose checkpoints are damaged by now.
             self._saved_step = run.last_checkpoint_step
+        doing, seconds = _doing(pods)
         return View(
             phase=self._phase(pods),
             lines=self.log.lines,
             total_steps=self.of.spec.training.max_steps if run is None else run.total_steps,
             checkpoint_step=self._saved_step,
             restarts=self._restarts,
+            doing=doing,
+            doing_seconds=seconds,
         )
 
     def _phase(self, pods: tuple[PodReport, ...]) -> str:
@@ -288,6 +291,14 @@ class Supervision:
         if pods and all(pod.is_ready for pod in pods) and self.log.lines:
             return "training"
         return "restarting" if self._restarts else "starting"
+
+
+def _doing(pods: tuple[PodReport, ...]) -> tuple[str | None, float]:
+    """Return what the first pod that is not stepping does, and for how long; nothing while steps are shown."""
+    for pod in pods:
+        if pod.is_running and pod.progress is not None and pod.progress.phase not in (None, RunPhase.STEPPING):
+            return pod.progress.phase, pod.progress.phase_seconds or 0.0
+    return None, 0.0
 
 
 def _after(seconds: float) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 from typing import Annotated
 
@@ -21,9 +22,11 @@ from moejob_api.contract import RunFile
 from moejob_api.job.base import ApiModel
 from moejob_api.job.status import MOST_HUB_COMMITS, HubCommit, RepositoryKind
 from moejob_trainer.data.hub_files import HubFile, HubFiles, are_there, compared, said_by_hub
-from moejob_trainer.errors import BadConfiguration
+from moejob_trainer.errors import BadConfiguration, TransientFailure
 from moejob_trainer.runtime.disk import Disk, replace
 
+# Answers of the hub that stay: what is asked for is not there, or not for this token.
+_REFUSALS = frozenset({HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN, HTTPStatus.NOT_FOUND})
 # Between a module's repository and its name, where the code of a model lies in another repository.
 _ELSEWHERE = "--"
 
@@ -116,9 +119,17 @@ def _snapshot(name: str, revision: str | None, known: PinnedRepository | None, p
         return Path(snapshot_download(name, revision=known.commit if known else revision, cache_dir=cache))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, httpx.HTTPError, OSError) as error:
         bound = "" if known is None else f", in commit {known.commit}, which {pins.file} binds this run to,"
-        raise BadConfiguration(
+        kind = BadConfiguration if is_lasting(error, known) else TransientFailure
+        raise kind(
             f"{name}{bound} cannot be had from the Hugging Face hub: {error}; name a folder, or pvc://claim/path"
         ) from error
+
+
+def is_lasting(error: Exception, known: PinnedRepository | None) -> bool:
+    """Return whether another try would be refused, too. A hub that a run has reached before is away for a while."""
+    if isinstance(error, HfHubHTTPError) and error.response is not None:
+        return error.response.status_code in _REFUSALS
+    return known is None or isinstance(error, HFValidationError)
 
 
 def _snapshot_there(known: PinnedRepository, cache: Path) -> Path | None:

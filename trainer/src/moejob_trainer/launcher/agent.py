@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import signal
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -22,6 +23,7 @@ from moejob_api.contract import (
     RankFault,
     ReportedHeartbeat,
     RunOwner,
+    RunPhase,
     RunProgress,
     StatusMeasure,
 )
@@ -47,12 +49,13 @@ from moejob_trainer.launcher.log import LauncherLog
 from moejob_trainer.launcher.memory import kills_for_memory
 from moejob_trainer.launcher.options import Options
 from moejob_trainer.launcher.pod import TrainerPod
+from moejob_trainer.launcher.preload import LostForkServer
 from moejob_trainer.launcher.rank_processes import RankProcesses
 from moejob_trainer.launcher.rendezvous import Rendezvous, Round, poll_seconds
 from moejob_trainer.launcher.stop import Stopped, StopRequest
 from moejob_trainer.launcher.store import LostPeers
 from moejob_trainer.runtime.fencing import RESTART, FenceToken
-from moejob_trainer.runtime.heartbeats import BOARD, HeartbeatBoard
+from moejob_trainer.runtime.heartbeats import BOARD, HeartbeatBoard, RankHeartbeat
 from moejob_trainer.runtime.start_timing import START, LauncherTiming
 
 log = LauncherLog()
@@ -67,7 +70,8 @@ _LAST_TO_LEAVE_SECONDS = 5.0
 _RANKS_NAMED = 8
 _FILES_NAMED = 4
 _STARVED = ", out of memory; raise resources.memory"
-_LASTING = (errno.EEXIST, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOSPC, errno.EDQUOT)
+# Not EROFS: a kernel mounts a file system read-only when its disk fails, and another node may write.
+_LASTING = (errno.EEXIST, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +80,8 @@ class AllEnded:
 
     exit_code: int
 
+
+_PHASES = tuple(RunPhase)
 
 # Result of watching a round; an Ending comes from another pod.
 _Seen = Fault | Ending | AllEnded
@@ -102,6 +108,7 @@ class Agent:
         # Kills for memory in this container before the present round.
         self._starved = 0
         self._is_gathering = True
+        self._launcher_phase, self._launcher_phase_at = RunPhase.IMPORTING, options.began_at
         # Since when the way to the next round is under way: since the process began, then since a round ended.
         self._since, self._is_new = options.began_at, True
         # When the ranks that were asked to save are killed.
@@ -122,7 +129,7 @@ class Agent:
             return ExitReport(ExitCode.SAVED_AND_STOPPED, self._word(Outcome.PREEMPTED, "stopped; nothing was unsaved"))
         except (LostPeers, Superseded) as error:
             return ExitReport(FAILED, self._word(Outcome.LOST_PEERS, str(error)))
-        except LostFolder as error:
+        except (LostFolder, LostForkServer) as error:
             return ExitReport(FAILED, self._word(Outcome.RANK_FAILED, str(error)))
         except BadFolder as error:
             return ExitReport(ExitCode.BAD_CONFIGURATION, self._word(Outcome.BAD_CONFIGURATION, str(error)))
@@ -139,6 +146,7 @@ class Agent:
             for local, row in enumerate(heartbeats)
             if first + local in pids
         )
+        phase, phase_seconds = self._phase(heartbeats)
         return PodProgress(
             attempt=self._pod.attempt,
             index=self._pod.index,
@@ -147,7 +155,22 @@ class Agent:
             ready=bool(heartbeats) and all(row.has_beaten for row in heartbeats),
             ranks=reported,
             run=self._run_so_far(),
+            phase=phase,
+            phase_seconds=phase_seconds,
         )
+
+    def _phase(self, heartbeats: Sequence[RankHeartbeat]) -> tuple[RunPhase | None, float | None]:
+        """Return the phase of the rank that is furthest behind, or of the launcher before there are ranks."""
+        if self._is_gathering:
+            return self._launcher_phase, time.monotonic() - self._launcher_phase_at
+        phases = [row for row in heartbeats if row.phase is not None]
+        if len(phases) < len(heartbeats) or not phases:
+            return None, None
+        last = min(phases, key=lambda row: _PHASES.index(row.phase or RunPhase.IMPORTING))
+        return last.phase, last.phase_seconds
+
+    def _enter(self, phase: RunPhase) -> None:
+        self._launcher_phase, self._launcher_phase_at = phase, time.monotonic()
 
     # --- rounds -------------------------------------------------------------------------------------------------------
 
@@ -156,6 +179,7 @@ class Agent:
         while True:
             self._ranks.preload(self._stop)
             preloaded_at = time.monotonic()
+            self._enter(RunPhase.AWAITING_PODS)
             current = self._rendezvous.gather(patience, self._prepare)
             if isinstance(current, Ending):
                 return ExitReport(exit_code(current), last_word(current))
@@ -181,6 +205,7 @@ class Agent:
                 return self._exit_report(seen)
             seen = other
         self._since = time.monotonic()
+        self._enter(RunPhase.IMPORTING)
         self._is_gathering = True
         self._ranks.kill()
         report = self._handle(current, seen)
@@ -190,6 +215,8 @@ class Agent:
     def _prepare(self, number: int) -> int:
         """Prepare a round before any rank of it can start; the port of its ranks' store."""
         self._take_run_folder(number)
+        # Pods may have come hours apart, and the fork server ended while this one waited.
+        self._ranks.preload(self._stop)
         return self._ranks.open_store()
 
     def _take_run_folder(self, number: int) -> None:
@@ -214,6 +241,7 @@ class Agent:
         progress = None if self._board is None else self._board.run()
         self._board = HeartbeatBoard(self._ranks.folder / f"round-{current.number}", self._pod.ranks_per_node, progress)
         self._is_gathering = False
+        self._ranks.preload(self._stop)
         self._ranks.start(
             [
                 RankCommand(

@@ -49,7 +49,7 @@ def launch(environ: Mapping[str, str], options: Options, stop: StopRequest) -> i
 
 def _run(pod: TrainerPod, options: Options, stop: StopRequest, engines: PodEngines) -> ExitReport:
     with tempfile.TemporaryDirectory(prefix="moejob-") as folder:
-        ranks = RankProcesses(Path(folder), options.preload, options.logs, engines)
+        ranks = RankProcesses(Path(folder), options, engines)
         # They start while ranks are imported, and read no weights before ranks send them.
         engines.keep_running()
         # What was imported stays, and no peer is answered while it is looked through for garbage.
@@ -60,3 +60,4 @@ def _run(pod: TrainerPod, options: Options, stop: StopRequest, engines: PodEngin
             return agent.run()
         finally:
             server.close()
+            ranks.close()

@@ -22,5 +22,7 @@ class Options:
     logs: Path | None = None
     # A pod without heartbeats for this long is lost.
     lost_seconds: float = 15.0
+    # A fork server that neither computes nor reads for this long while it imports hangs.
+    idle_import_seconds: float = 300.0
     # When the process began, on the monotonic clock.
     began_at: float = field(default_factory=process_began_at)

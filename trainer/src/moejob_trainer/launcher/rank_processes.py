@@ -12,16 +12,16 @@ import signal
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from multiprocessing import forkserver
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 from moejob_trainer.launcher.engine_processes import EngineRefusal, PodEngines
 from moejob_trainer.launcher.entry import RankCommand, enter
-from moejob_trainer.launcher.fork_server import LAUNCHER, PRELOAD, WARM
 from moejob_trainer.launcher.log import LauncherLog
+from moejob_trainer.launcher.options import Options
 from moejob_trainer.launcher.orphans import Orphans
 from moejob_trainer.launcher.output import RankOutput
+from moejob_trainer.launcher.preload import Preload
 from moejob_trainer.launcher.ranks_store import RanksStore
 from moejob_trainer.launcher.stop import StopRequest
 
@@ -29,7 +29,6 @@ log = LauncherLog()
 
 # A process that the kernel cannot end (stuck on a GPU or a dead volume) is not waited for longer than this.
 _REAP_SECONDS = 20.0
-_LONGEST_IMPORT_SECONDS = 900.0
 # Exit code that multiprocessing gives to a process whose fork server is gone.
 _UNSEEN = 255
 # The kernel closes the files of a process before it calls it ended.
@@ -39,14 +38,11 @@ _DYING_SECONDS = 0.5
 class RankProcesses:
     """The ranks of one pod, round after round."""
 
-    def __init__(self, folder: Path, preload: Sequence[str], logs: Path | None, engines: PodEngines) -> None:
-        self._engines = engines
-        self.folder, self._logs, self._warm = folder, logs, folder / "warm"
+    def __init__(self, folder: Path, options: Options, engines: PodEngines) -> None:
+        self._engines, self._logs, self.folder = engines, options.logs, folder
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["moejob_trainer.launcher.fork_server"])
-        os.environ[PRELOAD], os.environ[WARM] = ",".join(preload), str(self._warm)
-        os.environ[LAUNCHER] = str(os.getpid())
-        forkserver.ensure_running()
+        self._preload = Preload(folder / "warm", options.preload, options.idle_import_seconds)
         self._orphans = Orphans(lambda: self._engines.pids)
         self._store = RanksStore(self._context)
         self._processes: dict[int, ForkServerProcess] = {}
@@ -56,16 +52,12 @@ class RankProcesses:
 
     def preload(self, stop: StopRequest) -> None:
         """Wait until the imports are done: a launcher that arrives at the rendezvous must be able to start at once."""
-        # A fork server that died with the ranks of the round before is started again.
-        forkserver.ensure_running()
-        until = time.monotonic() + _LONGEST_IMPORT_SECONDS
-        while not self._is_warm() and time.monotonic() < until:
-            stop.check()
-            stop.wait(0.05)
+        self._preload.wait(stop)
 
     def open_store(self) -> int:
         """Open a new store for the ranks of all pods, in place of the one before; its port."""
-        return self._store.renew()
+        with self._preload.answering():
+            return self._store.renew()
 
     def start(self, ranks: Sequence[RankCommand]) -> None:
         """Start all ranks of a round."""
@@ -77,7 +69,8 @@ class RankProcesses:
             process = self._context.Process(
                 target=enter, args=(rank, output_end, errors_end), name=f"rank-{rank.number}"
             )
-            process.start()
+            with self._preload.answering():
+                process.start()
             self._processes[rank.number] = process
             readers[rank.number] = (output, errors)
             writers += [output_end, errors_end]
@@ -140,16 +133,12 @@ class RankProcesses:
         self._poll()
         self._orphans.kill()
 
-    def _is_warm(self) -> bool:
-        """Return whether the living fork server is the one that has done its imports."""
-        try:
-            os.kill(int(self._warm.read_text()), 0)
-        except (FileNotFoundError, ValueError, ProcessLookupError):
-            return False
-        return True
+    def close(self) -> None:
+        """End what starts ranks, once none is left."""
+        self._preload.close()
 
     def _is_server_gone(self) -> bool:
-        until, pid = time.monotonic() + _DYING_SECONDS, int(self._warm.read_text())
+        until, pid = time.monotonic() + _DYING_SECONDS, self._preload.server
         while time.monotonic() < until:
             # The server's end is left to be seen by ensure_running, which starts it again.
             with suppress(ChildProcessError):

@@ -18,6 +18,7 @@ from moejob_trainer.data.hub import HubPins, fetched_model, require_own_code
 from moejob_trainer.data.links import require_contained
 from moejob_trainer.data.tokenizers import CLAIMS, located
 from moejob_trainer.errors import BadConfiguration
+from moejob_trainer.runtime.disk import explained
 
 _CONFIG = "config.json"
 _MODEL = "model"
@@ -52,10 +53,15 @@ def fetch(model: Model, run_folder: Path, claims: Path = CLAIMS) -> Path:
 
 def read_pretrained(folder: Path, model: Model) -> PretrainedModel:
     """Read the folder that `fetch` named."""
+    path = folder / _CONFIG
     try:
-        config = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise BadConfiguration(f"{folder / _CONFIG} cannot be read: {error}; spec.model.source needs it") from error
+        # A volume that does not answer now may answer the next start.
+        with explained("reading the model's config", path):
+            config = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    except ValueError as error:
+        raise BadConfiguration(f"{path} cannot be read: {error}; spec.model.source needs it") from error
+    if config is None:
+        raise BadConfiguration(f"{path} cannot be read: it is not there; spec.model.source needs it")
     if model.trust_remote_code:
         require_own_code(folder)
     is_ours = model.source == tiny.TOKENIZER

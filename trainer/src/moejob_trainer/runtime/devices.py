@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from moejob_api.derived import multiplies_float8
 from moejob_api.job.resources import Accelerator
-from moejob_trainer.errors import BadConfiguration
+from moejob_trainer.errors import BadConfiguration, TransientFailure
 from moejob_trainer.runtime.cpu_backend import cpu_backend
 from moejob_trainer.runtime.environment import RankEnvironment
 
@@ -63,10 +63,12 @@ def _device(environment: RankEnvironment) -> torch.device:
     if environment.spec.resources.accelerator is Accelerator.CPU:
         share_cores(environment.ranks_per_node)
         return torch.device("cpu")
-    if environment.local_rank >= torch.cuda.device_count():
-        raise BadConfiguration(
+    count = torch.cuda.device_count()
+    if environment.local_rank >= count:
+        # A pod without any was asked for so; where some are, one has fallen off the bus, and another node has all.
+        raise (TransientFailure if count else BadConfiguration)(
             f"rank {environment.rank} needs GPU {environment.local_rank} of its pod, which has "
-            f"{torch.cuda.device_count()}; check the device plugin and resources.gpuResource, or set "
+            f"{count}; check the device plugin and resources.gpuResource, or set "
             "resources.accelerator to CPU"
         )
     device = torch.device("cuda", environment.local_rank)

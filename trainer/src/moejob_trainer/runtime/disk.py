@@ -26,6 +26,8 @@ _FIXES = {
     errno.EROFS: "the volume is mounted read-only; mount it for writing, or name another one in storage",
     errno.ENOTDIR: "a folder is needed there; move away what is in its place",
 }
+# A kernel mounts a file system read-only when its disk fails, on this node: another node may write.
+_PASSING = frozenset({errno.EROFS})
 # Of a run folder, which engines and other users of an export reach through.
 _OPEN = 0o755
 
@@ -117,4 +119,4 @@ def _in_words(error: OSError, doing: str, path: Path) -> BadConfiguration | Tran
         return TransientFailure(
             f"{problem}; the volume may answer again, the run resumes from the last complete checkpoint"
         )
-    return BadConfiguration(f"{problem}; {fix}")
+    return (TransientFailure if error.errno in _PASSING else BadConfiguration)(f"{problem}; {fix}")

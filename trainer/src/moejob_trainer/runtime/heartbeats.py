@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import mmap
 import os
+import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,16 +21,21 @@ from typing import Self
 
 from pydantic import ValidationError
 
-from moejob_api.contract import RunProgress
+from moejob_api.contract import RunPhase, RunProgress
+from moejob_trainer.runtime.activity import activity_of, has_worked
 
 # Folder of a pod's heartbeat board; the launcher sets it for its ranks.
 BOARD = "MOEJOB_BEATS"
 
 _BEATS_FILE, _RUN_FILE = "beats", "run.json"
 # Beats sent, monotonic nanoseconds of the last one, steps done; 64-bit words, so that none is ever half written.
-_COUNT, _AT, _STEP, _WORDS = 0, 1, 2, 3
+# and the phase of the rank: its place in RunPhase counted from 1, and when it began.
+_COUNT, _AT, _STEP, _PHASE, _PHASE_AT, _WORDS = 0, 1, 2, 3, 4, 5
 _WORD_BYTES = 8
 _HEARTBEAT_SECONDS = 5.0
+_PHASES = tuple(RunPhase)
+# Calls into torch that wait for other ranks.
+_COLLECTIVES = f"torch{os.sep}distributed{os.sep}"
 
 
 class NoLauncher(RuntimeError):
@@ -58,6 +64,13 @@ class Heartbeat:
         self._words[_AT] = time.monotonic_ns()
         self._words[_COUNT] += 1
 
+    def enter(self, phase: RunPhase) -> None:
+        """Say what this rank does from now on; saying it again changes nothing."""
+        number = _PHASES.index(phase) + 1
+        if self._words[_PHASE] != number:
+            self._words[_PHASE_AT] = time.monotonic_ns()
+            self._words[_PHASE] = number
+
     def report(self, run: RunProgress) -> None:
         """Report the progress of the run; for rank 0."""
         written = self._run_file.with_suffix(".new")
@@ -68,13 +81,10 @@ class Heartbeat:
 
 
 class BackgroundHeartbeat:
-    """Beats by itself while a rank does what takes as long as it takes: download, tokenize, read weights, export.
+    """Beats by itself while a rank waits for others that have limits of their own: engines and rewards."""
 
-    A rank that hangs in there is not noticed; a run that was declared dead for reading a large model would be worse.
-    """
-
-    def __init__(self, heartbeat: Heartbeat, step: int = 0) -> None:
-        self._heartbeat, self._step = heartbeat, step
+    def __init__(self, heartbeat: Heartbeat, step: int = 0, is_alive: Callable[[], bool] = lambda: True) -> None:
+        self._heartbeat, self._step, self._is_alive = heartbeat, step, is_alive
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="pulse", daemon=True)
 
@@ -95,7 +105,39 @@ class BackgroundHeartbeat:
     def _beat(self) -> None:
         self._heartbeat.beat(self._step)
         while not self._is_over.wait(_HEARTBEAT_SECONDS):
-            self._heartbeat.beat(self._step)
+            if self._is_alive():
+                self._heartbeat.beat(self._step)
+
+
+def working_heartbeat(heartbeat: Heartbeat, step: int = 0) -> BackgroundHeartbeat:
+    """Beat while a rank does what takes as long as it takes: download, tokenize, read weights, check, export.
+
+    A rank that neither computes nor moves bytes falls silent, and is restarted like one that hangs in a step. One that
+    waits for its peers does not: the one that it waits for does the work, or is the silent one.
+    """
+    return BackgroundHeartbeat(heartbeat, step, RankWork(threading.get_ident()))
+
+
+class RankWork:
+    """Tells whether this process has worked, or its main thread waits in a collective, since it was called last."""
+
+    def __init__(self, main_thread: int) -> None:
+        self._main_thread = main_thread
+        self._seen, self._seen_at = activity_of(os.getpid()), time.monotonic()
+
+    def __call__(self) -> bool:
+        """Return whether this rank is alive."""
+        before, seconds = self._seen, time.monotonic() - self._seen_at
+        self._seen, self._seen_at = activity_of(os.getpid()), time.monotonic()
+        return has_worked(before, self._seen, seconds) or self._is_in_collective()
+
+    def _is_in_collective(self) -> bool:
+        frame = sys._current_frames().get(self._main_thread)  # noqa: SLF001 the only way to another thread's stack
+        while frame is not None:
+            if _COLLECTIVES in frame.f_code.co_filename:
+                return True
+            frame = frame.f_back
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +147,9 @@ class RankHeartbeat:
     has_beaten: bool
     step: int
     age_seconds: float
+    # None before the rank has said it.
+    phase: RunPhase | None = None
+    phase_seconds: float = 0.0
 
 
 class HeartbeatBoard:
@@ -136,7 +181,11 @@ class HeartbeatBoard:
     def _row(self, first: int, now: int) -> RankHeartbeat:
         words = self._words
         age = max(0, now - words[first + _AT]) / 1e9
-        return RankHeartbeat(words[first + _COUNT] > 0, max(0, words[first + _STEP]), age)
+        step, number = max(0, words[first + _STEP]), words[first + _PHASE]
+        if not 0 < number <= len(_PHASES):
+            return RankHeartbeat(words[first + _COUNT] > 0, step, age)
+        seconds = max(0, now - words[first + _PHASE_AT]) / 1e9
+        return RankHeartbeat(words[first + _COUNT] > 0, step, age, _PHASES[number - 1], seconds)
 
 
 def _words(path: Path) -> memoryview:

@@ -1,0 +1,139 @@
+"""The fork server as its launcher sees it: started, imported in, alive, and answering when it is to start a process.
+
+Imports take as long as they take, from a volume that is slow or on cores that are busy; a server that ends meanwhile,
+or neither computes nor reads, is another matter, and is started again. Nothing else would notice: no rank is there yet.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing import forkserver
+from pathlib import Path
+
+from moejob_trainer.launcher.fork_server import LAUNCHER, PRELOAD, WARM
+from moejob_trainer.launcher.log import LauncherLog
+from moejob_trainer.launcher.stop import StopRequest
+from moejob_trainer.runtime.activity import activity_of, has_worked
+
+log = LauncherLog()
+
+# Once could be the kernel, for memory.
+_STARTS = 3
+_POLL_SECONDS = 0.05
+# A process that the kernel cannot end is not waited for longer than this.
+_KILL_SECONDS = 20.0
+# Between two readings of the server's work.
+_ACTIVITY_SECONDS = 1.0
+
+
+class LostForkServer(Exception):
+    """The fork server ended, or stood still, each time that it was started."""
+
+
+class Preload:
+    """The imports of the fork server of this process."""
+
+    def __init__(self, warm: Path, modules: Sequence[str], idle_seconds: float) -> None:
+        self._warm, self._modules, self._idle_seconds = warm, modules, idle_seconds
+        os.environ[PRELOAD], os.environ[WARM] = ",".join(modules), str(warm)
+        os.environ[LAUNCHER] = str(os.getpid())
+        forkserver.ensure_running()
+
+    def wait(self, stop: StopRequest) -> None:
+        """Wait until the imports are done, in another server where one is lost; at once where they are."""
+        problem = None
+        for _ in range(_STARTS):
+            # One that died with the ranks of the round before is started again.
+            forkserver.ensure_running()
+            problem = self._problem(stop)
+            if problem is None:
+                return
+            log.warning("the fork server is started again", problem=problem)
+        raise LostForkServer(
+            f"the process that imports {', '.join(self._modules)} {problem}, {_STARTS} times in a row; raise "
+            "resources.memory if the pod is short of it, or look at the volume that holds its Python"
+        )
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """Start a process within; a server that does not answer is killed, for its launcher would wait for ever."""
+        timer = threading.Timer(self._idle_seconds, _kill_server)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        except (EOFError, OSError) as error:
+            raise LostForkServer(f"the fork server did not start a process: {error!r}") from error
+        finally:
+            timer.cancel()
+
+    def close(self) -> None:
+        """End the server. This process could not end while one that stands still owes it the ends of children."""
+        _kill_server()
+
+    @property
+    def server(self) -> int:
+        """Return the process that has done the imports."""
+        return int(self._warm.read_text())
+
+    def _problem(self, stop: StopRequest) -> str | None:
+        """Wait for the imports; the reason why they will not be done, if so. The server is dead then."""
+        pid = _server_pid()
+        seen, seen_at = activity_of(pid), time.monotonic()
+        worked_at = seen_at
+        while not self._is_warm(pid):
+            stop.check()
+            stop.wait(_POLL_SECONDS)
+            if (ending := _ending(pid)) is not None:
+                return f"{ending} meanwhile"
+            now = time.monotonic()
+            if now - seen_at < _ACTIVITY_SECONDS:
+                continue
+            before, seen = seen, activity_of(pid)
+            worked_at = now if has_worked(before, seen, now - seen_at) else worked_at
+            seen_at = now
+            if now - worked_at >= self._idle_seconds:
+                _kill_server()
+                self._await_ending(pid)
+                return f"neither computed nor read anything for {self._idle_seconds:.0f} s"
+        return None
+
+    def _await_ending(self, pid: int) -> None:
+        """Wait until a killed server is gone: until then it would count as the one that runs."""
+        until = time.monotonic() + _KILL_SECONDS
+        while _ending(pid) is None and time.monotonic() < until:
+            time.sleep(_POLL_SECONDS)
+
+    def _is_warm(self, pid: int) -> bool:
+        try:
+            return int(self._warm.read_text()) == pid
+        except (FileNotFoundError, ValueError):
+            return False
+
+
+def _server_pid() -> int:
+    pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined] # noqa: SLF001 there is no public way to ask
+    return int(pid)
+
+
+def _ending(pid: int) -> str | None:
+    """Return how the server has ended; that is left to be seen by ensure_running, which starts it again."""
+    try:
+        result = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return "has ended"
+    if result is None:
+        return None
+    if result.si_code == os.CLD_EXITED:
+        return f"ended with exit code {result.si_status}"
+    return f"was killed by signal {result.si_status}"
+
+
+def _kill_server() -> None:
+    with suppress(ProcessLookupError):
+        os.kill(_server_pid(), signal.SIGKILL)
