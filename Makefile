@@ -77,6 +77,9 @@ $(real_built):
 setup: $(operator_built) $(trainer_built) $(rollout_built) ## Build the environments that planning, training and engines need
 	@:
 
+setup-gpu: $(operator_built) $(trainer_gpu_built) ## Build what plans and trains on the GPUs of this machine
+	@:
+
 
 # Checks.
 
@@ -326,4 +329,4 @@ clean: ## Remove the environments and all build output; the cache stays
 		$(foreach dist,crds operator trainer rollout cli,$(dist)/dist $(dist)/build)
 	@find $(wildcard crds operator trainer rollout cli tests benchmarks scripts) -name __pycache__ -prune -exec rm -rf {} +
 
-.PHONY: help setup fmt lint types operator-types trainer-types rollout-types generate verify test test-operator test-trainer test-bridge test-learning matrix test-gate real-models test-rollout test-cluster test-nodes test-beside-nodes test-faults test-policies test-images gpu-test control-plane bench bench-operator bench-recovery bench-hostile bench-trainer bench-gpu bench-grpo demo demo-grpo cluster-demo docs pictures images bases kind-demo lock audit audit-images clean
+.PHONY: help setup setup-gpu fmt lint types operator-types trainer-types rollout-types generate verify test test-operator test-trainer test-bridge test-learning matrix test-gate real-models test-rollout test-cluster test-nodes test-beside-nodes test-faults test-policies test-images gpu-test control-plane bench bench-operator bench-recovery bench-hostile bench-trainer bench-gpu bench-grpo demo demo-grpo cluster-demo docs pictures images bases kind-demo lock audit audit-images clean

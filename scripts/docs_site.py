@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.nav import Navigation
 
 import reference_pages
 
@@ -31,6 +33,13 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for name, text in (*reference_pages.pages(), *_outside()):
         files.append(File.generated(config, name, content=text))
     return files
+
+
+def on_nav(nav: Navigation, config: MkDocsConfig, files: Files) -> Navigation:  # noqa: ARG001 - mkdocs's names
+    """Refuse a site without a front page: every page's logo leads to /, which no other check looks at."""
+    if nav.homepage is None:
+        raise PluginError("the site has no front page; put docs/index.md at the top of nav in mkdocs.yml")
+    return nav
 
 
 def on_page_markdown(markdown: str, page: Any, config: MkDocsConfig, files: Files) -> str:  # noqa: ARG001 - mkdocs's names

@@ -24,6 +24,7 @@ CHART = "tests/chart/test_getting_started.py::test_what_is_installed_can_be_rend
 # The first pattern that a command begins with counts. A proof is a test, or `needs` and what no test has.
 PROOFS: dict[str, str] = {
     r"make demo$": DEMO,
+    r"make setup-gpu$|export MOEJOB_TRAINER_PYTHON=": "needs a GPU",
     r"make demo-grpo$": "tests/trainer/test_demo.py::test_the_second_demo_teaches_sums_by_their_reward",
     r"make kind-demo$": KIND,
     r"make images\b": KIND,
@@ -33,7 +34,7 @@ PROOFS: dict[str, str] = {
     r"moejob run ": TINY_RUN,
     r"moejob data ": "tests/trainer/data/test_preview.py::test_the_command_prints_it_marked",
     r"moejob export ": EXPORT,
-    r"\.venv/trainer/bin/python examples/ask\.py ": DEMO,
+    r"(\.venv/trainer/bin/python|\$MOEJOB_TRAINER_PYTHON) examples/ask\.py ": DEMO,
     r"(cp|sed -i) .*job\.yaml$": f"{HERE}::test_the_layout_of_a_copied_example_is_changed_by_a_line",
     r"(grep|kill) .*runs/killed/": f"{HERE}::test_the_process_of_the_last_rank_is_found_in_the_log",
     r"kubectl |sed .* \| kubectl ": CLUSTER,

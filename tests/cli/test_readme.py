@@ -23,6 +23,15 @@ COMMANDS = [
 TYPED = re.findall(r"`(make [a-z-]+|moejob [a-z-]+[^`]*)`", PAGE)
 
 
+def test_a_speed_that_is_named_is_on_a_page_of_measurements() -> None:
+    """A speed that is measured again is another number there, and this page does not keep the old one."""
+    table = PAGE.partition("| measured | hardware | speed |")[2].partition("\n\n")[0]
+    numbers = re.findall(r"\b\d[\d,]*\.?\d*\b", " ".join(row.split("|")[3] for row in table.splitlines()[2:]))
+    measured = "".join(page.read_text() for page in (ROOT / "benchmarks").glob("*.md"))
+    assert len(numbers) > 6
+    assert [number for number in numbers if not re.search(rf"(?<![\d.,]){re.escape(number)}(?![\d,])", measured)] == []
+
+
 def test_the_environment_that_is_activated_has_been_built_by_then() -> None:
     activated = next(place for place, command in enumerate(COMMANDS) if command.startswith("source .venv/"))
     assert COMMANDS[0] == "make demo"

@@ -240,7 +240,7 @@ def run(
 
     result, lines, folder = command.run(answer, layout, run_dir, display.display())
     if lines:
-        show(display.ending(lines, folder))
+        show(display.ending(lines, folder, answer.job.spec.grpo))
     if result.exit_code:
         typer.echo(result.message if result.is_as_asked else f"error: {result.message}", err=True)
     raise typer.Exit(result.exit_code)

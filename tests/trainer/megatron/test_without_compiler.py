@@ -21,6 +21,18 @@ def test_megatron_comes_without_a_compiler_and_leaves_all_as_it_was() -> None:
     assert done.stdout.splitlines() == ["megatron.core", "wandb"], done.stderr
 
 
+WARNED = """
+import moejob_trainer.rank, megatron.core.models.backends, warnings
+warnings.warn("Transformer Engine and others differ")
+"""
+
+
+def test_megatron_says_nothing_of_packages_that_no_rank_uses_and_other_warnings_are_shown() -> None:
+    done = subprocess.run([sys.executable, "-c", WARNED], capture_output=True, text=True, check=False, timeout=300)
+    assert (done.returncode, "not installed" in done.stderr) == (0, False), done.stderr
+    assert "Transformer Engine and others differ" in done.stderr
+
+
 def test_a_rank_reads_data_of_its_own_without_the_library_of_the_hub() -> None:
     command = "import sys, moejob_trainer.rank; print('datasets' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=False, timeout=300)

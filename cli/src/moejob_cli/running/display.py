@@ -17,6 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from moejob_api.contract import RunFile
+from moejob_api.job.grpo import Grpo
+from moejob_cli.running.learning_signals import signal_words, weak_signals
 from moejob_cli.running.steps import StepLine, seconds_left, sparkline, tokens_per_second
 
 _LINE_SECONDS = 5.0
@@ -152,9 +154,11 @@ def picture(view: View) -> RenderableType:
     return Group(grid, Text("  ".join(_words(view)[1:]), style="dim"))
 
 
-def ending(lines: Sequence[StepLine], folder: Path) -> RenderableType:
-    """Return the closing lines of a run: the curve of loss or reward, and the places of its files."""
-    return Group(*_curve(lines), *_places(folder))
+def ending(lines: Sequence[StepLine], folder: Path, grpo: Grpo | None = None) -> RenderableType:
+    """Return the closing lines of a run: the curve of loss or reward, signs of little learned, the places of files."""
+    signals = weak_signals(lines, grpo) if grpo else []
+    notes = [Text(f"  note         {signal.message}", style="yellow") for signal in signals]
+    return Group(*_curve(lines), *notes, *_places(folder))
 
 
 def _step_words(view: View) -> str:
@@ -166,7 +170,7 @@ def _words(view: View) -> list[str]:
     if view.doing is not None:
         words.append(f"{view.doing} for {duration(view.doing_seconds)}")
     if view.lines:
-        words.append(_score(view.lines[-1]))
+        words += [_score(view.lines[-1]), *signal_words(view.lines[-1])]
     speed, left = tokens_per_second(view.lines), seconds_left(view.lines, view.total_steps)
     if speed is not None:
         words.append(f"{speed:,.0f} tokens/s")

@@ -29,6 +29,10 @@ class StepLine(BaseModel):
     stopped_early: Annotated[bool, Field(alias="stoppedEarly")] = False
     # Of GRPO, whose loss is near 0 however much is learned.
     reward: float | None = None
+    groups: float = 0.0
+    # Groups whose answers have equal rewards, and the share of answers without an end.
+    flat_groups: Annotated[float, Field(alias="groupsWithoutSignal")] = 0.0
+    cut_share: Annotated[float, Field(alias="truncated")] = 0.0
 
 
 class StepLog:

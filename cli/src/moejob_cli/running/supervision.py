@@ -29,6 +29,7 @@ from moejob_cli.running.launchers import (
     launcher_order,
     most_engines_per_host,
 )
+from moejob_cli.running.learning_signals import SignalKind, weak_signals
 from moejob_cli.running.machine import LocalMachine
 from moejob_cli.running.ports import AttemptPorts, ReservedPorts
 from moejob_cli.running.processes import Launcher, Launching, end
@@ -122,6 +123,7 @@ class Supervision:
     _stopping: _Stopping | None = field(init=False, default=None)
     _begun: float = field(init=False, default=0.0)
     _saved_step: int | None = field(init=False, default=None)
+    _reported_signals: set[SignalKind] = field(init=False, default_factory=set)
 
     def run(self) -> Result:
         """Run the job to its end."""
@@ -152,11 +154,20 @@ class Supervision:
             pods = tuple(launcher.report() for _, launcher in sorted(self._launchers.items()))
             self._state = polled(pods, self.of.layout.nodes, self._state)
             self.log.read()
+            self._report_weak_signals()
             self.display.show(self._view(pods))
             result = self._take_requests() or (self._stopped(pods) if self._stopping else self._recovered(pods))
             if result is not None:
                 return result
             self.requests.wait(_POLL_SECONDS)
+
+    def _report_weak_signals(self) -> None:
+        """Report each sign that a run learns nothing once; the last lines of the run say it again if it lasts."""
+        grpo = self.of.spec.grpo
+        for weak in weak_signals(self.log.lines, grpo) if grpo else ():
+            if weak.kind not in self._reported_signals:
+                self._reported_signals.add(weak.kind)
+                self.display.report(f"note: {weak.message}")
 
     # --- running ------------------------------------------------------------------------------------------------------
 

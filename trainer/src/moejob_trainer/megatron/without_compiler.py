@@ -7,6 +7,7 @@ as a function is to be compiled, which takes a fifth of the time in which a laun
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -18,6 +19,8 @@ Compiled = TypeVar("Compiled", bound=Callable[..., Any])
 
 def import_megatron() -> None:
     """Import Megatron. Later imports find what this one has left."""
+    # Of packages that our layers and updates never use, at later imports too. Megatron's other warnings are shown.
+    warnings.filterwarnings("ignore", r"(Transformer Engine and )?Apex (is|are) not installed", UserWarning)
     with _nothing_compiled(), _absent("wandb"):
         import megatron.core  # noqa: F401, PLC0415
 

@@ -92,10 +92,18 @@ class Life:
     def steps(self, count: int) -> None:
         """Train that many steps."""
         for _ in range(count):
-            self.step += 1
-            line = {"step": self.step, "loss": 4.0 / self.step, "seconds": 0.01, "tokens": 100, "attempt": self.attempt}
-            with (self.folder / RunFile.STEPS).open("a") as log:
-                log.write(json.dumps(line) + "\n")
+            self.log_step({})
+
+    def rewards(self, flat: int, groups: int, truncated: float) -> None:
+        """Make a step of GRPO whose groups have equal rewards, all but a few."""
+        self.log_step({"reward": 0.0, "groups": groups, "groupsWithoutSignal": flat, "truncated": truncated})
+
+    def log_step(self, measures: dict[str, float]) -> None:
+        """Write a line of the step log."""
+        self.step += 1
+        line = {"step": self.step, "loss": 4.0 / self.step, "seconds": 0.01, "tokens": 100, "attempt": self.attempt}
+        with (self.folder / RunFile.STEPS).open("a") as log:
+            log.write(json.dumps(line | measures) + "\n")
 
     def resumes(self, step: int) -> None:
         """Go on after a checkpoint."""

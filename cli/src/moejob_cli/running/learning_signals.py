@@ -1,0 +1,93 @@
+"""Signs that a GRPO run learns nothing, found in the numbers of its last steps, each with what to change.
+
+An update is made of the differences between the answers of a group. Where all have the same reward there is none, and
+where most are cut off the reward sees half an answer: the run makes its steps, and the model stays as it was.
+Knows neither files nor screens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from statistics import fmean
+
+from moejob_api.job.grpo import Grpo
+from moejob_cli.running.steps import StepLine
+
+# Single steps vary: of 4 groups a step, half of which have a signal, one step in 16 has none. Over 5 steps that are 20
+# groups, it is one run in a thousand that has less than a fifth.
+WINDOW_STEPS = 5
+# From here on half of what engines generate, and more, teaches nothing: the same update would cost half as much with
+# other prompts. Replacing such groups (dynamicSampling) asks for twice as many answers.
+MOST_FLAT = 0.5
+# Most answers have no end. With an answer in two cut off the rest still shows the model what an end is worth.
+MOST_CUT = 0.5
+
+
+class SignalKind(StrEnum):
+    """A sign that little is learned."""
+
+    FLAT = "flat"
+    CUT = "cut"
+
+
+@dataclass(frozen=True, slots=True)
+class LearningSignal:
+    """A sign, and the sentence that says it with its numbers and the fix."""
+
+    kind: SignalKind
+    message: str
+
+
+def weak_signals(lines: Sequence[StepLine], grpo: Grpo) -> list[LearningSignal]:
+    """Return the signs in the last steps; none before there are enough of them."""
+    recent = lines[-WINDOW_STEPS:]
+    if len(recent) < WINDOW_STEPS or any(line.reward is None for line in recent):
+        return []
+    found = [_flat(lines, recent, grpo), _cut(recent, grpo)]
+    return [signal for signal in found if signal is not None]
+
+
+def signal_words(line: StepLine) -> list[str]:
+    """Return what one step shows of it, for the line of a display."""
+    words = []
+    if line.groups and line.flat_groups / line.groups >= MOST_FLAT:
+        words.append(f"{line.flat_groups:.0f} of {line.groups:.0f} groups of equal reward")
+    if line.cut_share >= MOST_CUT:
+        words.append(f"{line.cut_share:.0%} cut off")
+    return words
+
+
+def _flat(lines: Sequence[StepLine], recent: Sequence[StepLine], grpo: Grpo) -> LearningSignal | None:
+    mean = fmean(line.reward or 0.0 for line in recent)
+    flat, groups = sum(line.flat_groups for line in recent), sum(line.groups for line in recent)
+    if not groups or flat / groups < MOST_FLAT or _has_risen(lines):
+        return None
+    larger = 2 * grpo.group_size
+    replaced = "" if grpo.dynamic_sampling else ", and grpo.dynamicSampling replaces such groups"
+    message = (
+        f"{flat:.0f} of {groups:.0f} groups of the last {len(recent)} steps have answers of one and the same reward "
+        f"(mean {mean:.4g}), from which nothing is learned; take prompts that the model gets right now and then, not "
+        "never or always, or a reward that gives a part of the points; "
+        f"grpo.groupSize {larger} sees more differences{replaced}"
+    )
+    return LearningSignal(SignalKind.FLAT, message)
+
+
+def _has_risen(lines: Sequence[StepLine]) -> bool:
+    """Return whether the reward is above that of the first steps: then groups are equal because answers are right."""
+    first, last = lines[:WINDOW_STEPS], lines[-WINDOW_STEPS:]
+    return fmean(line.reward or 0.0 for line in last) > fmean(line.reward or 0.0 for line in first)
+
+
+def _cut(recent: Sequence[StepLine], grpo: Grpo) -> LearningSignal | None:
+    share = fmean(line.cut_share for line in recent)
+    if share < MOST_CUT:
+        return None
+    message = (
+        f"{share:.0%} of the answers of the last {len(recent)} steps were cut off at grpo.maxNewTokens "
+        f"{grpo.max_new_tokens}, before they came to an end; raise it, ask for shorter answers in the prompt, or look "
+        "into samples/ whether the model ever writes its end token"
+    )
+    return LearningSignal(SignalKind.CUT, message)
