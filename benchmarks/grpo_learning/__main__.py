@@ -1,7 +1,8 @@
 """GRPO of a published model on a task that it can learn, on several seeds; a JSON line for each into results/.
 
-    MOEJOB_TRAINER_PYTHON=PYTHON MOEJOB_ROLLOUT_PYTHON=PYTHON python -m benchmarks.grpo_learning \\
-        --model FOLDER [--task sums | TASK --task-settings JSON] [--seeds 1 2 3] [--gpu-type H200 | --cpu]
+    export MOEJOB_TRAINER_PYTHON=PYTHON MOEJOB_ROLLOUT_PYTHON=PYTHON PYTHONPATH=tests
+    python -m benchmarks.grpo_learning --model FOLDER [--task sums | --task TASK --task-settings JSON] \\
+        [--seeds 1 2 3] [--gpu-type H200 | --cpu]
 
 Each seed is a whole run of `moejob run` with its engines, from the published weights to the export, at temperature 0.9.
 A seed that takes longer than `--most-seconds` is stopped, and its line says so. `--draw` writes picture and table of

@@ -1,7 +1,7 @@
 """Tasks that a small published model can learn: prompts as a file, and the reward that scores answers.
 
-Sums need no package. Any other task is one of reasoning-gym's, which has to be importable here and, by PYTHONPATH, in
-the processes of the run that score.
+Sums need no package. Any other task is one of reasoning-gym's: tests/reasoning_tasks.py has its prompts and
+scores, from the packages of `make real-models`.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import json
 import random
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 SUMS = "sums"
-_PROMPTS = 4096
+_PROMPTS, _FILE = 4096, "prompts.jsonl"
+_TESTS = Path(__file__).parents[2] / "tests"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +33,12 @@ def write_task(folder: Path, name: str = SUMS, settings: Mapping[str, Any] | Non
     if name == SUMS:
         prompts = _write_prompts(folder, _sums(**(settings or {})))
         return Task(name, prompts, {"name": "numeric"})
-    prompts = _write_prompts(folder, _puzzles(name, settings or {}))
-    module = {"module": "puzzle_scores:score_puzzles", "modulePath": str(Path(__file__).parent), "reference": "entry"}
-    return Task(name, prompts, module)
+    # Of tests/; it takes seconds.
+    from reasoning_tasks import write_prompts  # noqa: PLC0415
+
+    prompts = folder / _FILE
+    write_prompts(prompts, name, _PROMPTS, **(settings or {}))
+    return Task(name, prompts, {"module": "reasoning_tasks:score_answers", "modulePath": str(_TESTS)})
 
 
 def _sums(below: int = 20) -> Iterable[dict[str, Any]]:
@@ -46,18 +49,11 @@ def _sums(below: int = 20) -> Iterable[dict[str, Any]]:
         yield _record(f"What is {left} + {right}? Answer with the number only.", answer=str(left + right))
 
 
-def _puzzles(name: str, settings: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
-    # No other task needs it.
-    for entry in import_module("reasoning_gym").create_dataset(name, size=_PROMPTS, seed=1, **settings):
-        # One text, for columns of many types are none that a reader of tables knows.
-        yield _record(entry["question"], entry=json.dumps({"task": name} | entry, default=str))
-
-
 def _record(question: str, **fields: str) -> dict[str, Any]:
     return {"prompt": [{"role": "user", "content": question}], **fields}
 
 
 def _write_prompts(folder: Path, records: Iterable[Mapping[str, Any]]) -> Path:
-    file = folder / "prompts.jsonl"
+    file = folder / _FILE
     file.write_text("".join(f"{json.dumps(record)}\n" for record in records), encoding="utf-8")
     return file

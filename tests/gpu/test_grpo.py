@@ -18,11 +18,11 @@ from benchmarks.grpo_learning.models import write_divisible
 from benchmarks.grpo_learning.runs import ROOT, engine_logs, last_words, read_steps, run_job
 
 from gpu.grpo_cases import CASES, STEPS, Case, case_job
+from real_models import cache_folder
 
 safetensors = pytest.importorskip("safetensors.torch")
 
 ENGINES = Path(os.environ.get("MOEJOB_ROLLOUT_PYTHON", ROOT / ".venv/rollout/bin/python"))
-MODELS = Path(os.environ.get("MOEJOB_CACHE") or Path.home() / ".cache" / "moejob") / "real-models"
 
 pytestmark = [
     pytest.mark.gpu,
@@ -75,7 +75,7 @@ def visible_gpus(case: Case) -> str:
 
 def model_folder(case: Case, folder: Path) -> Path:
     """The published model, with heads that its engine can divide."""
-    published = MODELS / case.model
+    published = cache_folder() / case.model
     if not published.is_dir():
         pytest.skip(f"{published} is not there: make real-models writes it")
     return published if case.engine_tensor == 1 else write_divisible(folder / "divisible", published)

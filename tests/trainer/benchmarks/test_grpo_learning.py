@@ -14,10 +14,11 @@ from benchmarks.grpo_learning.models import write_divisible
 from benchmarks.grpo_learning.tasks import write_task
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from gpu.grpo_cases import CASES, DENSE, MIXTURE, case_job
+from gpu.grpo_cases import CASES, case_job
 from moejob_api.job import Spec
 from moejob_api.models.families import shape_of
 from moejob_api.planner.plan import plan
+from real_models import DENSE, MIXTRAL
 
 # Of SmolLM2-135M, whose heads no engine of two GPUs can divide.
 SMOL: dict[str, Any] = {
@@ -32,7 +33,7 @@ SMOL: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
-CONFIGS = {DENSE: SMOL, MIXTURE: SMOL | {"model_type": "mixtral"} | EXPERTS}
+CONFIGS = {DENSE: SMOL, MIXTRAL: SMOL | {"model_type": "mixtral"} | EXPERTS}
 
 SPEEDS = ("generationTokensPerSecond", "trainingTokensPerSecond", "seconds")
 PHASES = ("syncSeconds", "generateSeconds", "releaseSeconds", "outputsSeconds", "learnSeconds")
@@ -42,7 +43,7 @@ PHASES = ("syncSeconds", "generateSeconds", "releaseSeconds", "outputsSeconds", 
 @pytest.mark.parametrize("gpu_type", ["H100", "H200"])
 def test_jobs_for_gpus_are_accepted(name: str, gpu_type: str, tmp_path: Path) -> None:
     case = CASES[name]
-    config = CONFIGS.get(case.model, CONFIGS[MIXTURE])
+    config = CONFIGS[case.model]
     if case.engine_tensor > 1:
         config = config | {"num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 64}
     job = case_job(case, tmp_path / "model", tmp_path, gpu_type)
