@@ -184,7 +184,8 @@ real-models: $(trainer_built) $(real_built) ## Make real models, dense and MoE, 
 fuzz: $(operator_built) $(trainer_built) $(rollout_built) ## Send a million damaged inputs to each listener and each parser of foreign text
 	@MOEJOB_FUZZ_INPUTS=$${MOEJOB_FUZZ_INPUTS:-1000000} $(operator)/pytest tests/operator/test_strange_bytes.py $(ARGS)
 	@MOEJOB_FUZZ_INPUTS=$${MOEJOB_FUZZ_INPUTS:-1000000} $(trainer)/pytest tests/trainer/test_strange_bytes.py \
-		tests/trainer/launcher/test_progress_server.py tests/trainer/rollouts/test_routed_experts.py $(ARGS)
+		tests/trainer/launcher/test_progress_server.py tests/trainer/rollouts/test_routed_experts.py \
+		tests/trainer/interchange $(ARGS)
 	@MOEJOB_FUZZ_INPUTS=$${MOEJOB_FUZZ_INPUTS:-1000000} $(rollout)/pytest tests/rollout/test_listener.py $(ARGS)
 
 test-rollout: $(rollout_built) ## Test what runs beside vLLM

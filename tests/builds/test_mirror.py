@@ -21,7 +21,6 @@ APART: Mapping[str, str] = {
 # Packages without a folder of tests, each with where it is tested.
 ELSEWHERE: Mapping[str, str] = {
     "rollout/transfer": "trainer/rollouts/transports: ranks of the trainer send the weights",
-    "trainer/interchange": "bridge: Megatron-Bridge has an environment of its own",
 }
 
 

@@ -26,9 +26,6 @@ COLLECTIVES = frozenset(
         "send_object_list",
     }
 )
-# Reads the index of a checkpoint of Megatron's, a pickle, with an Unpickler that knows a list of plain classes alone.
-RESTRICTED = Path("trainer/src/moejob_trainer/interchange/torch_dist.py")
-
 
 # Loads that unpickle unless they are asked not to: by module, the argument and the value that it must have.
 LOADS = {
@@ -165,12 +162,4 @@ def test_what_unpickles_nothing_is_left_alone(source: str) -> None:
 def test_no_source_unpickles() -> None:
     assert len(SOURCES) > 300
     found = {str(path.relative_to(ROOT)): ways for path in SOURCES if (ways := [*unpickling(path.read_text())])}
-    assert found == {str(RESTRICTED): ["pickle"]}
-
-
-def test_the_one_unpickler_finds_named_classes_alone() -> None:
-    tree = ast.parse((ROOT / RESTRICTED).read_text())
-    called = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
-    assert not {name for name in called if name.startswith("pickle.") and name != "pickle.UnpicklingError"}
-    (unpickler,) = (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and "Unpickler" in node.name)
-    assert "find_class" in {node.name for node in ast.walk(unpickler) if isinstance(node, ast.FunctionDef)}
+    assert found == {}

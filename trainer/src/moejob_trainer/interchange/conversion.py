@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -22,6 +21,7 @@ from moejob_trainer.conversion.model_export import ExportReport, Target, export,
 from moejob_trainer.conversion.quantized import TensorSource
 from moejob_trainer.conversion.safetensors_writer import CorruptExport
 from moejob_trainer.conversion.templates import CONFIG_FILE
+from moejob_trainer.interchange.foreign_files import read_json_object, require_links_inside
 from moejob_trainer.interchange.megatron_bridge import BridgedModel, bridged_model
 from moejob_trainer.interchange.naming import MegatronTensor, megatron_tensors
 from moejob_trainer.interchange.run_config import write_run_config
@@ -78,6 +78,7 @@ class MegatronWeights:
         }
         if wrong:
             raise unusable(f"{folder} has another number of layers or experts in {listed(wrong)}; {config}")
+        self.reader.require_types({found.key for found, _ in self.entries.values()})
 
     def _is_stacked_as(self, found: IndexedKey, layers: int, experts: int) -> bool:
         held = self.reader.sizes[found.key][: len(found.index)]
@@ -137,6 +138,8 @@ class _Parameters(Mapping[str, Tensor]):
 def import_megatron(checkpoint: Path, template: Path, folder: Path) -> ExportReport:
     """Write a Megatron checkpoint as a Hugging Face folder; `template` has the config.json and the tokenizer."""
     _refuse_existing(folder)
+    for given in (checkpoint, template):
+        require_links_inside(given)
     declared, tensors, _ = _model(template)
     weights = MegatronWeights.open(iteration_folder(checkpoint), declared, tensors)
     target = Target(folder, template, weights.dtype())
@@ -164,10 +167,7 @@ def export_megatron(source: Path, folder: Path) -> int:
 
 
 def _model(folder: Path) -> tuple[Table, list[MegatronTensor], BridgedModel]:
-    try:
-        config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise unusable(f"{folder / CONFIG_FILE} cannot be read: {error}; name a folder that has it") from error
+    config = read_json_object(folder / CONFIG_FILE)
     # MTP modules stay behind: Megatron-Bridge does not convert those of every family.
     declared = table(replace(shape_of(config), mtp_layers=()))
     model = bridged_model(folder)

@@ -70,7 +70,7 @@ def auto_bridge() -> Any:
 
 def published_config(folder: Path) -> PretrainedConfig:
     """Return the config of a published model, as Megatron-Bridge expects it."""
-    return as_expected(AutoConfig.from_pretrained(folder))
+    return as_expected(AutoConfig.from_pretrained(folder, trust_remote_code=False))
 
 
 def as_expected(config: PretrainedConfig) -> PretrainedConfig:

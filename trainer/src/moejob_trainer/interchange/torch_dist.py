@@ -9,63 +9,38 @@ from __future__ import annotations
 
 import io
 import json
-import pickle
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor
 from torch.distributed.checkpoint import metadata as described
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
-    SavePlan,
-    SavePlanner,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from moejob_trainer.conversion.checkpoint import unusable
+from moejob_api.models.reader import shown
+from moejob_trainer.conversion.checkpoint import listed, unusable
+from moejob_trainer.interchange import checkpoint_index
+from moejob_trainer.interchange.checkpoint_index import IndexedTensor, StoredPart
+from moejob_trainer.interchange.foreign_files import open_regular, read_json_object
+from moejob_trainer.interchange.stored_tensor import DTYPES, RefusedTensor, read_stored_tensor
 
 FORMAT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 _FORMAT_FILE, _INDEX_FILE = "metadata.json", ".metadata"
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)")
-# No code of a checkpoint runs: its index, a pickle, may name nothing else.
-_INDEX_CLASSES = {
-    ("torch.distributed.checkpoint.metadata", name)
-    for name in (
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    )
-} | {
-    ("collections", "OrderedDict"),
-    ("pathlib", "PosixPath"),
-    ("torch", "Size"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"),
-    ("torch.distributed.checkpoint.planner", "BytesIOWriteData"),
-    ("torch.distributed.checkpoint.planner", "SavePlan"),
-    ("torch.distributed.checkpoint.planner", "TensorWriteData"),
-    ("torch.distributed.checkpoint.planner", "WriteItem"),
-    ("torch.distributed.checkpoint.planner", "WriteItemType"),
-    ("torch.serialization", "_get_layout"),
-}
+_TRACKER = re.compile(r"[0-9]{1,12}|release")
+_TENSORS = TypeAdapter(dict[str, IndexedTensor])
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +87,20 @@ def iteration_folder(path: Path) -> Path:
     tracker = path / "latest_checkpointed_iteration.txt"
     if not tracker.is_file():
         raise unusable(f"{path} is no checkpoint of Megatron's: it has neither {_INDEX_FILE} nor {tracker.name}")
-    newest = tracker.read_text(encoding="utf-8").strip()
+    newest = _tracked(tracker)
     folder = path / (f"iter_{int(newest):07}" if newest.isdigit() else newest)
     if not (folder / _INDEX_FILE).is_file():
         raise unusable(f"{tracker} names {newest}, but {folder} has no {_INDEX_FILE}; copy the checkpoint again")
     return folder
+
+
+def _tracked(tracker: Path) -> str:
+    """Return the iteration that a tracker names: a number, or `release`."""
+    with open_regular(tracker) as opened:
+        newest = opened.read(100).decode(errors="replace").strip()
+    if not _TRACKER.fullmatch(newest):
+        raise unusable(f"{tracker} names {newest!r}, neither an iteration nor release; copy the checkpoint again")
+    return newest
 
 
 class TorchDistReader:
@@ -124,67 +108,89 @@ class TorchDistReader:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        _expect_format(folder)
-        index = _index(folder / _INDEX_FILE)
-        self._described = {
-            key: one
-            for key, one in index.state_dict_metadata.items()
-            if isinstance(one, described.TensorStorageMetadata)
-        }
-        self.sizes: Mapping[str, tuple[int, ...]] = {key: tuple(one.size) for key, one in self._described.items()}
-        self._storage = FileSystemReader(folder)
-        self._storage.set_up_storage_reader(index, is_coordinator=True)
+        _require_format(folder)
+        self._tensors = _read_index(folder / _INDEX_FILE)
+        self.sizes: Mapping[str, tuple[int, ...]] = {key: tensor.size for key, tensor in self._tensors.items()}
+        self._by_index: dict[tuple[str, int], dict[tuple[int, ...], list[StoredPart]]] = {}
 
     def dtype(self, key: str) -> torch.dtype:
         """Return the type of a tensor's elements."""
-        return self._described[key].properties.dtype
+        return DTYPES[self._tensors[key].dtype]
 
-    def read(self, found: IndexedKey) -> Tensor:
+    def require_types(self, keys: Iterable[str]) -> None:
+        """Refuse tensors of types that no model of ours has."""
+        others = {f"{key} ({self._tensors[key].dtype})" for key in keys if self._tensors[key].dtype not in DTYPES}
+        if others:
+            raise unusable(f"{self.folder} holds {listed(others)}; save the weights as one of {', '.join(DTYPES)}")
+
+    def read(self, place: IndexedKey) -> Tensor:
         """Return one tensor, without the axes by which it is stacked."""
-        inside = self.sizes[found.key][len(found.index) :]
-        offsets = (*found.index, *(0 for _ in inside))
-        sizes = (*(1 for _ in found.index), *inside)
-        target = torch.full(sizes, torch.nan).to(self.dtype(found.key))
-        part = described.ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-        items = create_read_items_for_chunk_list(found.key, self._described[found.key], [part])
-        if sum(item.lengths.numel() for item in items) != target.numel():
-            raise unusable(f"{self.folder} lacks parts of {found.key}; copy the checkpoint again")
+        inside = self.sizes[place.key][len(place.index) :]
+        region = tuple(slice(at, at + 1) for at in place.index) + tuple(slice(0, size) for size in inside)
+        parts = [part for part in self._parts_near(place) if _overlap(part, region) is not None]
         try:
-            self._storage.read_data(LoadPlan(items), _Into(target)).wait()
-        except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
-            raise unusable(f"{self.folder}: {found.key} cannot be read ({error}); copy the checkpoint again") from error
+            self._require_whole(place.key, parts, region)
+            target = torch.full([axis.stop - axis.start for axis in region], torch.nan, dtype=self.dtype(place.key))
+            for part in parts:
+                self._copy(part, self.dtype(place.key), region, target)
+        except (OSError, RefusedTensor) as error:
+            raise unusable(f"{self.folder}: {place.key} cannot be read ({error}); copy the checkpoint again") from error
         return target.reshape(inside)
 
+    def _parts_near(self, place: IndexedKey) -> Sequence[StoredPart]:
+        """Return the parts that may hold a place: one of 12,032 where 94 layers have 128 experts, each by itself."""
+        axes = len(place.index)
+        if (place.key, axes) not in self._by_index:
+            by_index: dict[tuple[int, ...], list[StoredPart]] = {}
+            for part in self._tensors[place.key].parts:
+                is_single = all(size == 1 for size in part.sizes[:axes])
+                by_index.setdefault(part.offsets[:axes] if is_single else (), []).append(part)
+            self._by_index[place.key, axes] = by_index
+        by_index = self._by_index[place.key, axes]
+        return by_index.get(place.index, []) + (by_index.get((), []) if axes else [])
 
-class _Into(LoadPlanner):
-    """A reader that fills one tensor."""
+    def _require_whole(self, key: str, parts: Sequence[StoredPart], region: tuple[slice, ...]) -> None:
+        """Refuse parts that leave a gap, or promise more than their files can hold, before memory is taken for them."""
+        overlaps = [_overlap(part, region) for part in parts]
+        elements = sum(prod(axis.stop - axis.start for axis in overlap) for overlap in overlaps if overlap is not None)
+        starts = {part.offsets for part in parts}
+        if len(starts) != len(parts) or elements != prod(axis.stop - axis.start for axis in region):
+            raise RefusedTensor("parts of it are missing or there twice")
+        for part in parts:
+            held, needed = part.length, prod(part.sizes) * self.dtype(key).itemsize
+            if needed > held:
+                raise RefusedTensor(f"{part.file} has {held:,} bytes for a part that takes {needed:,}")
+        on_disk = sum(self._file_bytes(file) for file in {part.file for part in parts})
+        if sum(part.length for part in parts) > on_disk:
+            raise RefusedTensor("its parts are longer than their files")
 
-    def __init__(self, target: Tensor) -> None:
-        self.target = target
+    def _file_bytes(self, file: str) -> int:
+        with open_regular(self.folder / file) as opened:
+            return os.fstat(opened.fileno()).st_size
 
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        part = self.target
-        for axis, (offset, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
-            part = part.narrow(axis, offset, length)
-        return part
+    def _copy(self, part: StoredPart, dtype: torch.dtype, region: tuple[slice, ...], target: Tensor) -> None:
+        with open_regular(self.folder / part.file) as opened:
+            stored = read_stored_tensor(opened, part.start, part.length)
+        if stored.dtype != dtype or tuple(stored.shape) != part.sizes:
+            raise RefusedTensor(f"{part.file} holds {stored.dtype} {list(stored.shape)}, and the index says otherwise")
+        overlap = _overlap(part, region)
+        if overlap is None:
+            return
+        source = tuple(slice(axis.start - at, axis.stop - at) for axis, at in zip(overlap, part.offsets, strict=True))
+        starts = (axis.start for axis in region)
+        into = tuple(slice(axis.start - at, axis.stop - at) for axis, at in zip(overlap, starts, strict=True))
+        target[into] = stored[source]
 
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Nothing is left to do: it was read into place."""
 
-    def set_up_planner(self, *_: Any, **__: Any) -> None:
-        raise NotImplementedError
-
-    def create_local_plan(self) -> LoadPlan:
-        raise NotImplementedError
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        raise NotImplementedError
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        raise NotImplementedError
-
-    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
-        raise NotImplementedError
+def _overlap(part: StoredPart, region: tuple[slice, ...]) -> tuple[slice, ...] | None:
+    """Return what a part and a region of a tensor have in common; None where that is nothing."""
+    if len(part.offsets) != len(region):
+        return None
+    common = tuple(
+        slice(max(axis.start, start), min(axis.stop, start + size))
+        for axis, start, size in zip(region, part.offsets, part.sizes, strict=True)
+    )
+    return common if all(axis.start < axis.stop for axis in common) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,37 +271,35 @@ class _OneByOne(SavePlanner):
         return (*(1 for _ in tensor.place.index), *tensor.shape)
 
 
-class _IndexUnpickler(pickle.Unpickler):
-    """Refuse any name that no index of a checkpoint has."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype | torch.layout)
-        if is_dtype or (module, name) in _INDEX_CLASSES:
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}")
-
-
-def _index(file: Path) -> described.Metadata:
+def _read_index(file: Path) -> dict[str, IndexedTensor]:
     try:
-        with file.open("rb") as opened:
-            found: described.Metadata = _IndexUnpickler(opened).load()
-    except (pickle.UnpicklingError, EOFError, AttributeError, ValueError) as error:
-        raise unusable(f"{file} is no index of a checkpoint ({error}); copy the checkpoint again") from error
-    astray = [
-        one.relative_path for one in found.storage_data.values() if Path(one.relative_path).name != one.relative_path
-    ]
-    if astray:
-        raise unusable(f"{file} names {astray[0]}, which is outside of its folder; do not use this checkpoint")
-    return found
+        with open_regular(file) as opened:
+            size = os.fstat(opened.fileno()).st_size
+            if size > checkpoint_index.MOST_BYTES:
+                raise unusable(f"{file} has {size:,} bytes; an index has {checkpoint_index.MOST_BYTES:,} at most")
+            command = [sys.executable, "-I", "-m", checkpoint_index.__name__, str(size)]
+            # An empty environment: the process that reads a stranger's bytes knows none of the user's secrets.
+            reply = subprocess.run(
+                command, stdin=opened, capture_output=True, env={}, timeout=checkpoint_index.SECONDS, check=False
+            )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise unusable(f"{file} cannot be read ({error}); copy the checkpoint again") from error
+    if reply.returncode:
+        raise unusable(f"{file} is no index of a checkpoint ({_reason(reply)}); copy the checkpoint again")
+    return _TENSORS.validate_json(reply.stdout)
 
 
-def _expect_format(folder: Path) -> None:
-    try:
-        form = json.loads((folder / _FORMAT_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise unusable(f"{folder / _FORMAT_FILE} cannot be read: {error}; copy the checkpoint again") from error
-    if form.get("sharded_backend") != FORMAT["sharded_backend"]:
-        raise unusable(f"{folder} is a {form.get('sharded_backend')} checkpoint; save it as torch_dist with Megatron")
+def _reason(reply: subprocess.CompletedProcess[bytes]) -> str:
+    if reply.returncode == checkpoint_index.REFUSED:
+        return reply.stderr.decode(errors="replace").strip()
+    return f"reading it takes more memory or time than an index of its size does, exit code {reply.returncode}"
+
+
+def _require_format(folder: Path) -> None:
+    form = read_json_object(folder / _FORMAT_FILE)
+    backend = form.get("sharded_backend")
+    if backend != FORMAT["sharded_backend"]:
+        raise unusable(f"{folder} is a checkpoint of {shown(backend)}; save it as torch_dist with Megatron")
 
 
 def keys_of_model(reader: TorchDistReader) -> Iterator[str]:

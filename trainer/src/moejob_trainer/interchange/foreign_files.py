@@ -1,0 +1,44 @@
+"""Files that a stranger may have written: regular ones alone are opened, and JSON is read within bounds."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+from moejob_trainer.conversion.checkpoint import unusable
+from moejob_trainer.data.links import require_contained
+from moejob_trainer.errors import BadData
+
+_MOST_JSON_BYTES = 64 * 1024**2
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file, or the one that a link leads to; OSError for a pipe or anything else."""
+    descriptor = os.open(path.resolve(), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(f"{path} is not a regular file")
+    return os.fdopen(descriptor, "rb")
+
+
+def require_links_inside(folder: Path) -> None:
+    """Refuse a folder with a link out of it, or one that leads nowhere."""
+    try:
+        require_contained(folder)
+    except BadData as error:
+        raise unusable(str(error)) from error
+
+
+def read_json_object(path: Path) -> dict[str, object]:
+    """Return the object of a JSON file; InvalidSpec where it holds none."""
+    try:
+        with open_regular(path) as opened:
+            content = json.loads(opened.read(_MOST_JSON_BYTES))
+    except (OSError, ValueError, RecursionError) as error:
+        raise unusable(f"{path} cannot be read: {error}; copy it again") from error
+    if not isinstance(content, dict):
+        raise unusable(f"{path} holds no JSON object; copy it again")
+    return content

@@ -1,0 +1,197 @@
+"""One tensor as torch.save wrote it into a file of a checkpoint: an archive of a small pickle and of the elements.
+
+torch.load, also with weights_only, unpickles into torch's own classes. What a stranger wrote is read by the interpreter
+of `inert_pickle` instead, and has to be the rebuilding of one plain tensor.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+import zipfile
+from dataclasses import dataclass
+from typing import BinaryIO
+
+import torch
+from torch import Tensor
+
+from moejob_trainer.interchange.inert_pickle import (
+    GlobalName,
+    Instance,
+    RefusedPickle,
+    StoredValue,
+    Value,
+    read_pickle,
+)
+
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+_STORAGES = {
+    GlobalName("torch", "DoubleStorage"): torch.float64,
+    GlobalName("torch", "FloatStorage"): torch.float32,
+    GlobalName("torch", "HalfStorage"): torch.float16,
+    GlobalName("torch", "BFloat16Storage"): torch.bfloat16,
+}
+_REBUILD = GlobalName("torch._utils", "_rebuild_tensor_v2")
+_PARAMETER = GlobalName("torch._utils", "_rebuild_parameter")
+NAMES = frozenset({*_STORAGES, _REBUILD, _PARAMETER, GlobalName("collections", "OrderedDict")})
+_MOST_PICKLE_BYTES = 64 * 1024
+# Names of entries, and pickles: what zipfile may read at once. Elements are not read by it.
+_MOST_BYTES_AT_ONCE = 1024 * 1024
+_LOCAL_HEADER = struct.Struct("<4s5H3L2H")
+_MOST_AXES, _LARGEST = 16, 2**62
+
+
+class RefusedTensor(ValueError):
+    """Bytes that are no tensor of torch.save's; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """The elements of a tensor within a storage."""
+
+    dtype: torch.dtype
+    storage: str
+    elements: int
+    offset: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def last_element(self) -> int:
+        return self.offset + sum((size - 1) * stride for size, stride in zip(self.sizes, self.strides, strict=True))
+
+
+def read_stored_tensor(opened: BinaryIO, start: int, length: int) -> Tensor:
+    """Return the tensor that torch.save wrote into a part of a file; RefusedTensor where there is none."""
+    part = _FilePart(opened, start, length)
+    try:
+        with zipfile.ZipFile(part) as archive:
+            return _archived_tensor(part, archive)
+    except RefusedTensor:
+        raise
+    except RefusedPickle as error:
+        raise RefusedTensor(f"it holds no tensor: {error}") from error
+    # What zipfile raises for archives that are damaged, encrypted or of a later version.
+    except (zipfile.BadZipFile, StopIteration, LookupError, RuntimeError, EOFError, ValueError, struct.error) as error:
+        raise RefusedTensor(f"it is no archive of a tensor, or is cut off: {error}") from error
+
+
+def _archived_tensor(part: _FilePart, archive: zipfile.ZipFile) -> Tensor:
+    entries = {entry.filename: entry for entry in archive.infolist()}
+    name = next(name for name in entries if name.endswith("/data.pkl"))
+    folder = name.removesuffix("data.pkl")
+    layout = _layout(_small(archive, entries[name]))
+    order = entries.get(f"{folder}byteorder")
+    if order is not None and _small(archive, order) != b"little":
+        raise RefusedTensor("its bytes are in big-endian order")
+    return _elements(part, entries[f"{folder}data/{layout.storage}"], layout)
+
+
+def _small(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> bytes:
+    if entry.file_size > _MOST_PICKLE_BYTES or entry.compress_type != zipfile.ZIP_STORED:
+        raise RefusedTensor(f"{entry.filename!r} has {entry.file_size:,} bytes, or is compressed")
+    return archive.read(entry)
+
+
+def _layout(content: bytes) -> _Layout:
+    value = read_pickle(content, NAMES, has_stored_values=True)
+    if isinstance(value, Instance) and value.made_of == _PARAMETER and value.arguments:
+        value = value.arguments[0]
+    match value:
+        case Instance(made_of=made_of, arguments=(StoredValue() as stored, offset, sizes, strides, *_), state=None) if (
+            made_of == _REBUILD
+        ):
+            return _checked_layout(stored, offset, sizes, strides)
+        case _:
+            raise RefusedTensor("it holds something else than one tensor")
+
+
+def _checked_layout(stored: StoredValue, offset: Value, sizes: Value, strides: Value) -> _Layout:
+    match stored.identifier:
+        case ("storage", GlobalName() as kind, str() as storage, str(), int() as elements) if kind in _STORAGES:
+            layout = _Layout(
+                _STORAGES[kind], storage, elements, _whole_number(offset), _numbers(sizes), _numbers(strides)
+            )
+        case _:
+            raise RefusedTensor("its elements are of a type that no model of ours has")
+    if len(layout.sizes) != len(layout.strides) or (0 not in layout.sizes and layout.last_element >= elements):
+        raise RefusedTensor("its elements lie outside of what is stored")
+    return layout
+
+
+def _whole_number(value: Value) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < _LARGEST:
+        raise RefusedTensor("a size or an offset is no whole number from 0")
+    return value
+
+
+def _numbers(value: Value) -> tuple[int, ...]:
+    if not isinstance(value, tuple) or len(value) > _MOST_AXES:
+        raise RefusedTensor(f"its sizes are no {_MOST_AXES} numbers at most")
+    return tuple(map(_whole_number, value))
+
+
+def _elements(part: _FilePart, entry: zipfile.ZipInfo, layout: _Layout) -> Tensor:
+    needed = layout.elements * layout.dtype.itemsize
+    if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != needed:
+        raise RefusedTensor(f"it stores {entry.file_size:,} bytes for elements of {needed:,}, or is compressed")
+    part.seek(entry.header_offset)
+    *_, name_length, extra_length = _LOCAL_HEADER.unpack(part.read(_LOCAL_HEADER.size))
+    part.seek(entry.header_offset + _LOCAL_HEADER.size + name_length + extra_length)
+    if part.left < needed:
+        raise RefusedTensor(f"it is cut off: {part.left:,} bytes are left of {needed:,}")
+    content = torch.empty(needed, dtype=torch.uint8)
+    count = part.readinto(memoryview(content.numpy()))  # type: ignore[arg-type]
+    if count != needed:
+        raise RefusedTensor("it is cut off")
+    return content.view(layout.dtype).as_strided(layout.sizes, layout.strides, layout.offset)
+
+
+class _FilePart(io.RawIOBase):
+    """A part of a file as a file of its own, which is read in small pieces unless its memory is there."""
+
+    def __init__(self, opened: BinaryIO, start: int, length: int) -> None:
+        self.opened, self.start, self.length, self.at = opened, start, length, 0
+
+    @property
+    def left(self) -> int:
+        """The bytes that the file has behind the current position, within the part."""
+        end = self.opened.seek(0, io.SEEK_END)
+        return max(0, min(self.length, end - self.start) - self.at)
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self.at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self.at, io.SEEK_END: self.length}[whence]
+        if base + offset < 0:
+            raise EOFError("it begins before its part of the file")
+        self.at = base + offset
+        return self.at
+
+    def read(self, size: int = -1) -> bytes:
+        wanted = self.left if size < 0 else min(size, self.left)
+        if wanted > _MOST_BYTES_AT_ONCE:
+            raise RefusedTensor(f"its list of entries has {wanted:,} bytes")
+        self.opened.seek(self.start + self.at)
+        content = self.opened.read(wanted)
+        self.at += len(content)
+        return content
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        wanted = buffer[: self.left]
+        self.opened.seek(self.start + self.at)
+        count = self.opened.readinto(wanted)  # type: ignore[attr-defined]
+        self.at += count
+        return int(count)
