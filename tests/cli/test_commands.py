@@ -283,6 +283,12 @@ def test_a_mistyped_command_is_answered_with_the_one_that_is_meant(typed: str, m
     assert f"Did you mean '{meant}'?" in answer.stderr
 
 
+def test_the_list_of_commands_cuts_no_sentence_off() -> None:
+    commands = moejob("--help", COLUMNS="80").stdout.partition("Commands:")[2]
+    assert "..." not in commands
+    assert "plan      Say what a job takes, or why it is refused." in commands
+
+
 def test_the_version_is_an_option_and_a_command() -> None:
     assert moejob("--version").stdout == moejob("version").stdout != ""
 

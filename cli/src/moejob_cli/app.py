@@ -99,7 +99,7 @@ def moejob(
     """Plan and run MoETrainingJobs: large Mixture-of-Experts training from one YAML."""
 
 
-@app.command()
+@app.command(short_help="Check jobs, each in one line.")
 def validate(
     files: Annotated[list[str], typer.Argument(metavar="FILE...", help="Jobs to check.", show_default=False)],
     settings: SetOption = None,
@@ -134,7 +134,7 @@ def _with_file(file: str, text: str) -> str:
     return text if file in text else f"{file}: {text}"
 
 
-@app.command()
+@app.command(short_help="Say what a job takes, or why it is refused.")
 def plan(
     file: Annotated[
         str | None, typer.Argument(metavar="[FILE]", help="A job's YAML, or - for standard input.", show_default=False)
@@ -215,7 +215,7 @@ def _choose(wishes: "Wishes", output: OutputFormat, write: Path | None) -> None:
         typer.echo(f"wrote {write}", err=True)
 
 
-@app.command()
+@app.command(short_help="Train on this machine; run again to resume.")
 def run(
     file: Annotated[
         str, typer.Argument(metavar="FILE", help="A job's YAML, or - for standard input.", show_default=False)
@@ -246,7 +246,7 @@ def run(
     raise typer.Exit(result.exit_code)
 
 
-@app.command("data")
+@app.command("data", short_help="Show what the model will see of the data.")
 def preview_data(
     file: Annotated[
         str, typer.Argument(metavar="FILE", help="A job's YAML, or - for standard input.", show_default=False)
@@ -282,7 +282,7 @@ def preview_data(
         print_document(found.model_dump(mode="json", by_alias=True), output)
 
 
-@app.command("import")
+@app.command("import", short_help="Take a checkpoint of Megatron as a model.")
 def import_model(
     checkpoint: Annotated[Path, typer.Argument(metavar="PATH", help="A torch_dist checkpoint.", show_default=False)],
     config: Annotated[
@@ -298,7 +298,7 @@ def import_model(
     _finish(converted(["import", checkpoint, "--config", config, "--out", out]))
 
 
-@app.command("export")
+@app.command("export", short_help="Take the model out of a run.")
 def export_model(
     run: Annotated[
         Path, typer.Argument(metavar="RUN", help="Folder of a run, finished or not; or of a model.", show_default=False)
@@ -343,7 +343,7 @@ def _finish(done: "Conversion") -> NoReturn:
     raise typer.Exit(done.exit_code)
 
 
-@app.command()
+@app.command(short_help="Print every field as a CustomResourceDefinition.")
 def schema() -> None:
     """Print the CustomResourceDefinition that describes every field of a job."""
     from moejob_api.crd.__main__ import crd_text
@@ -351,7 +351,7 @@ def schema() -> None:
     sys.stdout.write(crd_text())
 
 
-@app.command()
+@app.command(short_help="Print the version.")
 def version() -> None:
     """Print the version."""
     from importlib.metadata import version as installed

@@ -101,8 +101,9 @@ def must_fit(spec: Spec, layout: Layout, machine: LocalMachine) -> None:
         has = (
             f"{len(machine.gpus)} GPUs can be seen here" if machine.gpus else "this machine has no GPU that can be seen"
         )
+        needed = f"{gpus} GPU{'s' if gpus > 1 else ''}"
         raise CannotRun(
-            f"the job needs {gpus} GPUs and {has}; `moejob plan --auto --gpus N` finds a layout for those there "
+            f"the job needs {needed} and {has}; `moejob plan --auto --gpus N` finds a layout for those there "
             "are, and spec.resources.accelerator: CPU runs a small model on the CPU"
         )
     missing = [given.name for given in spec.resources.env if _is_elsewhere(given, machine.environment)]
