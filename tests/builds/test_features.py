@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -78,8 +79,18 @@ class Row:
     def is_seen_with(self, weights: Weights) -> bool:
         """Return whether a test that is named, or a page of measurements, has seen the feature with such weights."""
         seen = {read_evidence(test).weights for test in self.tests}
-        # No benchmark has real weights yet.
-        return weights in seen | ({Weights.RANDOM} if self.benchmarks else set())
+        return weights in seen | {measured_weights(page) for page in self.benchmarks}
+
+
+def measured_weights(page: str) -> Weights:
+    """Return the weights that a page of measurements was made with: none while nothing stands in its tables."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    if (
+        text.count("<!-- measured: start -->")
+        and "|" not in text.partition("<!-- measured: start -->")[2].partition("<!--")[0]
+    ):
+        return Weights.NONE
+    return Weights.REAL if "those of `make real-models`" in text else Weights.RANDOM
 
 
 def all_rows(page: str) -> list[Row]:
@@ -162,6 +173,20 @@ def test_every_state_is_explained() -> None:
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.section}{row.number}")
 def test_a_row_claims_what_its_tests_have_seen(row: Row) -> None:
     assert problems(row) == []
+
+
+def test_a_page_of_measurements_has_the_weights_that_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    (tmp_path / "page.md").write_text(
+        "Models are those of `make real-models`.\n<!-- measured: start -->\nNothing\n<!-- m -->|"
+    )
+    assert measured_weights("page.md") is Weights.NONE
+    (tmp_path / "page.md").write_text(
+        "Models are those of `make real-models`.\n<!-- measured: start -->\n| 1 |\n<!-- m -->"
+    )
+    assert measured_weights("page.md") is Weights.REAL
+    (tmp_path / "page.md").write_text("| 1 |")
+    assert measured_weights("page.md") is Weights.RANDOM
 
 
 def test_what_needs_no_weights_is_there() -> None:

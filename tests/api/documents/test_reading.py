@@ -234,6 +234,9 @@ def test_an_object_that_is_no_job_is_refused_for_that_alone(change: tuple[str, s
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     assert _refused(tmp_path / "none.yaml").endswith("none.yaml: no such file; check the path")
+    (tmp_path / "tiny-sft.yaml").touch()
+    assert _refused(tmp_path / "tiny-sft.yml").endswith(f"no such file; did you mean {tmp_path}/tiny-sft.yaml?")
+    assert _refused(tmp_path / "none.yaml").endswith("check the path")
 
 
 def test_a_folder_is_refused(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from moejob_api.problems import InvalidSpec, Problem, Rule
 # The most that etcd can hold is half as much again.
 MAX_BYTES = 1024 * 1024
 STANDARD_INPUT = "-"
+_MOST_COMPARED = 1000
 
 _METADATA = frozenset(field.alias or name for name, field in Metadata.model_fields.items())
 
@@ -33,7 +34,7 @@ def read_file(path: str | Path, settings: Sequence[str] = ()) -> MoETrainingJob:
     try:
         return read_job(_content(str(path)), name, settings)
     except OSError as error:
-        raise _unreadable(f"{name}: {_reason(error)}") from None
+        raise _unreadable(f"{name}: {_reason(error, Path(path))}") from None
 
 
 def read_job(text: bytes | str, name: str, settings: Sequence[str] = ()) -> MoETrainingJob:
@@ -114,16 +115,30 @@ def _content(path: str) -> bytes:
         return file.read(MAX_BYTES + 1)
 
 
-def _reason(error: OSError) -> str:
+def _reason(error: OSError, path: Path) -> str:
     match error:
         case FileNotFoundError():
-            return "no such file; check the path"
+            near = _similar_file(path)
+            return f"no such file; did you mean {near}?" if near else "no such file; check the path"
         case IsADirectoryError():
             return "a folder, not a file; name one file in it"
         case PermissionError():
             return "not readable for you; check its permissions"
         case _:
             return f"cannot be read: {error.strerror or error}"
+
+
+def _similar_file(path: Path) -> Path | None:
+    """Return the job in the same folder whose name is the most like the one that is not there."""
+    import difflib
+
+    try:
+        jobs = [file.name for file in path.parent.iterdir() if file.suffix in {".yaml", ".yml", ".json"}]
+    except OSError:
+        return None
+    # Lists beyond this take seconds to compare, and are no folder of jobs.
+    near = difflib.get_close_matches(path.name, sorted(jobs)[:_MOST_COMPARED], n=1)
+    return path.with_name(near[0]) if near else None
 
 
 def _decoded(text: bytes | str) -> str:
