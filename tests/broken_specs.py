@@ -337,6 +337,54 @@ BROKEN_SPECS: tuple[Broken, ...] = (
         {"method": "GRPO", "grpo": {"rewards": [{"name": "math", "pattern": "a"}]}},
     ),
     Broken(
+        "a header from nowhere",
+        Rule.CONFLICT,
+        "the variable TOKEN, which resources.env does not have",
+        {
+            "method": "GRPO",
+            "resources": {"env": [{"name": "OTHER", "value": "1"}]},
+            "grpo": {"rewards": [{"url": "http://a", "headersFrom": [{"header": "A", "variable": "TOKEN"}]}]},
+        },
+    ),
+    Broken(
+        "a penalty for every answer",
+        Rule.CONFLICT,
+        "penaltyTokens 65 is above maxNewTokens 64",
+        {
+            "method": "GRPO",
+            "grpo": {
+                "rewards": [{"name": "math"}],
+                "maxNewTokens": 64,
+                "overlong": {"penalty": 1.0, "penaltyTokens": 65},
+            },
+        },
+    ),
+    Broken(
+        "updates that cut groups",
+        Rule.CONFLICT,
+        "would cut some of promptsPerStep 6 in two; change it to a divisor of 6",
+        {
+            "method": "GRPO",
+            "grpo": {
+                "rewards": [{"name": "math"}],
+                "lossAggregation": "Group",
+                "groupSize": 8,
+                "promptsPerStep": 6,
+                "updatesPerStep": 4,
+            },
+        },
+    ),
+    Broken(
+        "batches that cut groups",
+        Rule.CONFLICT,
+        "would cut groups of 8 in two; change it to a multiple of 8",
+        {
+            "method": "GRPO",
+            "training": {"globalBatchSize": 12},
+            "grpo": {"rewards": [{"name": "math"}], "lossAggregation": "Group", "promptsPerStep": 6},
+        },
+    ),
+    Broken(
         "a nucleus while training",
         Rule.CONFLICT,
         "evaluation.topP",

@@ -177,6 +177,37 @@ def communication(**settings: Any) -> dict[str, Any]:
         ),
         (
             moe_model(),
+            grpo(rewards=[{"url": "http://a", "conversational": True}]),
+            "grpo.rewards[0].conversational",
+            "only rewards of module",
+        ),
+        (
+            moe_model(),
+            grpo(rewards=[{"name": "math", "headersFrom": [{"header": "A", "variable": "PATH"}]}])
+            | {"resources": {"env": [{"name": "PATH", "value": "/"}]}},
+            "grpo.rewards[0].headersFrom",
+            "only rewards of url",
+        ),
+        (
+            moe_model(),
+            grpo(rewards=[{"module": "a:b", "unavailableTimeoutSeconds": 9}]),
+            "grpo.rewards[0].unavailableTimeoutSeconds",
+            "only rewards of url",
+        ),
+        (
+            moe_model(),
+            grpo(rewards=[{"name": "numeric", "startTimeoutSeconds": 9}]),
+            "grpo.rewards[0].startTimeoutSeconds",
+            "only rewards of module, math and format",
+        ),
+        (
+            moe_model(),
+            grpo(rewards=[{"name": "length", "concurrency": 9}]),
+            "grpo.rewards[0].concurrency",
+            "only rewards of module, url, math and format",
+        ),
+        (
+            moe_model(),
             grpo(rollout={"gpuMemoryUtilization": 0.5}) | {"resources": {"accelerator": "CPU"}},
             "grpo.rollout.gpuMemoryUtilization",
             "no GPU memory",

@@ -34,6 +34,7 @@ from moejob_trainer.setup.engine import awaits_checkpoint, build_engine
 from moejob_trainer.setup.final_export import export_finished_model
 from moejob_trainer.setup.model import RunModel, load_model
 from moejob_trainer.setup.objective import build_objective, load_inputs
+from moejob_trainer.setup.rewards import RunRewards, started_rewards
 from moejob_trainer.tracking import TrackedRun, tracker
 from moejob_trainer.tracking.reporter import ProgressWriter, Reporter, rank_hardware
 
@@ -77,14 +78,15 @@ def _run(environment: RankEnvironment, heartbeat: Heartbeat) -> int:
     # Until the first step is done, and again while the model is exported, its duration is unknown.
     with working_heartbeat(heartbeat) as background, joined(environment) as context:
         timer.joined()
-        heartbeat.enter(RunPhase.READING_MODEL)
-        model = load_model(context)
-        heartbeat.enter(RunPhase.PREPARING_DATA)
-        outcome = _train(context, model, StartSignals(heartbeat, background, timer))
+        with started_rewards(context) as rewards:
+            heartbeat.enter(RunPhase.READING_MODEL)
+            model = load_model(context)
+            heartbeat.enter(RunPhase.PREPARING_DATA)
+            outcome = _train(context, model, rewards, StartSignals(heartbeat, background, timer))
     return ExitCode.SAVED_AND_STOPPED if outcome is LoopOutcome.PREEMPTED else ExitCode.DONE
 
 
-def _train(context: RankContext, model: RunModel, signals: StartSignals) -> LoopOutcome:
+def _train(context: RankContext, model: RunModel, rewards: RunRewards | None, signals: StartSignals) -> LoopOutcome:
     environment, spec, heartbeat = context.environment, context.spec, signals.heartbeat
     tracked = TrackedRun(environment.job, environment.uid, spec, environment.folder, environment.token)
     with ExitStack() as stack:
@@ -92,11 +94,11 @@ def _train(context: RankContext, model: RunModel, signals: StartSignals) -> Loop
         writer = ProgressWriter(
             environment.folder, heartbeat, environment.token, tracking, is_first=environment.rank == 0
         )
-        inputs = load_inputs(context, model)
+        inputs = load_inputs(context, model, rewards)
         heartbeat.enter(RunPhase.BUILDING)
         total_steps, is_awaited = inputs.total_steps, awaits_checkpoint(context, model)
         engine = build_engine(context, model, total_steps, awaits_checkpoint=is_awaited)
-        learned = build_objective(context, engine, inputs, stack)
+        learned = build_objective(context, engine, inputs, rewards, stack)
         objective, evaluations = learned.objective, learned.evaluations
         state = StateFiles(engine, saved_parameters(model.table.parameters, spec), stack.enter_context(background()))
         checks = Checks(engine, context.layout, context.node)

@@ -17,6 +17,7 @@ from moejob_api.job.base import (
     Seconds,
     ShortText,
 )
+from moejob_api.job.resources import EnvName
 
 
 class KlKind(StrEnum):
@@ -146,6 +147,18 @@ class RewardFailure(StrEnum):
     STOP = "Stop"
 
 
+class HeaderFrom(ApiModel):
+    """One header of the requests to a service, from an environment variable."""
+
+    header: Annotated[
+        str, Field(max_length=127, pattern=r"^[A-Za-z][-A-Za-z0-9]*$", description="Its name, such as Authorization.")
+    ]
+    variable: Annotated[
+        EnvName,
+        Field(description="Variable of resources.env or resources.envFrom with the whole value, e.g. from a Secret."),
+    ]
+
+
 class Reward(ApiModel):
     """One reward; exactly one of name, module and url is given."""
 
@@ -161,6 +174,18 @@ class Reward(ApiModel):
         Field(description="A Python function, package.module:function, in the image or in the folder modulePath."),
     ] = None
     url: Annotated[LongText | None, Field(description="An HTTP service that scores a batch of answers.")] = None
+    metric_name: Annotated[
+        str | None,
+        Field(
+            max_length=63,
+            pattern=r"^[A-Za-z0-9][-A-Za-z0-9_.:]*$",
+            description="Name in metrics, samples and logs. Absent: name, module, or url without user and query.",
+        ),
+    ] = None
+    headers_from: Annotated[
+        tuple[HeaderFrom, ...],
+        Field(max_length=16, description="url only: headers with secrets, which are in no log and no metric."),
+    ] = ()
     weight: Annotated[float, Field(ge=-1e6, le=1e6, description="Factor of this reward in the sum.")] = 1.0
     pattern: Annotated[
         LongText | None, Field(description="format only: a regular expression that the whole answer must match.")
@@ -169,6 +194,13 @@ class Reward(ApiModel):
         "answer"
     )
     module_path: Annotated[LongText | None, Field(description="module only: a folder that is searched first.")] = None
+    conversational: Annotated[
+        bool,
+        Field(
+            description="module only: prompts and completions are lists of messages, as TRL has them for "
+            "conversational data. False: text."
+        ),
+    ] = False
     batch_size: Annotated[
         int, Field(ge=1, le=65_536, description="url and module: most answers that are scored at once.")
     ] = 64
@@ -178,6 +210,16 @@ class Reward(ApiModel):
     timeout_seconds: Annotated[
         Seconds, Field(description="Longest time that one batch may take; what takes longer has failed.")
     ] = 60
+    start_timeout_seconds: Annotated[
+        Seconds, Field(description="module, math and format: longest start of a process, with all that it imports.")
+    ] = 300
+    unavailable_timeout_seconds: Annotated[
+        Seconds,
+        Field(description="url only: how long a service that is away is waited for; then the run is tried again."),
+    ] = 1800
+    concurrency: Annotated[
+        int, Field(ge=1, le=256, description="Batches that are scored at once: processes, or requests to a service.")
+    ] = 2
 
 
 class Placement(StrEnum):

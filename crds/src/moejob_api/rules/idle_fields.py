@@ -13,7 +13,7 @@ from pydantic.alias_generators import to_camel
 from moejob_api.derived import balancing, overlaps_gradient_reduction
 from moejob_api.evaluations import prompt_sets
 from moejob_api.job import Method, Spec
-from moejob_api.job.grpo import Grpo, PolicyLoss, Reward
+from moejob_api.job.grpo import BuiltInReward, Grpo, PolicyLoss, Reward
 from moejob_api.job.model import DataFormat, Dataset, is_place
 from moejob_api.job.moe import Balancing
 from moejob_api.job.resources import Accelerator
@@ -220,9 +220,15 @@ def _of_policy(spec: Spec, grpo: Grpo) -> Iterator[Problem]:
 
 
 def _of_reward(path: str, reward: Reward) -> Iterator[Problem]:
+    has_process = reward.module is not None or reward.name in (BuiltInReward.MATH, BuiltInReward.FORMAT)
     wanted_by = (
         ("module_path", reward.module is not None, "module"),
+        ("conversational", reward.module is not None, "module"),
         ("retries", reward.url is not None, "url"),
+        ("headers_from", reward.url is not None, "url"),
+        ("unavailable_timeout_seconds", reward.url is not None, "url"),
+        ("start_timeout_seconds", has_process, "module, math and format"),
+        ("concurrency", reward.url is not None or has_process, "module, url, math and format"),
         ("batch_size", reward.name is None, "module and url"),
     )
     for name, is_wanted, kinds in wanted_by:

@@ -14,7 +14,7 @@ from moejob_api.derived import multiplies_float8
 from moejob_api.evaluations import prompt_sets
 from moejob_api.job import Method, Spec
 from moejob_api.job.base import Dtype
-from moejob_api.job.grpo import BuiltInReward, MismatchMode, Placement, Sync
+from moejob_api.job.grpo import BuiltInReward, LossAggregation, MismatchMode, Placement, Sync
 from moejob_api.job.lifecycle import Gang
 from moejob_api.job.model import DataFormat, DataShape
 from moejob_api.job.moe import Dispatcher
@@ -293,6 +293,46 @@ def _reward_pattern(spec: Spec) -> Complaint:
             return f"reward {index} is format and has no pattern; give the regular expression that answers must match"
         if not is_format and reward.pattern is not None:
             return f"reward {index} has a pattern, which only the reward format reads; remove it"
+    return None
+
+
+def _reward_headers(spec: Spec) -> Complaint:
+    if spec.grpo is None or spec.resources.env_from:
+        return None
+    known = {variable.name for variable in spec.resources.env}
+    for index, reward in enumerate(spec.grpo.rewards):
+        for given in reward.headers_from:
+            if given.variable not in known:
+                return (
+                    f"reward {index} takes header {given.header} from the variable {given.variable}, which "
+                    "resources.env does not have; add it there, with a key of a Secret as its source"
+                )
+    return None
+
+
+def _penalty_within_answer(spec: Spec) -> Complaint:
+    if spec.grpo is None or spec.grpo.overlong.penalty_tokens <= spec.grpo.max_new_tokens:
+        return None
+    return (
+        f"penaltyTokens {spec.grpo.overlong.penalty_tokens} is above maxNewTokens {spec.grpo.max_new_tokens}, so the "
+        "shortest answer would pay for its length; lower it"
+    )
+
+
+def _whole_groups(spec: Spec) -> Complaint:
+    if spec.grpo is None or spec.grpo.loss_aggregation is not LossAggregation.GROUP:
+        return None
+    grpo, given = spec.grpo, spec.training.global_batch_size
+    if grpo.updates_per_step is not None and grpo.prompts_per_step % grpo.updates_per_step:
+        return (
+            f"lossAggregation Group averages over groups, and updatesPerStep {grpo.updates_per_step} would cut some of "
+            f"promptsPerStep {grpo.prompts_per_step} in two; change it to a divisor of {grpo.prompts_per_step}"
+        )
+    if given is not None and given % grpo.group_size:
+        return (
+            f"lossAggregation Group averages over groups, and updates of globalBatchSize {given} would cut groups of "
+            f"{grpo.group_size} in two; change it to a multiple of {grpo.group_size}"
+        )
     return None
 
 
@@ -796,6 +836,31 @@ OBJECT_RULES: tuple[ObjectRule, ...] = (
         "self.rewards.all(r, (has(r.name) && r.name == 'format') == has(r.pattern))",
         "the reward format has a pattern, and no other",
         on="spec.grpo",
+    ),
+    ObjectRule(
+        Rule.CONFLICT,
+        "spec.grpo.rewards",
+        _reward_headers,
+        "!has(self.grpo) || size(self.resources.envFrom) > 0 || self.grpo.rewards.all(r, r.headersFrom.all(h, "
+        "h.variable in self.resources.env.map(e, e.name)))",
+        "the variables of headersFrom are in resources.env or resources.envFrom",
+    ),
+    ObjectRule(
+        Rule.CONFLICT,
+        "spec.grpo.overlong.penaltyTokens",
+        _penalty_within_answer,
+        "self.overlong.penaltyTokens <= self.maxNewTokens",
+        "penaltyTokens is not above maxNewTokens",
+        on="spec.grpo",
+    ),
+    ObjectRule(
+        Rule.CONFLICT,
+        "spec.grpo.lossAggregation",
+        _whole_groups,
+        "!has(self.grpo) || self.grpo.lossAggregation != 'Group' || ((!has(self.grpo.updatesPerStep) || "
+        "self.grpo.promptsPerStep % self.grpo.updatesPerStep == 0) && (!has(self.training.globalBatchSize) || "
+        "self.training.globalBatchSize % self.grpo.groupSize == 0))",
+        "with lossAggregation Group no update cuts a group in two",
     ),
     ObjectRule(
         Rule.CONFLICT,

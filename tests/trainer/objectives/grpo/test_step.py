@@ -27,6 +27,7 @@ from moejob_trainer.engine import LossTerms, MicroBatch, TokenOutputs, UpdateRes
 from moejob_trainer.engine.micro_batch import ROUTING, Array
 from moejob_trainer.errors import BadConfiguration
 from moejob_trainer.objectives.grpo.collecting import Collector, PromptSets
+from moejob_trainer.objectives.grpo.experience import updates
 from moejob_trainer.objectives.grpo.loss import OLD, REFERENCE
 from moejob_trainer.objectives.grpo.objective import GroupRelativePolicyOptimization, GrpoSettings, StepServices
 from moejob_trainer.objectives.grpo.rank_exchange import Peers
@@ -436,3 +437,13 @@ def test_weights_that_no_engine_keeps_are_published_a_few_times(
 
 def test_steps_of_epochs_ask_every_prompt_as_often_as_said() -> None:
     assert steps_of_epochs(prompts=10, epochs=1.5, prompts_per_step=4) == 4
+
+
+@pytest.mark.parametrize(("aggregation", "sizes"), [("Group", [4, 2]), ("Token", [3, 3])])
+def test_groups_that_were_dropped_let_no_update_cut_another_whose_mean_it_takes(
+    aggregation: str, sizes: list[int]
+) -> None:
+    # Three groups of two are left for two updates in each of two epochs.
+    cut = updates(6, _grpo(lossAggregation=aggregation, groupSize=2, epochsPerStep=2), 2, (5, 0))
+    assert [len(part) for part in cut] == [*sizes, *sizes]
+    assert all(aggregation == "Token" or {number ^ 1 for number in part} == set(part) for part in cut)

@@ -77,13 +77,16 @@ class PromptCorpus:
         if zlib.crc32(line) != self._checksums[number]:
             raise damaged(self._folder)
         written = json.loads(line)
-        return Prompt(tuple(written["tokens"]), written["text"], written["fields"], written["place"])
+        return Prompt(
+            tuple(written["tokens"]), written["text"], written["fields"], written["place"], written.get("messages")
+        )
 
 
 def line(prompt: Prompt) -> PromptLine:
     """Return a prompt as it is written; what JSON has no word for becomes text."""
     seen = {"tokens": prompt.tokens, "fields": prompt.fields}
-    text = json.dumps(seen | {"text": prompt.text, "place": prompt.place}, default=str)
+    unseen = {"text": prompt.text, "place": prompt.place, "messages": prompt.messages}
+    text = json.dumps(seen | unseen, default=str)
     digest = hashlib.sha256(json.dumps(seen, default=str, sort_keys=True).encode()).digest()
     return PromptLine(text.encode() + b"\n", digest)
 

@@ -44,6 +44,11 @@ class PromptLoader:
             found.append(NumberedPrompt(number, self._sources[key.source].prompt(key.document)))
         return found
 
+    def peek(self) -> Prompt:
+        """Return the next prompt, which stays the next."""
+        key, _ = self._dataset.sample(self._cursor)
+        return self._sources[key.source].prompt(key.document)
+
     def state_dict(self) -> Mapping[str, Any]:
         """Return the place in the prompts."""
         return {_CURSOR: self._cursor.as_json()}

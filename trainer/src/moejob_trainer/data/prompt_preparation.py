@@ -17,6 +17,9 @@ from moejob_trainer.data.prompt_corpus import PromptLine, PromptReport
 from moejob_trainer.data.prompts import fits, read_prompt, refuse_none, refuse_unasked
 from moejob_trainer.data.records import Record
 
+# Of the lines that are written; what they are resumed by is the hash of what a run sees of them.
+_VERSION = 1
+
 
 def prepare_prompts(
     datasets: Sequence[Dataset], recipe: Recipe, most_tokens: int, folder: Path, workers: int = 1
@@ -27,7 +30,7 @@ def prepare_prompts(
     found = []
     for dataset in datasets:
         refuse_unasked(dataset, recipe, most_tokens)
-        target = folder / fingerprint(dataset, recipe, using, most_tokens)[:16]
+        target = folder / fingerprint(dataset, recipe, using, most_tokens, _VERSION)[:16]
         write = partial(_write, dataset=dataset, recipe=recipe, most_tokens=most_tokens, workers=workers)
         found.append(built(target, write))
     return tuple(found)

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from moejob_api.job.model import DataFormat, Dataset, Overlong
 from moejob_trainer.data.chat_template import Template
-from moejob_trainer.data.conversations import conversation, field, text
+from moejob_trainer.data.conversations import Conversation, Message, conversation, field, text
 from moejob_trainer.data.encoding import ids, opening
 from moejob_trainer.data.preparation import Recipe
 from moejob_trainer.data.records import Record
@@ -26,6 +26,8 @@ class Prompt:
     # Every other field of the record (`answer` among them), for rewards.
     fields: Mapping[str, object]
     place: str
+    # As they were before the chat template; None where the prompt was text.
+    messages: Sequence[Message] | None = None
 
 
 def prompts(dataset: Dataset, recipe: Recipe, most_tokens: int) -> tuple[Prompt, ...]:
@@ -73,21 +75,22 @@ def fits(prompt: Prompt, most_tokens: int, overlong: Overlong) -> bool:
 
 def read_prompt(record: Record, using: PreTrainedTokenizerBase, recipe: Recipe) -> Prompt:
     """Return the prompt of one record."""
+    messages: Sequence[Message] | None = None
     if isinstance(field(record, "prompt"), str):
         written = text(record, "prompt")
         tokens = [*opening(using), *ids(using, written)]
     else:
-        written = _rendered(record, using, recipe)
+        asked = conversation(record, "prompt")
+        written, messages = _rendered(asked, using, recipe), asked.messages
         tokens = ids(using, written)
     _refuse_strangers(tokens, record, recipe)
     others = {key: value for key, value in record.fields.items() if key not in {"prompt", "tools"}}
-    return Prompt(tuple(tokens), written, others, record.place)
+    return Prompt(tuple(tokens), written, others, record.place, messages)
 
 
-def _rendered(record: Record, using: PreTrainedTokenizerBase, recipe: Recipe) -> str:
-    asked = conversation(record, "prompt")
+def _rendered(asked: Conversation, using: PreTrainedTokenizerBase, recipe: Recipe) -> str:
     if asked.messages[-1]["role"] == "assistant":
-        raise BadData(f"{record.place}: the last message of the prompt is the assistant's; it must be answered by one")
+        raise BadData(f"{asked.place}: the last message of the prompt is the assistant's; it must be answered by one")
     return Template(using, recipe.data.chat_template).prompt(asked)
 
 

@@ -6,10 +6,11 @@ import re
 from collections.abc import Callable
 from decimal import Decimal, InvalidOperation
 from functools import partial
-from typing import assert_never
+from typing import Any, assert_never
 
 from moejob_api.job.grpo import BuiltInReward, Reward
-from moejob_trainer.rewards.completion import Completion, RewardFailed
+from moejob_trainer.rewards.completion import Completion, FailureKind, RewardFailed
+from moejob_trainer.rewards.math_bounds import bounded_mathematics
 
 Score = Callable[[Completion], float]
 
@@ -24,7 +25,7 @@ def built_in(reward: Reward) -> Score:
         case BuiltInReward.NUMERIC:
             return partial(_numeric, reference=reward.reference)
         case BuiltInReward.MATH:
-            return partial(_math, reference=reward.reference)
+            return _math(reward.reference)
         case BuiltInReward.FORMAT:
             return partial(_format, pattern=_compiled(reward.pattern or ""))
         case BuiltInReward.LENGTH:
@@ -43,19 +44,30 @@ def _numeric(completion: Completion, reference: str) -> float:
     """The last number counts, as in the answers of GSM8K: `... #### 1,200` is 1200."""
     right = _last_number(_reference(completion, reference))
     if right is None:
-        raise RewardFailed(f"field {reference} of the prompt, {_reference(completion, reference)!r}, has no number")
+        expected = _reference(completion, reference)
+        raise RewardFailed(FailureKind.RECORD, f"field {reference} of the prompt, {expected!r}, has no number")
     return float(_last_number(completion.text) == right)
 
 
-def _math(completion: Completion, reference: str) -> float:
+def _math(reference: str) -> Score:
     # Half a second of imports, which only this reward needs.
     from math_verify import parse, verify  # noqa: PLC0415
 
-    # What cannot be parsed is none of its failures: such an answer is wrong. Time is limited from outside.
-    right = parse(_reference(completion, reference), parsing_timeout=None)
-    if not right:
-        raise RewardFailed(f"field {reference} of the prompt, {_reference(completion, reference)!r}, is no mathematics")
-    return float(verify(right, parse(completion.text, parsing_timeout=None), timeout_seconds=None))
+    def verified(right: list[Any], text: str) -> float:
+        # What cannot be parsed is none of its failures: such an answer is wrong. Time is limited from outside.
+        return float(verify(right, parse(text, parsing_timeout=None), timeout_seconds=None))
+
+    def score(completion: Completion) -> float:
+        expected = _reference(completion, reference)
+        right = parse(expected, parsing_timeout=None)
+        if not right:
+            raise RewardFailed(FailureKind.RECORD, f"field {reference} of the prompt, {expected!r}, is no mathematics")
+        text = bounded_mathematics(completion.text)
+        return 0.0 if text is None else verified(right, text)
+
+    # Tables of the parsers are built at the first use, and must not be charged to the first answer.
+    verified(parse("$1$", parsing_timeout=None), r"$\frac{1}{1}$")
+    return score
 
 
 def _format(completion: Completion, pattern: re.Pattern[str]) -> float:
@@ -70,13 +82,15 @@ def _compiled(pattern: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern, re.DOTALL)
     except re.error as error:
-        raise RewardFailed(f"the pattern {pattern!r} is no regular expression: {error}") from error
+        message = f"the pattern {pattern!r} is no regular expression: {error}"
+        raise RewardFailed(FailureKind.IMPORT, message) from error
 
 
 def _reference(completion: Completion, name: str) -> str:
     if name not in completion.fields:
         known = ", ".join(sorted(completion.fields)) or "none"
-        raise RewardFailed(f"the record of the prompt has no field {name} (it has {known}); set reference")
+        message = f"the record of the prompt has no field {name} (it has {known}); set reference"
+        raise RewardFailed(FailureKind.RECORD, message)
     return str(completion.fields[name])
 
 

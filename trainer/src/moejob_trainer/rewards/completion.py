@@ -1,17 +1,44 @@
-"""One answer as rewards see it, and the failure of a reward. Imported by workers: knows nothing of torch."""
+"""One answer as rewards see it, and the failures of a reward. Imported by workers: knows nothing of torch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+
+class FailureKind(StrEnum):
+    """The reason of a failure in two words, as logs count it."""
+
+    IMPORT = "import failed"
+    RECORD = "record has no reference"
+    EXCEPTION = "exception"
+    TIMEOUT = "time-out"
+    WRONG_TYPE = "wrong type"
+    WRONG_COUNT = "wrong count"
+    NOT_FINITE = "not finite"
+    DIED = "process died"
+    UNREADABLE = "unreadable answer"
+    ERROR = "service error"
+    AWAY = "service away"
+    REFUSED = "service refused"
+
+
+# What no other answer would change: the run ends, whatever rewardFailure says.
+FINAL = frozenset({FailureKind.IMPORT, FailureKind.REFUSED})
+# What may be otherwise the next time, though nothing is changed.
+MAY_PASS = frozenset({FailureKind.AWAY, FailureKind.ERROR, FailureKind.TIMEOUT, FailureKind.DIED})
+# What says nothing about a single completion of a batch.
+OF_BATCH = frozenset({*FINAL, FailureKind.AWAY})
 
 
 class RewardFailed(RuntimeError):
     """A reward raised, took too long, or gave no number."""
 
-
-class Unreachable(RewardFailed):
-    """A whole service did not answer: no completion is to blame."""
+    def __init__(self, kind: FailureKind, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,3 +52,5 @@ class Completion:
     max_new_tokens: int
     # The other fields of the prompt's record, as JSON knows them.
     fields: Mapping[str, object] = field(default_factory=dict)
+    # The prompt before its chat template; None where it was text.
+    messages: Sequence[Mapping[str, Any]] | None = None

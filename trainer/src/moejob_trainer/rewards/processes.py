@@ -1,77 +1,198 @@
-"""Worker processes of one reward: started when they are needed, killed when a batch takes too long."""
+"""Worker processes of one reward: started ahead of their first batch, interrupted when a batch takes too long.
+
+An import may take half a minute. It has a limit of its own, and a process that can be interrupted keeps it.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import json
+import os
+import signal
+import socket
+import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
-from typing import Any
+from dataclasses import dataclass
 
 from moejob_api.job.grpo import Reward
-from moejob_trainer.rewards.completion import Completion, RewardFailed
+from moejob_trainer.rewards.completion import Completion, FailureKind, RewardFailed
+from moejob_trainer.rewards.confinement import INTERRUPT, worker_environment
+from moejob_trainer.rewards.messages import READY, answered, request_line
 
-# A line may hold a batch of long answers.
-_MOST_LINE_BYTES = 2**30
+# More than the scores of the largest batch take.
+_MOST_LINE_BYTES = 16 * 2**20
+# A function that handles the interruption gets this long to end.
+_INTERRUPT_SECONDS = 5.0
+# A process that the kernel cannot end is left behind; the launcher ends it with the ranks.
+_REAP_SECONDS = 5.0
+_LOOK_SECONDS = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class _Worker:
+    process: subprocess.Popen[bytes]
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
 
 
 class WorkerProcess:
-    """One process, made again when it has died or was killed."""
+    """One process, started again when it has died or had to be killed."""
 
     def __init__(self, reward: Reward) -> None:
         self._reward = reward
-        self._process: asyncio.subprocess.Process | None = None
+        self._worker: _Worker | None = None
+        self._is_ready = False
+        self._request = READY
 
-    async def scores(self, completions: Sequence[Completion]) -> list[Any]:
-        """Return the process's score of each; raises RewardFailed."""
+    async def begin(self) -> None:
+        """Start the process, which imports what it needs meanwhile."""
+        if self._worker is None:
+            self._worker, self._is_ready = await _start_worker(self._reward), False
+
+    async def ready(self) -> None:
+        """Wait until the process can score; raises RewardFailed."""
+        await self.begin()
+        if self._is_ready:
+            return
+        limit = self._reward.start_timeout_seconds
         try:
-            async with asyncio.timeout(self._reward.timeout_seconds):
-                line = await self._answer(completions)
+            async with asyncio.timeout(limit):
+                await self._answer(READY)
         except TimeoutError:
             await self.close()
-            raise RewardFailed(f"it took longer than {self._reward.timeout_seconds} s") from None
-        except (BrokenPipeError, ConnectionResetError):
-            line = b""
-        if not line:
+            raise RewardFailed(
+                FailureKind.TIMEOUT,
+                f"its process had not imported everything after {limit} s; raise startTimeoutSeconds",
+            ) from None
+        except RewardFailed:
             await self.close()
-            raise RewardFailed("its process died")
-        told = json.loads(line)
-        if "error" in told:
-            raise RewardFailed(told["error"])
-        found: list[Any] = told["scores"]
-        return found
+            raise
+        self._is_ready = True
+
+    async def scores(self, completions: Sequence[Completion]) -> Sequence[object]:
+        """Return the process's score of each; raises RewardFailed."""
+        await self.ready()
+        self._request += 1
+        line = request_line(self._request, completions)
+        try:
+            async with asyncio.timeout(self._reward.timeout_seconds):
+                await self._send(line)
+                return await self._answer(self._request)
+        except TimeoutError:
+            await self._interrupt()
+            raise RewardFailed(FailureKind.TIMEOUT, f"it took longer than {self._reward.timeout_seconds} s") from None
 
     async def close(self) -> None:
-        """End the process, whatever it does."""
-        process, self._process = self._process, None
-        if process is None:
+        """End the process and all that it has started in its session, whatever they do."""
+        worker, self._worker = self._worker, None
+        if worker is None:
+            return
+        _signal_session(worker.process, signal.SIGKILL)
+        worker.writer.close()
+        await _exit_code(worker.process, _REAP_SECONDS)
+
+    async def _interrupt(self) -> None:
+        """End the batch; the process too where it does not let itself be interrupted."""
+        if self._worker is None:
             return
         with suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
+            self._worker.process.send_signal(INTERRUPT)
+        try:
+            async with asyncio.timeout(_INTERRUPT_SECONDS):
+                await self._answer(self._request)
+        except RewardFailed:
+            # What it reports of the interruption, or that it died of it: then there is no worker any more.
+            return
+        except TimeoutError:
+            await self.close()
 
-    async def _answer(self, completions: Sequence[Completion]) -> bytes:
-        if self._process is None:
-            self._process = await _started(self._reward)
-        process = self._process
-        if process.stdin is None or process.stdout is None:
-            raise RuntimeError("a worker has pipes")
-        process.stdin.write((json.dumps([asdict(each) for each in completions], default=str) + "\n").encode())
-        await process.stdin.drain()
-        return await process.stdout.readline()
+    async def _send(self, line: bytes) -> None:
+        if self._worker is None:
+            raise RuntimeError("a worker is started before it is asked")
+        with suppress(ConnectionError):
+            self._worker.writer.write(line)
+            await self._worker.writer.drain()
+
+    async def _answer(self, request: int) -> Sequence[object]:
+        """Return the scores of this request; what else the process has written before is passed over."""
+        while True:
+            try:
+                answer = answered(await self._line())
+            except RewardFailed:
+                await self.close()
+                raise
+            if answer.request != request:
+                continue
+            if answer.failure is not None:
+                raise answer.failure.error()
+            return answer.scores
+
+    async def _line(self) -> bytes:
+        if self._worker is None:
+            raise RuntimeError("a worker is started before it is asked")
+        process = self._worker.process
+        reading = asyncio.ensure_future(self._worker.reader.readline())
+        try:
+            # A child of the process may hold the socket open, so its end is no sign of the process's.
+            is_over = False
+            while not is_over and not reading.done():
+                is_over = process.poll() is not None
+                await asyncio.wait({reading}, timeout=_LOOK_SECONDS)
+            line = reading.result() if reading.done() else b""
+        except ConnectionError:
+            line = b""
+        except ValueError as error:
+            raise RewardFailed(
+                FailureKind.UNREADABLE, f"its process wrote a line of more than {_MOST_LINE_BYTES} bytes"
+            ) from error
+        finally:
+            reading.cancel()
+        if not line.endswith(b"\n"):
+            raise RewardFailed(FailureKind.DIED, await _death(process))
+        return line
 
 
-async def _started(reward: Reward) -> asyncio.subprocess.Process:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        *("-m", "moejob_trainer.rewards.worker"),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        limit=_MOST_LINE_BYTES,
+async def _death(process: subprocess.Popen[bytes]) -> str:
+    # The socket closes a moment before the process is gone.
+    code = await _exit_code(process, 1.0)
+    if code is None:
+        return "its process closed its connection"
+    if -code in (signal.SIGVTALRM, signal.SIGPROF):
+        return "its process died: one answer took it too many seconds of a processor"
+    return f"its process died {f'with exit code {code}' if code >= 0 else f'of {signal.Signals(-code).name}'}"
+
+
+async def _exit_code(process: subprocess.Popen[bytes], seconds: float) -> int | None:
+    """Return the exit code of a process that is about to end; None where it does not within these seconds."""
+    for _ in range(round(seconds / _LOOK_SECONDS)):
+        if process.poll() is not None:
+            break
+        await asyncio.sleep(_LOOK_SECONDS)
+    return process.poll()
+
+
+def _signal_session(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, number)
+
+
+async def _start_worker(reward: Reward) -> _Worker:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = _started_process(reward, theirs.fileno())
+    reader, writer = await asyncio.open_connection(sock=ours, limit=_MOST_LINE_BYTES)
+    writer.write(reward.model_dump_json(by_alias=True, exclude_none=True).encode() + b"\n")
+    return _Worker(process, reader, writer)
+
+
+def _started_process(reward: Reward, connection: int) -> subprocess.Popen[bytes]:
+    # What a user's function prints goes to the log, and its standard input is empty.
+    return subprocess.Popen(
+        [sys.executable, "-m", "moejob_trainer.rewards.worker", str(connection)],
+        stdin=subprocess.DEVNULL,
+        stdout=2,
+        pass_fds=(connection,),
+        env=worker_environment(reward, os.environ),
+        start_new_session=True,
     )
-    if process.stdin is None:
-        raise RuntimeError("a worker has pipes")
-    process.stdin.write((reward.model_dump_json(by_alias=True, exclude_none=True) + "\n").encode())
-    return process

@@ -1,23 +1,32 @@
-"""All rewards of a job: completions are scored as they arrive, in batches of what is waiting."""
+"""All rewards of a job: completions are scored as they arrive, in batches of what is waiting.
+
+Every completion that waits gets a score or a failure, whatever a backend does: a rank that waits for one that never
+comes stands still with all others.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import math
+import os
+import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Protocol, Self
 
 from moejob_api.job.grpo import BuiltInReward, Reward, RewardFailure
+from moejob_trainer.errors import BadConfiguration, TransientFailure
 from moejob_trainer.rewards.built_in import built_in
-from moejob_trainer.rewards.completion import Completion, RewardFailed, Unreachable
+from moejob_trainer.rewards.completion import FINAL, MAY_PASS, OF_BATCH, Completion, FailureKind, RewardFailed
+from moejob_trainer.rewards.functions import valid_scores
 from moejob_trainer.rewards.processes import WorkerProcess
-from moejob_trainer.rewards.service import Service
+from moejob_trainer.rewards.service import Service, shown_url
 
-# Batches of one reward at the same time.
-WORKERS = 2
+# After a batch has failed, each of its completions is scored alone, for this many times timeoutSeconds in all.
+ALONE_TIMEOUTS = 3
+
+_Waiting = tuple[Completion, asyncio.Future[float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +40,13 @@ class Score:
 class Backend(Protocol):
     """Something that scores batches."""
 
-    async def scores(self, completions: Sequence[Completion]) -> list[Any]:
+    async def begin(self) -> None:
+        """Start what takes long to start, and do not wait for it."""
+
+    async def ready(self) -> None:
+        """Wait until it can score; raises RewardFailed."""
+
+    async def scores(self, completions: Sequence[Completion]) -> Sequence[object]:
         """Return a score for each; raises RewardFailed."""
 
     async def close(self) -> None:
@@ -39,51 +54,95 @@ class Backend(Protocol):
 
 
 class Scorer:
-    """Scores completions with every reward. Used in `async with`."""
+    """Scores completions with every reward. Used in `async with`; entering and leaving twice is as once."""
 
     def __init__(self, rewards: Sequence[Reward], failure: RewardFailure) -> None:
         self._rewards, self._failure = rewards, failure
-        self.names = _names(rewards)
-        # Of each reward, since this was last taken: how often it failed.
+        self.names = reward_names(rewards)
+        # Of each reward, since this was last taken: how often it failed, and for which reasons.
         self.failures: Counter[str] = Counter()
+        self.kinds: dict[str, Counter[FailureKind]] = {}
         self.last_failure: dict[str, str] = {}
         self._batched: list[_Batched] = []
-        self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
-        await self._stack.__aenter__()
-        for reward in self._rewards:
-            self._batched.append(await self._stack.enter_async_context(_Batched(reward)))
+        if not self._batched:
+            self._batched = [_Batched(reward) for reward in self._rewards]
+            for batched in self._batched:
+                await batched.start()
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        await self._stack.aclose()
+        for batched in self._batched:
+            await batched.close()
+        self._batched = []
+
+    @property
+    def is_started(self) -> bool:
+        """Return whether there is something to end."""
+        return bool(self._batched)
+
+    async def ready(self) -> None:
+        """Wait until every reward can score; BadConfiguration where one cannot, and will not the next time."""
+        outcomes = await asyncio.gather(*(batched.ready() for batched in self._batched), return_exceptions=True)
+        for name, outcome in zip(self.names, outcomes, strict=True):
+            if isinstance(outcome, RewardFailed):
+                raise BadConfiguration(f"reward {name} cannot start ({outcome.kind}): {outcome}") from outcome
+            if outcome is not None:
+                raise outcome
+
+    def forget_failures(self) -> None:
+        """Count from nothing again."""
+        self.failures.clear()
+        self.kinds.clear()
+
+    def nothing_left(self, what: str) -> Exception:
+        """Return the error for answers that failed rewards have left without any group."""
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in self.last_failure.items())
+        message = f"{what} was dropped for a failed reward ({reasons})"
+        kinds = {kind for counts in self.kinds.values() for kind in counts}
+        return TransientFailure(message) if kinds & MAY_PASS else BadConfiguration(message)
+
+    async def attempt(self, completion: Completion) -> dict[str, RewardFailed]:
+        """Return the failures of the rewards for a completion that belongs to no step, by their names."""
+        outcomes = await asyncio.gather(*(each.score(completion) for each in self._batched), return_exceptions=True)
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException) and not isinstance(outcome, RewardFailed):
+                raise outcome
+        pairs = zip(self.names, outcomes, strict=True)
+        return {name: outcome for name, outcome in pairs if isinstance(outcome, RewardFailed)}
 
     async def score(self, completion: Completion) -> Score:
         """Return the score of a completion. Raises where a failed reward is to stop the run."""
-        found = await asyncio.gather(*(batched.score(completion) for batched in self._batched), return_exceptions=True)
-        parts = dict(zip(self.names, map(self._value, self.names, found), strict=True))
+        outcomes = await asyncio.gather(*(each.score(completion) for each in self._batched), return_exceptions=True)
+        parts = dict(zip(self.names, map(self._value, self.names, outcomes), strict=True))
         total = math.fsum(reward.weight * part for reward, part in zip(self._rewards, parts.values(), strict=True))
         return Score(total, parts)
 
-    def _value(self, name: str, found: float | BaseException) -> float:
-        if isinstance(found, float):
-            return found
-        if not isinstance(found, RewardFailed):
-            raise found
+    def _value(self, name: str, outcome: float | BaseException) -> float:
+        if isinstance(outcome, float):
+            return outcome
+        if not isinstance(outcome, RewardFailed):
+            raise outcome
+        text = f"{outcome.kind}: {outcome}"
         self.failures[name] += 1
-        self.last_failure[name] = str(found)
+        self.kinds.setdefault(name, Counter())[outcome.kind] += 1
+        self.last_failure[name] = text
+        if outcome.kind is FailureKind.AWAY:
+            raise TransientFailure(f"reward {name} failed ({text}); the run is tried again")
+        if outcome.kind in FINAL:
+            raise BadConfiguration(f"reward {name} failed, and would again ({text})")
         if self._failure is RewardFailure.STOP:
-            raise RewardFailed(f"reward {name} failed and grpo.rewardFailure is Stop: {found}")
+            raise BadConfiguration(f"reward {name} failed and grpo.rewardFailure is Stop ({text})")
         return math.nan
 
 
-def _names(rewards: Sequence[Reward]) -> tuple[str, ...]:
-    """Of each reward its own: the second of the same is named name-2."""
+def reward_names(rewards: Sequence[Reward]) -> tuple[str, ...]:
+    """Return the name of each reward in metrics and logs: the second of the same is named name-2."""
     seen: Counter[str] = Counter()
     names = []
     for reward in rewards:
-        name = str(reward.name or reward.module or reward.url)
+        name = str(reward.metric_name or reward.name or reward.module or shown_url(reward.url or ""))
         seen[name] += 1
         names.append(name if seen[name] == 1 else f"{name}-{seen[name]}")
     return tuple(names)
@@ -95,7 +154,13 @@ class _Immediate:
     def __init__(self, reward: Reward) -> None:
         self._score = built_in(reward)
 
-    async def scores(self, completions: Sequence[Completion]) -> list[Any]:
+    async def begin(self) -> None:
+        """Nothing is started."""
+
+    async def ready(self) -> None:
+        """Nothing is imported."""
+
+    async def scores(self, completions: Sequence[Completion]) -> Sequence[object]:
         return [self._score(completion) for completion in completions]
 
     async def close(self) -> None:
@@ -104,7 +169,7 @@ class _Immediate:
 
 def _backend(reward: Reward) -> Backend:
     if reward.url is not None:
-        return Service(reward)
+        return Service(reward, os.environ)
     if reward.name in (BuiltInReward.EXACT_MATCH, BuiltInReward.NUMERIC, BuiltInReward.LENGTH):
         return _Immediate(reward)
     return WorkerProcess(reward)
@@ -115,24 +180,36 @@ class _Batched:
 
     def __init__(self, reward: Reward) -> None:
         self._reward = reward
-        self._waiting: deque[tuple[Completion, asyncio.Future[float]]] = deque()
+        # A built-in reward scores one answer in milliseconds, and a batch would die with the worst of its answers.
+        self._most = 1 if reward.name is not None else reward.batch_size
+        self._waiting: deque[_Waiting] = deque()
         self._changed = asyncio.Event()
         self._backends: list[Backend] = []
         self._tasks: list[asyncio.Task[None]] = []
 
-    async def __aenter__(self) -> Self:
-        for _ in range(WORKERS):
-            backend = _backend(self._reward)
-            self._backends.append(backend)
+    async def start(self) -> None:
+        """Start the backends, which may take a while to be ready."""
+        try:
+            self._backends = [_backend(self._reward) for _ in range(self._reward.concurrency)]
+        except RewardFailed as failed:
+            raise BadConfiguration(f"reward {reward_names([self._reward])[0]} ({failed.kind}): {failed}") from failed
+        for backend in self._backends:
+            await backend.begin()
             self._tasks.append(asyncio.create_task(self._work(backend)))
-        return self
 
-    async def __aexit__(self, *error: object) -> None:
+    async def ready(self) -> None:
+        """Wait for the first backend: the others import the same."""
+        await self._backends[0].ready()
+
+    async def close(self) -> None:
+        """End the backends; what still waits is cancelled."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for backend in self._backends:
             await backend.close()
+        for _, future in self._waiting:
+            future.cancel()
 
     async def score(self, completion: Completion) -> float:
         future: asyncio.Future[float] = asyncio.get_running_loop().create_future()
@@ -143,48 +220,56 @@ class _Batched:
     async def _work(self, backend: Backend) -> None:
         while True:
             await self._changed.wait()
-            most = min(self._reward.batch_size, len(self._waiting))
-            batch = [self._waiting.popleft() for _ in range(most)]
+            size = min(self._most, len(self._waiting))
+            batch = [self._waiting.popleft() for _ in range(size)]
             if not self._waiting:
                 self._changed.clear()
             if batch:
-                await self._answer(backend, batch)
+                await self._settle(backend, batch)
 
-    async def _answer(self, backend: Backend, batch: Sequence[tuple[Completion, asyncio.Future[float]]]) -> None:
+    async def _settle(self, backend: Backend, batch: Sequence[_Waiting]) -> None:
+        """Give every future of the batch a score or a failure; one that is no reward's ends the run as any bug."""
         try:
-            values = await backend.scores([completion for completion, _ in batch])
-            if len(values) != len(batch):
-                raise RewardFailed(f"{len(values)} scores came for {len(batch)} completions")  # noqa: TRY301
-        except Unreachable as failed:
+            failed = await self._score(backend, batch)
+            if failed is not None:
+                await self._settle_alone(backend, batch, failed)
+        except Exception as error:  # noqa: BLE001 an error that ended this task would leave its futures waiting
             for _, future in batch:
-                _fail(future, failed)
-            return
+                _fail(future, error)
+        finally:
+            for _, future in batch:
+                future.cancel()
+
+    async def _score(self, backend: Backend, batch: Sequence[_Waiting]) -> RewardFailed | None:
+        """Return the failure of a batch, None where each future has its score."""
+        try:
+            returned = await backend.scores([completion for completion, _ in batch])
+            values = valid_scores(returned, len(batch))
         except RewardFailed as failed:
-            await self._answer_alone(backend, batch, failed)
-            return
+            return failed
         for (_, future), value in zip(batch, values, strict=True):
-            _settle(future, value)
+            if not future.done():
+                future.set_result(value)
+        return None
 
-    async def _answer_alone(
-        self, backend: Backend, batch: Sequence[tuple[Completion, asyncio.Future[float]]], failed: RewardFailed
-    ) -> None:
-        """One of a batch may be to blame for its failure; the others must not lose their groups for it."""
-        if len(batch) == 1:
-            _fail(batch[0][1], failed)
-            return
-        for one in batch:
-            await self._answer(backend, [one])
+    async def _settle_alone(self, backend: Backend, batch: Sequence[_Waiting], failed: RewardFailed) -> None:
+        """Score each by itself: one may be to blame, and the others must not lose their groups for it."""
+        until = time.monotonic() + ALONE_TIMEOUTS * self._reward.timeout_seconds
+        is_common = len(batch) == 1 or failed.kind in OF_BATCH
+        for waiting in batch:
+            if not is_common and time.monotonic() < until:
+                alone = await self._score(backend, [waiting])
+                failed = failed if alone is None else alone
+                is_common = failed.kind in OF_BATCH
+            elif not is_common:
+                message = f"others of its batch took all the time that it had, {self._reward.timeout_seconds} s and "
+                message += f"{ALONE_TIMEOUTS} times that: {failed}"
+                _fail(waiting[1], RewardFailed(failed.kind, message))
+            # An exception for each: every future that raises one adds to its traceback.
+            _fail(waiting[1], RewardFailed(failed.kind, str(failed)))
 
 
-def _settle(future: asyncio.Future[float], value: Any) -> None:
-    if isinstance(value, int | float) and math.isfinite(value):
-        if not future.done():
-            future.set_result(float(value))
-        return
-    _fail(future, RewardFailed(f"it returned {value!r}, which is no finite number"))
-
-
-def _fail(future: asyncio.Future[float], error: RewardFailed) -> None:
+def _fail(future: asyncio.Future[float], error: Exception) -> None:
     # The one who asked may have given up.
     if not future.done():
         future.set_exception(error)

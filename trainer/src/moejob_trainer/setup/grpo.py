@@ -13,11 +13,11 @@ from moejob_trainer.objectives.grpo.collecting import Collector
 from moejob_trainer.objectives.grpo.objective import GroupRelativePolicyOptimization, GrpoSettings, StepServices
 from moejob_trainer.objectives.grpo.rank_exchange import Peers
 from moejob_trainer.objectives.grpo.sampling import Asker
-from moejob_trainer.rewards.scorer import Scorer
 from moejob_trainer.rollouts.interface import Generator, RoutedLayers, Sampling, WeightPublisher
 from moejob_trainer.runtime.heartbeats import BackgroundHeartbeat, Heartbeat
 from moejob_trainer.setup.context import RankContext
 from moejob_trainer.setup.prompts import RunPrompts
+from moejob_trainer.setup.rewards import RunRewards
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +43,14 @@ class GrpoRun:
         return None if self.collector is None else self.collector.epoch
 
 
-def build_grpo(context: RankContext, prompts: RunPrompts, engines: RolloutEngines, stack: ExitStack) -> GrpoRun:
-    """Build the objective, and start what scores answers; it ends with the stack."""
+def build_grpo(
+    context: RankContext, prompts: RunPrompts, engines: RolloutEngines, rewards: RunRewards | None, stack: ExitStack
+) -> GrpoRun:
+    """Build the objective; what it needs ends with the stack."""
     spec, peers = context.spec, _peers(context)
     if spec.grpo is None:
         raise ValueError("only a job of method GRPO has this objective")
-    collector = _collector(context, prompts, engines)
+    collector = _collector(context, prompts, engines, rewards)
     if collector is not None:
         stack.enter_context(collector)
     settings = GrpoSettings(
@@ -67,16 +69,17 @@ def _peers(context: RankContext) -> Peers:
     return Peers(context.environment.rank, context.control, context.groups.data, context.placement.device)
 
 
-def _collector(context: RankContext, prompts: RunPrompts, engines: RolloutEngines) -> Collector | None:
+def _collector(
+    context: RankContext, prompts: RunPrompts, engines: RolloutEngines, rewards: RunRewards | None
+) -> Collector | None:
     grpo = context.spec.grpo
-    if grpo is None or prompts.sets is None or engines.generator is None:
+    if grpo is None or prompts.sets is None or engines.generator is None or rewards is None:
         return None
     tokenizer = prompts.recipe.tokenizer()
 
     def decode(tokens: Sequence[int]) -> str:
         return str(tokenizer.decode([*tokens], skip_special_tokens=True))
 
-    scorer = Scorer(grpo.rewards, grpo.reward_failure)
-    asker = Asker(engines.generator, scorer, decode, context.spec.training.seed)
+    asker = Asker(engines.generator, rewards.scorer, decode, context.spec.training.seed, rewards.runner)
     sampling = Sampling(grpo.temperature, grpo.top_p, grpo.max_new_tokens, tuple(prompts.stop_tokens), engines.routed)
     return Collector(grpo, asker, prompts.sets, sampling, context.environment.folder)

@@ -19,6 +19,7 @@ from moejob_trainer.setup.evaluation import Evaluator, RankedEvaluations
 from moejob_trainer.setup.grpo import build_grpo
 from moejob_trainer.setup.model import RunModel
 from moejob_trainer.setup.prompts import RunPrompts, load_prompts
+from moejob_trainer.setup.rewards import RunRewards, try_rewards
 from moejob_trainer.setup.rollouts import connect_engines
 
 
@@ -33,19 +34,27 @@ class RunObjective:
     measured: Callable[[], Mapping[str, float]] = dict
 
 
-def load_inputs(context: RankContext, model: RunModel) -> RunData | RunPrompts:
-    """Read the training data of the run; it says how many steps there are."""
-    return load_prompts(context, model) if context.spec.method is Method.GRPO else load_data(context, model)
+def load_inputs(context: RankContext, model: RunModel, rewards: RunRewards | None) -> RunData | RunPrompts:
+    """Read the training data of the run, which says how many steps there are; rewards are tried on its first prompt."""
+    if context.spec.method is not Method.GRPO:
+        return load_data(context, model)
+    prompts = load_prompts(context, model)
+    try_rewards(context, rewards, prompts.sets)
+    return prompts
 
 
 def build_objective(
-    context: RankContext, engine: MegatronEngine, inputs: RunData | RunPrompts, stack: ExitStack
+    context: RankContext,
+    engine: MegatronEngine,
+    inputs: RunData | RunPrompts,
+    rewards: RunRewards | None,
+    stack: ExitStack,
 ) -> RunObjective:
     """Build the objective that the job's method names; what it starts ends with the stack."""
     if isinstance(inputs, RunData):
         return _supervised(context, inputs, engine, stack)
     engines = connect_engines(context, engine, stack)
-    run = build_grpo(context, inputs, engines, stack)
+    run = build_grpo(context, inputs, engines, rewards, stack)
     evaluate = partial(run.objective.evaluate, engine=engine)
     evaluations = RankedEvaluations(context.spec, inputs.total_steps, context.ranks, evaluate)
     return RunObjective(

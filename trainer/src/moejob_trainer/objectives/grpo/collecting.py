@@ -13,12 +13,10 @@ from typing import Any, Self, TypeVar
 from moejob_api.job.grpo import Grpo
 from moejob_trainer.data.prompt_loader import NumberedPrompt, PromptLoader
 from moejob_trainer.data.prompts import Prompt
-from moejob_trainer.errors import BadConfiguration
 from moejob_trainer.objectives.grpo.experience import Experience, experience
 from moejob_trainer.objectives.grpo.rollout import rollout
 from moejob_trainer.objectives.grpo.sampling import Asker, Sampled, sample
 from moejob_trainer.objectives.grpo.step_metrics import of_evaluation, of_rewards, of_versions, sample_lines
-from moejob_trainer.rewards.completion import RewardFailed
 from moejob_trainer.rollouts.interface import Sampling
 
 T = TypeVar("T")
@@ -43,7 +41,7 @@ class Collector:
     def __init__(self, grpo: Grpo, asker: Asker, prompts: PromptSets, sampling: Sampling, folder: Path) -> None:
         self._grpo, self._asker, self._prompts, self._folder = grpo, asker, prompts, folder
         self._sampling = sampling
-        self._runner = asyncio.Runner()
+        self._runner = asker.runner or asyncio.Runner()
         # What engines were asked, when they lost the weights.
         self._unfinished: asyncio.Task[Any] | None = None
         self._sampled = Sampled(())
@@ -69,16 +67,12 @@ class Collector:
         """Return the rollouts of a step; answers whose rewards failed have taken their groups along."""
         scorer = self._asker.scorer
         if self._unfinished is None:
-            scorer.failures.clear()
-        try:
-            sampled = self._asked(lambda: sample(self._asker, self._prompts.training, self._grpo, self._sampling))
-        except RewardFailed as failed:
-            raise BadConfiguration(str(failed)) from failed
+            scorer.forget_failures()
+        sampled = self._asked(lambda: sample(self._asker, self._prompts.training, self._grpo, self._sampling))
         if sampled is None:
             return None
         if not sampled.groups:
-            told = "; ".join(f"{name}: {reason}" for name, reason in scorer.last_failure.items())
-            raise BadConfiguration(f"every group of step {step + 1} was dropped for a failed reward ({told})")
+            raise scorer.nothing_left(f"every group of step {step + 1}")
         # The rest of the step knows the experience; kept here, too, the experts would be in memory twice.
         self._sampled = sampled.without_routing()
         self._metrics = of_rewards(sampled, scorer.names) | of_versions(sampled.groups, step)
@@ -155,5 +149,8 @@ class Collector:
 
     def _tell_failures(self) -> None:
         for name, count in self._asker.scorer.failures.items():
+            kinds = ", ".join(f"{kind} {times}" for kind, times in self._asker.scorer.kinds[name].most_common())
             reason = self._asker.scorer.last_failure[name]
-            sys.stderr.write(f"reward {name} failed for {count} answers, whose groups are left out: {reason}\n")
+            sys.stderr.write(
+                f"reward {name} failed for {count} answers ({kinds}), their groups are left out: {reason}\n"
+            )

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moejob_api.job.grpo import Grpo, KlTarget
+from moejob_api.job.grpo import Grpo, KlTarget, LossAggregation
 from moejob_trainer.data.packing import BatchPlan, batch_of_rank
 from moejob_trainer.distributed.encoding import Array
 from moejob_trainer.engine import Document, MicroBatch, TokenOutputs
@@ -146,12 +146,16 @@ def extras(
 
 
 def updates(count: int, grpo: Grpo, parts: int, seed: Sequence[int]) -> list[list[int]]:
-    """Return the rollouts of each update of a step: equal parts, groups together, in another order in each epoch."""
+    """Return the rollouts of each update of a step: equal parts, groups together, in another order in each epoch.
+
+    Groups that were dropped leave parts that are not equal; a mean over groups never sees a part of one.
+    """
+    together = grpo.group_size if grpo.loss_aggregation is LossAggregation.GROUP else 1
     orders = [np.arange(count)]
     for epoch in range(1, grpo.epochs_per_step):
         shuffled = np.random.default_rng([*seed, epoch]).permutation(count // grpo.group_size)
         orders.append((shuffled[:, None] * grpo.group_size + np.arange(grpo.group_size)).reshape(-1))
-    cut = [part.tolist() for order in orders for part in np.array_split(order, parts)]
+    cut = [part.reshape(-1).tolist() for order in orders for part in np.array_split(order.reshape(-1, together), parts)]
     return [part for part in cut if part]
 
 

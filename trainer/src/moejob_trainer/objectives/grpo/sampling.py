@@ -80,6 +80,8 @@ class Asker:
     scorer: Scorer
     decode: Callable[[Sequence[int]], str]
     seed: int
+    # The event loop in which the scorer was started, if it was.
+    runner: asyncio.Runner | None = None
 
     async def group(self, prompt: NumberedPrompt, members: int, sampling: Sampling, grpo: Grpo) -> AnswerGroup:
         """Return the answers of all members to a prompt; equal seeds and weights give equal answers."""
@@ -93,7 +95,8 @@ class Asker:
         answered_at = time.monotonic()
         text = self.decode([token for token in answer.tokens.tolist() if token not in sampling.stop_tokens])
         completion = Completion(
-            prompt.prompt.text, text, len(answer.tokens), sampling.max_new_tokens, prompt.prompt.fields
+            *(prompt.prompt.text, text, len(answer.tokens), sampling.max_new_tokens),
+            *(prompt.prompt.fields, prompt.prompt.messages),
         )
         score = await self.scorer.score(completion)
         penalty = overlong_penalty(np.array([len(answer.tokens)]), sampling.max_new_tokens, grpo.overlong)

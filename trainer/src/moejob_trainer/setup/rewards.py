@@ -1,0 +1,106 @@
+"""The rewards of a run, on rank 0: started before the model is loaded, tried before engines are waited for.
+
+A module that cannot be imported ends the run after seconds, and not after engines have started and answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from moejob_api.job.grpo import Grpo, Reward, RewardFailure
+from moejob_trainer.data.prompts import Prompt
+from moejob_trainer.distributed.encoding import INTEGER
+from moejob_trainer.errors import BadConfiguration, TransientFailure
+from moejob_trainer.objectives.grpo.collecting import PromptSets
+from moejob_trainer.rewards.completion import FINAL, Completion, FailureKind, RewardFailed
+from moejob_trainer.rewards.scorer import Scorer
+from moejob_trainer.runtime.heartbeats import BackgroundHeartbeat, Heartbeat
+from moejob_trainer.setup.context import RankContext
+
+# Failures that another answer would not change. An exception may be this answer's, which no model has written.
+_CERTAIN = frozenset({*FINAL, FailureKind.RECORD, FailureKind.WRONG_TYPE, FailureKind.WRONG_COUNT})
+
+
+@dataclass(frozen=True, slots=True)
+class RunRewards:
+    """The rewards with the event loop in which their processes were started."""
+
+    runner: asyncio.Runner
+    scorer: Scorer
+
+    def close(self) -> None:
+        """End the processes of rewards; the collector of a run may have done so already."""
+        if self.scorer.is_started:
+            self.runner.run(self.scorer.__aexit__())
+        self.runner.close()
+
+
+@contextmanager
+def started_rewards(context: RankContext) -> Iterator[RunRewards | None]:
+    """Start the rewards of a GRPO run on rank 0 and wait for what they import; a failure is every rank's."""
+    grpo = context.spec.grpo
+    if grpo is None:
+        yield None
+        return
+    rewards = RunRewards(asyncio.Runner(), Scorer(grpo.rewards, grpo.reward_failure))
+
+    def start() -> int:
+        # Imports have a limit of their own: this rank waits, and does not hang.
+        with BackgroundHeartbeat(Heartbeat.for_rank()):
+            rewards.runner.run(rewards.scorer.__aenter__())
+            rewards.runner.run(rewards.scorer.ready())
+        return len(grpo.rewards)
+
+    try:
+        context.on_first_rank(start, INTEGER)
+        yield rewards
+    finally:
+        rewards.close()
+
+
+def try_rewards(context: RankContext, rewards: RunRewards | None, sets: PromptSets | None) -> None:
+    """Score a made-up answer to the first prompt on rank 0: what fails for every answer fails before engines start."""
+    grpo = context.spec.grpo
+    if grpo is None or rewards is None:
+        return
+
+    def attempt() -> int:
+        if sets is None:
+            raise ValueError("rank 0 has the prompts")
+        sample = made_up_answer(grpo, sets.training.peek())
+        with BackgroundHeartbeat(Heartbeat.for_rank()):
+            failures = rewards.runner.run(rewards.scorer.attempt(sample))
+        for line in tolerated_failures(failures, grpo.reward_failure):
+            sys.stderr.write(f"{line}\n")
+        return len(failures)
+
+    context.on_first_rank(attempt, INTEGER)
+
+
+def made_up_answer(grpo: Grpo, prompt: Prompt) -> Completion:
+    """Return the reference as an answer to a prompt, for want of one that the model has written."""
+    text = str(prompt.fields.get(_reference(grpo.rewards), ""))
+    return Completion(prompt.text, text, 1, grpo.max_new_tokens, prompt.fields, prompt.messages)
+
+
+def _reference(rewards: Sequence[Reward]) -> str:
+    return next(reward.reference for reward in rewards)
+
+
+def tolerated_failures(failures: dict[str, RewardFailed], policy: RewardFailure) -> list[str]:
+    """Return a line for each failure that only this answer may have; raises for the others."""
+    lines = []
+    for name, failed in failures.items():
+        text = f"reward {name} failed for a made-up answer to the first prompt ({failed.kind}): {failed}"
+        if failed.kind is FailureKind.AWAY:
+            raise TransientFailure(text)
+        if failed.kind in _CERTAIN:
+            raise BadConfiguration(text)
+        if policy is RewardFailure.STOP:
+            raise BadConfiguration(f"{text}; grpo.rewardFailure is Stop")
+        lines.append(f"{text}; groups with such answers will be left out")
+    return lines
