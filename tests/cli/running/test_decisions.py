@@ -290,6 +290,16 @@ def test_steps_that_are_done_again_replace_those_before(tmp_path: Path) -> None:
     assert log.lines[-1].eval_loss == 5.0
 
 
+def test_a_step_that_has_lost_a_number_is_shown(tmp_path: Path) -> None:
+    """The log has null where a number is not finite: of a step whose loss is none, or of which no group is left."""
+    file = tmp_path / "steps.jsonl"
+    file.write_text('{"step": 1, "loss": null, "reward": null, "groups": 0.0, "truncated": null}\n')
+    log = StepLog(file)
+    log.read()
+    assert [line.step for line in log.lines] == [1]
+    assert "step 1/10, loss nan" in plain_line(View("training", log.lines, 10, checkpoint_step=None, restarts=0))
+
+
 def test_a_curve_keeps_its_ends_and_its_width() -> None:
     assert sparkline([8, 1], 10) == "█▁"
     assert sparkline([3, 3], 10) == "▁▁"

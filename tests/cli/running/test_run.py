@@ -309,7 +309,7 @@ def test_a_missing_trainer_is_said_with_what_helps(run: MakeRun, environment: di
 def test_a_gpu_job_without_gpus_is_refused_with_what_helps(run: MakeRun) -> None:
     ended = run(resources={"accelerator": "GPU"}).run([[DONE]], CUDA_VISIBLE_DEVICES="")
     assert ended.code == 78
-    assert "the job needs 1 GPUs" in ended.stderr
+    assert "the job needs 1 GPU" in ended.stderr
     assert "spec.resources.accelerator: CPU" in ended.stderr
 
 

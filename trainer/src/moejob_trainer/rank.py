@@ -37,6 +37,7 @@ from moejob_trainer.setup.objective import build_objective, load_inputs
 from moejob_trainer.setup.rewards import RunRewards, started_rewards
 from moejob_trainer.tracking import TrackedRun, tracker
 from moejob_trainer.tracking.reporter import ProgressWriter, Reporter, rank_hardware
+from moejob_trainer.tracking.signal_log import SignalLog
 
 _START: TypeAdapter[StartTiming | None] = TypeAdapter(StartTiming | None)
 
@@ -113,6 +114,7 @@ def _train(context: RankContext, model: RunModel, rewards: RunRewards | None, si
             waited=learned.waited,
             evaluate=evaluations.metrics,
             measured=learned.measured,
+            note=SignalLog(spec.grpo).note,
             hub_commits=HubPins(environment.folder).commits() if writer.is_first else None,
         )
 

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from moejob_api.contract import RunFile
 from moejob_api.job.grpo import Grpo
-from moejob_cli.running.learning_signals import signal_words, weak_signals
+from moejob_api.learning_signals import signal_words, weak_signals
 from moejob_cli.running.steps import StepLine, seconds_left, sparkline, tokens_per_second
 
 _LINE_SECONDS = 5.0

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import isfinite
+from math import isfinite, nan
 from pathlib import Path
 from statistics import median
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 _BARS = "▁▂▃▄▅▆▇█"
 _RECENT_STEPS = 20
@@ -20,7 +20,8 @@ class StepLine(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     step: int
-    loss: float
+    # Not a number where the log has none, for JSON has no word for it.
+    loss: float = nan
     seconds: float = 0.0
     tokens: float = 0.0
     eval_loss: Annotated[float | None, Field(alias="evalLoss")] = None
@@ -33,6 +34,12 @@ class StepLine(BaseModel):
     # Groups whose answers have equal rewards, and the share of answers without an end.
     flat_groups: Annotated[float, Field(alias="groupsWithoutSignal")] = 0.0
     cut_share: Annotated[float, Field(alias="truncated")] = 0.0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, line: object) -> object:
+        """Leave out what was no number: a step that has lost one is shown with the others."""
+        return {name: value for name, value in line.items() if value is not None} if isinstance(line, dict) else line
 
 
 class StepLog:

@@ -16,6 +16,7 @@ from types import FrameType
 from typing import assert_never
 
 from moejob_api.contract import ExitCode, RunPhase
+from moejob_api.learning_signals import SignalKind, weak_signals
 from moejob_api.recovery import RecoveryState
 from moejob_api.restarts import Budget, GiveUp, RecoveryAction, ReplaceGang, ReplacePods, RestartRanks
 from moejob_cli.running.display import RunDisplay, View
@@ -29,7 +30,6 @@ from moejob_cli.running.launchers import (
     launcher_order,
     most_engines_per_host,
 )
-from moejob_cli.running.learning_signals import SignalKind, weak_signals
 from moejob_cli.running.machine import LocalMachine
 from moejob_cli.running.ports import AttemptPorts, ReservedPorts
 from moejob_cli.running.processes import Launcher, Launching, end

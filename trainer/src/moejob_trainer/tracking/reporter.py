@@ -77,6 +77,8 @@ class Reporter:
     evaluate: Callable[[int], Mapping[str, float]]
     # Of the last step, beside what its updates measured.
     measured: Callable[[], Mapping[str, float]] = dict
+    # Of each line, on the first rank.
+    note: Callable[[Mapping[str, Any]], None] = lambda _line: None
     hub_commits: tuple[HubCommit, ...] | None = None
     clock: Callable[[], float] = time.monotonic
     _since: float = field(init=False, default=0.0)
@@ -108,6 +110,7 @@ class Reporter:
         line = {**self._progress(step, seconds), **started, **_learned(results), **speed, **metrics, **evaluated}
         self.writer.write_step(step, line)
         if self.writer.is_first:
+            self.note(line)
             self._lasting |= {**started, **evaluated}
             last = replace(results[-1], loss=means["loss"], metrics=metrics)
             progress = self._run_progress(step, last, speed, now - self._begun)

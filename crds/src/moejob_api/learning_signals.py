@@ -2,7 +2,7 @@
 
 An update is made of the differences between the answers of a group. Where all have the same reward there is none, and
 where most are cut off the reward sees half an answer: the run makes its steps, and the model stays as it was.
-Knows neither files nor screens.
+`moejob run` shows what is said here, and rank 0 logs it. Knows neither files nor screens.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from math import isnan
 from statistics import fmean
+from typing import Protocol
 
 from moejob_api.job.grpo import Grpo
-from moejob_cli.running.steps import StepLine
 
 # Single steps vary: of 4 groups a step, half of which have a signal, one step in 16 has none. Over 5 steps that are 20
 # groups, it is one run in a thousand that has less than a fifth.
@@ -23,6 +24,26 @@ WINDOW_STEPS = 5
 MOST_FLAT = 0.5
 # Most answers have no end. With an answer in two cut off the rest still shows the model what an end is worth.
 MOST_CUT = 0.5
+
+
+class StepRewards(Protocol):
+    """The rewards of a step, as its line in the log has them."""
+
+    @property
+    def reward(self) -> float | None:
+        """The mean; None where the step had none."""
+
+    @property
+    def groups(self) -> float:
+        """Groups that were learned from."""
+
+    @property
+    def flat_groups(self) -> float:
+        """Groups whose answers have equal rewards."""
+
+    @property
+    def cut_share(self) -> float:
+        """The share of answers without an end."""
 
 
 class SignalKind(StrEnum):
@@ -40,7 +61,7 @@ class LearningSignal:
     message: str
 
 
-def weak_signals(lines: Sequence[StepLine], grpo: Grpo) -> list[LearningSignal]:
+def weak_signals(lines: Sequence[StepRewards], grpo: Grpo) -> list[LearningSignal]:
     """Return the signs in the last steps; none before there are enough of them."""
     recent = lines[-WINDOW_STEPS:]
     if len(recent) < WINDOW_STEPS or any(line.reward is None for line in recent):
@@ -49,7 +70,7 @@ def weak_signals(lines: Sequence[StepLine], grpo: Grpo) -> list[LearningSignal]:
     return [signal for signal in found if signal is not None]
 
 
-def signal_words(line: StepLine) -> list[str]:
+def signal_words(line: StepRewards) -> list[str]:
     """Return what one step shows of it, for the line of a display."""
     words = []
     if line.groups and line.flat_groups / line.groups >= MOST_FLAT:
@@ -59,7 +80,7 @@ def signal_words(line: StepLine) -> list[str]:
     return words
 
 
-def _flat(lines: Sequence[StepLine], recent: Sequence[StepLine], grpo: Grpo) -> LearningSignal | None:
+def _flat(lines: Sequence[StepRewards], recent: Sequence[StepRewards], grpo: Grpo) -> LearningSignal | None:
     mean = fmean(line.reward or 0.0 for line in recent)
     flat, groups = sum(line.flat_groups for line in recent), sum(line.groups for line in recent)
     if not groups or flat / groups < MOST_FLAT or _has_risen(lines):
@@ -75,15 +96,16 @@ def _flat(lines: Sequence[StepLine], recent: Sequence[StepLine], grpo: Grpo) -> 
     return LearningSignal(SignalKind.FLAT, message)
 
 
-def _has_risen(lines: Sequence[StepLine]) -> bool:
+def _has_risen(lines: Sequence[StepRewards]) -> bool:
     """Return whether the reward is above that of the first steps: then groups are equal because answers are right."""
     first, last = lines[:WINDOW_STEPS], lines[-WINDOW_STEPS:]
     return fmean(line.reward or 0.0 for line in last) > fmean(line.reward or 0.0 for line in first)
 
 
-def _cut(recent: Sequence[StepLine], grpo: Grpo) -> LearningSignal | None:
+def _cut(recent: Sequence[StepRewards], grpo: Grpo) -> LearningSignal | None:
     share = fmean(line.cut_share for line in recent)
-    if share < MOST_CUT:
+    # A step of which no answer is left has no share.
+    if isnan(share) or share < MOST_CUT:
         return None
     message = (
         f"{share:.0%} of the answers of the last {len(recent)} steps were cut off at grpo.maxNewTokens "

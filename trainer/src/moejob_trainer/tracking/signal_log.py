@@ -1,0 +1,47 @@
+"""Warnings in rank 0's log that a GRPO run learns nothing, each once for a start of the ranks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import nan
+from typing import Any
+
+from moejob_api.job.grpo import Grpo
+from moejob_api.learning_signals import WINDOW_STEPS, SignalKind, weak_signals
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedRewards:
+    """The rewards of a step, by its line."""
+
+    reward: float | None
+    groups: float
+    flat_groups: float
+    cut_share: float
+
+
+@dataclass(slots=True)
+class SignalLog:
+    """Looks at each step; without `grpo` there are no rewards to look at."""
+
+    grpo: Grpo | None
+    _steps: list[LoggedRewards] = field(init=False, default_factory=list)
+    _warned: set[SignalKind] = field(init=False, default_factory=set)
+
+    def note(self, line: Mapping[str, Any]) -> None:
+        """Take in the line of a step, and warn of what it shows for the first time."""
+        if self.grpo is None:
+            return
+        reward, groups = line.get("reward", nan), line.get("groups", 0)
+        flat, cut = line.get("groupsWithoutSignal", 0), line.get("truncated", 0)
+        self._steps.append(LoggedRewards(reward, groups, flat, cut))
+        # The first steps, which later ones are compared with, and the last ones.
+        del self._steps[WINDOW_STEPS:-WINDOW_STEPS]
+        for signal in weak_signals(self._steps, self.grpo):
+            if signal.kind not in self._warned:
+                self._warned.add(signal.kind)
+                log.warning("%s", signal.message)
