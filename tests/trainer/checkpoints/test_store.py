@@ -527,3 +527,24 @@ def test_the_volume_that_vanished_is_something_to_try_again(tmp_path: Path) -> N
     shutil.rmtree(tmp_path / "sft")
     with pytest.raises(TransientFailure, match="making room for a checkpoint failed"):
         run.save(moment(10))
+
+
+@dataclass
+class NotingDisk(FragileDisk):
+    """Notes which files could still be lost when a marker got its name."""
+
+    at_marker: list[set[Path]] = field(default_factory=list)
+
+    def rename(self, source: Path, target: Path) -> None:
+        if target.name == "complete.json":
+            self.at_marker.append(set(self.unsynced_files))
+        super().rename(source, target)
+
+
+def test_the_lines_of_all_steps_are_durable_before_a_marker_says_that_they_are_done(tmp_path: Path) -> None:
+    disk, log = NotingDisk(), tmp_path / "run/steps.jsonl"
+    run = store(place(tmp_path / "run"), disk=disk)
+    run.start()
+    disk.write(log, b'{"step": 10}\n')
+    run.save(moment(10))
+    assert disk.at_marker == [set()]

@@ -11,6 +11,7 @@ from moejob_api.job.model import DataFormat, Overlong, TrainedTurns
 from moejob_trainer.data import tiny
 from moejob_trainer.data.corpus import Corpus
 from moejob_trainer.data.preparation import prepare
+from moejob_trainer.data.prepared_folder import DamagedData
 from moejob_trainer.errors import BadData
 from trainer.training_data import chat, corpora, dataset, jsonl, recipe
 
@@ -118,7 +119,7 @@ def test_half_written_data_is_never_taken_for_whole(tmp_path: Path) -> None:
     using = recipe(dataset(source))
     [path] = prepare(using.data.train, using, tmp_path / "out")
     (path / "report.json").unlink()
-    with pytest.raises(BadData, match="does not hold prepared data, or not all of it"):
+    with pytest.raises(DamagedData, match="does not hold prepared data, or not all of it"):
         Corpus(path)
     assert [len(Corpus(again)) for again in prepare(using.data.train, using, tmp_path / "out")] == [2]
 
@@ -129,8 +130,24 @@ def test_damage_is_found_when_data_is_opened(tmp_path: Path, name: str) -> None:
     [path] = prepare(using.data.train, using, tmp_path / "out")
     content = (path / name).read_bytes()
     (path / name).write_bytes(content[:-4])
-    with pytest.raises(BadData, match=str(path)):
+    with pytest.raises(DamagedData, match=str(path)):
         Corpus(path)
+
+
+# What a loss of power leaves of a file whose name was durable before its content was.
+@pytest.mark.parametrize("left", [b"", bytes(4096)], ids=["empty", "zeros"])
+@pytest.mark.parametrize("name", ["tokens.bin", "trained.bin", "sizes.npy", "report.json"])
+def test_prepared_data_that_lost_a_file_is_built_again_by_the_next_start(
+    tmp_path: Path, name: str, left: bytes, capfd: pytest.CaptureFixture[str]
+) -> None:
+    using = recipe(dataset(texts(tmp_path, "abc", "defg")))
+    [path] = prepare(using.data.train, using, tmp_path / "out")
+    whole = {file.name: file.read_bytes() for file in path.iterdir()}
+    (path / name).write_bytes(left)
+    assert prepare(using.data.train, using, tmp_path / "out") == (path,)
+    assert {file.name: file.read_bytes() for file in path.iterdir()} == whole
+    assert "prepared data is built again" in capfd.readouterr().err
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
 
 
 def test_a_count_that_was_changed_is_found_when_data_is_opened(tmp_path: Path) -> None:
@@ -139,7 +156,7 @@ def test_a_count_that_was_changed_is_found_when_data_is_opened(tmp_path: Path) -
     sizes = np.load(path / "sizes.npy")
     sizes[1, 1] += 1
     np.save(path / "sizes.npy", sizes)
-    with pytest.raises(BadData, match="damaged since it was written"):
+    with pytest.raises(DamagedData, match="damaged since it was written"):
         Corpus(path)
 
 
@@ -152,8 +169,11 @@ def test_a_document_that_is_as_long_as_before_and_another_is_found_when_it_is_re
     (path / name).write_bytes(content)
     corpus = Corpus(path)
     assert len(corpus.document(0).tokens) == corpus.lengths[0]
-    with pytest.raises(BadData, match="damaged since it was written; delete it"):
+    with pytest.raises(DamagedData, match="damaged since it was written; the next start"):
         corpus.document(1)
+    # What a start does not read as a whole is built again when a document was found to differ.
+    [again] = prepare(using.data.train, using, tmp_path / "out")
+    assert len(Corpus(again).document(1).tokens) == corpus.lengths[1]
 
 
 @pytest.mark.slow

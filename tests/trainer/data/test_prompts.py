@@ -9,6 +9,7 @@ import pytest
 
 from moejob_api.job.model import DataFormat, Dataset, Overlong
 from moejob_trainer.data import tiny
+from moejob_trainer.data.prepared_folder import DamagedData
 from moejob_trainer.data.prompt_corpus import PromptCorpus
 from moejob_trainer.data.prompt_loader import PromptLoader
 from moejob_trainer.data.prompt_preparation import prepare_prompts
@@ -140,15 +141,15 @@ def test_prompts_that_are_prepared_are_not_tokenized_again(tmp_path: Path) -> No
     assert shorter != first
 
 
-def test_prompts_that_were_damaged_are_refused(tmp_path: Path) -> None:
+def test_prompts_that_were_damaged_are_found(tmp_path: Path) -> None:
     using = recipe(source_of(tmp_path, *QUESTIONS))
     [folder] = prepare_prompts(using.data.train, using, 64, tmp_path / "data")
     lines = folder / "prompts.jsonl"
     lines.write_bytes(lines.read_bytes()[:-1])
-    with pytest.raises(BadData, match="was damaged since it was written; delete it"):
+    with pytest.raises(DamagedData, match="was damaged since it was written; the next start"):
         PromptCorpus(folder)
-    (folder / "report.json").unlink()
-    with pytest.raises(BadData, match="does not hold prepared prompts"):
+    assert not (folder / "report.json").exists()
+    with pytest.raises(DamagedData, match="does not hold prepared prompts"):
         PromptCorpus(folder)
 
 
@@ -159,8 +160,20 @@ def test_a_prompt_that_is_as_long_as_before_and_another_is_found_when_it_is_read
     lines.write_bytes(lines.read_bytes().replace(b'"answer": 20', b'"answer": 21'))
     corpus = PromptCorpus(folder)
     assert corpus.prompt(18).fields["answer"] == 19
-    with pytest.raises(BadData, match="was damaged since it was written; delete it"):
+    with pytest.raises(DamagedData, match="was damaged since it was written; the next start"):
         corpus.prompt(19)
+    [again] = prepare_prompts(using.data.train, using, 64, tmp_path / "data")
+    assert PromptCorpus(again).prompt(19).fields["answer"] == 20
+
+
+@pytest.mark.parametrize("name", ["prompts.jsonl", "places.npy", "report.json"])
+def test_prepared_prompts_that_lost_a_file_are_built_again_by_the_next_start(tmp_path: Path, name: str) -> None:
+    using = recipe(source_of(tmp_path, *QUESTIONS))
+    [folder] = prepare_prompts(using.data.train, using, 64, tmp_path / "data")
+    whole = {file.name: file.read_bytes() for file in folder.iterdir()}
+    (folder / name).write_bytes(b"")
+    assert prepare_prompts(using.data.train, using, 64, tmp_path / "data") == (folder,)
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == whole
 
 
 def test_several_processes_prepare_the_same_prompts(tmp_path: Path) -> None:

@@ -242,3 +242,17 @@ def test_only_the_first_rank_tells(tmp_path: Path) -> None:
     assert (reported.kept.steps, reported.board.run()) == ([], None)
     # But it lives.
     assert reported.board.read()[0].step == 1
+
+
+def test_a_start_cuts_the_half_line_that_the_one_before_left(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / STEP_LOG).write_text('{"step": 1}\n{"step": 2, "ep')
+    Reported(tmp_path).report(2, updated())
+    lines = (tmp_path / STEP_LOG).read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2]
+    assert "ended in half a line: its last 15 bytes were cut" in capfd.readouterr().err
+
+
+def test_another_rank_leaves_the_step_log_alone(tmp_path: Path) -> None:
+    (tmp_path / STEP_LOG).write_text('{"step": 2, "ep')
+    Reported(tmp_path, is_first=False)
+    assert (tmp_path / STEP_LOG).read_text() == '{"step": 2, "ep'

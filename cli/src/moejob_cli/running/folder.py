@@ -9,7 +9,7 @@ import re
 import secrets
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -148,10 +148,22 @@ def _newest_attempt(path: Path) -> int:
 
 
 def _write(file: Path, text: str, mode: int = 0o644) -> None:
-    """Whole or not at all: without its owner, no other run could continue this one."""
+    """Whole or not at all, power lost or not: without its owner, no other run could continue this one."""
     fresh = file.with_name(f".{file.name}.new")
     with os.fdopen(os.open(fresh, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, mode), "w", encoding="utf-8") as target:
         target.write(text)
         target.flush()
         os.fsync(target.fileno())
     fresh.replace(file)
+    for folder in (file.parent, file.parent.parent):
+        _sync_names(folder)
+
+
+def _sync_names(folder: Path) -> None:
+    # The folder above a run's may be another user's, and not for this one to open.
+    with suppress(PermissionError):
+        names = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(names)
+        finally:
+            os.close(names)

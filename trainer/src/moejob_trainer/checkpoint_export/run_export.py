@@ -44,6 +44,7 @@ from moejob_trainer.conversion.tensor_table import Piece
 from moejob_trainer.data import tiny
 from moejob_trainer.errors import BadConfiguration
 from moejob_trainer.model.pretrained import fetch
+from moejob_trainer.runtime.disk import Disk, publish_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +103,7 @@ def export_model(run: StoredRun, wanted: Wanted) -> ExportReport:
     target = Target(wanted.folder, run.template, dtype, wanted.most_shard_bytes)
     with removed_on_failure(target.unfinished):
         report = _write(tensors, declared, target, dtype)
-        target.unfinished.rename(target.folder)
+        publish_folder(Disk(), target.unfinished, target.folder)
     return report
 
 
@@ -121,7 +122,7 @@ def _export_adapters(run: StoredRun, wanted: Wanted) -> str:
             declared,
             target,
         )
-        target.unfinished.rename(target.folder)
+        publish_folder(Disk(), target.unfinished, target.folder, lambda _: True)
     return (
         f"wrote {wanted.folder}: step {run.checkpoint.folder.step}, the adapters of {run.spec.model.source} for PEFT; "
         "--merge-adapters writes the whole model"

@@ -27,6 +27,7 @@ from moejob_trainer.distributed import messages
 from moejob_trainer.errors import BadConfiguration
 from moejob_trainer.evaluation_ranking import EvaluationScore
 from moejob_trainer.objectives import Objective
+from moejob_trainer.runtime.disk import Disk
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -128,7 +129,7 @@ class RunWriter:
             "counters": self.state.counters(),
             "adapted": self.adapter_facts.model_dump(mode="json", by_alias=True),
         }
-        (folder / _COUNTERS).write_text(json.dumps(entry) + "\n", encoding="utf-8")
+        Disk().write(folder / _COUNTERS, json.dumps(entry).encode() + b"\n")
         return _WithCounters(pending)
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
+from moejob_api.contract import RunFile
 from moejob_api.job.storage import Checkpoint
 from moejob_trainer.checkpoints.best import best_good
 from moejob_trainer.checkpoints.cleaning import Retention, clean, set_aside
@@ -256,12 +257,20 @@ class CheckpointStore:
         def commit_all() -> int:
             named = [entry for part in parts for entry in part]
             with explained("committing a checkpoint", saving.path):
+                self._sync_step_log()
                 others = set(written_names(saving.path)) - {entry.name for entry in named}
                 whole = manifest([*named, *entries(saving.path, others, self.disk)], saving.facts)
                 commit(saving.path, whole, self.place.is_ours, self.disk)
             return whole.size_bytes
 
         return on_first_rank(self.ranks, commit_all, INTEGER)
+
+    def _sync_step_log(self) -> None:
+        """Make the lines of all steps that a checkpoint stands for as durable as it is about to be."""
+        path = self.place.folder / RunFile.STEPS
+        if path.exists():
+            self.disk.sync(path)
+            self.disk.sync(path.parent)
 
     def _clean_up(self) -> None:
         if self.ranks.rank == 0:

@@ -28,6 +28,7 @@ from moejob_trainer.conversion.tensor_table import Piece, TensorRule, pieces
 from moejob_trainer.distributed import messages
 from moejob_trainer.model.adapters import Matrix, adapter_names, adapters, matrix_of
 from moejob_trainer.model.parameters import Parameter, parameters
+from moejob_trainer.runtime.disk import Disk, publish_folder
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -106,8 +107,7 @@ def export_adapters(
     # No rank replaces an export that another has found to differ.
     messages.barrier(groups.world)
     if groups.rank == 0:
-        shutil.rmtree(target.folder, ignore_errors=True)
-        target.unfinished.rename(target.folder)
+        publish_folder(Disk(), target.unfinished, target.folder, lambda _: True)
     messages.barrier(groups.world)
     return target.folder
 
@@ -125,7 +125,7 @@ def write_adapters(tensors: Mapping[str, Tensor], table: Table, target: AdapterT
     wrong = [name for name, tensor in read.items() if not tensor.equal(tensors[name])]
     if wrong:
         raise CorruptExport(f"{unfinished / WEIGHTS_FILE}: {', '.join(sorted(wrong))} read back differently")
-    (unfinished / CONFIG_FILE).write_text(json.dumps(_config(table, target), indent=2) + "\n", encoding="utf-8")
+    Disk().write(unfinished / CONFIG_FILE, json.dumps(_config(table, target), indent=2).encode() + b"\n")
 
 
 def _config(table: Table, target: AdapterTarget) -> dict[str, object]:

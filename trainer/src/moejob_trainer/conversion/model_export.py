@@ -31,7 +31,7 @@ from moejob_trainer.conversion.templates import copy_beside
 from moejob_trainer.conversion.tensor_table import Piece
 from moejob_trainer.distributed import messages
 from moejob_trainer.model.parameters import local_slices
-from moejob_trainer.runtime.disk import Disk
+from moejob_trainer.runtime.disk import Disk, publish_folder
 
 MOST_SHARD_BYTES = 5 * 10**9
 
@@ -59,11 +59,6 @@ class Target:
     def unfinished(self) -> Path:
         """The folder of an export until it is complete."""
         return self.folder.with_name(f".{self.folder.name}.unfinished")
-
-    @property
-    def replaced(self) -> Path:
-        """The name of an older export until the new one has its place."""
-        return self.folder.with_name(f".{self.folder.name}.replaced")
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +120,7 @@ def export(
     # No rank replaces an export that another has found to differ.
     messages.barrier(groups.world)
     if groups.rank == 0:
-        _replace(target)
+        publish_folder(Disk(), target.unfinished, target.folder)
     return messages.broadcast(report, _REPORT, groups.world)
 
 
@@ -197,7 +192,7 @@ def complete(table: Table, target: Target, written: Sequence[WrittenFile]) -> Ex
     _all_once(table, written)
     entries = {entry.name: (one.file, entry) for one in written for entry in one.entries}
     if len(written) > 1:
-        (folder / INDEX_FILE).write_text(_index(entries), encoding="utf-8")
+        Disk().write(folder / INDEX_FILE, _index(entries).encode())
     # The same judgement as on every import: number, names, shapes and types of all tensors.
     opened(folder, table)
     return ExportReport(
@@ -243,13 +238,3 @@ def removed_on_failure(unfinished: Path) -> Iterator[None]:
         yield
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-
-
-def _replace(target: Target) -> None:
-    """Give the new export its name. A crash in between leaves a complete export under one of the two."""
-    shutil.rmtree(target.replaced, ignore_errors=True)
-    if target.folder.exists():
-        target.folder.rename(target.replaced)
-    target.unfinished.rename(target.folder)
-    Disk().sync(target.folder.parent)
-    shutil.rmtree(target.replaced, ignore_errors=True)

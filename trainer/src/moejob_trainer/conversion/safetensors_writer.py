@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from moejob_trainer.distributed.messages import Dtype
+from moejob_trainer.runtime.disk import sync_and_forget
 
 # Threads that read, write and hash: one makes 1 to 2 GB/s, and few disks gain from more of them.
 _MOST_THREADS = 8
@@ -98,7 +99,7 @@ def shard_writer(
 
 def verify(path: Path, entries: Sequence[TensorEntry], checksums: Mapping[str, str]) -> None:
     """Read a file back once storage has it; CorruptExport where it is not what was written."""
-    _forget(path)
+    sync_and_forget(path)
     try:
         with safe_open(path, "pt") as opened, hashing_threads() as threads:
             if sorted(opened.keys()) != sorted(entry.name for entry in entries):
@@ -150,13 +151,3 @@ def _write_at(descriptor: int, content: memoryview, offset: int) -> None:
 
 def _content(tensor: Tensor) -> memoryview:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-
-
-def _forget(path: Path) -> None:
-    """Drop the file from the page cache, as soon as storage has it: what is read next comes from there."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(descriptor)

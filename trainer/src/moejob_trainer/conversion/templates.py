@@ -10,6 +10,7 @@ import torch
 from moejob_api.models.families import shape_of
 from moejob_api.models.shape import ModelShape
 from moejob_trainer.data.links import copy_file
+from moejob_trainer.runtime.disk import Disk
 
 CONFIG_FILE = "config.json"
 _AS_THEY_WERE = (
@@ -35,7 +36,7 @@ def copy_beside(template: Path, folder: Path, shape: ModelShape, dtype: torch.dt
         target.parent.mkdir(exist_ok=True)
         copy_file(path, target, template)
     text = (template / CONFIG_FILE).read_text(encoding="utf-8")
-    (folder / CONFIG_FILE).write_text(config(text, shape, dtype), encoding="utf-8")
+    Disk().write(folder / CONFIG_FILE, config(text, shape, dtype).encode())
 
 
 def config(text: str, shape: ModelShape, dtype: torch.dtype) -> str:

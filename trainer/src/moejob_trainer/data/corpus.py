@@ -18,9 +18,8 @@ import numpy.typing as npt
 from pydantic import TypeAdapter
 
 from moejob_trainer.data.encoding import Sample
-from moejob_trainer.data.prepared_folder import REPORT, damaged
+from moejob_trainer.data.prepared_folder import REPORT, DamagedData, damaged
 from moejob_trainer.engine import Document
-from moejob_trainer.errors import BadData
 
 _TOKENS, _TRAINED, _SIZES = "tokens.bin", "trained.bin", "sizes.npy"
 
@@ -55,8 +54,8 @@ class Corpus:
             sizes: npt.NDArray[np.int64] = np.load(folder / _SIZES, allow_pickle=False).reshape(-1, 3)
             self._tokens = np.memmap(folder / _TOKENS, np.int32, "r")
             self._trained = np.memmap(folder / _TRAINED, np.bool_, "r")
-        except (OSError, ValueError) as error:
-            raise BadData(f"{folder} does not hold prepared data, or not all of it: {error}") from error
+        except (OSError, EOFError, ValueError) as error:
+            raise DamagedData(f"{folder} does not hold prepared data, or not all of it: {error}") from error
         # Of each document.
         self.lengths, self.trained_tokens, self._checksums = sizes.T
         self._starts = np.concatenate([[0], np.cumsum(self.lengths)])
@@ -70,7 +69,7 @@ class Corpus:
         return len(self.lengths)
 
     def document(self, number: int, source: int = 0) -> Document:
-        """One document, read from disk; BadData where it is not what was written."""
+        """One document, read from disk; DamagedData where it is not what was written."""
         part = slice(self._starts[number], self._starts[number + 1])
         tokens, trained = np.asarray(self._tokens[part]), np.asarray(self._trained[part])
         if _checksum(tokens, trained) != self._checksums[number]:

@@ -110,7 +110,7 @@ def _prepared(dataset: Dataset, recipe: Recipe, folder: Path, workers: int, iden
     def write(building: Path) -> None:
         finish(building, _written(building, dataset, recipe, workers, identity))
 
-    return built(folder / identity[:16], write)
+    return built(folder / identity[:16], write, corpus.Corpus)
 
 
 def fingerprint(dataset: Dataset, recipe: Recipe, using: PreTrainedTokenizerBase, *further: int) -> str:

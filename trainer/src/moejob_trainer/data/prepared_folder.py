@@ -1,31 +1,40 @@
-"""Folders of prepared data: each is whole or not there, and says so by its report."""
+"""Folders of prepared data: each is whole or not there, and says so by its report.
+
+They can be built again from the data that they were made of, so damage ends no run: the next start builds them.
+"""
 
 from __future__ import annotations
 
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from moejob_trainer.errors import BadData
+from moejob_trainer.errors import TransientFailure
+from moejob_trainer.runtime.disk import Disk, publish_folder
 
 # Written last: what lies there without one is a remnant.
 REPORT = "report.json"
 
 
-def built(folder: Path, write: Callable[[Path], None]) -> Path:
-    """Return the folder, which `write` fills unless it is there; it gets its name when it is whole."""
-    if (folder / REPORT).is_file():
+class DamagedData(TransientFailure):
+    """A folder of prepared data that is not what was written."""
+
+
+def built(folder: Path, write: Callable[[Path], None], read: Callable[[Path], object]) -> Path:
+    """Return the folder, which `write` fills unless `read` opens what is there; DamagedData says that it cannot."""
+    if _is_whole(folder, read):
         return folder
     building = Path(tempfile.mkdtemp(prefix=".building-", dir=folder.parent))
     try:
         write(building)
         building.chmod(0o755)
-        # The rename makes it count: a rank that is killed before leaves nothing that looks whole.
-        shutil.rmtree(folder, ignore_errors=True)
-        building.rename(folder)
+        # Each document is compared with its checksum whenever it is read.
+        publish_folder(Disk(), building, folder, needs_reading=lambda _: False)
     finally:
         shutil.rmtree(building, ignore_errors=True)
     return folder
@@ -33,9 +42,22 @@ def built(folder: Path, write: Callable[[Path], None]) -> Path:
 
 def finish(folder: Path, report: object) -> None:
     """Write the report, which is what makes a folder whole: it comes last."""
-    (folder / REPORT).write_bytes(TypeAdapter(type(report)).dump_json(report, indent=1))
+    Disk().write(folder / REPORT, TypeAdapter(type(report)).dump_json(report, indent=1))
 
 
-def damaged(folder: Path) -> BadData:
-    """Return what is raised where a folder holds something else than was written."""
-    return BadData(f"{folder} was damaged since it was written; delete it, and it is built again")
+def damaged(folder: Path) -> DamagedData:
+    """Return what is raised where a folder holds something else than was written; it is no longer taken for whole."""
+    with suppress(OSError):
+        (folder / REPORT).unlink(missing_ok=True)
+    return DamagedData(f"{folder} was damaged since it was written; the next start builds it again")
+
+
+def _is_whole(folder: Path, read: Callable[[Path], object]) -> bool:
+    if not (folder / REPORT).is_file():
+        return False
+    try:
+        read(folder)
+    except DamagedData as error:
+        sys.stderr.write(f"prepared data is built again: {error}\n")
+        return False
+    return True

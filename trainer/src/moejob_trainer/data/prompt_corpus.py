@@ -18,9 +18,8 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import TypeAdapter
 
-from moejob_trainer.data.prepared_folder import REPORT, damaged
+from moejob_trainer.data.prepared_folder import REPORT, DamagedData, damaged
 from moejob_trainer.data.prompts import Prompt
-from moejob_trainer.errors import BadData
 
 _LINES, _PLACES = "prompts.jsonl", "places.npy"
 
@@ -59,8 +58,8 @@ class PromptCorpus:
             self.report = _reports.validate_json((folder / REPORT).read_bytes())
             places: npt.NDArray[np.int64] = np.load(folder / _PLACES, allow_pickle=False).reshape(-1, 2)
             self._lines = np.memmap(folder / _LINES, np.uint8, "r")
-        except (OSError, ValueError) as error:
-            raise BadData(f"{folder} does not hold prepared prompts, or not all of them: {error}") from error
+        except (OSError, EOFError, ValueError) as error:
+            raise DamagedData(f"{folder} does not hold prepared prompts, or not all of them: {error}") from error
         # Of each prompt.
         self._ends, self._checksums = places.T
         if len(self._ends) != self.report.prompts or len(self._lines) != self._ends[-1]:
@@ -71,7 +70,7 @@ class PromptCorpus:
         return len(self._ends)
 
     def prompt(self, number: int) -> Prompt:
-        """One prompt, read from disk; BadData where it is not what was written."""
+        """One prompt, read from disk; DamagedData where it is not what was written."""
         start = self._ends[number - 1] if number else 0
         line = self._lines[start : self._ends[number]].tobytes()
         if zlib.crc32(line) != self._checksums[number]:

@@ -36,6 +36,7 @@ from moejob_trainer.interchange.torch_dist import (
     write,
 )
 from moejob_trainer.model.parameters import Slices
+from moejob_trainer.runtime.disk import Disk, publish_folder
 
 _DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 _ITERATION = "iter_0000000"
@@ -160,9 +161,10 @@ def export_megatron(source: Path, folder: Path) -> int:
         stacks = _stacks(declared)
         write(iteration, [_written(tensor, published, declared, stacks) for tensor in tensors], stacks)
         write_run_config(iteration, model.provider, source)
-        (unfinished / "latest_checkpointed_iteration.txt").write_text("0", encoding="utf-8")
+        Disk().write(unfinished / "latest_checkpointed_iteration.txt", b"0")
         _compare(MegatronWeights.open(iteration, declared, tensors), published)
-        unfinished.rename(folder)
+        # Its tensors are compared above, in gigabytes.
+        publish_folder(Disk(), unfinished, folder, lambda path: path.suffix != ".distcp")
     return len(tensors)
 
 

@@ -18,7 +18,7 @@ from moejob_trainer.data.hub import HubPins, fetched_model, require_own_code
 from moejob_trainer.data.links import require_contained
 from moejob_trainer.data.tokenizers import CLAIMS, located
 from moejob_trainer.errors import BadConfiguration
-from moejob_trainer.runtime.disk import explained
+from moejob_trainer.runtime.disk import Disk, explained, keep_folder
 
 _CONFIG = "config.json"
 _MODEL = "model"
@@ -70,8 +70,10 @@ def read_pretrained(folder: Path, model: Model) -> PretrainedModel:
 
 
 def _written_tiny(folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    config = catalog.config(tiny.TOKENIZER)
-    (folder / _CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    tiny.tokenizer().save_pretrained(folder)
+    def write(unfinished: Path) -> None:
+        config = catalog.config(tiny.TOKENIZER)
+        Disk().write(unfinished / _CONFIG, json.dumps(config, indent=2).encode() + b"\n")
+        tiny.tokenizer().save_pretrained(unfinished)
+
+    keep_folder(Disk(), folder, write)
     return folder

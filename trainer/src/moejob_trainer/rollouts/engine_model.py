@@ -5,21 +5,15 @@ Its name appears when it is complete. Engines wait for it, so it is laid out bef
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import torch
 
 from moejob_api.models.shape import ModelShape
 from moejob_trainer.conversion.templates import copy_beside
+from moejob_trainer.runtime.disk import Disk, keep_folder
 
 
 def lay_out(pretrained: Path, folder: Path, shape: ModelShape, dtype: torch.dtype) -> None:
-    """Lay out the model of a job; where an earlier start of the job has done so, it is the same."""
-    if folder.is_dir():
-        return
-    unfinished = folder.with_name(f".{folder.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    copy_beside(pretrained, unfinished, shape, dtype)
-    unfinished.rename(folder)
+    """Lay out the model of a job. What an earlier start of the job has laid out stays where it is the same."""
+    keep_folder(Disk(), folder, lambda unfinished: copy_beside(pretrained, unfinished, shape, dtype))

@@ -1,14 +1,19 @@
 """The few operations that change a volume, each one system call or nearly so, and what their failures mean.
 
+All that a later start or a user trusts is written through here, which tests/builds/test_durable_writes.py holds: a name
+that survives a loss of power before its content does is an empty file. So the order is always file, folder, rename,
+parent: `replace` for a file, `publish_folder` for a folder, `cut_half_line` and a sync for a log of lines.
 Knows nothing of checkpoints. Tests stop the program between any two of these operations.
 """
 
 from __future__ import annotations
 
 import errno
+import hashlib
+import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -30,6 +35,10 @@ _FIXES = {
 _PASSING = frozenset({errno.EROFS})
 # Of a run folder, which engines and other users of an export reach through.
 _OPEN = 0o755
+
+
+class ChangedContent(OSError):
+    """A file was read back from storage with other bytes than were written."""
 
 
 class Disk:
@@ -84,9 +93,104 @@ def replace(disk: Disk, path: Path, content: bytes) -> None:
     """Write a file so that at any moment, power lost or not, either nothing or all of it has the name."""
     temporary = path.with_name(TEMPORARY + path.name)
     disk.write(temporary, content)
-    disk.sync(temporary)
-    disk.rename(temporary, path)
+    publish_file(disk, temporary, path)
+
+
+def publish_file(disk: Disk, unfinished: Path, path: Path) -> None:
+    """Give a finished file its name, so that all of it survives a loss of power or none of it."""
+    disk.sync(unfinished)
+    disk.rename(unfinished, path)
     disk.sync(path.parent)
+
+
+def write_lines(disk: Disk, path: Path, lines: Sequence[str]) -> None:
+    """Write a file of lines into a folder of the run folder, which is made if need be."""
+    with explained("writing answers", path):
+        disk.make_folder(path.parent)
+        replace(disk, path, "".join(f"{line}\n" for line in lines).encode())
+        disk.sync(path.parent.parent)
+
+
+def sync_tree(disk: Disk, folder: Path) -> None:
+    """Make all files of a folder, and all names in it, survive a loss of power."""
+    for parent, _, files in os.walk(folder, topdown=False):
+        for path in (Path(parent, name) for name in files):
+            if not path.is_symlink():
+                disk.sync(path)
+        disk.sync(Path(parent))
+
+
+def is_small_file(path: Path) -> bool:
+    """Return whether a file of a model is none of its weights, which their writers have read back already."""
+    return path.suffix != ".safetensors"
+
+
+def publish_folder(
+    disk: Disk, unfinished: Path, folder: Path, needs_reading: Callable[[Path], bool] = is_small_file
+) -> None:
+    """Give a finished folder its name, so that all of it survives a loss of power or none of it; then read it back.
+
+    An older folder of that name is there until then; a crash in between leaves one of the two under `.NAME.replaced`.
+    ChangedContent, and the older one as it was, when storage does not have what was written.
+    """
+    written = _digests(unfinished, needs_reading)
+    sync_tree(disk, unfinished)
+    replaced = folder.with_name(f".{folder.name}.replaced")
+    remove_tree(disk, replaced)
+    if folder.exists():
+        disk.rename(folder, replaced)
+    disk.rename(unfinished, folder)
+    disk.sync(folder.parent)
+    try:
+        _require_same(folder, written)
+    except OSError:
+        disk.rename(folder, unfinished)
+        if replaced.exists():
+            disk.rename(replaced, folder)
+        raise
+    # What stays of it costs space, and goes with the next one.
+    with suppress(OSError):
+        remove_tree(disk, replaced)
+
+
+def keep_folder(disk: Disk, folder: Path, write: Callable[[Path], None]) -> None:
+    """Make the folder hold what `write` makes: one of an earlier start stays where it holds that, and goes if not."""
+    unfinished = folder.with_name(f".{folder.name}.unfinished")
+    remove_tree(disk, unfinished)
+    unfinished.mkdir(parents=True)
+    write(unfinished)
+    if not _is_same(folder, unfinished):
+        publish_folder(disk, unfinished, folder)
+    remove_tree(disk, unfinished)
+
+
+def cut_half_line(disk: Disk, path: Path) -> bytes:
+    """Cut a log of JSON lines behind its last whole line, and return what was cut.
+
+    A full disk and a loss of power leave half a line, or a piece that was never written. The next line would be joined
+    to it.
+    """
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return b""
+    end = len(content)
+    while end and not _ends_with_json(content[:end]):
+        end = content.rfind(b"\n", 0, end - 1) + 1
+    if end < len(content):
+        os.truncate(path, end)
+        disk.sync(path)
+    return content[end:]
+
+
+def sync_and_forget(path: Path) -> None:
+    """Make a file durable and drop it from the page cache: what is read next comes from storage."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
 
 
 def remove_tree(disk: Disk, folder: Path) -> None:
@@ -120,3 +224,41 @@ def _in_words(error: OSError, doing: str, path: Path) -> BadConfiguration | Tran
             f"{problem}; the volume may answer again, the run resumes from the last complete checkpoint"
         )
     return (TransientFailure if error.errno in _PASSING else BadConfiguration)(f"{problem}; {fix}")
+
+
+def _ends_with_json(lines: bytes) -> bool:
+    if not lines.endswith(b"\n"):
+        return False
+    try:
+        json.loads(lines[lines.rfind(b"\n", 0, -1) + 1 :])
+    except ValueError:
+        return False
+    return True
+
+
+def _digests(folder: Path, needs_reading: Callable[[Path], bool]) -> Mapping[str, bytes]:
+    """The SHA-256 of the files by their names in the folder."""
+    paths = (path for path in folder.rglob("*") if path.is_file() and not path.is_symlink() and needs_reading(path))
+    return {path.relative_to(folder).as_posix(): _digest(path) for path in paths}
+
+
+def _digest(path: Path) -> bytes:
+    with path.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").digest()
+
+
+def _require_same(folder: Path, written: Mapping[str, bytes]) -> None:
+    for name, digest in written.items():
+        sync_and_forget(folder / name)
+        if _digest(folder / name) != digest:
+            raise ChangedContent(errno.EIO, "it was read back with other bytes than were written", str(folder / name))
+
+
+def _is_same(folder: Path, other: Path) -> bool:
+    def everything(_: Path) -> bool:
+        return True
+
+    try:
+        return folder.is_dir() and _digests(folder, everything) == _digests(other, everything)
+    except OSError:
+        return False

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from moejob_api.contract import Environment, RunFile, claim_name, claimed
 from moejob_trainer.errors import Superseded
+from moejob_trainer.runtime.disk import Disk
 
 TOKENS = RunFile.CLAIMS.value
 RESTART = "TORCHELASTIC_RESTART_COUNT"
@@ -76,6 +77,9 @@ class Fence:
         _keep_from_others(path.parent)
         try:
             os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
+            # A number that a loss of power took back would be given to two starts.
+            for folder in (path.parent, self.folder):
+                Disk().sync(folder)
         except FileExistsError:
             raise Superseded(
                 f"{self.folder} is already used by {mine}; two runs cannot share a folder: give this one its own"

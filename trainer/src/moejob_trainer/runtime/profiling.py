@@ -16,6 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from moejob_api.contract import RunFile
 from moejob_api.job.training import Profile
+from moejob_trainer.runtime.disk import Disk, publish_file
 from moejob_trainer.runtime.environment import RankEnvironment
 from moejob_trainer.runtime.ranges import named_range
 
@@ -94,4 +95,4 @@ def _written(path: Path, write: Callable[[str], object]) -> None:
     # torch compresses what ends in .gz, so the unfinished file ends as the finished one does.
     unfinished = path.with_name(f".{path.name}")
     write(str(unfinished))
-    unfinished.replace(path)
+    publish_file(Disk(), unfinished, path)

@@ -24,6 +24,7 @@ from moejob_trainer.errors import BadData
 from moejob_trainer.objectives.answering import Bounds, NextTokens, answers
 from moejob_trainer.rewards.built_in import Score, built_in
 from moejob_trainer.rewards.completion import Completion, RewardFailed
+from moejob_trainer.runtime.disk import Disk, write_lines
 from moejob_trainer.setup.context import RankContext
 from moejob_trainer.setup.model import RunModel
 from moejob_trainer.setup.prompts import stop_tokens
@@ -97,10 +98,7 @@ class EvalPrompts:
     def _write(self, step: int, answered: Sequence[Answered]) -> None:
         lines = [one.line(step) for one in answered]
         sys.stdout.write("".join(f"{line}\n" for line in lines[:_SHOWN]))
-        folder = self.folder / _SAMPLES
-        folder.mkdir(exist_ok=True)
-        text = "".join(f"{line}\n" for line in lines)
-        (folder / f"eval-step-{step}.jsonl").write_text(text, encoding="utf-8")
+        write_lines(Disk(), self.folder / _SAMPLES / f"eval-step-{step}.jsonl", lines)
 
 
 def load_eval_prompts(context: RankContext, model: RunModel, recipe: Recipe) -> EvalPrompts:

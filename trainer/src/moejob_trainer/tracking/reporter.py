@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,7 +19,7 @@ from moejob_api.hardware import TERA, known
 from moejob_api.job.resources import Accelerator, Resources
 from moejob_api.job.status import HubCommit
 from moejob_trainer.engine import UpdateResult
-from moejob_trainer.runtime.disk import explained
+from moejob_trainer.runtime.disk import Disk, cut_half_line, explained
 from moejob_trainer.runtime.fencing import FenceToken
 from moejob_trainer.runtime.heartbeats import Heartbeat
 from moejob_trainer.runtime.start_timing import StartTiming
@@ -54,13 +55,23 @@ class ProgressWriter:
     tracker: Tracker
     is_first: bool
 
+    def mend_step_log(self) -> None:
+        """Cut the half line that a full disk or a loss of power has left: the next one would be joined to it."""
+        if not self.is_first:
+            return
+        path = self.folder / STEP_LOG
+        with explained("mending the step log", path):
+            cut = cut_half_line(Disk(), path)
+        if cut:
+            sys.stderr.write(f"{path} ended in half a line: its last {len(cut)} bytes were cut\n")
+
     def write_step(self, step: int, line: Mapping[str, Any]) -> None:
         """Add a line to the step log, whole or not at all: a reader never sees half of one. Send it to the tracker."""
         if not self.is_first:
             return
         path = self.folder / STEP_LOG
-        with explained("writing the step log", path), path.open("a", encoding="utf-8") as log:
-            log.write(json.dumps({name: _finite(value) for name, value in line.items()}, allow_nan=False) + "\n")
+        with explained("writing the step log", path), path.open("a", encoding="utf-8") as lines:
+            lines.write(json.dumps({name: _finite(value) for name, value in line.items()}, allow_nan=False) + "\n")
         self.tracker.write(step, line)
 
 
@@ -93,6 +104,7 @@ class Reporter:
 
         `known` are numbers of earlier evaluations, shown until there are newer ones.
         """
+        self.writer.mend_step_log()
         self._since, self._start = self.clock(), start
         self._lasting |= known or {}
         self._begun = self._since

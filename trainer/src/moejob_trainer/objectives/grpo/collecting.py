@@ -18,6 +18,7 @@ from moejob_trainer.objectives.grpo.rollout import rollout
 from moejob_trainer.objectives.grpo.sampling import Asker, Sampled, sample
 from moejob_trainer.objectives.grpo.step_metrics import of_evaluation, of_rewards, of_versions, sample_lines
 from moejob_trainer.rollouts.interface import Sampling
+from moejob_trainer.runtime.disk import Disk, write_lines
 
 T = TypeVar("T")
 # Answers of each step that the log shows.
@@ -112,10 +113,8 @@ class Collector:
         for line in lines[:_SHOWN]:
             sys.stdout.write(f"{line}\n")
         if self._grpo.logged_answers:
-            folder = self._folder / _SAMPLES
-            folder.mkdir(exist_ok=True)
-            text = "".join(f"{line}\n" for line in lines[: self._grpo.logged_answers])
-            (folder / f"step-{number}.jsonl").write_text(text, encoding="utf-8")
+            path = self._folder / _SAMPLES / f"step-{number}.jsonl"
+            write_lines(Disk(), path, lines[: self._grpo.logged_answers])
 
     def metrics(self) -> Mapping[str, float]:
         """Return the numbers of the last step."""
