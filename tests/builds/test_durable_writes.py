@@ -68,7 +68,6 @@ ELSEWHERE: Mapping[tuple[str, str], str] = {
     (f"{TRAINER}/data/corpus.py", "save"): "in a folder that publish_folder syncs",
     (f"{TRAINER}/data/prompt_corpus.py", "open"): "in a folder that publish_folder syncs",
     (f"{TRAINER}/data/prompt_corpus.py", "save"): "in a folder that publish_folder syncs",
-    (f"{TRAINER}/data/prepared_folder.py", "mkdtemp"): "the folder that publish_folder syncs",
     (f"{TRAINER}/model/pretrained.py", "save_pretrained"): "in a folder that keep_folder syncs",
     (f"{TRAINER}/interchange/torch_dist.py", "write_text"): "in a folder that publish_folder syncs",
     (f"{TRAINER}/interchange/torch_dist.py", "save"): "in a folder that publish_folder syncs",
@@ -83,7 +82,6 @@ ELSEWHERE: Mapping[tuple[str, str], str] = {
     (f"{TRAINER}/runtime/heartbeats.py", "write_text"): "in the temporary folder of a launcher",
     (f"{TRAINER}/runtime/heartbeats.py", "write_bytes"): "in the temporary folder of a launcher",
     (f"{TRAINER}/runtime/heartbeats.py", "replace"): "in the temporary folder of a launcher",
-    (f"{TRAINER}/launcher/launch.py", "TemporaryDirectory"): "the temporary folder of a launcher",
     (f"{TRAINER}/launcher/fork_server.py", "write_text"): "in the temporary folder of a launcher",
     (f"{TRAINER}/launcher/termination_message.py", "write_bytes"): "the termination message of a pod",
     (f"{TRAINER}/launcher/output.py", "open"): "logs: nothing reads them but people",
@@ -97,7 +95,6 @@ ELSEWHERE: Mapping[tuple[str, str], str] = {
     (f"{CLI}/running/folder.py", "replace"): "`_write` syncs file and folders",
     (f"{CLI}/choosing.py", "open"): "a job file that a user asks for, in no run folder",
     (f"{CLI}/__main__.py", "open"): "/dev/null",
-    (f"{ROLLOUT}/temporary_files.py", "TemporaryDirectory"): "the temporary folder of an engine",
 }
 
 

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from moejob_api.owned_folders import owned_folder, remove_folder
+
 _SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -17,12 +19,14 @@ def own_temporary_files() -> Iterator[None]:
     # What is compiled serves the next engine too.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")
     # A short name: that of a socket has 107 characters at most.
-    with tempfile.TemporaryDirectory(prefix="engine-") as folder:
-        os.environ["TMPDIR"] = tempfile.tempdir = folder
-        try:
-            yield
-        finally:
-            _remove_shared_memory(Path(folder))
+    with owned_folder("engine-", Path(tempfile.gettempdir()), _remove) as folder:
+        os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
+        yield
+
+
+def _remove(folder: Path) -> None:
+    _remove_shared_memory(folder)
+    remove_folder(folder)
 
 
 def _remove_shared_memory(folder: Path) -> None:

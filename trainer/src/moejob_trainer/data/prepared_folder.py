@@ -5,15 +5,14 @@ They can be built again from the data that they were made of, so damage ends no 
 
 from __future__ import annotations
 
-import shutil
 import sys
-import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 from pydantic import TypeAdapter
 
+from moejob_api.owned_folders import owned_folder
 from moejob_trainer.errors import TransientFailure
 from moejob_trainer.runtime.disk import Disk, publish_folder
 
@@ -29,14 +28,11 @@ def built(folder: Path, write: Callable[[Path], None], read: Callable[[Path], ob
     """Return the folder, which `write` fills unless `read` opens what is there; DamagedData says that it cannot."""
     if _is_whole(folder, read):
         return folder
-    building = Path(tempfile.mkdtemp(prefix=".building-", dir=folder.parent))
-    try:
+    with owned_folder(".building-", folder.parent) as building:
         write(building)
         building.chmod(0o755)
         # Each document is compared with its checksum whenever it is read.
         publish_folder(Disk(), building, folder, needs_reading=lambda _: False)
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
     return folder
 
 

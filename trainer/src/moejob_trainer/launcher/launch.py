@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gc
-import tempfile
 from collections.abc import Mapping
-from pathlib import Path
 
 from moejob_api.contract import ExitCode, LastWord, Outcome
 from moejob_api.pod_environment import BadEnvironment, from_environment
@@ -19,6 +17,7 @@ from moejob_trainer.launcher.options import Options
 from moejob_trainer.launcher.pod import TrainerPod
 from moejob_trainer.launcher.rank_processes import RankProcesses
 from moejob_trainer.launcher.stop import StopRequest
+from moejob_trainer.launcher.temporary_files import temporary_files
 from moejob_trainer.launcher.termination_message import write
 
 log = LauncherLog()
@@ -48,8 +47,8 @@ def launch(environ: Mapping[str, str], options: Options, stop: StopRequest) -> i
 
 
 def _run(pod: TrainerPod, options: Options, stop: StopRequest, engines: PodEngines) -> ExitReport:
-    with tempfile.TemporaryDirectory(prefix="moejob-") as folder:
-        ranks = RankProcesses(Path(folder), options, engines)
+    with temporary_files() as folder:
+        ranks = RankProcesses(folder, options, engines)
         # They start while ranks are imported, and read no weights before ranks send them.
         engines.keep_running()
         # What was imported stays, and no peer is answered while it is looked through for garbage.
