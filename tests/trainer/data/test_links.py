@@ -15,7 +15,7 @@ from moejob_api.models import catalog
 from moejob_api.models.families import shape_of
 from moejob_trainer.conversion.templates import copy_beside
 from moejob_trainer.data import tiny
-from moejob_trainer.data.sources import records, state
+from moejob_trainer.data.sources import records, source_files
 from moejob_trainer.data.tokenizers import tokenizer
 from moejob_trainer.errors import BadData
 from moejob_trainer.model.pretrained import fetch
@@ -48,7 +48,7 @@ def copied(template: Path, target: Path) -> list[str]:
         pytest.param(lambda folder: fetch(Model(source=str(folder)), folder.parent), id="model"),
         pytest.param(lambda folder: tokenizer(str(folder)), id="tokenizer"),
         pytest.param(lambda folder: records(_data(folder)), id="data"),
-        pytest.param(lambda folder: state(_data(folder)), id="state of data"),
+        pytest.param(lambda folder: source_files(_data(folder)), id="files of data"),
         pytest.param(
             lambda folder: tokenizer(f"pvc://{folder.parent.name}/{folder.name}", claims=folder.parents[1]), id="claim"
         ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from moejob_api.job.model import DataFormat, Overlong, TrainedTurns
 from moejob_trainer.data import tiny
 from moejob_trainer.data.corpus import Corpus
+from moejob_trainer.data.file_contents import KNOWN_FILES, read_contents
 from moejob_trainer.data.preparation import prepare
 from moejob_trainer.data.prepared_folder import DamagedData
 from moejob_trainer.errors import BadData
@@ -87,7 +89,7 @@ def test_a_data_set_without_documents_is_refused(
     source = texts(tmp_path, *contents)
     with pytest.raises(BadData, match=said):
         corpora(tmp_path / "out", recipe(dataset(source), max_length=4, overlong=overlong))
-    assert list((tmp_path / "out").iterdir()) == []
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [KNOWN_FILES]
 
 
 def test_a_token_that_the_model_does_not_know_is_refused(tmp_path: Path) -> None:
@@ -112,6 +114,39 @@ def test_what_was_prepared_is_kept_until_something_changes(tmp_path: Path) -> No
     paths = {prepare(one.data.train, one, tmp_path / "out")[0] for one in [using, *others]}
     assert len(paths | {first}) == 4
     assert all(len(Corpus(path)) == 3 for path in paths)
+
+
+def test_data_is_known_by_its_content_and_not_by_its_times(tmp_path: Path) -> None:
+    source = texts(tmp_path, "a", "b")
+    using = recipe(dataset(source))
+    [first] = prepare(using.data.train, using, tmp_path / "out")
+    os.utime(source, (1, 1))
+    assert prepare(using.data.train, using, tmp_path / "out") == (first,)
+    # Of the same size, and of the same time to the nanosecond.
+    texts(tmp_path, "a", "c")
+    os.utime(source, (1, 1))
+    [other] = prepare(using.data.train, using, tmp_path / "out")
+    assert other != first
+    texts(tmp_path, "a", "b")
+    assert prepare(using.data.train, using, tmp_path / "out") == (first,)
+
+
+@pytest.mark.parametrize("left", [b"", b"\0" * 50, b"{"], ids=["empty", "zeros", "half"])
+def test_a_damaged_note_of_what_was_hashed_costs_nothing_but_time(tmp_path: Path, left: bytes) -> None:
+    using = recipe(dataset(texts(tmp_path, "a", "b")))
+    [first] = prepare(using.data.train, using, tmp_path / "out")
+    (tmp_path / "out" / KNOWN_FILES).write_bytes(left)
+    assert prepare(using.data.train, using, tmp_path / "out") == (first,)
+
+
+def test_data_that_is_as_it_was_is_not_read_again(tmp_path: Path) -> None:
+    source = texts(tmp_path, "a", "b")
+    read_contents({"texts.jsonl": source}, tmp_path)
+    note = tmp_path / KNOWN_FILES
+    note.write_text(note.read_text().replace('"content": "', '"content": "of before '))
+    assert "of before" in read_contents({"texts.jsonl": source}, tmp_path)
+    source.touch()
+    assert "of before" not in read_contents({"texts.jsonl": source}, tmp_path)
 
 
 def test_half_written_data_is_never_taken_for_whole(tmp_path: Path) -> None:
@@ -147,7 +182,7 @@ def test_prepared_data_that_lost_a_file_is_built_again_by_the_next_start(
     assert prepare(using.data.train, using, tmp_path / "out") == (path,)
     assert {file.name: file.read_bytes() for file in path.iterdir()} == whole
     assert "prepared data is built again" in capfd.readouterr().err
-    assert [file.name for file in path.parent.iterdir()] == [path.name]
+    assert {file.name for file in path.parent.iterdir()} == {path.name, KNOWN_FILES}
 
 
 def test_a_count_that_was_changed_is_found_when_data_is_opened(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from moejob_api.job.base import ApiModel
 from moejob_api.job.status import MOST_HUB_COMMITS, HubCommit, RepositoryKind
 from moejob_trainer.data.hub_files import HubFile, HubFiles, are_there, compared, said_by_hub
 from moejob_trainer.errors import BadConfiguration, TransientFailure
-from moejob_trainer.runtime.disk import Disk, replace
+from moejob_trainer.runtime.disk import Disk, replace, sync_tree
 
 # Answers of the hub that stay: what is asked for is not there, or not for this token.
 _REFUSALS = frozenset({HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN, HTTPStatus.NOT_FOUND})
@@ -116,13 +116,16 @@ def _snapshot(name: str, revision: str | None, known: PinnedRepository | None, p
     if known is not None and (there := _snapshot_there(known, cache)) is not None:
         return there
     try:
-        return Path(snapshot_download(name, revision=known.commit if known else revision, cache_dir=cache))
+        folder = Path(snapshot_download(name, revision=known.commit if known else revision, cache_dir=cache))
+        # The files beside it: what the run is bound to next must not be empty after a loss of power.
+        sync_tree(Disk(), folder.parents[1])
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, httpx.HTTPError, OSError) as error:
         bound = "" if known is None else f", in commit {known.commit}, which {pins.file} binds this run to,"
         kind = BadConfiguration if is_lasting(error, known) else TransientFailure
         raise kind(
             f"{name}{bound} cannot be had from the Hugging Face hub: {error}; name a folder, or pvc://claim/path"
         ) from error
+    return folder
 
 
 def is_lasting(error: Exception, known: PinnedRepository | None) -> bool:

@@ -19,6 +19,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from pydantic import Field
 
 from moejob_api.job.base import ApiModel
+from moejob_trainer.data.file_contents import file_stamp
 from moejob_trainer.errors import BadConfiguration
 from moejob_trainer.runtime.disk import Disk
 
@@ -79,7 +80,7 @@ def compared(folder: Path, files: HubFiles) -> HubFiles:
 
 def _compared(path: Path, file: HubFile) -> HubFile:
     # Before it is read: what is written meanwhile has another.
-    seen = _seen(path)
+    seen = file_stamp(path)
     if seen == file.seen and path.stat().st_size >= _SMALL_BYTES:
         return file
     digest = _digest(path, file)
@@ -95,11 +96,6 @@ def _digest(path: Path, file: HubFile) -> str:
         # As git names a blob; no protection is taken from SHA-1 but that of the commit, which is one.
         named = hashlib.sha1(b"blob %d\0" % path.stat().st_size, usedforsecurity=False)
         return hashlib.file_digest(content, lambda: named).hexdigest()
-
-
-def _seen(path: Path) -> str:
-    about = path.stat()
-    return f"{about.st_ino} {about.st_size} {about.st_mtime_ns} {about.st_ctime_ns}"
 
 
 def _files(folder: Path) -> Iterator[Path]:

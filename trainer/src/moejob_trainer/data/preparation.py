@@ -23,10 +23,11 @@ from moejob_api.job.model import Data, Dataset, Model, Overlong
 from moejob_trainer.data import corpus
 from moejob_trainer.data.corpus import Report
 from moejob_trainer.data.encoding import Encoder, RecordKind, Sample, encoder
+from moejob_trainer.data.file_contents import read_contents
 from moejob_trainer.data.hub import HubPins
 from moejob_trainer.data.prepared_folder import built, finish
 from moejob_trainer.data.records import Record
-from moejob_trainer.data.sources import records, state
+from moejob_trainer.data.sources import records, source_files
 from moejob_trainer.data.tokenizers import CLAIMS, tokenizer
 from moejob_trainer.errors import BadData
 
@@ -84,7 +85,7 @@ def prepare(datasets: Sequence[Dataset], recipe: Recipe, folder: Path, workers: 
     folder.mkdir(parents=True, exist_ok=True)
     using = recipe.tokenizer()
     return tuple(
-        _prepared(dataset, recipe, folder, workers, fingerprint(dataset, recipe, using)) for dataset in datasets
+        _prepared(dataset, recipe, folder, workers, fingerprint(dataset, recipe, using, folder)) for dataset in datasets
     )
 
 
@@ -113,14 +114,14 @@ def _prepared(dataset: Dataset, recipe: Recipe, folder: Path, workers: int, iden
     return built(folder / identity[:16], write, corpus.Corpus)
 
 
-def fingerprint(dataset: Dataset, recipe: Recipe, using: PreTrainedTokenizerBase, *further: int) -> str:
-    """Return the hash of all that decides what a data set becomes."""
+def fingerprint(dataset: Dataset, recipe: Recipe, using: PreTrainedTokenizerBase, folder: Path, *further: int) -> str:
+    """Return the hash of all that decides what a data set becomes. What is read for it is noted in the folder."""
     data = recipe.data
     parts = (
         *(_VERSION, recipe.vocabulary, data.max_length, data.overlong, data.chat_template),
         # All of what is read and how, but not how often.
         dataset.model_copy(update={"weight": 1.0}).model_dump_json(),
-        state(dataset, recipe.claims),
+        read_contents(source_files(dataset, recipe.claims), folder),
         *(using.chat_template, using.special_tokens_map, using.is_fast and using.backend_tokenizer.to_str()),
         *(sorted(using.get_vocab().items()), *further),
     )

@@ -30,7 +30,7 @@ def prepare_prompts(
     found = []
     for dataset in datasets:
         refuse_unasked(dataset, recipe, most_tokens)
-        target = folder / fingerprint(dataset, recipe, using, most_tokens, _VERSION)[:16]
+        target = folder / fingerprint(dataset, recipe, using, folder, most_tokens, _VERSION)[:16]
         write = partial(_write, dataset=dataset, recipe=recipe, most_tokens=most_tokens, workers=workers)
         found.append(built(target, write, prompt_corpus.PromptCorpus))
     return tuple(found)

@@ -89,11 +89,12 @@ def _read(dataset: Dataset, claims: Path, pins: HubPins | None) -> Iterator[Reco
     return of_hub(dataset, None if pins is None else dataset_commit(dataset.source, pins))
 
 
-def state(dataset: Dataset, claims: Path = CLAIMS) -> str:
-    """Return a text that changes when a data set on disk does; data on the hub counts as unchanged."""
+def source_files(dataset: Dataset, claims: Path = CLAIMS) -> Mapping[str, Path]:
+    """Return the files of a data set on disk by their names in it; none of the hub, whose data counts as unchanged."""
     path = Path(located(dataset.source, claims))
-    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
-    return ";".join(f"{file}:{file.stat().st_size}:{file.stat().st_mtime_ns}" for file in files)
+    if path.is_file():
+        return {path.name: path}
+    return {file.relative_to(path).as_posix(): file for file in sorted(path.rglob("*")) if file.is_file()}
 
 
 def _built_in(dataset: Dataset) -> Iterator[Record]:
