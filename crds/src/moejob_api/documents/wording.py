@@ -33,6 +33,8 @@ PATTERNS: Mapping[str, str] = {
     r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei)?$": "a quantity such as 8, 500m or 16Gi",
     r"^[A-Za-z_][A-Za-z0-9_]*$": 'letters, digits and "_" that do not begin with a digit',
     r"^[0-9a-f]{40}$": "the 40 hexadecimal digits of a commit",
+    r"^[A-Za-z0-9][-A-Za-z0-9_.:]*$": 'letters, digits, "-", "_", "." and ":", beginning with a letter or a digit',
+    r"^[A-Za-z][-A-Za-z0-9]*$": 'letters, digits and "-", beginning with a letter',
     r"^[!-~]+$": "printable ASCII characters without a space",
 }
 
