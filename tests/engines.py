@@ -123,6 +123,10 @@ class Engine:
         self._process.send_signal(signal.SIGTERM)
         return self._process.wait(timeout=300)
 
+    def exit_code(self) -> int:
+        """Wait for its end."""
+        return self._process.wait(timeout=300)
+
     def kill(self) -> None:
         """End it and all of its workers at once."""
         os.killpg(self._process.pid, signal.SIGKILL)

@@ -27,7 +27,9 @@ _SIZES: dict[str, Any] = {
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe": _SIZES
     | {"head_dim": 32, "moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True},
-    "mixtral": _SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    # The output layer is the embedding, as in most small models.
+    "mixtral": _SIZES
+    | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None, "tie_word_embeddings": True},
     "glm4_moe": _SIZES
     | {
         "num_hidden_layers": 4,
@@ -43,6 +45,27 @@ MODELS: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 1.5,
         "use_qk_norm": True,
         "num_nextn_predict_layers": 0,
+    },
+    "deepseek_v3": _SIZES
+    | {
+        "num_key_value_heads": 4,
+        "moe_intermediate_size": 64,
+        "q_lora_rank": 64,
+        # The only sizes that vLLM's kernel for CPUs takes, and those of all published models.
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 32,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 2.5,
+        # Transformers drops both, and the trainer writes them again.
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
     },
     "qwen2": _SIZES,
 }

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import BroadcastOptions, ProcessGroupGloo
@@ -236,6 +237,31 @@ def test_a_request_that_is_none_is_refused_with_a_reason(moe: Engine) -> None:
 
 
 @pytest.fixture(scope="module")
+def tied(start: Start) -> Engine:
+    """An engine whose output layer is the embedding, which no file of weights names twice."""
+    return start("mixtral").ready()
+
+
+def test_an_output_layer_that_is_tied_is_that_of_each_update(tied: Engine, tmp_path: Path) -> None:
+    for version, seed in (("1", 11), ("2", 12)):
+        reference = model("mixtral", seed)
+        path = published(reference, tmp_path / version)
+        assert "lm_head.weight" not in load_file(path)
+        updated(tied, version, path)
+        assert distance(tied, reference) < CLOSE
+
+
+@pytest.mark.thorough
+def test_latent_attention_computes_what_transformers_does_after_each_update(start: Start, tmp_path: Path) -> None:
+    engine = start("deepseek_v3").ready()
+    for version, seed in (("1", 11), ("2", 12)):
+        reference = model("deepseek_v3", seed)
+        updated(engine, version, published(reference, tmp_path / version))
+        assert distance(engine, reference) < CLOSE
+    engine.kill()
+
+
+@pytest.fixture(scope="module")
 def two_workers(start: Start) -> Engine:
     return start("mixtral", sync="Gloo", tensor=2).ready()
 
@@ -379,12 +405,11 @@ def _send(group: ProcessGroupGloo, bucket: Tensor) -> None:
     group.broadcast([bucket], options).wait()  # type: ignore[attr-defined]  # its base class's, untyped
 
 
-def test_an_engine_that_is_asked_to_end_waits_for_no_answer(start: Start) -> None:
-    engine = start("mixtral").ready()
-    engine.must("/pause", mode="keep")
-    with unanswered(engine):
-        assert engine.stop() == 0
-    assert engine.is_gone()
+def test_an_engine_that_is_asked_to_end_waits_for_no_answer(tied: Engine) -> None:
+    tied.must("/pause", mode="keep")
+    with unanswered(tied):
+        assert tied.stop() == 0
+    assert tied.is_gone()
 
 
 @contextmanager
@@ -410,5 +435,7 @@ def unanswered(engine: Engine) -> Iterator[None]:
 def test_a_server_whose_core_gets_a_signal_has_got_none_and_ends_without_it(moe: Engine) -> None:
     os.kill(core_of(moe), signal.SIGTERM)
     assert moe.is_gone()
+    # An engine that dies has failed.
+    assert moe.exit_code() == 1
     assert "engine core exited unexpectedly" in moe.log
     assert "API server: shutdown triggered" not in moe.log

@@ -9,6 +9,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.renderers.base import BaseRenderer
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
 
@@ -153,3 +156,19 @@ def test_a_call_to_one_worker_that_fails_waits_for_no_other() -> None:
     with pytest.raises(RuntimeError, match="no room"):
         workers.asked(unique_reply_rank=0)
     assert workers.asked() == [20, 21]
+
+
+def test_heads_of_a_query_are_rotated_alike_whether_they_come_as_a_row_or_as_heads() -> None:
+    tokens, heads, size = 5, 4, 64
+    with set_current_vllm_config(VllmConfig()):
+        rope = get_rope(size, 128, is_neox_style=False, dtype=torch.float32)
+    torch.manual_seed(0)
+    query, key = torch.randn(tokens, heads, size), torch.randn(tokens, 1, size)
+    as_rows = rope.forward_cpu(torch.arange(tokens), query.flatten(1).clone(), key.flatten(1).clone())
+    # As latent attention gives them: a part of what lies there.
+    wider = torch.cat([torch.zeros(tokens, heads, 32), query], -1)
+    as_heads = rope.forward_cpu(torch.arange(tokens), wider[..., 32:], key.clone())
+    for row, head in zip(as_rows, as_heads, strict=True):
+        assert torch.equal(row.view(head.shape), head)
+    # Each token but the first is turned.
+    assert ((as_heads[0] - query).abs().amax(2)[1:] > 0.1).all()

@@ -9,8 +9,10 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 from moejob_api.contract import ExitCode, RunFile
@@ -22,6 +24,8 @@ from moejob_rollout.temporary_files import own_temporary_files
 
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 _LOOK_SECONDS = 0.2
+# A failure that another start may mend.
+_DIED = 1
 
 
 def main() -> int:
@@ -52,8 +56,7 @@ def main() -> int:
         gc.freeze()
         gc.enable()
         model = _laid_out(engine.run_folder / RunFile.ENGINE_MODEL)
-        _serve(entry, engine, model)
-    return ExitCode.DONE
+        return _serve(entry, engine, model)
 
 
 def _laid_out(folder: Path) -> Path:
@@ -65,7 +68,8 @@ def _laid_out(folder: Path) -> Path:
     return folder
 
 
-def _serve(entry: Any, engine: EngineEnvironment, model: Path) -> None:
+def _serve(entry: Any, engine: EngineEnvironment, model: Path) -> int:
+    """Serve until the server ends; a failure where nothing asked it to, as when its core dies."""
     import uvloop  # noqa: PLC0415  # comes with vLLM
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args  # noqa: PLC0415
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup  # noqa: PLC0415
@@ -75,7 +79,26 @@ def _serve(entry: Any, engine: EngineEnvironment, model: Path) -> None:
     cli_env_setup()
     parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(arguments(engine, model, config))
     validate_parsed_serve_args(parsed)
-    uvloop.run(entry.run_server(parsed, **server_settings()))
+    # vLLM's server ends alike when it is asked to and when its core is gone.
+    is_asked = Event()
+
+    class SignalledLoop(uvloop.Loop):
+        """An event loop that notes that a signal came."""
+
+        def add_signal_handler(  # type: ignore[override]  # the types of a callback's arguments matter to none here
+            self, sig: int, callback: Callable[..., Any], *args: Any
+        ) -> None:
+            def noted() -> None:
+                is_asked.set()
+                callback(*args)
+
+            super().add_signal_handler(sig, noted)
+
+    uvloop.run(entry.run_server(parsed, **server_settings()), loop_factory=SignalledLoop)
+    if is_asked.is_set():
+        return ExitCode.DONE
+    sys.stderr.write("moejob-rollout: the engine's core has ended by itself; its reason is in the log above\n")
+    return _DIED
 
 
 def _leave(*_: object) -> None:

@@ -56,7 +56,7 @@ def arguments(engine: EngineEnvironment, model: Path, config: Mapping[str, Any])
     ]
     replay = ["--enable-return-routed-experts"] if engine.grpo.routing_replay else []
     remote = ["--trust-remote-code"] if spec.model.trust_remote_code else []
-    return [*common, *replay, *remote, *_of_accelerator(engine)]
+    return [*common, *replay, *remote, *_of_accelerator(engine, config)]
 
 
 def longest(engine: EngineEnvironment, config: Mapping[str, Any]) -> int:
@@ -90,12 +90,15 @@ def threads(cores: Sequence[int], tensor: int) -> dict[str, str]:
     return {"VLLM_CPU_OMP_THREADS_BIND": bound}
 
 
-def _of_accelerator(engine: EngineEnvironment) -> list[str]:
+def _of_accelerator(engine: EngineEnvironment, config: Mapping[str, Any]) -> list[str]:
     rollout = engine.grpo.rollout
     if engine.spec.resources.accelerator is Accelerator.CPU:
         # A prompt that is read in parts takes a random number back; no generator of a CPU can, and the engine dies.
         alone = [f"--distributed-executor-backend={_IN_PROCESS}"] if rollout.tensor == 1 else []
-        return [f"--kv-cache-memory-bytes={_CPU_CACHE_BYTES}", "--no-enable-chunked-prefill", "--enforce-eager", *alone]
+        # The other backend, for processors with AMX, drops a weight of latent attention that an update has to replace.
+        latent = ["--attention-backend=CPU_MLA"] if config.get("kv_lora_rank") else []
+        memory = [f"--kv-cache-memory-bytes={_CPU_CACHE_BYTES}", "--no-enable-chunked-prefill"]
+        return [*memory, "--enforce-eager", *alone, *latent]
     sleeps = ["--enable-sleep-mode"] if rollout.placement is Placement.COLOCATED else []
     return [
         f"--gpu-memory-utilization={rollout.engine_share}",

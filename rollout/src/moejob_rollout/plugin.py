@@ -12,6 +12,7 @@ from socket import socket
 from typing import Any
 
 import torch
+from torch import Tensor
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.platforms import current_platform
 
@@ -40,6 +41,8 @@ def register() -> None:
     if current_platform.is_cpu() and "cpu" not in _registered:
         _ask_for_amx()
         _pack_experts_at_every_update()
+        _multiply_with_the_tied_embedding()
+        _rotate_every_head()
         _leave_cores_to_others()
         _record_routed_experts()
         if multiprocessing.parent_process() is None:
@@ -102,6 +105,68 @@ def _pack_experts_at_every_update() -> None:
             self.moe_kernel.fused_experts.process_weights_after_loading(layer)
 
     UnquantizedFusedMoEMethod._setup_kernel = packed  # noqa: SLF001
+
+
+def _multiply_with_the_tied_embedding() -> None:
+    """Let an output layer that is tied to the embedding multiply with the embedding's packed weight.
+
+    vLLM packs that weight for each of the two, and loads files into the embedding, which is packed again. The output
+    layer is in no file of such a model: it would multiply with the weights that the engine started with for ever. On
+    GPUs nothing is packed, and both read one parameter.
+    """
+    from vllm.model_executor.layers.vocab_parallel_embedding import (  # noqa: PLC0415  # slow to import
+        UnquantizedEmbeddingMethod,
+    )
+
+    original_tie, original_process = (
+        UnquantizedEmbeddingMethod.tie_weights,
+        UnquantizedEmbeddingMethod.process_weights_after_loading,
+    )
+
+    @wraps(original_tie)
+    def tie_weights(self: Any, layer: Any, embed_tokens: Any) -> Any:
+        tied_layer = original_tie(self, layer, embed_tokens)
+
+        def multiply_with_embedding(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+            # Looked up at each product: the embedding has another one after each update.
+            product: Tensor = embed_tokens.cpu_linear(x, weight, bias)
+            return product
+
+        # No attribute that is a module: the embedding would become a part of the output layer.
+        tied_layer.multiply_with_embedding = multiply_with_embedding
+        return tied_layer
+
+    @wraps(original_process)
+    def process_weights_after_loading(self: Any, layer: Any) -> None:
+        if hasattr(layer, "multiply_with_embedding"):
+            layer.cpu_linear = layer.multiply_with_embedding
+            return
+        original_process(self, layer)
+
+    UnquantizedEmbeddingMethod.tie_weights = tie_weights
+    UnquantizedEmbeddingMethod.process_weights_after_loading = process_weights_after_loading
+
+
+def _rotate_every_head() -> None:
+    """Give vLLM's rotary kernel for the CPU the heads of a token as one row.
+
+    Queries of latent attention come as [tokens, heads, size]. The kernel takes the distance of two heads for that of
+    two tokens, and turns some heads several times and others not at all.
+    """
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding  # noqa: PLC0415  # slow to import
+
+    original = RotaryEmbedding.forward_cpu
+
+    @wraps(original)
+    def forward_cpu(
+        self: Any, positions: Tensor, query: Tensor, key: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        tokens = positions.numel()
+        rows = None if key is None else key.reshape(tokens, -1)
+        turned_query, turned_key = original(self, positions, query.reshape(tokens, -1), rows)
+        return turned_query.view(query.shape), None if key is None else turned_key.view(key.shape)
+
+    RotaryEmbedding.forward_cpu = forward_cpu
 
 
 def _record_routed_experts() -> None:

@@ -8,11 +8,14 @@ from pathlib import Path
 import torch
 
 from moejob_api.models.families import shape_of
-from moejob_api.models.shape import ModelShape
+from moejob_api.models.shape import Family, ModelShape
 from moejob_trainer.data.links import copy_file
 from moejob_trainer.runtime.disk import Disk
 
 CONFIG_FILE = "config.json"
+# Transformers computes nothing else for this family, and drops both keys from files that it writes. vLLM needs them: it
+# has no room for the bias of the router without the first, and takes a softmax of the scores without the second.
+_DEEPSEEK_V3_ROUTING = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 _AS_THEY_WERE = (
     "generation_config.json",
     "tokenizer*",
@@ -55,4 +58,6 @@ def _true(published: dict[str, object], shape: ModelShape, dtype: torch.dtype) -
     changed.pop("quantization_config", None)
     if not shape.mtp_layers and shape_of(changed).mtp_layers:
         changed["num_nextn_predict_layers"] = 0
+    if shape.family is Family.DEEPSEEK_V3:
+        changed |= {key: changed.get(key) or value for key, value in _DEEPSEEK_V3_ROUTING.items()}
     return changed

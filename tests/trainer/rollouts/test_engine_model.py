@@ -1,0 +1,38 @@
+"""The folder that engines start from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from model_configs import SMALL
+from moejob_api.models.families import shape_of
+from moejob_api.models.shape import Family
+from moejob_trainer.rollouts.engine_model import lay_out
+
+KEYS = ("topk_method", "scoring_func")
+
+
+def engine_config(family: Family, folder: Path) -> dict[str, Any]:
+    """The config.json that engines read, of a model that Transformers has saved."""
+    AutoConfig.for_model(family, **SMALL[family]).save_pretrained(folder / "published")
+    config = json.loads((folder / "published/config.json").read_text())
+    assert not any(config.get(key) for key in KEYS)
+    lay_out(folder / "published", folder / "engine-model", shape_of(config), torch.float32)
+    written: dict[str, Any] = json.loads((folder / "engine-model/config.json").read_text())
+    return written
+
+
+def test_engines_are_told_the_routing_of_deepseek_v3_which_transformers_leaves_out(tmp_path: Path) -> None:
+    config = engine_config(Family.DEEPSEEK_V3, tmp_path)
+    assert [config[key] for key in KEYS] == ["noaux_tc", "sigmoid"]
+
+
+@pytest.mark.parametrize("family", [Family.MIXTRAL, Family.QWEN3_MOE])
+def test_engines_are_told_nothing_else_of_other_families(family: Family, tmp_path: Path) -> None:
+    assert not any(key in engine_config(family, tmp_path) for key in KEYS)
