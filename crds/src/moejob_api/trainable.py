@@ -14,5 +14,11 @@ from moejob_api.models.shape import Family
 UNTRAINED_FAMILIES: Mapping[Family, str] = {
     Family.QWEN3_NEXT: "Qwen3-Next needs layers of the gated delta rule, and the trainer has none",
 }
+# Attention heads that vLLM's kernel for CPUs is compiled for.
+CPU_ENGINE_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+# Numbers that latent attention keeps of a token, as that kernel takes them: 512 and 64 that are turned.
+CPU_ENGINE_LATENT = 576
+# The width of the tiles that it multiplies experts in.
+CPU_ENGINE_COLUMNS = 32
 # Families that publish all experts as one tensor, for which PEFT has no adapters.
 UNADAPTED_EXPERTS = frozenset({Family.GPT_OSS})

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from builders import dense_model, latent_model, moe_model, spec
 from moejob_api.models.shape import (
+    DenseMLP,
     Experts,
     Family,
     GroupedAttention,
+    LatentAttention,
     Layer,
     LinearAttention,
     ModelShape,
@@ -21,6 +24,9 @@ from moejob_api.rules import layout_problems
 QWEN = moe_model()
 LLAMA = dense_model()
 DEEPSEEK = latent_model()
+NARROW = ModelShape(
+    Family.DEEPSEEK_V2, 512, 512, False, 512, (Layer(LatentAttention(4, None, 256, 64, 64, 64), DenseMLP(256)),)
+)
 BIASED = moe_model(bias=True)
 LINEAR = ModelShape(
     Family.QWEN3_NEXT,
@@ -257,6 +263,27 @@ LINEAR = ModelShape(
             id="heads of an engine",
         ),
         pytest.param(
+            replace(QWEN, hidden=2064),
+            {"method": "GRPO", "resources": {"accelerator": "CPU"}},
+            Rule.ROLLOUT,
+            "take experts of a hidden size that 32 divides, and the model's is 2064; use GPUs, or another model",
+            id="experts of an engine on CPUs",
+        ),
+        pytest.param(
+            ModelShape(Family.LLAMA, 96, 512, True, 512, (Layer(GroupedAttention(4, 2, 24), DenseMLP(256)),)),
+            {"method": "GRPO", "resources": {"accelerator": "CPU"}},
+            Rule.ROLLOUT,
+            "numbers, and the model's have 24; use GPUs",
+            id="attention heads of an engine on CPUs",
+        ),
+        pytest.param(
+            NARROW,
+            {"method": "GRPO", "resources": {"accelerator": "CPU"}},
+            Rule.ROLLOUT,
+            "take latent attention that keeps 576 numbers of a token, and the model's keeps 256 + 64; use GPUs",
+            id="latent attention of an engine on CPUs",
+        ),
+        pytest.param(
             LLAMA,
             {"method": "GRPO", "grpo": {"rewards": [{"name": "math"}], "routingReplay": True}},
             Rule.ROUTING,
@@ -303,3 +330,9 @@ def test_a_layout_that_suits_the_model_is_accepted(model: ModelShape | None, sec
 def test_without_a_grid_nothing_is_said_about_batches() -> None:
     broken = spec(parallelism={"expertLayout": "Folded", "expert": 3, "data": 8}, training={"globalBatchSize": 5})
     assert {problem.rule for problem in layout_problems(broken, None)} == {Rule.EXPERT_GRID}
+
+
+@pytest.mark.parametrize("model", [replace(QWEN, hidden=2064), NARROW], ids=["hidden size", "latent attention"])
+def test_sizes_that_engines_on_cpus_do_not_take_are_those_of_cpus_alone(model: ModelShape) -> None:
+    problems = layout_problems(spec(method="GRPO"), model)
+    assert "engines on CPUs" not in " | ".join(problem.message for problem in problems)

@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from moejob_api.arithmetic import divisors
 from moejob_api.job import Spec
 from moejob_api.job.grpo import Grpo, Placement
+from moejob_api.job.resources import Accelerator
 from moejob_api.layout.sizes import Layout
-from moejob_api.models.shape import Experts, GroupedAttention, LatentAttention, ModelShape
+from moejob_api.models.shape import Experts, Family, GroupedAttention, LatentAttention, ModelShape
 from moejob_api.problems import Problem, Rule
+from moejob_api.trainable import CPU_ENGINE_COLUMNS, CPU_ENGINE_HEADS, CPU_ENGINE_LATENT
 
 
 def rollout_problems(spec: Spec, layout: Layout, shape: ModelShape | None) -> Iterator[Problem]:
@@ -19,6 +21,8 @@ def rollout_problems(spec: Spec, layout: Layout, shape: ModelShape | None) -> It
     yield from _node_problems(spec, spec.grpo, layout)
     if shape is not None:
         yield from _model_problems(spec.grpo, shape)
+        if spec.resources.accelerator is Accelerator.CPU:
+            yield from _cpu_problems(spec.grpo, shape)
 
 
 def _node_problems(spec: Spec, grpo: Grpo, layout: Layout) -> Iterator[Problem]:
@@ -67,3 +71,33 @@ def _model_problems(grpo: Grpo, shape: ModelShape) -> Iterator[Problem]:
                 "spec.grpo.rollout.tensor",
                 f"an engine of {tensor} GPUs cannot divide the model's {whole} {what}; change tensor to {fitting}",
             )
+
+
+def _cpu_problems(grpo: Grpo, shape: ModelShape) -> Iterator[Problem]:
+    """Yield the sizes that vLLM's kernels for CPUs do not take: its engines would end at their start."""
+    for refusal in _cpu_refusals(grpo, shape):
+        yield Problem(Rule.ROLLOUT, "spec.resources.accelerator", f"{refusal}; use GPUs, or another model")
+
+
+def _cpu_refusals(grpo: Grpo, shape: ModelShape) -> Iterator[str]:
+    columns, experts = CPU_ENGINE_COLUMNS, shape.experts
+    for attention in shape.attentions():
+        if (
+            isinstance(attention, LatentAttention)
+            and attention.key_value_rank + attention.rope_dim != CPU_ENGINE_LATENT
+        ):
+            yield (
+                f"engines on CPUs take latent attention that keeps {CPU_ENGINE_LATENT} numbers of a token, and the "
+                f"model's keeps {attention.key_value_rank} + {attention.rope_dim}"
+            )
+        if isinstance(attention, GroupedAttention) and attention.head_dim not in CPU_ENGINE_HEADS:
+            sizes = ", ".join(map(str, CPU_ENGINE_HEADS))
+            yield f"engines on CPUs take attention heads of {sizes} numbers, and the model's have {attention.head_dim}"
+    if experts is not None and shape.hidden % columns:
+        yield f"engines on CPUs take experts of a hidden size that {columns} divides, and the model's is {shape.hidden}"
+    # Of other families vLLM fills up what is missing.
+    if experts is not None and shape.family is Family.GPT_OSS and experts.intermediate // grpo.rollout.tensor % columns:
+        yield (
+            f"engines on CPUs take experts of {shape.family} whose columns {columns} divides, and the model's have "
+            f"{experts.intermediate} by a tensor of {grpo.rollout.tensor}"
+        )
