@@ -123,7 +123,8 @@ def _ours(case: _Case, counts: Sequence[int]) -> Iterator[tuple[int, list[float]
     try:
         engine.ready()
         fleet = Fleet([engine.url], Connection(SECRET), LIMITS)
-        trial = Trial(int(case.config["vocab_size"]), unknown, float("inf"))
+        text = np.arange(48, dtype=np.int32) * 7919 % int(case.config["vocab_size"])
+        trial = Trial(text, unknown, lambda: float("inf"))
         transport = DiskTransport(case.folder / "weights", None, LIMITS.start_seconds)
         with closing(Publisher(fleet, None, transport, trial)) as publisher:
             # Answers are of weights that were published; one tensor is enough for a name.

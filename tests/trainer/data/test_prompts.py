@@ -106,6 +106,9 @@ def test_prompts_are_asked_in_the_same_order_behind_a_checkpoint(tmp_path: Path)
     again.load_state_dict(first.state_dict())
     assert again.next_prompts(27) == expected[23:]
     assert {one.prompt.text for one in expected[:20]} == {one["prompt"] for one in QUESTIONS}
+    # The first ones, wherever a run is, and without moving it.
+    assert again.first_prompts(9) == [one.prompt for one in expected[:9]]
+    assert again.next_prompts(1)[0].number == 50
 
 
 def test_the_same_prompts_from_another_place_resume(tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ class Published:
 
     def publish(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> SyncReport:
         """Take all of it."""
-        return SyncReport(version, 0.0, sum(tensor.nbytes for _, tensor in weights), 0.0, 0.0)
+        return SyncReport(version, 0.0, sum(tensor.nbytes for _, tensor in weights), 0.0, 0.0, 1.0)
 
     def release(self) -> None:
         """Hold nothing."""

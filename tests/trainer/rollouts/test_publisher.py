@@ -17,8 +17,8 @@ from torch import Tensor
 
 from moejob_trainer.rollouts.connection import Connection
 from moejob_trainer.rollouts.fleet import Fleet, FleetLimits, NoEngine, RolloutEngine
-from moejob_trainer.rollouts.interface import SyncReport
-from moejob_trainer.rollouts.publisher import Publisher, Trial, WrongWeights, left_out, wrong
+from moejob_trainer.rollouts.interface import SyncReport, WrongWeights
+from moejob_trainer.rollouts.publisher import Expected, Publisher, Trial, left_out, wrong
 from moejob_trainer.rollouts.transports.disk import DiskTransport, NoRoom
 from moejob_trainer.rollouts.wire import WeightsLabel
 from trainer.rollouts.stand_in import StandIn, until
@@ -60,8 +60,9 @@ class Run:
             engine.close()
 
 
-def trial(trainers: float) -> Trial:
-    return Trial(512, lambda tokens: np.full(len(tokens) - 1, trainers, np.float32), 0.001)
+def trial(trainers: float, bound: float = 0.001, *, only_warns: bool = False) -> Trial:
+    tokens = np.arange(48, dtype=np.int32)
+    return Trial(tokens, lambda text: np.full(len(text) - 1, trainers, np.float32), lambda: bound, only_warns)
 
 
 Make = Callable[..., Run]
@@ -111,8 +112,31 @@ def test_the_files_of_a_version_go_with_the_next_one_and_at_the_end(make: Make, 
 
 def test_engines_with_other_probabilities_stop_the_run_with_both_numbers(make: Make) -> None:
     run = make(trainers=-1.25)
-    with pytest.raises(WrongWeights, match=r"-1\.00000 and the trainer -1\.25000; .* 0\.25000 where 0\.001"):
+    with pytest.raises(
+        WrongWeights,
+        match=r"-1\.00000 and the trainer -1\.25000; .* 0\.25000 where 0\.001.* grpo\.rollout\.probe\.bound",
+    ):
         run.publisher.publish(1, weights())
+
+
+def test_the_bound_is_measured_again_after_a_publication_that_was_wrong(make: Make) -> None:
+    run, bounds = make(trainers=-1.25), iter([0.2, 0.3])
+    tokens = run.publisher.trial.tokens
+    run.publisher.trial = Trial(tokens, lambda text: np.full(len(text) - 1, -1.25, np.float32), lambda: next(bounds))
+    with pytest.raises(WrongWeights, match=r"0\.25000 where 0\.2 is"):
+        run.publisher.publish(1, weights())
+    reports = [run.publisher.publish(version, weights()) for version in (1, 2)]
+    assert [(report.probe_mean, report.probe_bound) for report in reports] == [(0.25, 0.3)] * 2
+    assert len(run.fleet.serving) == 2
+
+
+def test_a_mismatch_that_only_warns_is_said_and_measured(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make()
+    run.publisher.trial = trial(-1.25, only_warns=True)
+    report = run.publisher.publish(1, weights())
+    assert (report.probe_mean, report.probe_bound) == (0.25, 0.001)
+    assert "warning: after a synchronization" in capsys.readouterr().err
+    assert len(run.fleet.serving) == 2
 
 
 @pytest.mark.parametrize(
@@ -125,13 +149,13 @@ def test_engines_with_other_probabilities_stop_the_run_with_both_numbers(make: M
     ],
 )
 def test_a_probe_is_compared_token_by_token(theirs: list[float], is_wrong: bool) -> None:
-    said = np.array(theirs, np.float32)
-    assert (wrong(np.array([-1.0, -2.0], np.float32), [("there", said)], 0.01) is not None) == is_wrong
+    said, expected = np.array(theirs, np.float32), Expected(np.array([-1.0, -2.0], np.float32), 0.01)
+    assert (wrong(expected, [("there", said)]) is not None) == is_wrong
 
 
 def test_one_wrong_engine_among_right_ones_is_seen() -> None:
     right, other = np.array([-1.0], np.float32), np.array([-3.0], np.float32)
-    assert "second" in str(wrong(right, [("first", right), ("second", other)], 0.01))
+    assert "second" in str(wrong(Expected(right, 0.01), [("first", right), ("second", other)]))
 
 
 @pytest.mark.parametrize("path", ["/start_weight_update", "/update_weights", "/finish_weight_update", "/resume"])

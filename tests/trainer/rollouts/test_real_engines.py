@@ -37,6 +37,8 @@ from trainer.runs import LONGEST_SECONDS, Runs, Started, eventually, steps
 
 # An engine that is silent for so long hangs: its server answers at once, whatever its workers do.
 LIMITS = FleetLimits(start_seconds=900, silence_seconds=10, answer_seconds=900, look_seconds=0.2)
+# Of the text that engines are compared on: tokens far apart.
+PROBE = np.arange(48, dtype=np.int32) * 7919 % 512
 SAMPLING = Sampling(temperature=0.8, top_p=1.0, max_new_tokens=48, stop_tokens=())
 
 
@@ -265,7 +267,7 @@ class Asked:
 def asked(engines: tuple[Engine, Engine], tmp_path: Path) -> Iterator[Asked]:
     fleet = Fleet([engine.url for engine in engines], Connection(SECRET), LIMITS)
     trained = model(5)
-    trial = Trial(512, lambda tokens: log_probabilities(trained, tokens), 1e-3)
+    trial = Trial(PROBE, lambda tokens: log_probabilities(trained, tokens), lambda: 1e-3)
     publisher = Publisher(fleet, None, DiskTransport(tmp_path / "weights", None, LIMITS.start_seconds), trial)
     try:
         assert publisher.publish(1, iter(weights(trained, tmp_path / "first").items())).probe_mean < 1e-4
@@ -300,7 +302,7 @@ def test_an_engine_that_is_killed_while_it_takes_weights_is_left_out(
     # Both load at once, and neither is asked to finish before both have loaded.
     other = StandIn(updated=lambda _: os.killpg(engines[1].pid, signal.SIGKILL))
     fleet = Fleet([engines[1].ready().url, other.url], Connection(SECRET), LIMITS)
-    trial = Trial(512, lambda tokens: np.full(len(tokens) - 1, other.probe, np.float32), 1e-3)
+    trial = Trial(PROBE, lambda tokens: np.full(len(tokens) - 1, other.probe, np.float32), lambda: 1e-3)
     publisher = Publisher(fleet, None, DiskTransport(tmp_path / "weights", None, LIMITS.start_seconds), trial)
     try:
         publisher.publish(1, iter(weights(model(6), tmp_path / "first").items()))

@@ -239,6 +239,29 @@ class Sync(StrEnum):
     DISK = "Disk"
 
 
+class ProbeMismatch(StrEnum):
+    """The consequence of an engine that computes something else than the trainer."""
+
+    STOP = "Stop"
+    WARN = "Warn"
+
+
+class PublicationProbe(ApiModel):
+    """The comparison of each engine with the trainer after a publication, on prompts of the job."""
+
+    bound: Annotated[
+        Positive | None,
+        Field(
+            description="Largest mean |log-probability of the trainer - of an engine|. Absent: twice what rounding "
+            "does to the trainer's own, which is measured."
+        ),
+    ] = None
+    on_mismatch: Annotated[
+        ProbeMismatch,
+        Field(description="Stop: publish again, then end the run. Warn: say so in the log, and train on."),
+    ] = ProbeMismatch.STOP
+
+
 class Rollout(ApiModel):
     """The vLLM engines that generate answers."""
 
@@ -267,6 +290,9 @@ class Rollout(ApiModel):
     staleness: Annotated[
         CountOrZero, Field(description="Steps that answers may be older than the weights; 0 until engines run ahead.")
     ] = 0
+    probe: Annotated[
+        PublicationProbe, Field(description="The comparison of engines with the trainer after each publication.")
+    ] = PublicationProbe()
 
     @property
     def engine_share(self) -> float:

@@ -80,7 +80,7 @@ class TransformersEngine:
         tensors = {name: tensor.detach().clone().contiguous() for name, tensor in weights}
         save_file(tensors, self.folder / "model.safetensors", {"format": "pt"})
         self.model, self.version = AutoModelForCausalLM.from_pretrained(self.folder).float().eval(), version
-        return SyncReport(version, 0.0, 0, 0.0, 0.0)
+        return SyncReport(version, 0.0, 0, 0.0, 0.0, 1.0)
 
     def release(self) -> None:
         """Hold what there is."""

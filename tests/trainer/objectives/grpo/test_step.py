@@ -41,6 +41,7 @@ from moejob_trainer.rollouts.interface import (
     RoutedLayers,
     Sampling,
     SyncReport,
+    WrongWeights,
 )
 
 END = 1
@@ -72,7 +73,7 @@ class Scripted:
     losses: set[int] = field(default_factory=set)
     published: list[int] = field(default_factory=list)
     # Why the next publications fail.
-    failures: list[str] = field(default_factory=list)
+    failures: list[Exception] = field(default_factory=list)
     _outdated: asyncio.Event = field(default_factory=asyncio.Event)
     _given: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -108,11 +109,11 @@ class Scripted:
         assert not self.is_awake
         self.published.append(version)
         if self.failures:
-            raise EnginesLost(self.failures.pop())
+            raise self.failures.pop()
         self.version, self.is_awake = version, True
         self._outdated.clear()
         self._given.set()
-        return SyncReport(version, 0.25, sum(tensor.nbytes for _, tensor in weights), 1e-6, 2e-6)
+        return SyncReport(version, 0.25, sum(tensor.nbytes for _, tensor in weights), 1e-6, 2e-6, 1e-3)
 
     def release(self) -> None:
         """Sleep."""
@@ -425,14 +426,33 @@ def test_weights_that_no_engine_keeps_are_published_a_few_times(
     started: Callable[..., Run], capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = started(_grpo(), _first_is_right)
-    run.engines.failures = ["no engine has kept the weights"] * 4
+    run.engines.failures = [EnginesLost("no engine has kept the weights")] * 4
     run.step(0)
     assert run.engines.published == [0] * 5
     told = "the weights of step 0 are published once more: no engine has kept the weights"
     assert capsys.readouterr().err.count(told) == 4
-    run.engines.failures = ["gone again"] * 5
+    run.engines.failures = [EnginesLost("gone again")] * 5
     with pytest.raises(EnginesLost, match="gone again"):
         run.step(1)
+
+
+def test_weights_that_are_wrong_once_are_published_again(
+    started: Callable[..., Run], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = started(_grpo(), _first_is_right)
+    run.engines.failures = [WrongWeights("0.2 where 0.1 is allowed"), EnginesLost("gone")]
+    run.step(0)
+    assert run.engines.published == [0] * 3
+    assert "the weights of step 0 are published once more: 0.2 where 0.1 is allowed" in capsys.readouterr().err
+
+
+def test_weights_that_are_wrong_twice_end_the_job_and_not_only_this_start_of_it(started: Callable[..., Run]) -> None:
+    run = started(_grpo(), _first_is_right)
+    run.engines.failures = [WrongWeights("0.2 where 0.1 is allowed")] * 3
+    # A rank ends with 78 for it, which no launcher restarts.
+    with pytest.raises(BadConfiguration, match=r"0\.2 where 0\.1 is allowed"):
+        run.step(0)
+    assert run.engines.published == [0] * 2
 
 
 def test_steps_of_epochs_ask_every_prompt_as_often_as_said() -> None:

@@ -161,7 +161,7 @@ def fleet(receivers: list[Receiver]) -> Iterator[Fleet]:
     connection.close()
 
 
-TRIAL = Trial(512, lambda tokens: np.full(len(tokens) - 1, -1.0, np.float32), 0.001)
+TRIAL = Trial(np.arange(48, dtype=np.int32), lambda tokens: np.full(len(tokens) - 1, -1.0, np.float32), lambda: 0.001)
 
 
 def broadcasting(fleet: Fleet) -> Publisher:

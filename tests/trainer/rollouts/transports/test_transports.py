@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ from moejob_trainer.rollouts.interface import Floats, SyncReport
 from moejob_trainer.rollouts.publisher import Publisher, Trial
 from moejob_trainer.rollouts.transports.broadcast import BroadcastTransport, EngineRendezvous, gloo
 from moejob_trainer.rollouts.transports.buckets import Ranks
-from moejob_trainer.setup.rollouts import EngineProbe
+from moejob_trainer.setup.probe import EngineProbe, probe_bound
 from rollout.references import lay_out, model
 from trainer.parity.cells import Cell, loss_of, micro_batches, started
 from trainer.rows import rows
@@ -112,6 +113,8 @@ def test_an_engine_computes_what_the_ranks_do_before_and_after_twenty_updates(
         assert abs(first - second).mean() > 0.01
         assert [report.version for report in found.reports] == [1, 2]
         assert all(report.probe_mean < CLOSE for report in found.reports)
+        # Rounding of float32 moves the trainer's own by less than would loosen it.
+        assert {report.probe_bound for report in found.reports} == {1e-3}
         # Each tensor once, from one of its owners.
         assert {report.size_bytes for report in found.reports} == {_size_bytes(FAMILIES[family])}
 
@@ -122,7 +125,12 @@ def published(cell: Cell, folder: Path, url: str) -> Published:
     control, spec = dist.new_group(backend="gloo"), cell.spec()
     engine = started(cell, folder)
     probe = EngineProbe(engine, batch_plan(spec, layout(spec.parallelism, 8), pad_token=0))
-    publisher = _publisher(control, url, Trial(engine.model.shape.vocabulary, probe, 1e-3, spec.data.max_length))
+    text = np.arange(spec.data.max_length, dtype=np.int32) * 7919 % engine.model.shape.vocabulary
+
+    def bound() -> float:
+        return probe_bound(torch.float32, probe.rounding(text, torch.float32))
+
+    publisher = _publisher(control, url, Trial(text, probe, bound))
     try:
         first = publisher.publish(1, engine.weights(publisher.stacked_elements)), probe(publisher.trial.tokens)
         loss = loss_of(cell, engine)

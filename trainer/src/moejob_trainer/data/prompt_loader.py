@@ -37,12 +37,20 @@ class PromptLoader:
 
     def next_prompts(self, count: int) -> list[NumberedPrompt]:
         """Return the next prompts."""
+        found, self._cursor = self._prompts_after(self._cursor, count)
+        return found
+
+    def first_prompts(self, count: int) -> list[Prompt]:
+        """Return the prompts that the run asks first, wherever it is now."""
+        return [each.prompt for each in self._prompts_after(self._dataset.start(), count)[0]]
+
+    def _prompts_after(self, cursor: Cursor, count: int) -> tuple[list[NumberedPrompt], Cursor]:
         found = []
         for _ in range(count):
-            number = sum(self._cursor.taken)
-            key, self._cursor = self._dataset.sample(self._cursor)
+            number = sum(cursor.taken)
+            key, cursor = self._dataset.sample(cursor)
             found.append(NumberedPrompt(number, self._sources[key.source].prompt(key.document)))
-        return found
+        return found, cursor
 
     def peek(self) -> Prompt:
         """Return the next prompt, which stays the next."""

@@ -16,6 +16,8 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from moejob_trainer.errors import BadConfiguration
+
 Tokens = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
 
@@ -86,6 +88,12 @@ class SyncReport:
     # Of a probe's tokens, |log-probability of the trainer - of the engine|; the mean and the largest over all engines.
     probe_mean: float
     probe_maximum: float
+    # Largest mean that is allowed.
+    probe_bound: float
+
+
+class WrongWeights(BadConfiguration):
+    """Engines compute something else than the trainer. Every rank gets it, and can publish the weights once more."""
 
 
 class EnginesLost(RuntimeError):
@@ -112,7 +120,7 @@ class WeightPublisher(Protocol):
     def publish(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> SyncReport:
         """Give all engines these weights; afterwards they are awake and answer with this version.
 
-        Raises EnginesLost when none is left that has them.
+        Raises EnginesLost when none is left that has them, WrongWeights when one computes something else with them.
         """
 
     def release(self) -> None:

@@ -1,8 +1,8 @@
 """Weights from the ranks of a trainer to its engines, and the proof that they arrived.
 
 Every rank calls the same methods in the same order; rank 0 speaks to the engines. A publication ends with a probe: the
-log-probabilities of a fixed text, the trainer's beside each engine's. A tensor that was skipped, cut wrongly or laid
-out for another kernel is seen there, and nowhere else: an engine with wrong weights answers as readily as any.
+log-probabilities of prompts of the run, the trainer's beside each engine's. A tensor that was skipped, cut wrongly or
+laid out for another kernel is seen there, and nowhere else: an engine with wrong weights answers as readily as any.
 """
 
 from __future__ import annotations
@@ -22,13 +22,10 @@ from moejob_trainer.distributed import messages
 from moejob_trainer.distributed.encoding import TEXT
 from moejob_trainer.rollouts.connection import EngineLost
 from moejob_trainer.rollouts.fleet import Fleet, RolloutEngine
-from moejob_trainer.rollouts.interface import EnginesLost, Floats, SyncReport, Tokens
+from moejob_trainer.rollouts.interface import EnginesLost, Floats, SyncReport, Tokens, WrongWeights
 from moejob_trainer.rollouts.sync import Load, WeightSync
 from moejob_trainer.rollouts.wire import WeightsLabel
 from moejob_trainer.runtime.user_lines import to_stderr
-
-# A longer text shows no more: each layer and most experts take part in it.
-PROBE_TOKENS = 48
 
 # The trainer's log-probability of each token but the first. All ranks call it; rank 0 needs the answer. [N - 1]
 Probe = Callable[[Tokens], Floats]
@@ -45,10 +42,6 @@ class Room(Protocol):
 
     def enter(self) -> None:
         """Take all of it again."""
-
-
-class WrongWeights(RuntimeError):
-    """Engines compute something else than the trainer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,18 +70,22 @@ class Transport(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """The text of the probe, the trainer's word on it, and how far an engine's mean may be from it."""
+    """The text of the probe, the trainer's log-probabilities, and the distance that an engine's mean may have."""
 
-    vocabulary: int
+    tokens: Tokens
     probe: Probe
-    tolerance: float
-    # Of the text; no longer than what the trainer packs into a micro batch.
-    length: int = PROBE_TOKENS
+    # Measured in the trainer, by all ranks together: at the first publication, and again after a wrong one.
+    bound: Callable[[], float]
+    # A mismatch is a warning, and the run continues.
+    only_warns: bool = False
 
-    @property
-    def tokens(self) -> Tokens:
-        """A text of tokens far apart, equal at every publication."""
-        return (np.arange(self.length, dtype=np.int64) * 7919 % self.vocabulary).astype(np.int32)
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Expected:
+    """The trainer's log-probabilities of the probe's text, and the largest mean distance from them."""
+
+    log_probabilities: Floats
+    bound: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +116,7 @@ class Publisher:
         self._fleet, self._world, self._transport, self.trial = fleet, world, transport, trial
         # None where no memory is shared: such engines never sleep.
         self._room = room
+        self._bound: float | None = None
         self._sync = None if fleet is None else WeightSync(fleet, sleeps=room is not None)
         # Versions of an earlier start of the trainer are other weights of the same number.
         self._run = messages.broadcast(uuid4().hex[:8], TEXT, world)
@@ -136,15 +134,22 @@ class Publisher:
             messages.barrier(self._world)
         sent = self._transport.send(label, weights, self._sync)
         trainers = self.trial.probe(self.trial.tokens)
+        if self._bound is None:
+            self._bound = self.trial.bound()
+        bound = self._bound
         if self._room is not None:
             # Engines are about to take memory for the answers' keys and values.
             self._room.leave()
             messages.barrier(self._world)
-        proof = None if self._sync is None else self._proven(sent, label, trainers)
+        proof = None if self._sync is None else self._proven(sent, label, Expected(trainers, bound))
         proof = messages.broadcast(proof, _PROOF, self._world)
-        if proof.problem is not None:
-            raise (EnginesLost if proof.is_lost else WrongWeights)(proof.problem)
-        return SyncReport(version, time.monotonic() - began, sent.size_bytes, proof.mean, proof.maximum)
+        if proof.problem is None:
+            return SyncReport(version, time.monotonic() - began, sent.size_bytes, proof.mean, proof.maximum, bound)
+        if proof.is_lost:
+            raise EnginesLost(proof.problem)
+        # Of weights that have been trained for long, rounding may make more than of the first ones.
+        self._bound = None
+        raise WrongWeights(proof.problem)
 
     def release(self) -> None:
         """Let engines on the trainer's GPUs sleep; those that share no memory with it keep theirs."""
@@ -163,7 +168,7 @@ class Publisher:
             self._fleet.connection.run(self._fleet.unwatch())
             self._fleet.connection.close()
 
-    def _proven(self, sent: Sent, label: WeightsLabel, trainers: Floats) -> _Proof:
+    def _proven(self, sent: Sent, label: WeightsLabel, expected: Expected) -> _Proof:
         """Compare engines with the trainer, or say what is wrong: for an exception the other ranks would wait."""
         if self._fleet is None or self._sync is None:
             raise ValueError("rank 0 alone proves a publication")
@@ -177,9 +182,11 @@ class Publisher:
             engines = await sync.each(await sync.finish(sent.engines, label), probed)
             if not engines:
                 return f"no engine has kept the weights {label}: {fleet.reasons()}"
-            problem = self._problem(trainers, found)
-            if problem is None:
-                await sync.serve(engines, self._again(sent, label, trainers))
+            problem = self._problem(expected, found)
+            if problem is not None:
+                await sync.rest(engines)
+            else:
+                await sync.serve(engines, self._again(sent, label, expected))
                 late = left_out(fleet.engines, label, is_read_later=sent.catch_up is not None)
                 if late is not None:
                     to_stderr(late)
@@ -189,10 +196,10 @@ class Publisher:
         problem = sync.run(compared())
         if problem is not None:
             return _Proof(0.0, 0.0, problem, is_lost=not found)
-        apart = np.concatenate([np.abs(trainers - theirs) for _, theirs in found])
+        apart = np.concatenate([np.abs(expected.log_probabilities - theirs) for _, theirs in found])
         return _Proof(float(apart.mean()), float(apart.max()))
 
-    def _again(self, sent: Sent, label: WeightsLabel, trainers: Floats) -> Load | None:
+    def _again(self, sent: Sent, label: WeightsLabel, expected: Expected) -> Load | None:
         """Load and prove the same weights in an engine that was away."""
         load, sync = sent.catch_up, self._sync
         if load is None or sync is None:
@@ -200,15 +207,19 @@ class Publisher:
 
         async def again(engine: RolloutEngine) -> None:
             await sync.whole(engine, label, load)
-            problem = self._problem(trainers, [(engine, await sync.probed(engine, self.trial.tokens))])
+            problem = self._problem(expected, [(engine, await sync.probed(engine, self.trial.tokens))])
             if problem is not None:
                 raise EngineLost(problem)
 
         return again
 
-    def _problem(self, trainers: Floats, found: Sequence[tuple[RolloutEngine, Floats]]) -> str | None:
-        said = [(engine.url, theirs) for engine, theirs in found]
-        return wrong(trainers, said, self.trial.tolerance)
+    def _problem(self, expected: Expected, found: Sequence[tuple[RolloutEngine, Floats]]) -> str | None:
+        """Return what is wrong with engines; with Warn, write it to the log instead."""
+        problem = wrong(expected, [(engine.url, theirs) for engine, theirs in found])
+        if problem is None or not self.trial.only_warns:
+            return problem
+        to_stderr(f"warning: {problem}")
+        return None
 
 
 def left_out(engines: Sequence[RolloutEngine], label: WeightsLabel, *, is_read_later: bool) -> str | None:
@@ -223,14 +234,17 @@ def left_out(engines: Sequence[RolloutEngine], label: WeightsLabel, *, is_read_l
     )
 
 
-def wrong(trainers: Floats, found: Sequence[tuple[str, Floats]], tolerance: float) -> str | None:
+def wrong(expected: Expected, found: Sequence[tuple[str, Floats]]) -> str | None:
     """Return a sentence with both numbers when an engine is too far from the trainer; pure."""
+    trainers = expected.log_probabilities
     for url, theirs in found:
         apart = float(np.abs(trainers - theirs).mean())
         # Not a number is far from every number.
-        if not apart <= tolerance:
+        if not apart <= expected.bound:
             return (
                 f"after a synchronization {url} gives the probe a mean log-probability of {theirs.mean():.5f} and the "
-                f"trainer {trainers.mean():.5f}; their mean |difference| is {apart:.5f} where {tolerance:g} is allowed"
+                f"trainer {trainers.mean():.5f}; their mean |difference| is {apart:.5f} where {expected.bound:.3g} is "
+                "allowed: the engine computes with other weights, or computes otherwise; compare in float32 "
+                "(model.dtype), and where both are right raise grpo.rollout.probe.bound or set its onMismatch to Warn"
             )
     return None

@@ -69,12 +69,16 @@ class WeightSync:
 
     async def sleep(self) -> None:
         """Let engines give back their memory; weights and keys and values come with the next synchronization."""
+        await self.each(self._fleet.serving, self._asleep)
 
-        async def asleep(engine: RolloutEngine) -> None:
-            # Level 1 would move weights to the host's memory; the trainer has them.
-            await self._fleet.post(engine, "/sleep?level=2")
+    async def rest(self, engines: Sequence[RolloutEngine]) -> None:
+        """Let engines that have been woken for nothing give back their memory, where they share the trainer's."""
+        if self._sleeps:
+            await self.each([engine for engine in engines if not engine.serves], self._asleep)
 
-        await self.each(self._fleet.serving, asleep)
+    async def _asleep(self, engine: RolloutEngine) -> None:
+        # Level 1 would move weights to the host's memory; the trainer has them.
+        await self._fleet.post(engine, "/sleep?level=2")
 
     async def label_of(self, engine: RolloutEngine) -> str:
         """Return the name of the weights that an engine says it has."""

@@ -53,7 +53,7 @@ def build_objective(
     """Build the objective that the job's method names; what it starts ends with the stack."""
     if isinstance(inputs, RunData):
         return _supervised(context, inputs, engine, stack)
-    engines = connect_engines(context, engine, stack)
+    engines = connect_engines(context, engine, inputs, stack)
     run = build_grpo(context, inputs, engines, rewards, stack)
     evaluate = partial(run.objective.evaluate, engine=engine)
     evaluations = RankedEvaluations(context.spec, inputs.total_steps, context.ranks, evaluate)

@@ -6,7 +6,6 @@ import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -16,36 +15,33 @@ from moejob_api.job import Spec
 from moejob_api.job.grpo import Sync
 from moejob_api.job.resources import Accelerator
 from moejob_api.models.shape import ModelShape
-from moejob_trainer.data.packing import BatchPlan, batch_of_rank, batch_plan
-from moejob_trainer.engine import Document
 from moejob_trainer.errors import BadConfiguration
 from moejob_trainer.megatron.engine import MegatronEngine
 from moejob_trainer.megatron.generation_offload import generation_offload
 from moejob_trainer.rollouts.connection import Connection
 from moejob_trainer.rollouts.fleet import Fleet, FleetLimits
 from moejob_trainer.rollouts.generator import FleetGenerator
-from moejob_trainer.rollouts.interface import Floats, RoutedLayers, Tokens
-from moejob_trainer.rollouts.publisher import PROBE_TOKENS, Publisher, Room, Transport, Trial
+from moejob_trainer.rollouts.interface import RoutedLayers
+from moejob_trainer.rollouts.publisher import Publisher, Room, Transport
 from moejob_trainer.rollouts.transports.broadcast import BroadcastTransport, EngineRendezvous, MakeGroup, gloo, nccl
 from moejob_trainer.rollouts.transports.buckets import Ranks
 from moejob_trainer.rollouts.transports.disk import DiskTransport
 from moejob_trainer.rollouts.transports.ipc import IpcTransport, export
 from moejob_trainer.setup.context import RankContext
 from moejob_trainer.setup.grpo import RolloutEngines
+from moejob_trainer.setup.probe import build_trial
+from moejob_trainer.setup.prompts import RunPrompts
 
 _FOLDER = "weights"
-# |log-probability of the trainer - of an engine|, in the mean over a probe: rounding of the types that weights have.
-_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
 
 
-def connect_engines(context: RankContext, engine: MegatronEngine, stack: ExitStack) -> RolloutEngines:
+def connect_engines(
+    context: RankContext, engine: MegatronEngine, prompts: RunPrompts, stack: ExitStack
+) -> RolloutEngines:
     """Connect rank 0 to the engines; every rank takes part in giving them weights."""
     limits, is_first = FleetLimits(), context.environment.rank == 0
     fleet = Fleet(_urls(os.environ), Connection(os.environ.get(Environment.SECRET)), limits) if is_first else None
-    plan = batch_plan(context.spec, context.layout, pad_token=0)
-    length = min(PROBE_TOKENS, context.spec.data.max_length)
-    trial = Trial(engine.model.shape.vocabulary, EngineProbe(engine, plan), _tolerance(context), length)
-    ways = _transport(context, limits.start_seconds), trial, _room(context.spec, engine)
+    ways = _transport(context, limits.start_seconds), build_trial(context, engine, prompts), _room(context.spec, engine)
     publisher = Publisher(fleet, context.control, *ways)
     stack.callback(publisher.close)
     generator = None if fleet is None else FleetGenerator(fleet)
@@ -123,31 +119,3 @@ def _urls(environ: Mapping[str, str]) -> list[str]:
             f"{Environment.ROLLOUT_URLS} names no engine, and GRPO needs one to generate answers; start rollout engines"
         )
     return urls
-
-
-def _tolerance(context: RankContext) -> float:
-    return _TOLERANCE[getattr(torch, context.spec.model.dtype.value)]
-
-
-class EngineProbe:
-    """The trainer's log-probabilities of a text; every data rank asks its own copy of the model."""
-
-    def __init__(self, engine: MegatronEngine, plan: BatchPlan) -> None:
-        self._engine, self._plan, self._data = engine, plan, engine.groups.data
-
-    def __call__(self, tokens: Tokens) -> Floats:
-        """Return the log-probability of each token but the first. [N - 1]"""
-        copies = [
-            Document(tokens.astype(np.int64), np.ones(len(tokens), np.float32), number)
-            for number in range(self._data.size)
-        ]
-        batches = batch_of_rank(copies, self._plan, self._data.rank)
-        # Engines say what their weights make of a text, before any temperature.
-        with self._engine.at_temperature(1.0):
-            outputs = self._engine.outputs(batches)
-        for batch, said in zip(batches, outputs, strict=True):
-            for start, length in zip(batch.cu_lengths.tolist(), batch.lengths, strict=False):
-                if length:
-                    found: Floats = said.log_probabilities[start : start + length - 1].float().cpu().numpy()
-                    return found
-        raise RuntimeError("every data rank has one copy")

@@ -25,7 +25,7 @@ from moejob_trainer.objectives.grpo.experience import Experience
 from moejob_trainer.objectives.grpo.loss import grpo_loss, mismatch
 from moejob_trainer.objectives.grpo.packed_answers import answers
 from moejob_trainer.objectives.grpo.rank_exchange import Peers
-from moejob_trainer.rollouts.interface import EnginesLost, SyncReport, WeightPublisher
+from moejob_trainer.rollouts.interface import EnginesLost, SyncReport, WeightPublisher, WrongWeights
 from moejob_trainer.runtime.user_lines import to_stderr
 
 T = TypeVar("T")
@@ -102,7 +102,7 @@ class GroupRelativePolicyOptimization:
 
     def __init__(self, settings: GrpoSettings, parts: StepServices) -> None:
         self.settings, self.parts, self._grpo = settings, parts, settings.grpo
-        self._phases, self._sync = Phases(), SyncReport(0, 0.0, 0, 0.0, 0.0)
+        self._phases, self._sync = Phases(), SyncReport(0, 0.0, 0, 0.0, 0.0, 0.0)
         # Of this rank, since the step began; on the device, for reading it would wait.
         self._mismatch: torch.Tensor | None = None
         # Through the updates of the step, over all ranks.
@@ -191,12 +191,16 @@ class GroupRelativePolicyOptimization:
         return found
 
     def _published(self, step: int, engine: Engine) -> SyncReport:
-        publisher = self.parts.publisher
+        publisher, have_been_wrong = self.parts.publisher, False
         for _ in range(_PUBLICATIONS - 1):
             try:
                 return publisher.publish(step, engine.weights(publisher.stacked_elements))
-            except EnginesLost as lost:
-                self._tell(f"the weights of step {step} are published once more: {lost}")
+            except (EnginesLost, WrongWeights) as failure:
+                # What is wrong twice is no accident, and no start of this job can mend it.
+                if isinstance(failure, WrongWeights) and have_been_wrong:
+                    raise
+                have_been_wrong |= isinstance(failure, WrongWeights)
+                self._tell(f"the weights of step {step} are published once more: {failure}")
             publisher.release()
         return publisher.publish(step, engine.weights(publisher.stacked_elements))
 
@@ -240,6 +244,7 @@ class GroupRelativePolicyOptimization:
             "syncBytes": float(self._sync.size_bytes),
             "probeMean": self._sync.probe_mean,
             "probeMaximum": self._sync.probe_maximum,
+            "probeBound": self._sync.probe_bound,
         }
 
 
