@@ -20,7 +20,9 @@ KEYS = ("topk_method", "scoring_func")
 
 def engine_config(family: Family, folder: Path) -> dict[str, Any]:
     """The config.json that engines read, of a model that Transformers has saved."""
-    AutoConfig.for_model(family, **SMALL[family]).save_pretrained(folder / "published")
+    # Transformers' default is that of a published model.
+    sizes = {"num_key_value_heads": SMALL[family]["num_attention_heads"]} | SMALL[family]
+    AutoConfig.for_model(family, **sizes).save_pretrained(folder / "published")
     config = json.loads((folder / "published/config.json").read_text())
     assert not any(config.get(key) for key in KEYS)
     lay_out(folder / "published", folder / "engine-model", shape_of(config), torch.float32)

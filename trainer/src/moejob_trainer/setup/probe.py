@@ -110,7 +110,7 @@ class EngineProbe:
 
     @contextmanager
     def _rounded_embedding(self, dtype: torch.dtype, seed: int) -> Iterator[None]:
-        rounded = partial(_rounded_once_more, torch.finfo(dtype).eps, seed)
+        rounded = partial(rounded_once_more, torch.finfo(dtype).eps, seed)
         with ExitStack() as stack:
             for stage in self._engine.stages:
                 if stage.place.is_first:
@@ -118,7 +118,7 @@ class EngineProbe:
             yield
 
 
-def _rounded_once_more(unit: float, seed: int, _: nn.Module, __: Any, embedded: Tensor) -> Tensor:
+def rounded_once_more(unit: float, seed: int, _: nn.Module, __: Any, embedded: Tensor) -> Tensor:
     """Change each number by up to one rounding, alike on ranks that hold the same numbers."""
     generator = torch.Generator(embedded.device).manual_seed(seed)
     shares = torch.rand(embedded.shape, generator=generator, device=embedded.device) * 2 - 1
