@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from moejob_api.contract import LastWord, Outcome, PodProgress, RankFault, printable
+from moejob_api.contract import LastWord, Outcome, PodProgress, RankFault, escaped_lines, printable
 
 
 @pytest.mark.parametrize(
@@ -27,6 +27,20 @@ def test_words_reach_terminals_without_what_terminals_obey(said: str, shown: str
     assert printable(said) == shown
     word = LastWord.model_validate_json(json.dumps({"outcome": "Hung", "message": said}))
     assert word.message == RankFault(outcome=Outcome.HUNG, message=said).message == shown
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        pytest.param("a\tb\nc", "a\tb\nc", id="lines and tabs"),
+        pytest.param("\x1b[2J\x9b31m\x00", r"\x1b[2J\x9b31m\x00", id="terminal escapes"),
+        pytest.param("\u202egnirts\u2066", r"\u202egnirts\u2066", id="direction of writing"),
+        pytest.param("a\ud800b\u2028", r"a\ud800b\u2028", id="half of a pair, separator of lines"),
+        pytest.param("Größe 大 \U0001f600", "Größe 大 \U0001f600", id="other scripts"),
+    ],
+)
+def test_what_terminals_obey_is_escaped_in_lines(text: str, shown: str) -> None:
+    assert escaped_lines(text) == shown
 
 
 @given(st.text())

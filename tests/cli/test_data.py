@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 from rich.console import Console
 from typer.testing import CliRunner
 
 from moejob_api.contract import ExitCode
 from moejob_api.data_preview import DataPreview, DatasetPreview, PreviewedExample, PreviewedText
 from moejob_api.problems import InvalidSpec
-from moejob_cli.app import app
+from moejob_cli.app import OutputFormat, app, print_document
 from moejob_cli.data_report import data_report
 
 EXAMPLE = str(Path(__file__).parents[2] / "examples/tiny-sft.yaml")
@@ -58,3 +59,14 @@ def test_a_reason_for_every_record_and_no_control_character_is_shown() -> None:
     assert "a [31m" in shown
     assert "\n    b⟦c⟧" in shown
     assert "\x1b" not in shown
+
+
+@pytest.mark.parametrize("output", [OutputFormat.JSON, OutputFormat.YAML])
+def test_documents_escape_what_a_terminal_would_obey(output: OutputFormat, capsys: pytest.CaptureFixture[str]) -> None:
+    value = {"text": "\x1b[2J \x9b31m \u202egnirts"}
+    print_document(value, output)
+    shown = capsys.readouterr().out
+    assert shown.replace("\n", "").isprintable()
+    assert yaml.safe_load(shown) == value
+    print_document({"text": "Größe 大"}, output)
+    assert "Größe 大" in capsys.readouterr().out

@@ -261,7 +261,7 @@ def preview_data(
     settings: SetOption = None,
 ) -> None:
     """Show what the model will see of a job's data: trained tokens marked, counts, lengths, what is dropped and why."""
-    from moejob_api.contract import ExitCode
+    from moejob_api.contract import ExitCode, escaped_lines
     from moejob_api.data_preview import Extent
     from moejob_cli.data_preview import PreviewFailure, previewed
     from moejob_cli.running.machine import CannotRun
@@ -272,7 +272,7 @@ def preview_data(
         typer.echo(f"error: {refused}", err=True)
         raise typer.Exit(ExitCode.BAD_CONFIGURATION) from None
     if isinstance(found, PreviewFailure):
-        typer.echo(f"error: {found.message}", err=True)
+        typer.echo(f"error: {escaped_lines(found.message)}", err=True)
         raise typer.Exit(found.exit_code)
     if output is OutputFormat.TABLE:
         from moejob_cli.data_report import data_report
@@ -339,7 +339,10 @@ def export_model(
 
 def _finish(done: "Conversion") -> NoReturn:
     """Print the end of a conversion, and exit with its code."""
-    typer.echo(f"error: {done.message}" if done.exit_code else done.message, err=bool(done.exit_code))
+    from moejob_api.contract import escaped_lines
+
+    message = escaped_lines(done.message)
+    typer.echo(f"error: {message}" if done.exit_code else message, err=bool(done.exit_code))
     raise typer.Exit(done.exit_code)
 
 
@@ -377,8 +380,16 @@ def show(answer: "RenderableType") -> None:
 def print_document(value: object, output: OutputFormat) -> None:
     """Print plain values as JSON or YAML."""
     if output is OutputFormat.JSON:
-        typer.echo(json.dumps(value, indent=2, ensure_ascii=False))
+        text = json.dumps(value, indent=2, ensure_ascii=False)
+        # Escapes are how JSON writes what a terminal would obey, so a reader gets the same text.
+        typer.echo(text if _is_shown(text) else json.dumps(value, indent=2))
         return
     import yaml
 
-    typer.echo(yaml.safe_dump(value, sort_keys=False, allow_unicode=True), nl=False)
+    text = yaml.safe_dump(value, sort_keys=False, allow_unicode=True)
+    typer.echo(text if _is_shown(text) else yaml.safe_dump(value, sort_keys=False), nl=False)
+
+
+def _is_shown(text: str) -> bool:
+    """Return whether a terminal shows all of a text and obeys nothing of it but ends of lines."""
+    return text.replace("\n", "").isprintable()

@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from moejob_api.contract import printable
+from moejob_api.contract import escaped, printable
 from moejob_api.data_preview import DataPreview, DatasetPreview, PreviewedExample
 
 # Around what is trained on: colour alone would be lost in a file.
@@ -24,7 +24,7 @@ def _lines(dataset: DatasetPreview) -> Iterator[RenderableType]:
     read = "all" if dataset.is_whole else "the first"
     yield Text.assemble(
         (dataset.part, "bold"),
-        f"  {dataset.source}, split {dataset.split}, {dataset.format}: {read} {dataset.records:,} records",
+        escaped(f"  {dataset.source}, split {dataset.split}, {dataset.format}: {read} {dataset.records:,} records"),
     )
     yield Text(f"  kept {dataset.kept:,}, truncated {dataset.truncated:,}, dropped {dataset.dropped:,}")
     if dataset.lengths is not None:
@@ -35,7 +35,7 @@ def _lines(dataset: DatasetPreview) -> Iterator[RenderableType]:
             f"lengths {shortest:,} to {longest:,}, median {median:,}"
         )
     for one in dataset.left_out:
-        yield Text.assemble(("  left out  ", "yellow"), f"{one.place}: {one.reason}")
+        yield Text.assemble(("  left out  ", "yellow"), escaped(f"{one.place}: {one.reason}"))
     hidden = dataset.truncated + dataset.dropped - len(dataset.left_out)
     if hidden > 0:
         yield Text.assemble(("  left out  ", "yellow"), f"and {hidden:,} more")
@@ -46,7 +46,9 @@ def _lines(dataset: DatasetPreview) -> Iterator[RenderableType]:
 
 def _example(example: PreviewedExample) -> Iterator[RenderableType]:
     yield Text()
-    yield Text(f"  {example.place}: {example.tokens:,} tokens, {example.trained_tokens:,} trained on", style="bold")
+    yield Text(
+        f"  {escaped(example.place)}: {example.tokens:,} tokens, {example.trained_tokens:,} trained on", style="bold"
+    )
     text = Text()
     for part in example.parts:
         # Data is the world's: what a terminal would obey is shown as a blank, and only lines are kept.

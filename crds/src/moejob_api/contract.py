@@ -163,6 +163,18 @@ def printable(text: str) -> str:
     return text if text.isprintable() else "".join(" " if _is_obeyed(letter) else letter for letter in text)
 
 
+def escaped(text: str) -> str:
+    """Return the text with what `printable` leaves out written as Python and JSON write it: \\x9b, \\u202e."""
+    if text.isprintable():
+        return text
+    return "".join(letter.encode("unicode_escape").decode() if _is_obeyed(letter) else letter for letter in text)
+
+
+def escaped_lines(text: str) -> str:
+    """Return the text with its lines and tabs as they are, and everything else escaped."""
+    return "\n".join("\t".join(map(escaped, line.split("\t"))) for line in text.split("\n"))
+
+
 def _is_obeyed(letter: str) -> bool:
     return unicodedata.category(letter) in ("Cc", "Cf", "Cs", "Zl", "Zp")
 

@@ -111,3 +111,20 @@ def test_an_export_copies_regular_files_of_known_names_alone(tmp_path: Path) -> 
     (folder / "tokenizers").mkdir()
     os.mkfifo(folder / "merges.txt")
     assert copied(folder, tmp_path / "export") == sorted([*expected, "additional_chat_templates/tools.jinja"])
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        pytest.param(lambda folder: fetch(Model(source=str(folder)), folder.parent), id="model"),
+        pytest.param(lambda folder: tokenizer(str(folder)), id="tokenizer"),
+        pytest.param(lambda folder: records(_data(folder)), id="data"),
+    ],
+)
+@pytest.mark.parametrize("name", ["model/vocab.txt", "model/more", "model"])
+def test_a_link_that_leads_to_itself_is_refused(read: Callable[[Path], object], name: str, tmp_path: Path) -> None:
+    link = tmp_path / name
+    link.parent.mkdir(exist_ok=True)
+    link.symlink_to(link)
+    with pytest.raises(BadData, match=f"{link} is a link that leads to itself; remove it"):
+        read(tmp_path / "model")

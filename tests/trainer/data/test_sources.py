@@ -140,3 +140,33 @@ def test_a_source_that_is_not_there_is_named_with_what_to_do(
             jsonl(tmp_path / folder / f"{name}.jsonl", {"text": name})
     with pytest.raises(BadData, match=said.format(folder=tmp_path)):
         read(source.format(folder=tmp_path), tmp_path / "claims", split)
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        pytest.param(rb'{"text": "a\ud83d b"}', r"line 2 holds \\ud83d at character 2 of a text", id="value"),
+        pytest.param(rb'{"text": "x", "a\uDE00": 1}', r"line 2 holds \\ude00", id="key"),
+        pytest.param(rb'{"text": "x", "a": [{"b": ["\ud83d"]}]}', r"line 2 holds \\ud83d", id="deep"),
+        pytest.param(
+            rb'{"text": "x", "text": "y"}', "line 2 is not JSON: an object has the key 'text' twice", id="key twice"
+        ),
+        pytest.param(b'{"text": ' + b"9" * 5000 + b"}", "line 2 is not JSON", id="huge number"),
+        pytest.param(b'{"text": ' + b"[" * 200_000, "line 2 is not JSON", id="deep nesting"),
+        pytest.param(b'{"text": "a\0b"}', "line 2 is not JSON", id="NUL"),
+        pytest.param(b'{"text": "a\xff"}', "line 2 is not UTF-8", id="not UTF-8"),
+        pytest.param('{"text": "a"}'.encode("utf-16"), "line 2 is not", id="UTF-16"),
+    ],
+)
+def test_a_line_of_odd_content_is_named_with_its_file(tmp_path: Path, line: bytes, reason: str) -> None:
+    file = tmp_path / "odd.jsonl"
+    file.write_bytes(b'{"text": "whole"}\r\n' + line + b"\n")
+    with pytest.raises(BadData, match=f"{file}, {reason}"):
+        [*records(Dataset(source=str(file), format=DataFormat.TEXT))]
+
+
+def test_whole_pairs_escapes_and_a_byte_order_mark_are_read(tmp_path: Path) -> None:
+    file = tmp_path / "odd.jsonl"
+    file.write_bytes(b"\xef\xbb\xbf" + rb'{"text": "\ud83d\ude00 \\ud83d \u0000"}' + b"\r\n")
+    (record,) = records(Dataset(source=str(file), format=DataFormat.TEXT))
+    assert record.fields == {"text": "\U0001f600 \\ud83d \0"}

@@ -16,7 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from moejob_api.contract import RunFile
+from moejob_api.contract import RunFile, escaped_lines
 from moejob_api.job.grpo import Grpo
 from moejob_api.learning_signals import signal_words, weak_signals
 from moejob_cli.running.steps import StepLine, seconds_left, sparkline, tokens_per_second
@@ -89,7 +89,7 @@ class Terminal:
 
     def report(self, event: str) -> None:
         """Print above the bar."""
-        self._live.console.print(Text(event, style="yellow"))
+        self._live.console.print(Text(escaped_lines(event), style="yellow"))
 
 
 class PlainLines:
@@ -116,7 +116,7 @@ class PlainLines:
 
     def report(self, event: str) -> None:
         """Print."""
-        sys.stdout.write(event + "\n")
+        sys.stdout.write(escaped_lines(event) + "\n")
         sys.stdout.flush()
 
 

@@ -17,8 +17,10 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from moejob_api.job.model import TrainedTurns
+from moejob_trainer.data.bounded_rendering import bounded_work, refuse_excess, refuse_powers
 from moejob_trainer.data.conversations import Conversation, Message
 from moejob_trainer.data.generation_templates import KNOWN, fingerprint, marked
+from moejob_trainer.data.records import refuse_surrogates
 from moejob_trainer.errors import BadData
 
 Span = tuple[int, int]
@@ -117,17 +119,21 @@ class Template:
     ) -> tuple[str, tuple[Span, ...]]:
         source = self._source(conversation)
         try:
-            texts, spans = _render_jinja(
-                conversations=[list(messages)],
-                tools=list(conversation.tools) or None,
-                chat_template=source,
-                return_assistant_tokens_mask=mark and _MARKER.search(source) is not None,
-                add_generation_prompt=prompt,
-                **self._tokenizer.special_tokens_map,
-            )
+            with bounded_work():
+                refuse_powers(source)
+                texts, spans = _render_jinja(
+                    conversations=[list(messages)],
+                    tools=list(conversation.tools) or None,
+                    chat_template=source,
+                    return_assistant_tokens_mask=mark and _MARKER.search(source) is not None,
+                    add_generation_prompt=prompt,
+                    **self._tokenizer.special_tokens_map,
+                )
+            refuse_excess(texts[0], conversation.characters)
         # A template is a foreign program: it refuses with TemplateError and fails with the others.
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
+        except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
             raise BadData(f"{conversation.place}: the chat template fails: {error}") from error
+        refuse_surrogates(texts[0], f"{conversation.place}, as the chat template writes it,")
         return texts[0], tuple(spans[0]) if spans else ()
 
     def _source(self, conversation: Conversation) -> str:

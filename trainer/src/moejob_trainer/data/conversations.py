@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moejob_api.job.model import TrainedTurns
-from moejob_trainer.data.records import Record
+from moejob_trainer.data.records import Record, refuse_surrogates
 from moejob_trainer.errors import BadData
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -24,6 +24,11 @@ class Conversation:
     messages: tuple[Message, ...]
     tools: tuple[Message, ...]
     place: str
+
+    @property
+    def characters(self) -> int:
+        """The number of characters of all that a template is given, roughly."""
+        return len(json.dumps([self.messages, self.tools], default=str))
 
     @property
     def answers(self) -> tuple[int, ...]:
@@ -128,9 +133,11 @@ def _tools(record: Record) -> tuple[Message, ...]:
 
 def _parsed(written: str, what: str) -> Any:
     try:
-        return json.loads(written)
+        parsed = json.loads(written)
     except (ValueError, RecursionError) as error:
         raise BadData(f"{what} are not JSON: {error}") from error
+    refuse_surrogates(parsed, what)
+    return parsed
 
 
 def _shown(value: object) -> str:

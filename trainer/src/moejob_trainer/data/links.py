@@ -7,6 +7,7 @@ all links, into the blobs beside it, so for one of those the folder is its model
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import stat
@@ -39,12 +40,22 @@ def copy_file(source: Path, target: Path, folder: Path) -> None:
 
 
 def _bounds(folder: Path) -> Path:
+    _refuse_loop(folder)
     real = folder.resolve()
     is_snapshot = real.parent.name == _SNAPSHOTS and real.parent.parent.name.startswith(_CACHED)
     return real.parent.parent if is_snapshot else real
 
 
+def _refuse_loop(path: Path) -> None:
+    try:
+        path.stat()
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise BadData(f"{path} is a link that leads to itself; remove it, or replace it") from error
+
+
 def _resolved(path: Path, bounds: Path) -> Path:
+    _refuse_loop(path)
     real = path.resolve()
     if not real.is_relative_to(bounds):
         raise BadData(

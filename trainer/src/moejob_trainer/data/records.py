@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from moejob_trainer.errors import BadData
+
 
 @dataclass(frozen=True, slots=True)
 class Record:
@@ -12,6 +14,32 @@ class Record:
 
     fields: Mapping[str, object]
     place: str
+
+
+def refuse_surrogates(value: object, place: str) -> None:
+    r"""Refuse a text, at any depth, that holds half of a surrogate pair: `"\ud83d"` without what follows it in JSON.
+
+    It is no character: it has no UTF-8, and no tokenizer takes it.
+    """
+    waiting = [value]
+    while waiting:
+        last = waiting.pop()
+        if isinstance(last, str):
+            _refuse_surrogate(last, place)
+        elif isinstance(last, Mapping):
+            waiting += [*last.keys(), *last.values()]
+        elif isinstance(last, list | tuple):
+            waiting += last
+
+
+def _refuse_surrogate(text: str, place: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadData(
+            f"{place} holds \\u{ord(text[error.start]):04x} at character {error.start + 1} of a text: half of a "
+            "surrogate pair, which is no character; remove it, or write it as U+FFFD"
+        ) from error
 
 
 def without_absent(fields: Mapping[str, object]) -> Mapping[str, object]:

@@ -8,6 +8,7 @@ import io
 import json
 import re
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,7 +22,7 @@ import pyarrow.parquet as pq
 from moejob_api.job.model import Dataset
 from moejob_trainer.data import tiny
 from moejob_trainer.data.hub import HubPins, dataset_commit
-from moejob_trainer.data.records import Record, without_absent
+from moejob_trainer.data.records import Record, refuse_surrogates, without_absent
 from moejob_trainer.data.shapes import shaped
 from moejob_trainer.data.tokenizers import CLAIMS, located
 from moejob_trainer.errors import BadData
@@ -159,6 +160,8 @@ def _opened(path: Path) -> Iterator[IO[bytes]]:
             yield opened
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise BadData(f"{path} cannot be unpacked: {error}; pack or copy it again") from error
+    except PermissionError as error:
+        raise BadData(f"{path} cannot be read: {error.strerror}; let the job's user read it") from error
 
 
 def _table(path: Path) -> Iterator[Record]:
@@ -181,7 +184,7 @@ def _cells(fields: Mapping[str, object], place: str) -> Mapping[str, object]:
 
 def _line(line: bytes, place: str) -> Record:
     try:
-        fields = json.loads(line.decode("utf-8-sig").rstrip())
+        fields = json.loads(line.decode("utf-8-sig").rstrip(), object_pairs_hook=_unique)
     except UnicodeDecodeError as error:
         raise BadData(f"{place} is not UTF-8: {error.reason} at byte {error.start}") from error
     except json.JSONDecodeError as error:
@@ -193,7 +196,19 @@ def _line(line: bytes, place: str) -> Record:
         raise BadData(f"{place} is not JSON: {error}; every line must hold one whole JSON object") from error
     if not isinstance(fields, dict):
         raise BadData(f"{place} holds a JSON {type(fields).__name__}; every line must hold one JSON object")
+    # UTF-8 has no other way to write one.
+    if b"\\ud" in line or b"\\uD" in line:
+        refuse_surrogates(fields, place)
     return Record(fields, place)
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        seen = Counter(key for key, _ in pairs)
+        twice = next(key for key, count in seen.items() if count > 1)
+        raise ValueError(f"an object has the key {twice[:100]!r} twice, and one of the values would be lost")
+    return fields
 
 
 def _rows(path: Path) -> Iterator[Record]:
@@ -204,7 +219,7 @@ def _rows(path: Path) -> Iterator[Record]:
                 for fields in batch.to_pylist():
                     number += 1
                     yield Record(without_absent(fields), f"{path}, row {number}")
-    except (OSError, pa.ArrowException) as error:
+    except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
         raise BadData(f"{path} cannot be read as Parquet after row {number}: {error}") from error
 
 

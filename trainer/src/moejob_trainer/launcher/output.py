@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from moejob_api.contract import escaped_lines
 from moejob_trainer.launcher.log import LauncherLog
 
 log = LauncherLog()
@@ -26,6 +27,7 @@ _LONGEST_LINE = 16 * 1024
 _LAST_LINE_CHARACTERS = 2048
 # The pipe of a dead rank ends at once, unless a child of it holds it open.
 _LAST_WORD_SECONDS = 0.5
+_UNUSUAL = re.compile(rb"[^\t\r\n -~]")
 # Progress bars go back to the start of the line instead of ending it. A pattern of whole lines would look for the end
 # of an unfinished one from each of its letters, and keep the launcher's other threads from running meanwhile.
 _LINE_END = re.compile(rb"[\r\n]+")
@@ -61,6 +63,15 @@ class _LogFile:
         if self.descriptor is not None:
             os.close(self.descriptor)
             self.descriptor = None
+
+
+def shown_line(line: bytes) -> bytes:
+    """Return a line of a rank with what a terminal would obey escaped: its words may be those of a stranger's data."""
+    if not _UNUSUAL.search(line):
+        return line
+    text = line.rstrip(b"\r\n")
+    # Letters that are cut at the end of a read, and bytes that are none, are escaped as well.
+    return escaped_lines(text.decode(errors="backslashreplace")).encode() + line[len(text) :]
 
 
 class RankOutput:
@@ -127,6 +138,7 @@ class RankOutput:
     def _pass_on(self, stream: _Stream, line: bytes) -> None:
         if stream.is_errors and line.strip():
             self._last[stream.rank] = line.decode(errors="replace").strip()[:_LAST_LINE_CHARACTERS]
+        line = shown_line(line)
         if stream.rank in self._files:
             self._files[stream.rank].write(line)
         try:
