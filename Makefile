@@ -80,6 +80,9 @@ setup: $(operator_built) $(trainer_built) $(rollout_built) ## Build the environm
 setup-gpu: $(operator_built) $(trainer_gpu_built) ## Build what plans and trains on the GPUs of this machine
 	@:
 
+setup-megatron: $(operator_built) $(bridge_built) ## Build what converts to and from Megatron's checkpoints
+	@:
+
 
 # Checks.
 
@@ -330,4 +333,4 @@ clean: ## Remove the environments and all build output; the cache stays
 		$(foreach dist,crds operator trainer rollout cli,$(dist)/dist $(dist)/build)
 	@find $(wildcard crds operator trainer rollout cli tests benchmarks scripts) -name __pycache__ -prune -exec rm -rf {} +
 
-.PHONY: help setup setup-gpu fmt lint types operator-types trainer-types rollout-types generate verify test test-operator test-trainer test-bridge test-learning matrix test-gate real-models test-rollout test-cluster test-nodes test-beside-nodes test-faults test-policies test-images gpu-test control-plane bench bench-operator bench-recovery bench-hostile bench-trainer bench-gpu bench-grpo demo demo-grpo cluster-demo docs pictures images bases kind-demo lock audit audit-images clean
+.PHONY: help setup setup-gpu setup-megatron fmt lint types operator-types trainer-types rollout-types generate verify test test-operator test-trainer test-bridge test-learning matrix test-gate real-models test-rollout test-cluster test-nodes test-beside-nodes test-faults test-policies test-images gpu-test control-plane bench bench-operator bench-recovery bench-hostile bench-trainer bench-gpu bench-grpo demo demo-grpo cluster-demo docs pictures images bases kind-demo lock audit audit-images clean

@@ -28,7 +28,7 @@ def test_a_missing_environment_is_named_with_its_fix(model: Path, tmp_path: Path
     arguments = ("export", str(model), "--to", "megatron", "--out", str(tmp_path / "out"))
     code, printed = run(*arguments, python=tmp_path / "none")
     assert code == ExitCode.BAD_CONFIGURATION
-    assert "make setup" in printed
+    assert "make setup-megatron" in printed
     assert "moejob-trainer[megatron]" in printed
 
 

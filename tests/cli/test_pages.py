@@ -105,6 +105,13 @@ def test_a_command_within_the_text_has_the_options_that_there_are(one: Typed) ->
     assert {word for word in (name, *words) if word.startswith("-")} <= known
 
 
+def test_a_make_target_that_a_message_names_is_there() -> None:
+    sources = "".join(path.read_text(encoding="utf-8") for path in ROOT.glob("*/src/*/**/*.py"))
+    named = set(re.findall(r"`make ([a-z-]+)`", sources))
+    assert {"setup", "setup-megatron"} <= named
+    assert [target for target in named if f"\n{target}:" not in (ROOT / "Makefile").read_text(encoding="utf-8")] == []
+
+
 @pytest.mark.parametrize("one", [*typed("make "), *mentioned("make ")], ids=str)
 def test_a_make_target_that_is_shown_is_there(one: Typed) -> None:
     assert f"\n{shlex.split(one.command)[1]}:" in (ROOT / "Makefile").read_text()

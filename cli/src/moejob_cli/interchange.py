@@ -114,8 +114,8 @@ def megatron_python(environ: Mapping[str, str], checkout: Path = _CHECKOUT) -> P
     # Not resolved: a virtual environment is known by the link that is its Python.
     found = Path(named) if named else checkout / ".venv/bridge/bin/python"
     fix = (
-        f"run `make setup` in the checkout of moejob, or set {MEGATRON_PYTHON} to the Python of an environment with "
-        "moejob-trainer[megatron]"
+        f"run `make setup-megatron` in the checkout of moejob, or set {MEGATRON_PYTHON} to the Python of an "
+        "environment with moejob-trainer[megatron]"
     )
     if not (found.is_file() and os.access(found, os.X_OK)):
         raise CannotRun(f"Megatron-Bridge is not here: {found} is no program; {fix}")
