@@ -104,7 +104,7 @@ def started(
     rate: Callable[[int], float] = lambda _: 1e-5,
     beginning: Beginning | None = None,
 ) -> Started:
-    """The engine of a job for a model with this config.json; `rate` returns the learning rate of an update."""
+    """The engine of a job for a model with this config.json; `rate` returns the learning rate of a step."""
     reached = print_nothing if beginning is None else beginning.reached
     model, sizes = architecture(config), layout_of(spec.parallelism, 8)
     groups = start_groups(sizes, spec.moe.dispatcher)

@@ -77,6 +77,7 @@ def _curve(chosen: argparse.Namespace, device: torch.device) -> Line:
     losses: list[float] = []
     norms: list[float] = []
     for texts in _batches(chosen, of_rank.model.shape.vocabulary):
+        of_rank.engine.begin_step(len(losses))
         result = of_rank.engine.update(_batch(of_rank, texts), loss)
         losses.append(round(result.loss, 5))
         norms.append(round(result.gradient_norm, 5))
@@ -133,8 +134,8 @@ def _batches(chosen: argparse.Namespace, vocabulary: int) -> Iterator[list[np.nd
         yield [_text(random, words, successors, chosen.length) for _ in range(chosen.batch)]
 
 
-def _rate(update: int) -> float:
-    return LEARNING_RATE * min(1.0, (update + 1) / WARM_UP_STEPS)
+def _rate(step: int) -> float:
+    return LEARNING_RATE * min(1.0, (step + 1) / WARM_UP_STEPS)
 
 
 def _text(random: np.random.Generator, words: np.ndarray, successors: np.ndarray, most: int) -> np.ndarray:

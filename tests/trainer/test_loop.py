@@ -25,6 +25,7 @@ class World:
     over_at: int | None = None
     done: int = 0
     saved: list[int] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
 
     def restore(self) -> int:
         self.done = self.begun
@@ -55,6 +56,9 @@ class World:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+    def begin_step(self, step: int) -> None:
+        self.steps.append(step)
 
     def update(self, batches: Sequence[MicroBatch], loss: Loss) -> UpdateResult:  # noqa: ARG002
         self.done += 1
@@ -115,3 +119,5 @@ def test_the_loop_saves(name: str) -> None:
     run = Run(world, world, world, world, 6, lambda step, _: reported.append(step), world.is_among_best, world.is_over)
     assert (train(run), world.saved) == (outcome, saved)
     assert reported == [*range(world.begun + 1, world.done + 1)]
+    # Counted by the loop, from what was restored: the engine's updates do not say how far the schedule is.
+    assert world.steps == [step - 1 for step in reported]

@@ -130,7 +130,7 @@ def test_no_engine_of_a_run_can_be_reached_from_other_machines(tmp_path: Path) -
     job["spec"]["training"] = {"maxSteps": 2}
     job["spec"]["parallelism"], job["spec"]["resources"]["gpusPerNode"] = {"data": 2}, 2
     # Rank 0 and the engine's workers are a process group, as they are not with Disk.
-    job["spec"]["grpo"]["rollout"] = {"placement": "Separate", "sync": "Gloo", "tensor": 2}
+    job["spec"]["grpo"] |= {"rollout": {"placement": "Separate", "sync": "Gloo", "tensor": 2}, "temperature": 0.9}
     run = _started(tmp_path, "reinforced", job)
     with ended_by_force(run), watched(run.process.pid) as run.listening:
         run.ended()

@@ -44,10 +44,12 @@ from trainer.parity.references import Reference
 from trainer.worlds import Worlds
 
 RANKS_PER_NODE = 2
+SAMPLED: dict[str, Any] = {"method": "GRPO", "grpo": {"temperature": 0.9, "rewards": [{"name": "exact-match"}]}}
 SETTINGS: dict[str, dict[str, Any]] = {
     **ALIKE,
     "experts that refuse tokens": {"moe": {"balancing": "None", "capacityFactor": 0.5}},
     "a router in float64": {"moe": {"balancing": "None", "routerDtype": "float64"}},
+    "answers at another temperature": SAMPLED,
 }
 # What goes wrong first, with the layers in four parts and in one.
 MUTANTS = {
@@ -264,6 +266,15 @@ def test_what_was_trained_is_what_the_exported_files_are_and_they_get_their_name
     said = worlds.run(cell.ranks(), exported, cell, reference(cell.family)[0], tmp_path / "export", "")
     assert set(said) == {""}
     assert [path.name for path in tmp_path.iterdir()] == ["export"]
+
+
+@pytest.mark.parametrize("name", ["PP2", "TP2"])
+def test_answers_at_another_temperature_leave_an_export_as_it_is(
+    worlds: Worlds, reference: Reference, tmp_path: Path, name: str
+) -> None:
+    cell = Cell(Family.MIXTRAL, SAMPLED | {"parallelism": LAYOUTS[name]})
+    said = worlds.run(cell.ranks(), exported, cell, reference(cell.family)[0], tmp_path / "export", "")
+    assert set(said) == {""}
 
 
 @pytest.mark.parametrize("family", [Family.QWEN3_MOE, Family.GPT_OSS])

@@ -39,7 +39,14 @@ from moejob_trainer.megatron.engine import EnginePlacement, MegatronEngine
 from moejob_trainer.megatron.optimizer import OptimizerShard
 from moejob_trainer.megatron.stages import built
 from moejob_trainer.megatron.topology import start_groups, stop_groups
-from moejob_trainer.megatron.weights import adapter_weights, coordinates, load_pretrained, named_weights, read_weights
+from moejob_trainer.megatron.weights import (
+    adapter_weights,
+    coordinates,
+    load_pretrained,
+    named_weights,
+    read_weights,
+    start_adapters,
+)
 from moejob_trainer.model.architecture import Architecture, architecture, as_trained
 from moejob_trainer.model.parameters import Parameter, local_slices
 from moejob_trainer.model.stage import Stage
@@ -303,7 +310,10 @@ def started(cell: Cell, folder: Path) -> MegatronEngine:
     stages, groups, model = stages_of(cell, folder)
     load_pretrained(stages, opened(folder / "first", table(model.shape)), groups)
     lora = spec_of_cell.training.lora
-    if lora is not None:
+    if lora is not None and not (folder / "adapters").exists():
+        declared = adapter_table(model.shape, lora).parameters
+        start_adapters(stages, declared, groups, spec_of_cell.training.seed)
+    elif lora is not None:
         adapted = opened(folder / "adapters", adapter_table(_shape(folder / "adapters", spec_of_cell), lora))
         read_weights(adapter_weights(stages), adapted, groups)
     if cell.mutant == "two experts swapped":

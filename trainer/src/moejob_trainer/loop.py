@@ -64,6 +64,7 @@ def train(run: Run) -> LoopOutcome:
     step, is_owed = run.checkpoints.restore(), False
     run.begin()
     while step < run.total_steps and not run.is_over():
+        run.engine.begin_step(step)
         with run.traced(step + 1):
             results = [
                 run.engine.update(batches, run.objective.loss) for batches in run.objective.updates(step, run.engine)

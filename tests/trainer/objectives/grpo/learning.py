@@ -201,6 +201,7 @@ def _learned(asked: Spec, folder: Path, placement: EnginePlacement) -> list[floa
         )
         objective = GroupRelativePolicyOptimization(settings, parts)
         for step in range(asked.training.max_steps or 0):
+            engine.begin_step(step)
             for batches in objective.updates(step, engine):
                 engine.update(batches, objective.loss)
             right.append(objective.metrics()["reward/exact-match"])
@@ -214,7 +215,7 @@ def _engine(asked: Spec, placement: EnginePlacement) -> MegatronEngine:
     load_pretrained(stages, opened(found.folder, table(model.shape)), placement.groups)
     training = asked.training
 
-    def rate(update: int) -> float:
-        return learning_rate(update, training.max_steps or 1, training.optimizer, training.scheduler)
+    def rate(step: int) -> float:
+        return learning_rate(step, training.max_steps or 1, training.optimizer, training.scheduler)
 
     return MegatronEngine(model, asked, stages, placement, rate)

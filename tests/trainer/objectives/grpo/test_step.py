@@ -147,6 +147,9 @@ class Flat:
         """Yield four bytes."""
         yield "w", torch.zeros(1)
 
+    def begin_step(self, step: int) -> None:
+        """Learn at the same rate in each."""
+
     def update(self, batches: Sequence[MicroBatch], loss: Callable[..., LossTerms]) -> UpdateResult:
         """Add the terms of the loss up."""
         terms = [loss(outputs, batch) for outputs, batch in zip(self._said(batches), batches, strict=True)]

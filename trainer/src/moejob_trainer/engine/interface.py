@@ -69,6 +69,9 @@ Loss = Callable[[TokenOutputs, MicroBatch], LossTerms]
 class Engine(Protocol):
     """A model spread over ranks. Every rank calls the same methods in the same order."""
 
+    def begin_step(self, step: int) -> None:
+        """Take the learning rate of a step, counted from 0, for the updates that follow: none, one or several."""
+
     def update(self, batches: Sequence[MicroBatch], loss: Loss) -> UpdateResult:
         """One update of the weights from this data rank's micro batches of a global batch."""
 

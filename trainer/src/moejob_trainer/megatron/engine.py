@@ -68,7 +68,7 @@ class EnginePlacement:
 
 
 class MegatronEngine:
-    """A model spread over ranks by Megatron's groups. `learning_rate` returns the rate of the n-th update."""
+    """A model spread over ranks by Megatron's groups. `learning_rate` returns the rate of a step, counted from 0."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class MegatronEngine:
         self.measures = UpdateMetrics(model, spec.moe, self._stages, placement.groups, placement.device)
         # Of the state, for a save: what changes weights or moments waits for them.
         self.copies = StateCopies(placement.device)
-        self.updates = 0
+        self.updates = self.step = 0
         self._skipped = 0
         # The last loss that was asked for, whether forward only, and the names of what it measures.
         self._told: tuple[tuple[Loss, bool], list[str]] | None = None
@@ -102,6 +102,13 @@ class MegatronEngine:
 
     # --- what the loop asks for ------------------------------------------------------------------------------------
 
+    def begin_step(self, step: int) -> None:
+        """Take the learning rate of a step for the updates that follow.
+
+        Updates that were made do not say which step it is: GRPO leaves out what it has nothing to learn from.
+        """
+        self.step = step
+
     def update(self, batches: Sequence[MicroBatch], loss: Loss) -> UpdateResult:
         """One update of the weights from this data rank's micro batches of a global batch."""
         with named_range("forward and backward"):
@@ -111,7 +118,7 @@ class MegatronEngine:
         with named_range("gradients"):
             finish_gradients(self._stages, self.replicas, self.groups)
             norm = self.optimizer.gradient_norm()
-        rate = self.learning_rate(self.updates)
+        rate = self.learning_rate(self.step)
         is_applied = math.isfinite(norm) and math.isfinite(result.loss)
         with named_range("optimizer"):
             if is_applied:

@@ -143,6 +143,8 @@ def _activations(engine: MegatronEngine, batches: Sequence[MicroBatch]) -> _Acti
         final.append(given[0].detach())
 
     with ExitStack() as stack:
+        # Transformers computes logits: the temperature of GRPO's answers is no part of the model.
+        stack.enter_context(engine.at_temperature(1.0))
         for stage in engine.stages:
             stack.enter_context(_complete(stage))
             stack.enter_context(without_float8(stage))

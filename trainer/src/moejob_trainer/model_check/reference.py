@@ -149,7 +149,8 @@ class AdaptedWeights:
         a, b = (self.adapters.get(one) for one in names_of_pair(name))
         if a is None or b is None:
             return found
-        return (found.float() + (self.scale * b.float() @ a.float())[part]).to(found.dtype)
+        # In float32, like the model that is trained: it is rounded once, to the type that the reference computes in.
+        return found.float() + (self.scale * b.float() @ a.float())[part]
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moejob_api.derived import has_reference, updates_per_step
+from moejob_api.derived import has_reference
 from moejob_trainer.checkpoints.names import CHECKPOINTS
 from moejob_trainer.checkpoints.verification import has_complete
 from moejob_trainer.conversion.adapters import adapter_table
@@ -29,11 +29,10 @@ def build_engine(context: RankContext, model: RunModel, total_steps: int, *, awa
     if spec.training.lora is not None:
         declared = adapter_table(model.architecture.shape, spec.training.lora).parameters
         start_adapters(stages, declared, context.groups, spec.training.seed)
-    training, of_step = spec.training, updates_per_step(spec)
+    training = spec.training
 
-    def rate(update: int) -> float:
-        # Warm-up and decay are counted in steps, of which each may be several updates.
-        return learning_rate(update // of_step, total_steps, training.optimizer, training.scheduler)
+    def rate(step: int) -> float:
+        return learning_rate(step, total_steps, training.optimizer, training.scheduler)
 
     return MegatronEngine(model.architecture, spec, stages, context.placement, rate)
 
