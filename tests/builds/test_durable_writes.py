@@ -87,7 +87,6 @@ ELSEWHERE: Mapping[tuple[str, str], str] = {
     (f"{TRAINER}/launcher/output.py", "open"): "logs: nothing reads them but people",
     (f"{TRAINER}/launcher/engine_processes.py", "open"): "logs: nothing reads them but people",
     (f"{TRAINER}/launcher/entry.py", "fdopen"): "standard output",
-    (f"{TRAINER}/rewards/worker.py", "fdopen"): "standard output",
     (f"{CLI}/running/engines.py", "open"): "logs: nothing reads them but people",
     (f"{CLI}/running/processes.py", "open"): "logs: nothing reads them but people",
     (f"{CLI}/running/folder.py", "open"): "run.lock is empty; `_write` syncs file and folders",
