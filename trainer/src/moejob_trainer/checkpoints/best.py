@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import TypeAdapter
@@ -21,13 +22,25 @@ from moejob_trainer.checkpoints.verification import (
 )
 from moejob_trainer.errors import BadConfiguration
 
-_FOLDERS = TypeAdapter(list[StepFolder])
+
+@dataclass(frozen=True, slots=True)
+class _Ranked:
+    """The checkpoints with an evaluation, the best first, and those of which it could not be read."""
+
+    folders: tuple[StepFolder, ...]
+    unread: tuple[Refusal, ...]
+
+
+_RANKED = TypeAdapter(_Ranked)
 
 
 def best_good(checkpoints: Path, measure: str, ranks: Coordinator | None = None) -> Search:
     """The good checkpoint with the best evaluation, and better ones that were refused. Every rank calls this."""
-    coordinator, refused = ranks or SingleRank(), list[Refusal]()
-    for folder in on_first_rank(coordinator, lambda: _judged(checkpoints, measure), _FOLDERS):
+    coordinator = ranks or SingleRank()
+    ranked = on_first_rank(coordinator, lambda: _ranked(checkpoints, measure), _RANKED)
+    # Any of these may have been the best.
+    refused = [*ranked.unread]
+    for folder in ranked.folders:
         outcome = checked(checkpoints / folder.name, VerificationDepth.HASHES, coordinator)
         if isinstance(outcome, Found):
             return Search(outcome, tuple(refused))
@@ -44,8 +57,9 @@ def facts_in(path: Path) -> Facts | Refusal | None:
     return outcome.manifest.facts if isinstance(outcome, Found) else outcome
 
 
-def _judged(checkpoints: Path, measure: str) -> list[StepFolder]:
+def _ranked(checkpoints: Path, measure: str) -> _Ranked:
     complete = [one.folder for one in seen(checkpoints) if one.state is FolderState.COMPLETE]
     read = [facts_in(checkpoints / folder.name) for folder in complete]
     known = [facts for facts in read if isinstance(facts, Facts)]
-    return best(known, measure, len(known))
+    unread = tuple(facts for facts in read if isinstance(facts, Refusal) and facts.is_unread)
+    return _Ranked(tuple(best(known, measure, len(known))), unread)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from moejob_api.job.storage import Checkpoint
@@ -13,6 +14,7 @@ from moejob_trainer.checkpoints.manifest import Facts
 from moejob_trainer.checkpoints.names import MARKER, StepFolder, step_folder
 from moejob_trainer.checkpoints.policy import best, to_delete
 from moejob_trainer.checkpoints.run import RunFolder, other_run
+from moejob_trainer.checkpoints.unread import retry_unread
 from moejob_trainer.checkpoints.verification import FolderState, Refusal, Search, SeenFolder, seen
 from moejob_trainer.errors import BadConfiguration
 from moejob_trainer.runtime.disk import Disk, explained
@@ -22,6 +24,7 @@ log = logging.getLogger(__name__)
 
 def set_aside(place: RunFolder, search: Search, disk: Disk) -> None:
     """Mark damaged checkpoints newer than the one found; refuse to forget a run of which nothing good is left."""
+    retry_unread(place, search, disk)
     if search.found is None and search.refused:
         raise BadConfiguration(
             f"{place.checkpoints} has checkpoints and none is good: {'; '.join(map(str, search.refused))}; "
@@ -29,6 +32,8 @@ def set_aside(place: RunFolder, search: Search, disk: Disk) -> None:
         )
     for refusal in search.refused:
         log.warning("checkpoint refused", extra={"checkpoint": refusal.folder.name, "reason": refusal.reason})
+        if refusal.is_unread:
+            continue
         path = place.checkpoints / refusal.folder.name
         with explained("setting a damaged checkpoint aside", path):
             if (path / MARKER).exists():
@@ -42,6 +47,8 @@ class Retention:
 
     policy: Checkpoint
     measure: str = ""
+    # Those that could not be read when the run began, so that it went on from an older one.
+    passed_over: AbstractSet[StepFolder] = frozenset()
 
 
 def clean(place: RunFolder, retention: Retention, disk: Disk) -> None:
@@ -50,7 +57,7 @@ def clean(place: RunFolder, retention: Retention, disk: Disk) -> None:
     What counts as kept has all its files in their sizes. Reading them all again for this would cost hours: bytes that
     changed since show when a run resumes from them.
     """
-    counted = [_counted(place, one) for one in seen(place.checkpoints)]
+    counted = [_counted(place, one, retention.passed_over) for one in seen(place.checkpoints)]
     folders, facts = [one.seen for one in counted], [one.facts for one in counted if one.facts is not None]
     spared = _named(place, retention.policy) | _best(facts, retention)
     for folder in to_delete(folders, retention.policy.keep, place.token, spared):
@@ -70,15 +77,18 @@ class _Counted:
     facts: Facts | None = None
 
 
-def _counted(place: RunFolder, one: SeenFolder) -> _Counted:
+def _counted(place: RunFolder, one: SeenFolder, passed_over: AbstractSet[StepFolder]) -> _Counted:
     """As it was seen, but a checkpoint with damage that shows at a glance takes no place among those that are kept."""
     if one.state is not FolderState.COMPLETE:
         return _Counted(one)
+    # The run went on without it: it goes when the run has come as far again.
+    if one.folder in passed_over:
+        return _Counted(SeenFolder(one.folder, FolderState.REJECTED))
     found = facts_in(place.checkpoints / one.folder.name)
     if not isinstance(found, Refusal):
         return _Counted(one, found)
     log.warning("checkpoint refused", extra={"checkpoint": one.folder.name, "reason": found.reason})
-    return _Counted(SeenFolder(one.folder, FolderState.REJECTED))
+    return _Counted(SeenFolder(one.folder, FolderState.UNREAD if found.is_unread else FolderState.REJECTED))
 
 
 def _best(facts: Sequence[Facts], retention: Retention) -> frozenset[StepFolder]:

@@ -16,6 +16,9 @@ MARKER = "complete.json"
 # What a marker is renamed to once its files turned out to be damaged.
 REJECTED = "rejected.json"
 
+# Beside the step folders: those that a start could not read.
+UNREAD = "unread.json"
+
 OWN_FILES = frozenset({MANIFEST, MARKER, REJECTED})
 
 

@@ -70,6 +70,8 @@ def _is_useless(one: SeenFolder, complete: Sequence[StepFolder], own: FenceToken
         case FolderState.PARTIAL:
             # Only a process of an earlier start can have left it: of this one's it may be the one being written.
             return one.folder.token < own
+        case FolderState.UNREAD:
+            return False
         case FolderState.REJECTED:
             # Until the run has come as far again, it may be all there is of these steps.
             return bool(complete) and complete[0].step >= one.folder.step

@@ -15,7 +15,7 @@ from moejob_trainer.checkpoints.commit import require_ours
 from moejob_trainer.checkpoints.coordination import Coordinator
 from moejob_trainer.checkpoints.names import CHECKPOINTS, step_folder
 from moejob_trainer.checkpoints.verification import Found, Refusal, VerificationDepth, checked, latest
-from moejob_trainer.errors import BadConfiguration
+from moejob_trainer.errors import BadConfiguration, TransientFailure
 from moejob_trainer.runtime.disk import TEMPORARY, Disk
 from moejob_trainer.runtime.fencing import FenceToken
 
@@ -121,6 +121,11 @@ def resumed(resume_from: str, named: Path, ranks: Coordinator) -> Found:
     else:
         search = latest(named if named.name == CHECKPOINTS else named / CHECKPOINTS, VerificationDepth.HASHES, ranks)
         found, refused = search.found, search.refused
+    if any(refusal.is_unread for refusal in refused):
+        raise TransientFailure(
+            f"checkpoint.resumeFrom {resume_from} names {named}, where checkpoints cannot be read now: "
+            f"{'; '.join(map(str, refused))}; the next start tries again, or name the folder of another step"
+        )
     if found is None:
         raise BadConfiguration(_nothing_good(resume_from, named, refused))
     return found

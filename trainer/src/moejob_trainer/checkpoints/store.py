@@ -25,6 +25,7 @@ from moejob_trainer.checkpoints.manifest import EvaluationFacts, Facts, FileEntr
 from moejob_trainer.checkpoints.names import StepFolder
 from moejob_trainer.checkpoints.policy import LastSave, is_due, room_complaint
 from moejob_trainer.checkpoints.run import RunFolder, other_run, own_run_folder, resumed
+from moejob_trainer.checkpoints.unread import retry_unread
 from moejob_trainer.checkpoints.verification import Found, Search, VerificationDepth, latest
 from moejob_trainer.checkpoints.writer import Pending, StateWriter
 from moejob_trainer.distributed.encoding import BOOLEAN, INTEGER, NOTHING
@@ -96,6 +97,7 @@ class CheckpointStore:
     _saving: _Saving | None = None
     _size_bytes: int | None = None
     _cleaning: Future[None] | None = None
+    _passed_over: frozenset[StepFolder] = frozenset()
 
     @property
     def last_step(self) -> int | None:
@@ -107,6 +109,7 @@ class CheckpointStore:
         on_first_rank(self.ranks, self._open, NOTHING)
         search = latest(self.place.checkpoints, VerificationDepth.HASHES, self.ranks)
         on_first_rank(self.ranks, lambda: set_aside(self.place, search, self.disk), NOTHING)
+        self._passed_over = frozenset(refusal.folder for refusal in search.refused if refusal.is_unread)
         self._begin_from(search.found)
         if search.found is not None or self.policy.resume_from is None:
             return search.found
@@ -146,11 +149,12 @@ class CheckpointStore:
 
     def best(self) -> Search:
         """The good checkpoint with the best evaluation, where such are kept. Every rank calls this."""
-        return (
-            Search(None)
-            if self.policy.keep_best is None
-            else best_good(self.place.checkpoints, self.measure, self.ranks)
-        )
+        if self.policy.keep_best is None:
+            return Search(None)
+        search = best_good(self.place.checkpoints, self.measure, self.ranks)
+        if any(refusal.is_unread for refusal in search.refused):
+            on_first_rank(self.ranks, lambda: retry_unread(self.place, search, self.disk), NOTHING)
+        return search
 
     # --- at the start ---
 
@@ -274,4 +278,6 @@ class CheckpointStore:
 
     def _clean_up(self) -> None:
         if self.ranks.rank == 0:
-            self._cleaning = self.background.submit(clean, self.place, Retention(self.policy, self.measure), self.disk)
+            self._cleaning = self.background.submit(
+                clean, self.place, Retention(self.policy, self.measure, self._passed_over), self.disk
+            )

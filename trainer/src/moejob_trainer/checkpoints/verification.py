@@ -6,6 +6,7 @@ Reads only. Under many ranks, rank 0 looks for candidates and decides, and all o
 from __future__ import annotations
 
 import errno
+import time
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -14,11 +15,15 @@ from pydantic import TypeAdapter
 
 from moejob_trainer.checkpoints.coordination import Coordinator, SingleRank, on_all_ranks, on_first_rank
 from moejob_trainer.checkpoints.manifest import Damaged, FileEntry, Manifest, divided, hashed_all, read_manifest
-from moejob_trainer.checkpoints.names import MARKER, REJECTED, StepFolder, step_folder
+from moejob_trainer.checkpoints.names import MANIFEST, MARKER, REJECTED, StepFolder, step_folder
 from moejob_trainer.runtime.disk import explained
 
 # Failures that belong to one file and will be the same the next time; others are the volume's.
-_DAMAGE = frozenset({errno.ENOENT, errno.EIO, errno.EISDIR, errno.ENOTDIR, errno.EUCLEAN})
+_DAMAGE = frozenset({errno.ENOENT, errno.EISDIR, errno.ENOTDIR})
+# Of one file too, and perhaps gone the next time, or on the next node: they say nothing about what it holds.
+_UNREAD = frozenset({errno.EIO, errno.EUCLEAN})
+# A checkpoint that cannot be read is read again after these.
+_PAUSES_SECONDS = (0.1, 0.9)
 _SHOWN = 5
 
 
@@ -36,6 +41,8 @@ class FolderState(StrEnum):
     COMPLETE = "complete"
     # Was complete once; its files were found damaged.
     REJECTED = "rejected"
+    # Complete, and could not be read just now: it neither counts nor goes.
+    UNREAD = "unread"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +64,11 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A checkpoint that was once complete and is not trusted."""
+    """A checkpoint that was once complete and is not trusted; not for now, where it only could not be read."""
 
     folder: StepFolder
     reason: str
+    is_unread: bool = False
 
     def __str__(self) -> str:
         return f"{self.folder.name}: {self.reason}"
@@ -74,10 +82,18 @@ class Search:
     refused: tuple[Refusal, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Complaint:
+    """One file of a checkpoint that is wrong, or could not be read."""
+
+    text: str
+    is_unread: bool = False
+
+
 _SEEN = TypeAdapter(list[SeenFolder])
 _OUTCOME: TypeAdapter[Found | Refusal] = TypeAdapter(Found | Refusal)
 _REFUSAL: TypeAdapter[Refusal | None] = TypeAdapter(Refusal | None)
-_COMPLAINTS = TypeAdapter(list[str])
+_COMPLAINTS = TypeAdapter(list[Complaint])
 
 
 def seen(checkpoints: Path) -> list[SeenFolder]:
@@ -115,6 +131,15 @@ def checked(
 ) -> Found | Refusal:
     """The checkpoint in this folder, or why it is not good. Every rank calls this and gets the same answer."""
     coordinator = ranks or SingleRank()
+    for pause_seconds in _PAUSES_SECONDS:
+        outcome = _checked(path, check, coordinator)
+        if isinstance(outcome, Found) or not outcome.is_unread:
+            return outcome
+        time.sleep(pause_seconds)
+    return _checked(path, check, coordinator)
+
+
+def _checked(path: Path, check: VerificationDepth, coordinator: Coordinator) -> Found | Refusal:
     outcome = on_first_rank(coordinator, lambda: _opened(path), _OUTCOME)
     if isinstance(outcome, Refusal) or check is VerificationDepth.SIZES:
         return outcome
@@ -133,7 +158,7 @@ def _state(path: Path) -> FolderState:
 
 def _refusal(one: SeenFolder) -> Refusal | None:
     match one.state:
-        case FolderState.COMPLETE:
+        case FolderState.COMPLETE | FolderState.UNREAD:
             return None
         case FolderState.PARTIAL:
             return Refusal(one.folder, f"was never completed: it has no {MARKER}")
@@ -151,46 +176,53 @@ def _opened(path: Path) -> Found | Refusal:
     except Damaged as error:
         return Refusal(folder, str(error))
     except OSError as error:
-        return Refusal(folder, _damage(error, path))
+        return _refusal_of(folder, [_damage(error, path / MANIFEST)])
     if manifest.facts.folder != folder:
         return Refusal(folder, f"its manifest is that of {manifest.facts.folder.name}; give it this name again")
     return _refused(folder, _size_complaints(path, manifest)) or Found(path, folder, manifest)
 
 
-def _size_complaints(path: Path, manifest: Manifest) -> list[str]:
+def _size_complaints(path: Path, manifest: Manifest) -> list[Complaint]:
     return [complaint for entry in manifest.files if (complaint := _size_complaint(path, entry)) is not None]
 
 
-def _size_complaint(path: Path, entry: FileEntry) -> str | None:
+def _size_complaint(path: Path, entry: FileEntry) -> Complaint | None:
     try:
         size = (path / entry.name).stat().st_size
     except OSError as error:
         return _damage(error, path / entry.name)
-    return None if size == entry.size_bytes else f"{entry.name} has {size} bytes instead of {entry.size_bytes}"
+    if size == entry.size_bytes:
+        return None
+    return Complaint(f"{entry.name} has {size} bytes instead of {entry.size_bytes}")
 
 
-def _hash_complaints(path: Path, share: list[FileEntry]) -> list[str]:
+def _hash_complaints(path: Path, share: list[FileEntry]) -> list[Complaint]:
     found = hashed_all(path, [entry.name for entry in share])
     compared = zip(share, found, strict=True)
     return [complaint for entry, lies in compared if (complaint := _hash_complaint(path, entry, lies)) is not None]
 
 
-def _hash_complaint(path: Path, entry: FileEntry, lies: FileEntry | OSError) -> str | None:
+def _hash_complaint(path: Path, entry: FileEntry, lies: FileEntry | OSError) -> Complaint | None:
     if isinstance(lies, OSError):
         return _damage(lies, path / entry.name)
-    return None if lies == entry else f"{entry.name} has hash {lies.hash} instead of {entry.hash}"
+    return None if lies == entry else Complaint(f"{entry.name} has hash {lies.hash} instead of {entry.hash}")
 
 
-def _damage(error: OSError, path: Path) -> str:
+def _damage(error: OSError, path: Path) -> Complaint:
     """The complaint about one file; when it is the volume that fails, nothing is known about the file."""
-    if error.errno in _DAMAGE:
-        return f"{Path(error.filename or path).name} cannot be read: {error.strerror}"
+    if error.errno in _DAMAGE | _UNREAD:
+        text = f"{Path(error.filename or path).name} cannot be read: {error.strerror}"
+        return Complaint(text, is_unread=error.errno in _UNREAD)
     with explained("checking a checkpoint", path):
         raise error
 
 
-def _refused(folder: StepFolder, complaints: list[str]) -> Refusal | None:
-    if not complaints:
-        return None
+def _refused(folder: StepFolder, complaints: list[Complaint]) -> Refusal | None:
+    return _refusal_of(folder, complaints) if complaints else None
+
+
+def _refusal_of(folder: StepFolder, complaints: list[Complaint]) -> Refusal:
     more = f" and {len(complaints) - _SHOWN} more" if len(complaints) > _SHOWN else ""
-    return Refusal(folder, "; ".join(complaints[:_SHOWN]) + more)
+    reason = "; ".join(one.text for one in complaints[:_SHOWN]) + more
+    # One file that was read and is wrong is enough to know.
+    return Refusal(folder, reason, is_unread=all(one.is_unread for one in complaints))

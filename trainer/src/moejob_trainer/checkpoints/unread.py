@@ -1,0 +1,62 @@
+"""Checkpoints that could not be read: the next start tries again, and only the one after it continues without them.
+
+An input/output error passes with the cable or the node, or stays with the disk. Nothing is known about what the files
+hold, so such a checkpoint is never rejected. A start that cannot read the newest one notes it and ends, to be started
+again; where a later start cannot either, an older good one is better than a run that never continues.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from moejob_api.job.base import ApiModel
+from moejob_trainer.checkpoints.names import UNREAD
+from moejob_trainer.checkpoints.run import RunFolder
+from moejob_trainer.checkpoints.verification import Search
+from moejob_trainer.errors import TransientFailure
+from moejob_trainer.runtime.disk import Disk, explained, replace
+
+
+class UnreadNote(ApiModel):
+    """The checkpoints that a start could not read."""
+
+    noted_by: str
+    folders: tuple[str, ...]
+
+
+def retry_unread(place: RunFolder, search: Search, disk: Disk) -> None:
+    """Raise TransientFailure where another start may read what this one could not, and note that it could not."""
+    unread = [refusal for refusal in search.refused if refusal.is_unread]
+    note = _note(place.checkpoints)
+    if note is not None and search.found is not None and search.found.folder.name in note.folders:
+        disk.remove(place.checkpoints / UNREAD)
+        note = None
+    if not unread:
+        return
+    problem = f"{place.checkpoints} has checkpoints that cannot be read now: {'; '.join(map(str, unread))}"
+    if search.found is None:
+        raise TransientFailure(
+            f"{problem}; none is good beside them, so the next start tries again; look after the volume, or move the "
+            "folder away to begin again"
+        )
+    names = {refusal.folder.name for refusal in unread}
+    if note is not None and names <= {*note.folders} and note.noted_by != str(place.token):
+        return
+    with explained("noting a checkpoint that cannot be read", place.checkpoints):
+        place.require_ours("judges checkpoints")
+        folders = names.union(() if note is None else note.folders)
+        content = UnreadNote(noted_by=str(place.token), folders=tuple(sorted(folders))).model_dump_json(by_alias=True)
+        replace(disk, place.checkpoints / UNREAD, content.encode() + b"\n")
+    raise TransientFailure(
+        f"{problem}; the next start tries again, and resumes from step {search.found.folder.step} if it cannot either"
+    )
+
+
+def _note(checkpoints: Path) -> UnreadNote | None:
+    try:
+        return UnreadNote.model_validate_json((checkpoints / UNREAD).read_bytes())
+    # Then nothing is known, and one more start tries.
+    except (OSError, ValidationError):
+        return None
