@@ -11,7 +11,7 @@ from torch.nn import functional
 from moejob_trainer.layers.float8 import Float8Weight, Rounded, rounded_rows
 from moejob_trainer.layers.gradient_sums import GradientSum
 from moejob_trainer.layers.kernels import kernels
-from moejob_trainer.layers.precision import widened
+from moejob_trainer.layers.precision import matrix_product, multiplies_widened, widened
 
 ALIGNMENT_BYTES = 16
 # torch 2.11 has it under its other name.
@@ -104,7 +104,7 @@ def _product(x: Tensor, weights: Tensor, bounds: Tensor) -> Tensor:
         product = grouped_mm(x.contiguous(), weights, offs=bounds[1:])
     else:
         parts = zip(x.tensor_split(bounds[1:-1].tolist()), weights, strict=True)
-        product = torch.cat([part @ weight for part, weight in parts])
+        product = torch.cat([matrix_product(part, weight) for part, weight in parts])
     return product
 
 
@@ -155,11 +155,14 @@ def _outer_products(gradient: Tensor, x: Tensor, bounds: Tensor) -> Tensor:
         return products
     inner = bounds[1:-1].tolist()
     pairs = zip(gradient.tensor_split(inner), x.tensor_split(inner), strict=True)
-    return torch.stack([rows.t() @ part for rows, part in pairs])
+    return torch.stack([matrix_product(rows.t(), part) for rows, part in pairs])
 
 
 def _kernel_takes(rows: Tensor, *widths: int) -> bool:
     """Return whether the grouped kernel supports this precision and these widths, and has rows to work on."""
     if rows.dtype not in (torch.float32, torch.bfloat16, torch.float16) or rows.shape[0] == 0:
+        return False
+    # Of one expert at a time: all of them widened would be twice the weights.
+    if multiplies_widened(rows):
         return False
     return all(width > 0 and width * rows.element_size() % ALIGNMENT_BYTES == 0 for width in widths)

@@ -1,4 +1,9 @@
-"""The precision that a layer computes in, whatever its tensors are stored in."""
+"""The precision that a layer computes in, whatever its tensors are stored in.
+
+Products of bfloat16 are summed in float32 and rounded once, as GPUs do it. Where a CPU has no instructions for them,
+torch multiplies one number at a time: by weights that are not transposed, thirty times slower than in float32. Widened
+numbers give the same sums.
+"""
 
 from __future__ import annotations
 
@@ -9,3 +14,24 @@ from torch import Tensor
 def widened(x: Tensor) -> Tensor:
     """`x` in float32, or as it is where that would lose digits."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def needs_widening(device_type: str, dtype: torch.dtype, *, has_bfloat16_products: bool) -> bool:
+    """Return whether products of these numbers are made of widened ones."""
+    return device_type == "cpu" and dtype is torch.bfloat16 and not has_bfloat16_products
+
+
+def multiplies_widened(x: Tensor) -> bool:
+    """Return whether products of `x` are made of widened numbers on this machine."""
+    return needs_widening(x.device.type, x.dtype, has_bfloat16_products=_HAS_BFLOAT16_PRODUCTS)
+
+
+def matrix_product(x: Tensor, y: Tensor) -> Tensor:
+    """x @ y in the type of x, summed in float32."""
+    if multiplies_widened(x):
+        return (widened(x) @ widened(y)).to(x.dtype)
+    return x @ y
+
+
+# oneDNN's own answer, which torch asks before each product.
+_HAS_BFLOAT16_PRODUCTS = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()  # noqa: SLF001

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from moejob_trainer.layers.float8 import Float8Weight, product, rounded_rows
 from moejob_trainer.layers.gradient_sums import GradientSum
+from moejob_trainer.layers.precision import matrix_product, multiplies_widened, widened
 
 
 def linear(
@@ -27,7 +28,7 @@ def linear(
     """
     if total is not None and not adds(total, weight):
         total = None
-    if total is None and float8 is None:
+    if total is None and float8 is None and not multiplies_widened(x):
         return functional.linear(x, weight, bias)
     y: Tensor = _Linear.apply(x, weight, bias, total, float8)
     return y
@@ -40,6 +41,9 @@ def adds(total: GradientSum, weight: Tensor) -> bool:
 
 def forward_product(x: Tensor, weight: Tensor, bias: Tensor | None, float8: Float8Weight | None) -> Tensor:
     """x [t, k] times weight [n, k], plus bias [n], without a gradient. [t, n]"""
+    if float8 is None and multiplies_widened(x):
+        wide_bias = None if bias is None else widened(bias)
+        return functional.linear(widened(x), widened(weight), wide_bias).to(x.dtype)
     if float8 is None:
         return functional.linear(x, weight, bias)
     y = product(rounded_rows(x), float8.by_inputs(weight), x.dtype)
@@ -49,15 +53,19 @@ def forward_product(x: Tensor, weight: Tensor, bias: Tensor | None, float8: Floa
 def input_gradient(gradient: Tensor, weight: Tensor, float8: Float8Weight | None) -> Tensor:
     """gradient [t, n] by weight [n, k]. [t, k]"""
     if float8 is None:
-        return gradient @ weight
+        return matrix_product(gradient, weight)
     return product(rounded_rows(gradient), float8.by_outputs(weight), gradient.dtype)
 
 
 def weight_gradient(gradient: Tensor, x: Tensor, weight: Tensor, total: GradientSum | None) -> Tensor | None:
     """gradient [t, n] by x [t, k]; where a sum is given, added to it, and what autograd gets in place of it."""
     if total is None:
-        return gradient.t() @ x
-    total.like(weight).addmm_(gradient.t(), x)
+        return matrix_product(gradient.t(), x)
+    into = total.like(weight)
+    if multiplies_widened(x):
+        into.copy_(widened(into).addmm_(widened(gradient).t(), widened(x)))
+    else:
+        into.addmm_(gradient.t(), x)
     return total.added(weight)
 
 

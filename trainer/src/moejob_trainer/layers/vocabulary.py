@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moejob_trainer.layers.kernels import kernels
-from moejob_trainer.layers.precision import widened
+from moejob_trainer.layers.precision import multiplies_widened, widened
 
 # Whole tiles of a matrix product.
 WORDS_MULTIPLE = 128
@@ -198,7 +198,8 @@ def _of_slopes(
         hidden_gradient = _wide_product(slopes, held) * gradient[:, None]
     if wanted.weight:
         weight_gradient = torch.zeros_like(weight)
-        torch.mm(slopes.t(), (hidden * gradient[:, None]).to(hidden.dtype), out=weight_gradient[: len(held)])
+        rows = (hidden * gradient[:, None]).to(hidden.dtype)
+        _write_product(slopes.t(), rows, weight_gradient[: len(held)])
     return hidden_gradient, weight_gradient
 
 
@@ -219,7 +220,7 @@ def _computed_again(
         if hidden_gradient is not None:
             hidden_gradient += _wide_product(slope, some)
         if weight_gradient is not None:
-            torch.mm(slope.t(), hidden, out=weight_gradient[first : first + len(some)])
+            _write_product(slope.t(), hidden, weight_gradient[first : first + len(some)])
         # Before the next logits exist.
         del slope
     return hidden_gradient, weight_gradient
@@ -321,6 +322,8 @@ def _wide_product(x: Tensor, y: Tensor) -> Tensor:
     if x.is_cuda and x.dtype in (torch.bfloat16, torch.float16):
         # The float32 that the product is summed in, not rounded in between.
         return torch.mm(x, y, out_dtype=torch.float32)
+    if multiplies_widened(x):
+        return widened(x) @ widened(y)
     return widened(x @ y)
 
 
@@ -330,6 +333,13 @@ def _summed_hidden_gradient(gradient: Tensor | None, dtype: torch.dtype, words: 
     if words.sums_hidden_gradient and words.group is not None and words.group.size() > 1:
         dist.all_reduce(gradient, group=words.group)
     return gradient.to(dtype)
+
+
+def _write_product(x: Tensor, y: Tensor, into: Tensor) -> None:
+    if multiplies_widened(x):
+        into.copy_(widened(x) @ widened(y))
+    else:
+        torch.mm(x, y, out=into)
 
 
 def _rank(group: dist.ProcessGroup | None) -> int:
