@@ -308,14 +308,16 @@ def test_as_many_tokens_may_differ_as_rounding_sends_to_another_expert() -> None
     strayed = added.clone()
     strayed[:2] *= 2
     of = partial(of_states, "layer 7", strayed, added, before)
-    assert not of(Tolerance(relative=0.5, rounding=0.0, outliers=0.25)).differs
-    found = of(Tolerance(relative=0.5, rounding=0.0, outliers=0.24))
+    assert not of(Tolerance(relative=0.5, rounding=0.0, logits=0.0, outliers=0.25)).differs
+    found = of(Tolerance(relative=0.5, rounding=0.0, logits=0.0, outliers=0.24))
     assert found.differs
     assert str(found) == "layer 7 (2 of 8 tokens differ, by up to 2 times the rounding)"
 
 
 def test_what_is_no_number_differs() -> None:
-    found = of_states("layer 7", torch.full((4, 2), torch.nan), torch.ones(4, 2), torch.zeros(4, 2), Tolerance(1, 1, 0))
+    found = of_states(
+        "layer 7", torch.full((4, 2), torch.nan), torch.ones(4, 2), torch.zeros(4, 2), Tolerance(1, 1, 1, 0)
+    )
     assert found.differs
     assert found.outliers == 4
 

@@ -30,7 +30,7 @@ from moejob_trainer.model.float8 import without_float8
 from moejob_trainer.model.moe_layer import MoELayer
 from moejob_trainer.model.stage import Stage
 from moejob_trainer.model_check.reference import Reference
-from moejob_trainer.model_check.tolerance import Comparison, of_logits, of_states, tolerance_of
+from moejob_trainer.model_check.tolerance import COPIED, Comparison, of_logits, of_states, tolerance_of
 
 _TOKENS = 64
 # No multiple of any size of a model: neighbours are far apart in the vocabulary.
@@ -110,7 +110,7 @@ def _compared(
     mine = {index: states for index, states in activations.layers.items() if readers.is_mine(index)}
     if 0 in mine:
         embedded = mine[0][0]
-        yield of_states(_EMBEDDING, embedded, reference.embedded(tokens), torch.zeros_like(embedded), bound)
+        yield of_states(_EMBEDDING, embedded, reference.embedded(tokens), torch.zeros_like(embedded), COPIED)
     theirs = reference.layers({index: before for index, (before, _) in mine.items()})
     for index, (before, ours) in mine.items():
         yield of_states(_layer(index), ours, theirs[index], before, bound)

@@ -13,18 +13,22 @@ class Tolerance:
     """The effect that rounding may have. A wrong table or formula has a hundred times as much, on most tokens.
 
     relative: to what the layer adds to a token. rounding: to the sum, which is rounded once more.
+    logits: of log-probabilities and entropies, to the largest logit of a token.
     outliers: the share of tokens that may differ all the same: where two experts score almost alike, rounding chooses.
     """
 
     relative: float
     rounding: float
+    logits: float
     outliers: float
 
 
 _BOUNDS = {
-    torch.float32: Tolerance(relative=1e-4, rounding=1e-6, outliers=1 / 64),
-    torch.bfloat16: Tolerance(relative=0.05, rounding=0.008, outliers=1 / 4),
+    torch.float32: Tolerance(relative=1e-4, rounding=1e-6, logits=1e-4, outliers=1 / 64),
+    torch.bfloat16: Tolerance(relative=0.05, rounding=0.008, logits=0.02, outliers=1 / 4),
 }
+# Rows of the vocabulary are copied, in every type and layout.
+COPIED = Tolerance(relative=0.0, rounding=1e-6, logits=0.0, outliers=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +69,7 @@ def of_logits(part: str, ours: tuple[Tensor, Tensor], logits: Tensor, labels: Te
     theirs = logits.double().cpu().log_softmax(-1)
     expected = theirs.gather(-1, labels.unsqueeze(-1)).squeeze(-1), -(theirs.exp() * theirs).sum(-1)
     # Of the same rounding, large logits make more.
-    allowed = bound.relative * (1 + logits.double().cpu().abs().amax(-1))
+    allowed = bound.logits * (1 + logits.double().cpu().abs().amax(-1))
     apart = torch.stack([(one.double().cpu() - other).abs() for one, other in zip(ours, expected, strict=True)])
     return _comparison(part, apart.amax(0), allowed, bound)
 
