@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from moejob_cli.running.engines import RunEngines
+from moejob_cli.running.engines import FailedStart, RunEngines
 from moejob_cli.running.launchers import EngineOrder
 
 # It has a worker, as vLLM has.
@@ -83,5 +83,22 @@ def test_an_engine_that_cannot_start_is_refused_with_its_last_line(tmp_path: Pat
     engines = RunEngines(program, [EngineOrder(0, {})], tmp_path)
     assert (engines.keep_running(), engines.refusal()) == ([], None)
     eventually(lambda: engines.keep_running() != [])
-    assert engines.refusal() == "engine 0 cannot start: no such model"
+    assert engines.refusal() == FailedStart("engine 0 cannot start: no such model", is_misconfigured=True)
+    engines.end()
+
+
+def test_an_engine_that_dies_at_each_start_is_refused_for_a_reason_that_may_pass(tmp_path: Path) -> None:
+    program = tmp_path / "engine"
+    program.write_text("#!/bin/bash\necho 'out of memory' >&2\nexit 1\n")
+    program.chmod(0o755)
+    engines = RunEngines(program, [EngineOrder(0, {})], tmp_path, again_seconds=0.0)
+
+    def is_refused() -> bool:
+        engines.keep_running()
+        return engines.refusal() is not None
+
+    eventually(is_refused)
+    refusal = engines.refusal()
+    assert refusal is not None
+    assert (refusal.is_misconfigured, refusal.message[-13:]) == (False, "out of memory")
     engines.end()

@@ -173,9 +173,12 @@ def test_a_rank_that_dies_in_the_first_step_and_at_the_end_costs_a_restart(gang:
 @pytest.mark.thorough
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP], ids=lambda number: number.name)
 @pytest.mark.parametrize("victim", list(Victim))
+@pytest.mark.parametrize(
+    "phases", [pytest.param(PHASES[:5], id="before the first step"), pytest.param(PHASES[5:], id="from it on")]
+)
 def test_each_phase_survives_each_signal_to_each_process(
-    gang: Make, tmp_path: Path, victim: Victim, number: signal.Signals
+    gang: Make, tmp_path: Path, victim: Victim, number: signal.Signals, phases: tuple[RunPhase, ...]
 ) -> None:
     if victim is Victim.RANKS_STORE and number is signal.SIGSTOP:
         pytest.skip("ranks that wait for a store that stands still give up after 30 minutes, the patience of gloo")
-    run_chain(gang, tmp_path, victim, number, PHASES)
+    run_chain(gang, tmp_path, victim, number, phases)

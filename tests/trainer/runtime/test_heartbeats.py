@@ -70,6 +70,8 @@ def test_metrics_are_what_prometheus_reads() -> None:
         ready=True,
         ranks=(ReportedHeartbeat(rank=8, pid=7, step=3, age_seconds=0.25),),
         run=RunProgress(step=3, mfu=0.4),
+        phase=RunPhase.STEPPING,
+        phase_seconds=7.5,
     )
     assert exposition(pod).splitlines() == [
         "# HELP moejob_pod_ready Every rank of the pod has sent a heartbeat.",
@@ -81,6 +83,9 @@ def test_metrics_are_what_prometheus_reads() -> None:
         "# HELP moejob_rank_step Steps a rank has done.",
         "# TYPE moejob_rank_step gauge",
         'moejob_rank_step{rank="8"} 3',
+        "# HELP moejob_phase_seconds How long the rank that is furthest behind has been in its phase.",
+        "# TYPE moejob_phase_seconds gauge",
+        'moejob_phase_seconds{phase="stepping"} 7.5',
         "# HELP moejob_rank_restarts_total Restarts of ranks in place that this pod was the reason for.",
         "# TYPE moejob_rank_restarts_total counter",
         "moejob_rank_restarts_total 2",

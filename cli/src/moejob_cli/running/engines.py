@@ -8,6 +8,7 @@ import subprocess
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from moejob_api.engine_starts import LOG_BYTES, EngineStarts
@@ -18,10 +19,21 @@ _AGAIN_SECONDS = 10.0
 _END_SECONDS = 20.0
 
 
+@dataclass(frozen=True, slots=True)
+class FailedStart:
+    """An engine that cannot start, and whether the job is the reason: then no other try can help."""
+
+    message: str
+    is_misconfigured: bool
+
+
 class RunEngines:
     """The engines of one run, from its first launcher to its last."""
 
-    def __init__(self, python: Path, orders: Sequence[EngineOrder], logs: Path) -> None:
+    def __init__(
+        self, python: Path, orders: Sequence[EngineOrder], logs: Path, again_seconds: float = _AGAIN_SECONDS
+    ) -> None:
+        self._again_seconds = again_seconds
         self._python, self._orders, self._logs = python, orders, logs
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._due: dict[int, float] = {}
@@ -42,12 +54,13 @@ class RunEngines:
                 self._processes[order.index] = self._started(order)
         return ended
 
-    def refusal(self) -> str | None:
+    def refusal(self) -> FailedStart | None:
         """Return the reason that an engine cannot start, once it is known: the job would wait for it in vain."""
-        hopeless = ((index, starts) for index, starts in self._starts.items() if starts.is_hopeless)
-        return next(
-            (starts.refusal(index, self._log(index).read_bytes()[-LOG_BYTES:]) for index, starts in hopeless), None
-        )
+        for index, starts in self._starts.items():
+            if starts.is_hopeless:
+                written = self._log(index).read_bytes()[-LOG_BYTES:]
+                return FailedStart(starts.refusal(index, written), starts.is_misconfigured)
+        return None
 
     def end(self) -> None:
         """End all engines: asked first, then by force."""
@@ -65,7 +78,7 @@ class RunEngines:
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         del self._processes[index]
-        self._due[index] = time.monotonic() + _AGAIN_SECONDS
+        self._due[index] = time.monotonic() + self._again_seconds
 
     def _started(self, order: EngineOrder) -> subprocess.Popen[bytes]:
         # It ends with this process by itself: that is how moejob_rollout starts.

@@ -150,7 +150,7 @@ class Supervision:
                 self.display.report(sentence)
             refusal = self._engines.refusal()
             if refusal is not None:
-                return Result(ExitCode.BAD_CONFIGURATION, refusal)
+                return Result(ExitCode.BAD_CONFIGURATION if refusal.is_misconfigured else FAILED, refusal.message)
             pods = tuple(launcher.report() for _, launcher in sorted(self._launchers.items()))
             self._state = polled(pods, self.of.layout.nodes, self._state)
             self.log.read()

@@ -279,7 +279,7 @@ class Agent:
         while True:
             self._ranks.wait(self._stop, pause)
             seen = self._ended() or self._overdue_stop() or self._ending_from_peers(current) or self._hung()
-            seen = seen or self._without_engine()
+            seen = seen or self._without_engine() or self._without_store()
             if seen is not None:
                 return seen
 
@@ -354,6 +354,11 @@ class Agent:
             return None
         cause = Cause.BAD_CONFIGURATION if refused.is_misconfigured else Cause.RANK_FAILED
         return Fault(cause, refused.message, None, None, self._step())
+
+    def _without_store(self) -> Fault | None:
+        if not self._ranks.has_lost_store():
+            return None
+        return Fault(Cause.RANK_FAILED, "the store in which ranks meet has ended", None, None, self._step())
 
     # --- answering ----------------------------------------------------------------------------------------------------
 

@@ -46,6 +46,11 @@ def exposition(pod: PodProgress) -> str:
         *_gauge(
             "moejob_rank_step", "Steps a rank has done.", [(f'{{rank="{beat.rank}"}}', beat.step) for beat in pod.ranks]
         ),
+        *_gauge(
+            "moejob_phase_seconds",
+            "How long the rank that is furthest behind has been in its phase.",
+            [] if pod.phase is None else [(f'{{phase="{_escaped(pod.phase)}"}}', round(pod.phase_seconds or 0.0, 3))],
+        ),
         "# HELP moejob_rank_restarts_total Restarts of ranks in place that this pod was the reason for.",
         "# TYPE moejob_rank_restarts_total counter",
         f"moejob_rank_restarts_total {pod.restarts}",

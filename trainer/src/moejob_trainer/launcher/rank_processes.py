@@ -101,6 +101,10 @@ class RankProcesses:
         """Return the reason that an engine beside the ranks cannot start, once it is known."""
         return self._engines.refused()
 
+    def has_lost_store(self) -> bool:
+        """Return whether the ranks' store has ended before the ranks."""
+        return self._store.has_ended()
+
     def last_line(self, rank: int) -> str:
         """Return the last line that a rank wrote to standard error."""
         return "" if self._output is None else self._output.last_line(rank)

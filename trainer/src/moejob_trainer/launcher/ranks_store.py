@@ -9,7 +9,7 @@ import os
 import socket
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerContext
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 
 from moejob_api.addresses import LOOPBACK
 from moejob_trainer.launcher.fork_server import SERVER, die_with_parent
@@ -25,6 +25,7 @@ class RanksStore:
     def __init__(self, context: ForkServerContext) -> None:
         self._context = context
         self._open: Connection | None = None
+        self._process: ForkServerProcess | None = None
 
     def renew(self) -> int:
         """Open a new store on loopback, which no rank of an earlier round can find, and return its port."""
@@ -33,9 +34,14 @@ class RanksStore:
         self._open, launcher = self._context.Pipe()
         with listener(LOOPBACK, 0) as on, launcher:
             # It is a daemon, so that nothing waits for it when the launcher ends.
-            self._context.Process(target=_serve, args=(on, launcher), name="ranks-store", daemon=True).start()
+            self._process = self._context.Process(target=_serve, args=(on, launcher), name="ranks-store", daemon=True)
+            self._process.start()
             port: int = on.getsockname()[1]
         return port
+
+    def has_ended(self) -> bool:
+        """Return whether the store that this launcher opened has ended: ranks would look for it for half an hour."""
+        return self._process is not None and self._process.exitcode is not None
 
 
 def _serve(on: socket.socket, launcher: Connection) -> None:
