@@ -109,7 +109,7 @@ operator-types:
 
 trainer-types:
 	@$(call quietly,$(trainer)/mypy --cache-dir .mypy_cache/trainer trainer/src tests/trainer tests/bridge tests/gpu benchmarks/trainer benchmarks/rollout benchmarks/grpo_learning \
-		benchmarks/hostile/launcher_listeners.py examples/ask.py)
+		benchmarks/hostile/launcher_listeners.py examples/ask.py examples/recompute_step.py)
 
 rollout-types:
 	@$(call quietly,$(rollout)/mypy --cache-dir .mypy_cache/rollout rollout/src tests/rollout benchmarks/hostile/engine_listeners.py)

@@ -41,6 +41,7 @@ _SERIES = (
     "mismatchMaximum",
     "probeMean",
     "probeMaximum",
+    "probeBound",
     "truncated",
     "answerLengthMean",
     "generationTokensPerSecond",

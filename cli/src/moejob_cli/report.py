@@ -206,7 +206,9 @@ def _memory_table(plan: Plan, need: MemoryEstimate) -> RenderableType:
 def _volume_line(need: VolumeNeed, size: int | str | None) -> Text:
     parts = [f"{need.checkpoints} checkpoints of {readable(need.checkpoint)}"]
     parts += [
-        f"{name} {readable(size)}" for name, size in (("export", need.export), ("download", need.download)) if size
+        f"{name} {readable(size)}"
+        for name, size in (("export", need.export), ("download", need.download), ("recorded tokens", need.tokens))
+        if size
     ]
     of = f" of {readable(bytes_of(size))}" if size is not None else ""
     return Text(f"  volume: {', '.join(parts)}; together {readable(need.bytes)}{of}")

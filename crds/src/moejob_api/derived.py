@@ -24,6 +24,8 @@ DEFAULT_MODULES = frozenset(
 MOST_SLOPE_BYTES = 5 * GIB
 # Hopper and Blackwell, as the trainer's layers/kernels/quack.py names them.
 SUMMING_GPUS = frozenset({GpuType.H100, GpuType.H200, GpuType.B200, GpuType.GB200})
+# Files of tokens/ that a run keeps; examples/recompute_step.py reads them.
+RECORDED_STEPS = 100
 NO_MODULES: frozenset[RecomputeModule] = frozenset()
 
 

@@ -164,6 +164,27 @@ def test_a_volume_too_small_for_its_checkpoints_is_refused() -> None:
     assert "set size to 1309Gi" in problem.message
 
 
+def test_a_volume_without_room_for_recorded_tokens_is_refused() -> None:
+    grpo = {"promptsPerStep": 64, "groupSize": 16, "maxNewTokens": 8192, "recordTokens": True}
+    sections = {"training": {"globalBatchSize": None}, "data": {"maxLength": 10_000}, "storage": {"size": "1310Gi"}}
+    resources = {"gpuType": "H200"}
+
+    def refusals(is_recorded: bool) -> list[str]:
+        job = spec(
+            method="GRPO",
+            parallelism={"expert": 8},
+            resources=resources,
+            grpo=grpo | {"recordTokens": is_recorded},
+            **sections,
+        )
+        return [problem.message for problem in plan(job, moe_model()).problems if problem.rule is Rule.STORAGE]
+
+    assert refusals(is_recorded=False) == []
+    (message,) = refusals(is_recorded=True)
+    assert "grpo.recordTokens (19." in message
+    assert message.endswith("or grpo.recordTokens to false")
+
+
 def test_a_mostly_idle_pipeline_is_worth_a_word() -> None:
     result = plan(spec(parallelism={"pipeline": 8}, training={"globalBatchSize": 4}), moe_model())
     assert "idle for 64% of a step" in " ".join(warning.message for warning in result.warnings)

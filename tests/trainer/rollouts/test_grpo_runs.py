@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -22,178 +19,32 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from builders import merged, spec
-from engines import PYTHON, ROOT, SECRET, Engine
-from moejob_api.contract import Environment, ExitCode, HttpPath, Role
-from moejob_api.job import Spec
-from moejob_api.models import catalog
+from engines import PYTHON, ROOT, Engine
+from moejob_api.contract import ExitCode, HttpPath
 from moejob_trainer.checkpoint_export.run import stored_run
 from moejob_trainer.checkpoint_export.run_export import Wanted, export_run
 from moejob_trainer.checkpoints.manifest import EvaluationFacts, read_manifest
 from moejob_trainer.data import tiny
-from ports import free_port
+from trainer.rollouts.beside import STEPS, Beside, Launched, lay_out
 from trainer.rollouts.own_words import greedy
-from trainer.rollouts.passage import SCORES, Passage
-from trainer.runs import LONGEST_SECONDS, TINY, Runs, Started, eventually
+from trainer.runs import LONGEST_SECONDS, Started, eventually
 from trainer.worlds import Worlds
 
 pytestmark = pytest.mark.slow
 
-STEPS = 4
-GRPO: dict[str, Any] = {
-    "method": "GRPO",
-    "data": {"train": [{"source": "moejob/tiny-sums", "format": "Prompts"}]},
-    "training": {
-        "maxSteps": STEPS,
-        "globalBatchSize": 16,
-        # A large epsilon: Adam divides gradients near zero by their own size, and would show rounding.
-        "optimizer": {"learningRate": 2e-3, "epsilon": 1e-3},
-    },
-    "grpo": {
-        "groupSize": 4,
-        "promptsPerStep": 4,
-        "maxNewTokens": 8,
-        "rollout": {"placement": "Separate", "sync": "Gloo"},
-    },
-}
 EXACT, CLOSE = 1e-5, 1e-4
 GREEDY = ROOT / "tests/rollout/greedy.py"
 QUESTIONS = ("count from 2 to 5", "what is the colour of grass", "say good morning", "4 + 3")
 TOKENS = 12
 
 
-class Beside:
-    """Runs beside an engine; a way between them on which tests decide what happens."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self.engine = self._started(None).ready()
-        self.passage = Passage(self.engine.url)
-        volume = folder / "volume"
-        volume.mkdir()
-        self.runs = Runs(volume)
-        self._launched: list[Launched] = []
-
-    def _started(self, port: int | None) -> Engine:
-        job: dict[str, Any] = {
-            "model": {"dtype": "float32"},
-            "data": {"maxLength": 64},
-            "grpo": {"maxNewTokens": 64, "rollout": {"placement": "Separate", "sync": "Gloo"}},
-        }
-        return Engine(self._folder, self._folder / "engine.log", port, **job)
-
-    def said(self) -> str:
-        """The last lines of its log."""
-        return "\n".join((self._folder / "engine.log").read_text().splitlines()[-100:])
-
-    def replace_engine(self) -> None:
-        """Kill the engine, and start another in its place."""
-        self.engine.kill()
-        self.engine = self._started(self.engine.port)
-
-    def start(self, job: str, attempt: int = 1, **sections: Any) -> Started:
-        """Start a run whose answers are rewarded by the service of the passage."""
-        values = merged(merged(GRPO, self._rewards()), sections)
-        return self.runs.start(job, attempt=attempt, environ=self._environ(), **values)
-
-    def finished(self, job: str, attempt: int = 1, **sections: Any) -> Started:
-        """Run to the good end."""
-        run = self.start(job, attempt, **sections)
-        codes = run.codes()
-        assert not any(codes), f"{codes}:\n{run.said()}"
-        return run
-
-    def launched(self, job: str, **sections: Any) -> Launched:
-        """Start such a run by a launcher, as a pod does."""
-        volume = self.runs.volume
-        values = merged(merged(TINY, merged(GRPO, self._rewards())), sections)
-        with (log := self._folder / f"{job}.log").open("ab") as output:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "moejob_trainer.launcher", "--last-word", self._folder / f"{job}.json"],
-                env=os.environ | pod_environment(job, volume / job, spec(**values)) | self._environ(),
-                stdout=output,
-                stderr=output,
-            )
-        self._launched.append(Launched(volume / job, log, process))
-        return self._launched[-1]
-
-    def _environ(self) -> dict[str, str]:
-        return {
-            Environment.ROLLOUT_URLS: self.passage.url,
-            Environment.SECRET: SECRET,
-            Environment.HOST: "127.0.0.1",
-        }
-
-    def _rewards(self) -> dict[str, Any]:
-        return {"grpo": {"rewards": [{"url": self.passage.url + SCORES, "timeoutSeconds": 60}]}}
-
-    def close(self) -> None:
-        self.runs.close()
-        for launched in self._launched:
-            launched.end()
-        self.passage.close()
-        self.engine.kill()
-
-
-@dataclass(frozen=True)
-class Launched:
-    """A run of two ranks under a launcher of its own, which starts them again where they are."""
-
-    folder: Path
-    log: Path
-    process: subprocess.Popen[bytes]
-
-    def ranks(self) -> tuple[int, int]:
-        """Return the processes of both ranks as they were started last."""
-        started = re.findall(r"ranks started ranks=\[0, 1\] pids=\[(\d+), (\d+)\]", self.said())
-        return int(started[-1][0]), int(started[-1][1])
-
-    def is_running(self) -> bool:
-        return self.process.poll() is None
-
-    def said(self) -> str:
-        return self.log.read_text(errors="replace")
-
-    def end(self) -> None:
-        """Let it end its ranks, if it still runs."""
-        self.process.terminate()
-        self.process.wait()
-
-
-def pod_environment(job: str, folder: Path, described: Spec) -> dict[str, str]:
-    """The contract's variables of the only pod of a job, whose addresses are others' to say."""
-    folder.mkdir(parents=True)
-    return {
-        Environment.JOB: job,
-        Environment.NAMESPACE: "default",
-        Environment.UID: f"uid-{job}",
-        Environment.SPEC: described.model_dump_json(by_alias=True, exclude_none=True),
-        Environment.ROLE: Role.TRAINER.value,
-        Environment.ATTEMPT: "1",
-        Environment.INDEX: "0",
-        Environment.NODES: "1",
-        Environment.RANKS_PER_NODE: str(described.resources.gpus_per_node),
-        Environment.RENDEZVOUS_HOST: "127.0.0.1",
-        Environment.RENDEZVOUS_PORT: str(free_port()),
-        Environment.PROGRESS_PORT: str(free_port()),
-        Environment.RUN_FOLDER: str(folder),
-        Environment.GRACE_SECONDS: "60",
-    }
-
-
 @pytest.fixture(scope="module")
 def beside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Beside]:
     folder = tmp_path_factory.mktemp("engine")
-    _lay_out(folder / "engine-model")
+    lay_out(folder / "engine-model")
     made = Beside(folder)
     yield made
     made.close()
-
-
-def _lay_out(folder: Path) -> None:
-    folder.mkdir(parents=True)
-    config = dict(catalog.config(tiny.TOKENIZER) or {})
-    (folder / "config.json").write_text(json.dumps(config))
 
 
 @pytest.fixture(scope="module")

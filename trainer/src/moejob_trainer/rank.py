@@ -115,6 +115,7 @@ def _train(context: RankContext, model: RunModel, rewards: RunRewards | None, si
             evaluate=evaluations.metrics,
             measured=learned.measured,
             note=SignalLog(spec.grpo).note,
+            record=learned.record,
             hub_commits=HubPins(environment.folder).commits() if writer.is_first else None,
         )
 

@@ -392,6 +392,12 @@ class Grpo(ApiModel):
     logged_answers: Annotated[
         CountOrZero, Field(description="Most answers of a step that are written to samples/ of the run folder.")
     ] = 64
+    record_tokens: Annotated[
+        bool,
+        Field(
+            description="Write all that a step is computed from to tokens/ of the run folder, for the last 100 steps."
+        ),
+    ] = False
     rollout: Annotated[Rollout, Field(description="The engines that generate answers.")] = Rollout()
 
     @property

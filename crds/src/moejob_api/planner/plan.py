@@ -180,7 +180,7 @@ def _storage_problems(spec: Spec, need: VolumeNeed) -> Iterator[Problem]:
     if storage.size is None:
         return
     if bytes_of(storage.size) < need.bytes:
-        further = {"the export": need.export, "the downloaded model": need.download}
+        further = {"the export": need.export, "the downloaded model": need.download, "grpo.recordTokens": need.tokens}
         beside = "".join(f", {what} ({readable(size)})" for what, size in further.items() if size)
         best = "" if spec.checkpoint.keep_best is None else f", keepBest {spec.checkpoint.keep_best}"
         yield Problem(
@@ -188,7 +188,8 @@ def _storage_problems(spec: Spec, need: VolumeNeed) -> Iterator[Problem]:
             "spec.storage.size",
             f"{storage.size} cannot hold {need.checkpoints} checkpoints of {readable(need.checkpoint)} (keep "
             f"{spec.checkpoint.keep}{best} and the one being written){beside}; set size to "
-            f"{ceil_div(need.bytes, GIB)}Gi or lower checkpoint.keep",
+            f"{ceil_div(need.bytes, GIB)}Gi or lower checkpoint.keep"
+            + (", or grpo.recordTokens to false" if need.tokens else ""),
         )
 
 

@@ -375,6 +375,30 @@ def test_the_volume_holds_one_checkpoint_more_than_is_kept_beside_export_and_dow
     assert volume_need(shape, without).bytes == 3 * one
 
 
+@pytest.mark.parametrize(
+    ("sections", "steps", "groups", "answers"),
+    [
+        pytest.param({}, 101, 8, 32, id="the last hundred steps"),
+        pytest.param({"training": {"maxSteps": 3}}, 4, 8, 32, id="a short run"),
+        pytest.param({"grpo": {"dynamicSampling": {"overSampling": 2.1}}}, 101, 17, 68, id="groups that are replaced"),
+    ],
+)
+def test_recorded_tokens_take_room_on_the_volume(
+    sections: dict[str, Any], steps: int, groups: int, answers: int
+) -> None:
+    grpo = {"groupSize": 4, "promptsPerStep": 8, "maxNewTokens": 100}
+    base = merged({"training": {"globalBatchSize": None}, "data": {"maxLength": 300}, "grpo": grpo}, sections)
+    shape = moe_model(layers=2)
+    without, recorded = (
+        volume_need(shape, spec(method="GRPO", **merged(base, {"grpo": {"recordTokens": is_recorded}})))
+        for is_recorded in (False, True)
+    )
+    assert without.tokens == 0
+    # Prompts of 200 tokens, once for each group; answers of 100, each token in six numbers of four bytes.
+    assert recorded.tokens == steps * (2**16 + groups * (48 + 4 * 200) + answers * (48 + 8 + 4 + 24 * 100))
+    assert recorded.bytes - without.bytes == recorded.tokens
+
+
 @pytest.mark.parametrize(("source", "weights"), [("Qwen/Qwen3-30B-A3B", 2), ("pvc://models/a", 0), ("/models/a", 0)])
 def test_a_model_of_the_hub_takes_room_on_the_volume(source: str, weights: int) -> None:
     shape = moe_model(layers=2)

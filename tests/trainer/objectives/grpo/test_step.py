@@ -13,8 +13,10 @@ from weakref import ref
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
+from moejob_api.derived import RECORDED_STEPS
 from moejob_api.job.grpo import Grpo
 from moejob_api.job.model import Data
 from moejob_trainer.data import prompt_corpus
@@ -32,6 +34,7 @@ from moejob_trainer.objectives.grpo.loss import OLD, REFERENCE
 from moejob_trainer.objectives.grpo.objective import GroupRelativePolicyOptimization, GrpoSettings, StepServices
 from moejob_trainer.objectives.grpo.rank_exchange import Peers
 from moejob_trainer.objectives.grpo.sampling import Asker
+from moejob_trainer.objectives.grpo.step_record import StepRecorder, outdated_records
 from moejob_trainer.rewards.scorer import Scorer
 from moejob_trainer.rollouts.interface import (
     Answer,
@@ -200,6 +203,10 @@ class Run:
             results.append(self.engine.update(update, self.objective.loss))
         return batches, results
 
+    def seed(self, group: int, member: int) -> int:
+        """Return the seed of an answer that was asked for."""
+        return next(each.seed for each in self.engines.asked if (each.group, each.member) == (group, member))
+
 
 TEXTS = {tuple(tokens[:-1] if tokens[-1] == END else tokens): text for text, tokens in TOKENS.items()}
 
@@ -222,7 +229,8 @@ def started(tmp_path: Path) -> Iterator[Callable[..., Run]]:
         sampling = Sampling(grpo.temperature, grpo.top_p, grpo.max_new_tokens, (END,), routed)
         collector = Collector(grpo, asker, prompts, sampling, tmp_path).__enter__()
         open_collectors.append(collector)
-        parts = StepServices(Peers(), engines, collector)
+        recorder = StepRecorder(tmp_path, {}, lambda: collector.sampled) if grpo.record_tokens else None
+        parts = StepServices(Peers(), engines, collector, recorder=recorder)
         return Run(GroupRelativePolicyOptimization(GrpoSettings(grpo, PLAN, updates, 5), parts), collector, engines)
 
     yield start
@@ -395,6 +403,67 @@ def test_samples_of_a_step_are_written_with_what_they_were_worth(started: Callab
         "advantage": 0.5,
         "version": 4,
     }
+
+
+def test_a_recorded_step_has_every_answer_and_says_which_update_learned_from_it(
+    started: Callable[..., Run], tmp_path: Path
+) -> None:
+    grpo = _grpo(
+        promptsPerStep=1, recordTokens=True, dynamicSampling={}, overlong={"filter": True}, epochsPerStep=2, clipLow=0.5
+    )
+
+    def said(group: int, member: int) -> str:
+        # The first group has no signal, and half of the second no end.
+        return "yes" if group == 0 or member == 0 else "for ever"
+
+    run = started(grpo, said)
+    _, results = run.step(4)
+    run.objective.record(5, results)
+    assert [path.name for path in (tmp_path / "tokens").iterdir()] == ["step-5.safetensors"]
+    with safe_open(tmp_path / "tokens/step-5.safetensors", "np") as file:
+        facts, arrays = file.metadata(), {name: file.get_tensor(name).tolist() for name in file.keys()}  # noqa: SIM118
+    assert json.loads(facts["outcomes"]) == ["Learned", "RewardFailed", "NoSignal"]
+    assert json.loads(facts["rewardNames"]) == ["exact-match"]
+    assert arrays["group.number"] == [1, 0]
+    assert arrays["group.outcome"] == [0, 2]
+    assert arrays["prompt.tokens"] == [3, 5, 3, 4]
+    assert arrays["answer.length"] == [2, 6, 2, 2]
+    assert arrays["answer.truncated"] == [0, 1, 0, 0]
+    assert arrays["answer.reward"] == [1.0, 0.0, 1.0, 1.0]
+    assert arrays["answer.rewards"] == [[1.0], [0.0], [1.0], [1.0]]
+    assert arrays["answer.seed"] == [run.seed(*place) for place in ((1, 0), (1, 1), (0, 0), (0, 1))]
+    assert arrays["token.id"] == TOKENS["yes"] + TOKENS["for ever"] + 2 * TOKENS["yes"]
+    assert arrays["token.engine"] == [-0.5] * 12
+    assert arrays["token.version"] == [4] * 12
+    assert arrays["token.advantage"] == pytest.approx([0.7070] * 2 + [-0.7070] * 6, abs=1e-4)
+    assert arrays["token.old"] == [-0.5] * 8
+    assert "token.reference" not in arrays
+    assert arrays["update.answers"] == [0, 1, 0, 1]
+    assert arrays["update.size"] == [2, 2]
+    assert arrays["update.loss"] == [result.loss for result in results]
+    assert arrays["update.applied"] == [1, 1]
+
+
+def test_updates_that_learn_from_nothing_are_not_in_the_record(started: Callable[..., Run], tmp_path: Path) -> None:
+    grpo = _grpo(recordTokens=True, overlong={"filter": True})
+    run = started(grpo, lambda group, member: "for ever" if group else ("yes", "no")[member], updates=2)
+    _, results = run.step(0)
+    run.objective.record(1, results)
+    with safe_open(tmp_path / "tokens/step-1.safetensors", "np") as file:
+        assert file.get_tensor("update.answers").tolist() == [0, 1]
+        assert len(file.get_tensor("token.id")) == 2 + 3 + 2 * 6
+
+
+def test_a_step_is_not_recorded_unless_that_is_asked_for(started: Callable[..., Run], tmp_path: Path) -> None:
+    run = started(_grpo(), _first_is_right)
+    run.objective.record(1, run.step(0)[1])
+    assert not (tmp_path / "tokens").exists()
+
+
+def test_records_of_steps_long_past_are_not_kept() -> None:
+    names = ["step-1.safetensors", "step-2.safetensors", "step-3.safetensors", "step-x.safetensors", "notes"]
+    assert RECORDED_STEPS == 100
+    assert outdated_records(map(Path, names), 102) == [Path("step-1.safetensors"), Path("step-2.safetensors")]
 
 
 def test_an_evaluation_tells_mean_and_pass_of_k_answers(started: Callable[..., Run]) -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
-from moejob_api.derived import updates_per_step
+from moejob_api.derived import balancing, router_is_frozen, updates_per_step
+from moejob_api.job import Spec
 from moejob_trainer.data.packing import batch_plan
 from moejob_trainer.objectives.grpo.collecting import Collector
 from moejob_trainer.objectives.grpo.objective import GroupRelativePolicyOptimization, GrpoSettings, StepServices
 from moejob_trainer.objectives.grpo.rank_exchange import Peers
 from moejob_trainer.objectives.grpo.sampling import Asker
+from moejob_trainer.objectives.grpo.step_record import StepRecorder
 from moejob_trainer.rollouts.interface import Generator, RoutedLayers, Sampling, WeightPublisher
 from moejob_trainer.runtime.heartbeats import BackgroundHeartbeat, Heartbeat
 from moejob_trainer.setup.context import RankContext
@@ -60,9 +63,30 @@ def build_grpo(
         spec.training.seed,
     )
     waiting = partial(BackgroundHeartbeat, Heartbeat.for_rank())
-    return GrpoRun(
-        GroupRelativePolicyOptimization(settings, StepServices(peers, engines.publisher, collector, waiting)), collector
-    )
+    services = StepServices(peers, engines.publisher, collector, waiting, _recorder(context, collector))
+    return GrpoRun(GroupRelativePolicyOptimization(settings, services), collector)
+
+
+def _recorder(context: RankContext, collector: Collector | None) -> StepRecorder | None:
+    grpo = context.spec.grpo
+    if grpo is None or not grpo.record_tokens or collector is None:
+        return None
+    return StepRecorder(context.environment.folder, recorded_settings(context.spec), lambda: collector.sampled)
+
+
+def recorded_settings(spec: Spec) -> dict[str, str]:
+    """Return the settings that a step is computed from, as JSON by section, without the addresses of rewards."""
+    if spec.grpo is None:
+        raise ValueError(f"method {spec.method} has no answers to record")
+    sections = {
+        "model": spec.model,
+        "grpo": spec.grpo.model_copy(update={"rewards": ()}),
+        "training": spec.training,
+        "moe": spec.moe,
+    }
+    texts = {name: section.model_dump_json(by_alias=True, exclude_none=True) for name, section in sections.items()}
+    derived = {"routerIsFrozen": router_is_frozen(spec), "balancing": balancing(spec).value}
+    return texts | {"derived": json.dumps(derived)}
 
 
 def _peers(context: RankContext) -> Peers:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
 from moejob_api.job import Method
 from moejob_trainer.data.loader import BatchLoader
+from moejob_trainer.engine import UpdateResult
 from moejob_trainer.megatron.engine import MegatronEngine
 from moejob_trainer.objectives import Objective
 from moejob_trainer.objectives.sft import SupervisedFineTuning
@@ -32,6 +33,8 @@ class RunObjective:
     waited: Callable[[], float]
     evaluations: RankedEvaluations
     measured: Callable[[], Mapping[str, float]] = dict
+    # Called with each step, by its number in the step log, and its updates before it is reported.
+    record: Callable[[int, Sequence[UpdateResult]], None] = lambda *_: None
 
 
 def load_inputs(context: RankContext, model: RunModel, rewards: RunRewards | None) -> RunData | RunPrompts:
@@ -58,7 +61,12 @@ def build_objective(
     evaluate = partial(run.objective.evaluate, engine=engine)
     evaluations = RankedEvaluations(context.spec, inputs.total_steps, context.ranks, evaluate)
     return RunObjective(
-        run.objective, lambda: run.epoch, run.objective.waited_seconds, evaluations, run.objective.metrics
+        run.objective,
+        lambda: run.epoch,
+        run.objective.waited_seconds,
+        evaluations,
+        run.objective.metrics,
+        run.objective.record,
     )
 
 

@@ -90,6 +90,8 @@ class Reporter:
     measured: Callable[[], Mapping[str, float]] = dict
     # Of each line, on the first rank.
     note: Callable[[Mapping[str, Any]], None] = lambda _line: None
+    # Keeps what is asked for of a step and its updates; before its line is there, so that a reported step is recorded.
+    record: Callable[[int, Sequence[UpdateResult]], None] = lambda *_: None
     hub_commits: tuple[HubCommit, ...] | None = None
     clock: Callable[[], float] = time.monotonic
     _since: float = field(init=False, default=0.0)
@@ -113,6 +115,7 @@ class Reporter:
         """One step: its line, its beat, and an evaluation when one is due."""
         now = self.clock()
         seconds, self._since = now - self._since, now
+        self.record(step, results)
         means = means_of_updates(results)
         metrics = {**means, **self.measured()}
         evaluated = self._evaluated(step, now)

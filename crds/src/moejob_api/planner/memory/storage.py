@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from moejob_api.derived import router_is_frozen, trained_shape
+from moejob_api.derived import RECORDED_STEPS, router_is_frozen, trained_shape
 from moejob_api.job import Spec
 from moejob_api.job.base import Dtype
+from moejob_api.job.grpo import Grpo
 from moejob_api.job.training import Lora
 from moejob_api.models.parameters import layer_kinds, mtp_parameters, parameters
 from moejob_api.models.shape import ModelShape
 from moejob_api.planner.memory.adapters import adapter_weights
 from moejob_api.planner.memory.kept_activations import FLOAT32_BYTES
 from moejob_api.planner.memory.kinds import router_parameters
+
+# Of a recorded token of an answer: its id, version and advantage, and log-probabilities of engine, trainer and
+# reference model; of an answer beside its rewards and its places in updates; of a file.
+_TOKEN_BYTES, _ID_BYTES, _ANSWER_BYTES, _REWARD_BYTES, _STEP_BYTES = 24, 4, 48, 8, 2**16
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +29,13 @@ class VolumeNeed:
     checkpoints: int
     export: int
     download: int
+    # Of grpo.recordTokens.
+    tokens: int = 0
 
     @property
     def bytes(self) -> int:
         """All of it together."""
-        return self.checkpoint * self.checkpoints + self.export + self.download
+        return self.checkpoint * self.checkpoints + self.export + self.download + self.tokens
 
 
 def volume_need(shape: ModelShape, spec: Spec) -> VolumeNeed:
@@ -37,6 +45,7 @@ def volume_need(shape: ModelShape, spec: Spec) -> VolumeNeed:
         checkpoints=spec.checkpoint.keep + (spec.checkpoint.keep_best or 0) + 1,
         export=export_bytes(shape, spec) if spec.checkpoint.export_hugging_face else 0,
         download=download_bytes(shape, spec),
+        tokens=recorded_bytes(spec),
     )
 
 
@@ -67,6 +76,25 @@ def download_bytes(shape: ModelShape, spec: Spec) -> int:
     if spec.model.is_folder:
         return 0
     return (parameters(shape) + mtp_parameters(shape)) * Dtype.BFLOAT16.size_bytes
+
+
+def recorded_bytes(spec: Spec) -> int:
+    """Files of recorded tokens: of steps whose prompts and answers are all as long as they may be."""
+    grpo = spec.grpo
+    if grpo is None or not grpo.record_tokens:
+        return 0
+    steps = min(spec.training.max_steps or RECORDED_STEPS, RECORDED_STEPS)
+    # One more than is kept: the oldest goes when the newest is there.
+    return (steps + 1) * _step_bytes(grpo, spec.data.max_length)
+
+
+def _step_bytes(grpo: Grpo, max_length: int) -> int:
+    over_sampling = 1.0 if grpo.dynamic_sampling is None else grpo.dynamic_sampling.over_sampling
+    groups = math.ceil(grpo.prompts_per_step * over_sampling)
+    prompt = _ANSWER_BYTES + _ID_BYTES * max(0, max_length - grpo.max_new_tokens)
+    answer = _ANSWER_BYTES + _REWARD_BYTES * len(grpo.rewards) + _ID_BYTES * grpo.epochs_per_step
+    answer += _TOKEN_BYTES * grpo.max_new_tokens
+    return _STEP_BYTES + groups * (prompt + grpo.group_size * answer)
 
 
 def _adapters(shape: ModelShape, lora: Lora) -> int:

@@ -60,6 +60,11 @@ class Collector:
         self._runner.__exit__(kind, error, trace)
 
     @property
+    def sampled(self) -> Sampled:
+        """Return the groups of the last step, those among them that are left out too."""
+        return self._sampled
+
+    @property
     def epoch(self) -> float:
         """Return the passes over the prompts so far."""
         return self._prompts.training.epoch

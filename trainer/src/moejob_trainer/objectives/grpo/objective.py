@@ -18,13 +18,14 @@ import torch
 from moejob_api.job.grpo import Grpo, KlTarget
 from moejob_trainer.data.packing import BatchPlan, batch_of_rank
 from moejob_trainer.distributed.encoding import Array
-from moejob_trainer.engine import Engine, LossTerms, MicroBatch, TokenOutputs
+from moejob_trainer.engine import Engine, LossTerms, MicroBatch, TokenOutputs, UpdateResult
 from moejob_trainer.errors import BadConfiguration
 from moejob_trainer.objectives.grpo import experience as experiences
 from moejob_trainer.objectives.grpo.experience import Experience
 from moejob_trainer.objectives.grpo.loss import grpo_loss, mismatch
 from moejob_trainer.objectives.grpo.packed_answers import answers
 from moejob_trainer.objectives.grpo.rank_exchange import Peers
+from moejob_trainer.objectives.grpo.step_record import StepLearning, StepRecorder
 from moejob_trainer.rollouts.interface import EnginesLost, SyncReport, WeightPublisher, WrongWeights
 from moejob_trainer.runtime.user_lines import to_stderr
 
@@ -73,12 +74,13 @@ class GrpoSettings:
 
 @dataclass(frozen=True, slots=True)
 class StepServices:
-    """The services that a step uses. `rollouts` is rank 0's alone; `waiting` beats while a rank waits."""
+    """The services that a step uses. `rollouts` and `recorder` are rank 0's; `waiting` beats while a rank waits."""
 
     peers: Peers
     publisher: WeightPublisher
     rollouts: Rollouts | None
     waiting: Callable[[int], AbstractContextManager[object]] = lambda _: nullcontext()
+    recorder: StepRecorder | None = None
 
 
 @dataclass(slots=True)
@@ -108,6 +110,7 @@ class GroupRelativePolicyOptimization:
         # Through the updates of the step, over all ranks.
         self._tokens = 0
         self._metrics: Mapping[str, float] = {}
+        self._learning: StepLearning | None = None
 
     def updates(self, step: int, engine: Engine) -> Iterator[Sequence[MicroBatch]]:
         """Yield this data rank's micro batches of each update."""
@@ -117,6 +120,7 @@ class GroupRelativePolicyOptimization:
             old, reference = self._outputs(collected, engine)
         learned = experiences.learned(self._grpo, collected, old, reference)
         self._note(step, collected, learned)
+        self._learning = StepLearning(collected, learned, old, reference)
         extras = experiences.extras(collected, learned, old, reference)
         seed, parts = (self.settings.seed, step), self.settings.updates
         is_learned = False
@@ -125,6 +129,7 @@ class GroupRelativePolicyOptimization:
             # Answers without an end may be all that an update has: a step on nothing would still move the weights.
             if any(document.loss_weight for document in documents):
                 is_learned = True
+                self._learning.updates.append(members)
                 self._tokens += sum(len(document.tokens) for document in documents)
                 with self._phases.timed(_LEARN):
                     yield batch_of_rank(documents, self.settings.plan, self.parts.peers.data.rank)
@@ -134,6 +139,12 @@ class GroupRelativePolicyOptimization:
                 "nothing to learn from; raise maxNewTokens, or set overlong.filter: false"
             )
         self._measure()
+
+    def record(self, step: int, results: Sequence[UpdateResult]) -> None:
+        """Write what is asked for of a step, by its number in the step log, once its updates are made."""
+        if self.parts.recorder is not None and self._learning is not None:
+            self.parts.recorder.record(step, self._learning, results)
+        self._learning = None
 
     def loss(self, outputs: TokenOutputs, batch: MicroBatch) -> LossTerms:
         """Return the weighted sum of a micro batch's losses."""

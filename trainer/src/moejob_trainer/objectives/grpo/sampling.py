@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 
 import numpy as np
 
@@ -53,6 +54,21 @@ class AnswerGroup:
         return replace(self, answers=tuple(kept))
 
 
+class LeftOutReason(StrEnum):
+    """The reason why a step does not learn from a group."""
+
+    REWARD_FAILED = "RewardFailed"
+    NO_SIGNAL = "NoSignal"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LeftOutGroup:
+    """A group that was answered and is not learned from; without the experts of its tokens."""
+
+    group: AnswerGroup
+    reason: LeftOutReason
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Sampled:
     """The groups of a step, and what became of the others."""
@@ -66,6 +82,7 @@ class Sampled:
     tokens: int = 0
     # In which no answer was missing, but rewards were.
     reward_seconds: float = 0.0
+    left_out: tuple[LeftOutGroup, ...] = ()
 
     def without_routing(self) -> Sampled:
         """Return the same answers without the experts of their tokens."""
@@ -114,7 +131,8 @@ async def sample(asker: Asker, prompts: PromptLoader, grpo: Grpo, sampling: Samp
         most = math.ceil(grpo.dynamic_sampling.over_sampling * grpo.prompts_per_step)
     kept: list[AnswerGroup] = []
     silent: list[AnswerGroup] = []
-    asked = dropped = tokens = 0
+    failed: list[AnswerGroup] = []
+    asked = tokens = 0
     reward_seconds = 0.0
     while len(kept) < grpo.prompts_per_step and asked < most:
         drawn = prompts.next_prompts(min(grpo.prompts_per_step - len(kept), most - asked))
@@ -126,10 +144,15 @@ async def sample(asker: Asker, prompts: PromptLoader, grpo: Grpo, sampling: Samp
         for group in groups:
             rewards = np.array([group.rewards])
             if not is_complete(rewards)[0]:
-                dropped += 1
+                failed.append(group)
             elif grpo.dynamic_sampling is None or has_signal(rewards)[0]:
                 kept.append(group)
             else:
                 silent.append(group)
-    fill = silent[: grpo.prompts_per_step - len(kept)]
-    return Sampled((*kept, *fill), dropped, len(silent) - len(fill), tokens, reward_seconds)
+    room = grpo.prompts_per_step - len(kept)
+    fill, replaced = silent[:room], silent[room:]
+    left_out = (
+        *(LeftOutGroup(group.without_routing(), LeftOutReason.REWARD_FAILED) for group in failed),
+        *(LeftOutGroup(group.without_routing(), LeftOutReason.NO_SIGNAL) for group in replaced),
+    )
+    return Sampled((*kept, *fill), len(failed), len(replaced), tokens, reward_seconds, left_out)

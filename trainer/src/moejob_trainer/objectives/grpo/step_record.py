@@ -1,0 +1,155 @@
+"""A whole step as arrays that others can compute it from again: `tokens/step-N.safetensors` of the run folder.
+
+samples/ shows people some answers as text. A step is computed from token ids, from what the engine said of each, and
+from who took part in which update; docs/grpo.md names every array. Safetensors keeps each number to the bit, needs no
+compression to be smaller than text of nine digits, and is read by whatever reads the model. A file is of one step: it
+is written once, at its end, and read without any other. Rank 0 alone has a recorder.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save
+
+from moejob_api.derived import RECORDED_STEPS
+from moejob_trainer.distributed.encoding import Array
+from moejob_trainer.engine import UpdateResult
+from moejob_trainer.objectives.grpo.experience import Experience
+from moejob_trainer.objectives.grpo.sampling import AnswerGroup, LeftOutReason, Sampled, ScoredAnswer
+from moejob_trainer.rollouts.interface import FinishReason
+from moejob_trainer.runtime.disk import Disk, explained, replace
+
+FOLDER, FORMAT = "tokens", "moejob-grpo-step-1"
+# Of a group, in `group.outcome`.
+OUTCOMES = ("Learned", *LeftOutReason)
+_NAME = re.compile(r"step-(\d+)\.safetensors")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepLearning:
+    """The trainer's numbers of the answers of a step, and its updates."""
+
+    experience: Experience
+    # Of each token of each rollout.
+    advantages: Sequence[Array]
+    # Log-probabilities of all tokens, of the version that answered and of the reference model. [T]
+    old: Array | None
+    reference: Array | None
+    # The rollouts of each update that was made, in the order in which their losses are summed.
+    updates: list[Sequence[int]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecorder:
+    """Writes the file of each step, and removes those of steps long past. `settings` are JSON texts."""
+
+    folder: Path
+    settings: Mapping[str, str]
+    sampled: Callable[[], Sampled]
+
+    def record(self, step: int, learning: StepLearning, results: Sequence[UpdateResult]) -> None:
+        """Write a step, by the number of its line in the step log."""
+        sampled = self.sampled()
+        content = save(step_arrays(sampled, learning, results), self._facts(step, sampled))
+        folder, disk = self.folder / FOLDER, Disk()
+        with explained("recording the tokens of a step", folder):
+            disk.make_folder(folder)
+            replace(disk, folder / f"step-{step}.safetensors", content)
+            for path in outdated_records(folder.iterdir(), step):
+                disk.remove(path)
+
+    def _facts(self, step: int, sampled: Sampled) -> dict[str, str]:
+        names = [*sampled.groups[0].answers[0].score.parts]
+        said = {"outcomes": json.dumps(OUTCOMES), "rewardNames": json.dumps(names)}
+        return {"format": FORMAT, "step": str(step), **said, **self.settings}
+
+
+def outdated_records(paths: Iterator[Path], step: int) -> list[Path]:
+    """Return the files of steps so long before this one that they are not kept."""
+    named = ((path, _NAME.fullmatch(path.name)) for path in paths)
+    return [path for path, found in named if found and int(found[1]) <= step - RECORDED_STEPS]
+
+
+def step_arrays(
+    sampled: Sampled, learning: StepLearning, results: Sequence[UpdateResult]
+) -> dict[str, np.ndarray[Any, Any]]:
+    """Return the arrays of a step by name: groups that are learned from first, in the order of their rollouts."""
+    groups = [*sampled.groups, *(each.group for each in sampled.left_out)]
+    outcomes = [0] * len(sampled.groups) + [OUTCOMES.index(each.reason) for each in sampled.left_out]
+    return {
+        "group.outcome": np.array(outcomes, np.uint8),
+        **_group_arrays(groups),
+        **_answer_arrays(groups),
+        **_token_arrays([answer for group in groups for answer in group.answers]),
+        **_learned_arrays(learning),
+        **_update_arrays(learning.updates, results),
+    }
+
+
+def _group_arrays(groups: Sequence[AnswerGroup]) -> dict[str, Array]:
+    prompts = [group.prompt.prompt.tokens for group in groups]
+    return {
+        "group.number": np.array([group.prompt.number for group in groups], np.int64),
+        "group.promptLength": np.array([len(prompt) for prompt in prompts], np.int32),
+        "prompt.tokens": np.fromiter(chain.from_iterable(prompts), np.int32),
+    }
+
+
+def _answer_arrays(groups: Sequence[AnswerGroup]) -> dict[str, Array]:
+    answers = [(number, answer) for number, group in enumerate(groups) for answer in group.answers]
+    return {
+        "answer.group": np.array([number for number, _ in answers], np.int32),
+        "answer.member": np.array([answer.answer.request.member for _, answer in answers], np.int32),
+        "answer.seed": np.array([answer.answer.request.seed for _, answer in answers], np.int64),
+        "answer.length": np.array([len(answer.answer.tokens) for _, answer in answers], np.int32),
+        "answer.truncated": np.array(
+            [answer.answer.finish_reason is FinishReason.LENGTH for _, answer in answers], np.uint8
+        ),
+        # The sum of rewards by their weights, less the penalty of a long answer; then each by itself.
+        "answer.reward": np.array([answer.reward for _, answer in answers], np.float64),
+        "answer.rewards": np.array([[*answer.score.parts.values()] for _, answer in answers], np.float64),
+    }
+
+
+def _token_arrays(answers: Sequence[ScoredAnswer]) -> dict[str, Array]:
+    return {
+        "token.id": np.concatenate([each.answer.tokens for each in answers]).astype(np.int32),
+        "token.engine": np.concatenate([each.answer.log_probabilities for each in answers]).astype(np.float32),
+        "token.version": np.concatenate([each.answer.versions for each in answers]).astype(np.int32),
+    }
+
+
+def _learned_arrays(learning: StepLearning) -> dict[str, Array]:
+    """Return the trainer's numbers of each token of the answers that are learned from."""
+    step = learning.experience
+    advantages = [values[mask > 0] for values, mask in zip(learning.advantages, step.cut(step.mask), strict=True)]
+    known = {"token.old": learning.old, "token.reference": learning.reference}
+    return {
+        "token.advantage": np.concatenate(advantages).astype(np.float32),
+        **{
+            name: np.concatenate(step.of_answers(values)).astype(np.float32)
+            for name, values in known.items()
+            if values is not None
+        },
+    }
+
+
+def _update_arrays(updates: Sequence[Sequence[int]], results: Sequence[UpdateResult]) -> dict[str, Array]:
+    if len(updates) != len(results):
+        raise ValueError(f"a step planned {len(updates)} updates and made {len(results)}")
+    return {
+        "update.size": np.array([len(members) for members in updates], np.int32),
+        "update.answers": np.fromiter(chain.from_iterable(updates), np.int32),
+        "update.loss": np.array([result.loss for result in results], np.float64),
+        "update.gradientNorm": np.array([result.gradient_norm for result in results], np.float64),
+        "update.learningRate": np.array([result.learning_rate for result in results], np.float64),
+        "update.applied": np.array([result.is_applied for result in results], np.uint8),
+    }
