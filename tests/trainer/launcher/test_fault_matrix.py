@@ -51,6 +51,9 @@ class Victim(StrEnum):
     LAST_RANK = "rank 1"
 
 
+RANK_VICTIMS = (Victim.FIRST_RANK, Victim.LAST_RANK)
+
+
 @dataclass
 class SupervisedRun:
     """A run whose launcher is started again, as `moejob run` does it, until the run is done."""
@@ -71,19 +74,19 @@ class SupervisedRun:
         self.attempt, self.stopped_at = self.attempt + 1, None
         self.launcher = self.gang.start("train_and_hold", attempt=self.attempt)
 
-    def held(self, phase: RunPhase) -> dict[int, int]:
-        """Return the living ranks that are held in a phase once all of one start are, by their numbers."""
+    def held(self, phase: RunPhase, after: tuple[int, int] = (0, 0)) -> tuple[tuple[int, int], dict[int, int]]:
+        """Return a start, later than that one, whose living ranks are all held in a phase, and their process ids."""
 
-        def look() -> dict[int, int] | None:
+        def look() -> tuple[tuple[int, int], dict[int, int]] | None:
             self.supervise()
             assert self.launcher.process.exitcode != ExitCode.DONE, f"{phase} was not reached:\n{self.log()}"
-            for restart in range(3 * len(PHASES)):
-                notes = [held_note(self.gang.run_folder, phase, (self.attempt, restart), rank) for rank in range(RANKS)]
-                if not all(note.exists() for note in notes):
+            for start in ((self.attempt, restart) for restart in range(3 * len(PHASES))):
+                notes = [held_note(self.gang.run_folder, phase, start, rank) for rank in range(RANKS)]
+                if start <= after or not all(note.exists() for note in notes):
                     continue
                 pids = [int(note.read_text()) for note in notes]
                 if all(lives(pid) for pid in pids):
-                    return dict(enumerate(pids))
+                    return start, dict(enumerate(pids))
             return None
 
         return eventually(look, f"the phase {phase}")
@@ -144,9 +147,12 @@ def run_chain(
     )
     made.run_folder.mkdir()
     holding(made.run_folder, phases[0]).touch()
-    run = SupervisedRun(made, made.start("train_and_hold", attempt=1))
+    # A rank that is asked to stop, and a server that stands still once ranks run, may let a start go on for a while.
+    ends_start = number is signal.SIGKILL or (number is signal.SIGTERM and victim not in RANK_VICTIMS)
+    run, after = SupervisedRun(made, made.start("train_and_hold", attempt=1)), (0, 0)
     for phase, following in zip(phases, [*phases[1:], None], strict=True):
-        ranks = run.held(phase)
+        start, ranks = run.held(phase, after)
+        after = start if ends_start else (0, 0)
         if following is not None:
             holding(made.run_folder, following).touch()
         began = time.monotonic()
@@ -155,7 +161,7 @@ def run_chain(
         if following is None:
             eventually(run.done, "the end of the run")
         else:
-            run.held(following)
+            run.held(following, after)
         write_cell(phase.name, victim, number.name, f"{time.monotonic() - began:.0f}")
     assert {step.step for step in steps(made.run_folder)} == {1, 2, 3}
     assert list((made.run_folder / "export").glob("*.safetensors"))
