@@ -19,9 +19,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-# A dense Llama, and a Mixtral with four experts in each layer that begin as copies of its MLPs.
-DENSE, MIXTRAL = "smol", "smol-moe"
-NAMES = (DENSE, MIXTRAL)
+# A dense Llama, and mixtures with four experts in each layer that begin as copies of its MLPs.
+DENSE, MIXTRAL, QWEN3_MOE = "smol", "smol-moe", "smol-qwen3-moe"
+NAMES = (DENSE, MIXTRAL, QWEN3_MOE)
 # To be raised when `trainer.real_weights` writes other files: those in the cache are then made again.
 RECIPE = 1
 _RECORD = "made.json"
@@ -71,12 +71,13 @@ def make_models(folder: Path) -> None:
             shutil.rmtree(left)
         partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=folder))
         _write_models(partial)
-        for name in NAMES:
+        # Others may be reading those that are there.
+        for name in [name for name in NAMES if not is_made(folder / name)]:
             record = {"recipe": RECIPE, "bytes": _file_sizes(partial / name)}
             (partial / name / _RECORD).write_text(json.dumps(record))
             shutil.rmtree(folder / name, ignore_errors=True)
             (partial / name).rename(folder / name)
-        partial.rmdir()
+        shutil.rmtree(partial)
 
 
 def _write_models(folder: Path) -> None:

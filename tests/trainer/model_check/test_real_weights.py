@@ -23,13 +23,13 @@ from moejob_trainer.megatron.engine import MegatronEngine
 from moejob_trainer.megatron.topology import stop_groups
 from moejob_trainer.megatron.weights import adapter_weights, named_weights, whole_weights
 from moejob_trainer.model_check.checks import Checks
-from real_models import DENSE, MIXTRAL, find_real_model
+from real_models import DENSE, MIXTRAL, QWEN3_MOE, find_real_model
 from trainer.conversion.published import values_of
 from trainer.conversion.test_quantized import eighths
 from trainer.parity.cells import Cell, loss_of, micro_batches, started
 from trainer.worlds import Worlds
 
-FAMILIES = {DENSE: Family.LLAMA, MIXTRAL: Family.MIXTRAL}
+FAMILIES = {DENSE: Family.LLAMA, MIXTRAL: Family.MIXTRAL, QWEN3_MOE: Family.QWEN3_MOE}
 SAMPLED: dict[str, Any] = {"method": "GRPO", "grpo": {"temperature": 0.9, "rewards": [{"name": "exact-match"}]}}
 RANK, ALPHA = 8, 16.0
 LORA: dict[str, Any] = {"training": {"lora": {"rank": RANK, "alpha": ALPHA}}}
