@@ -20,7 +20,7 @@ from typing import Any
 from real_models import real_packages
 
 # They have no wheels; tasks that need them are refused by AttributeError.
-_ABSENT = ("cellpylib", "pycosat", "zss")
+ABSENT = ("cellpylib", "pycosat", "zss")
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 
@@ -63,7 +63,7 @@ def _score_function(task: str) -> Callable[[str, Mapping[str, Any]], float]:
 
 @cache
 def _tasks() -> Any:
-    for name in _ABSENT:
+    for name in ABSENT:
         sys.modules.setdefault(name, ModuleType(name))
     # Last: what the trainer has counts, too.
     sys.path.append(str(real_packages()))

@@ -154,6 +154,7 @@ KNOWN_LATER: Mapping[str, str] = {
     "model/pretrained.py": "the folder of the model",
     "model_check/": "the weights, computed with",
     "objectives/": "answers and rewards",
+    "rewards/scorer.py": "modules, services and what they return",
     "rollouts/": "internal: which rank proves",
     "runtime/channel.py": "internal: frames of launchers",
     "runtime/devices.py": "GPUs of the machine",
@@ -161,6 +162,7 @@ KNOWN_LATER: Mapping[str, str] = {
     "setup/grpo.py": "internal: the method",
     "setup/model.py": "the gate itself, asked again beside the model's files",
     "setup/prompts.py": "internal: the method",
+    "setup/rewards.py": "what rewards return for a first answer",
     "setup/rollouts.py:_rendezvous": "internal: the method",
     "setup/rollouts.py:_urls": "the environment of a pod",
 }

@@ -6,6 +6,7 @@ Each is answered, refused or read within its bounds; nothing else is raised. `ma
 from __future__ import annotations
 
 import asyncio
+import math
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
@@ -22,6 +23,10 @@ from moejob_trainer.checkpoints.run import own_run_folder
 from moejob_trainer.distributed.encoding import BadMessage, decoded, encoded
 from moejob_trainer.errors import BadConfiguration
 from moejob_trainer.launcher.store import Entries, Operation, StoreRequest, StoreServer
+from moejob_trainer.rewards.completion import FailureKind, RewardFailed
+from moejob_trainer.rewards.functions import valid_scores
+from moejob_trainer.rewards.messages import WorkerAnswer, WorkerFailure, answered
+from moejob_trainer.rewards.service import scores_of
 from trainer.checkpoints.worlds import facts
 
 WHOLE = manifest([FileEntry(name="__0_0.distcp", size_bytes=5, hash="0" * 32)], facts(20)).content()
@@ -78,6 +83,22 @@ def test_a_message_of_a_rank_is_of_the_type_that_is_expected_or_is_refused() -> 
             assert all(
                 isinstance(value, float) for row in decoded(damaged(draw, [text]), kind).values() for value in row
             )
+
+
+def test_an_answer_of_a_reward_is_finite_numbers_or_a_failure_with_a_reason() -> None:
+    scores = b'{"scores": [0.5, 1, -2e3], "model": {"name": "judge"}}'
+    line = WorkerAnswer(request=1, scores=(0.5, 1.0, -2e3)).model_dump_json().encode()
+    failed = WorkerAnswer(request=1, failure=WorkerFailure(kind=FailureKind.EXCEPTION, message="no")).model_dump_json()
+    readable = 0
+    for draw in drawn():
+        with suppress(RewardFailed):
+            assert all(map(math.isfinite, valid_scores(scores_of(damaged(draw, [scores])), 3)))
+            readable += 1
+        with suppress(RewardFailed):
+            answer = answered(damaged(draw, [line, failed.encode()]))
+            assert all(map(math.isfinite, answer.scores))
+            readable += 1
+    assert readable > 0
 
 
 class _Writer:

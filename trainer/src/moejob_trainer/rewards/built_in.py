@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable
 from decimal import Decimal, InvalidOperation
@@ -52,6 +53,9 @@ def _numeric(completion: Completion, reference: str) -> float:
 def _math(reference: str) -> Score:
     # Half a second of imports, which only this reward needs.
     from math_verify import parse, verify  # noqa: PLC0415
+
+    # It warns at each start that time is not limited, which it is.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
 
     def verified(right: list[Any], text: str) -> float:
         # What cannot be parsed is none of its failures: such an answer is wrong. Time is limited from outside.

@@ -86,7 +86,7 @@ class Service:
                 raise RewardFailed(FailureKind.ERROR, f"{self._shown} answered HTTP {status}")
             if status != httpx.codes.OK:
                 raise RewardFailed(FailureKind.REFUSED, f"{self._shown} answered HTTP {status}{_fix(status)}")
-            return _scores(await _bounded(response))
+            return scores_of(await _bounded(response))
 
 
 class _Away(RuntimeError):
@@ -181,7 +181,8 @@ async def _bounded(response: httpx.Response) -> bytes:
     return bytes(content)
 
 
-def _scores(body: bytes) -> list[Any]:
+def scores_of(body: bytes) -> list[Any]:
+    """Return the list of scores in an answer; RewardFailed for what has none."""
     try:
         answer = from_json(body)
     except ValueError as error:

@@ -1,0 +1,53 @@
+"""A reward that needs a package: reasoning-gym scores the answers to the tasks that it makes.
+
+    python reasoning_reward.py basic_arithmetic 2000 > prompts.jsonl
+
+writes prompts, each with the entry of its task; a job reads them as data and names this file as its reward:
+
+    data: {train: [{source: prompts.jsonl, format: Prompts}]}
+    grpo: {rewards: [{module: "reasoning_reward:score", modulePath: FOLDER, metricName: arithmetic}]}
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+# Seconds, at times half a minute: the job's startTimeoutSeconds limits it, its timeoutSeconds does not.
+import reasoning_gym
+
+_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+
+
+def score(completions: Sequence[str], task: Sequence[str], entry: Sequence[str], **_: Any) -> list[float]:
+    """Score completions as their tasks do, which give a part of 1 for a part of an answer at times."""
+    scores = []
+    for completion, name, written in zip(completions, task, entry, strict=True):
+        asked = json.loads(written)
+        scores.append(float(reasoning_gym.get_score_answer_fn(name)(_answer(completion, asked["answer"]), asked)))
+    return scores
+
+
+def _answer(completion: str, reference: str) -> str:
+    """Return the last number of a completion where a number is asked for, else all of it."""
+    numbers = _NUMBER.findall(completion)
+    return numbers[-1] if numbers and _NUMBER.fullmatch(reference) else completion.strip()
+
+
+def write_prompts(task: str, count: int) -> None:
+    """Print records for `data.train` with format Prompts."""
+    for asked in reasoning_gym.create_dataset(task, size=count, seed=0):
+        record = {
+            "prompt": [{"role": "user", "content": asked["question"]}],
+            "task": task,
+            "entry": json.dumps(asked, default=str),
+            "answer": asked["answer"],
+        }
+        sys.stdout.write(json.dumps(record) + "\n")
+
+
+if __name__ == "__main__":
+    write_prompts(sys.argv[1], int(sys.argv[2]))
