@@ -17,7 +17,13 @@ from trainer.worlds import Worlds
 
 # Files of few tests that take minutes each, for engines start in them. By the number of their tests they would come
 # last, when one worker would be alone with them.
-_BEGUN_FIRST = ("test_grpo_runs.py", "test_transports.py", "test_real_engines.py", "test_replayed_runs.py")
+_BEGUN_FIRST = (
+    "test_grpo_runs.py",
+    "test_transports.py",
+    "test_real_engines.py",
+    "test_replayed_runs.py",
+    "test_recorded_steps.py",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
