@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.grpo_learning.jobs import Layout, Machine, Sizes, grpo_job
 from benchmarks.grpo_learning.tasks import write_task
 
-from real_models import DENSE
+from real_models import DENSE, QWEN3_MOE
 from real_models import MIXTRAL as MIXTURE
 
 STEPS = 3
@@ -46,6 +46,7 @@ def separate(tensor: int = 1, sync: str = "NCCL", **more: Any) -> dict[str, Any]
 CASES = {
     "1 GPU, dense, colocated": Case(DENSE, 1, {}, colocated()),
     "1 GPU, mixture, colocated": Case(MIXTURE, 1, {}, colocated()),
+    "1 GPU, mixture with head norms, colocated": Case(QWEN3_MOE, 1, {}, colocated()),
     # Trainer and engine take half of one GPU each.
     "1 GPU, mixture, files": Case(MIXTURE, 1, {}, separate(sync="Disk", gpuMemoryUtilization=0.4), "0,0"),
     "2 GPUs, dense, NCCL": Case(DENSE, 2, {}, separate()),
@@ -57,8 +58,8 @@ CASES = {
     "4 GPUs, EP2, mixture, NCCL to an engine over 2": Case(MIXTURE, 4, {"expert": 2}, separate(2)),
     "4 GPUs, EP4, mixture, colocated with 2 engines over 2": Case(MIXTURE, 4, {"expert": 4}, colocated(2)),
     "4 GPUs, EP4, mixture, colocated with an engine over 4": Case(MIXTURE, 4, {"expert": 4}, colocated(4)),
-    "4 GPUs, EP2 DP2, mixture, colocated with an engine over 4": Case(
-        MIXTURE, 4, {"data": 4, "expert": 2}, colocated(4)
+    "4 GPUs, EP2 DP2, mixture with head norms, colocated with an engine over 4": Case(
+        QWEN3_MOE, 4, {"data": 4, "expert": 2}, colocated(4)
     ),
     "6 GPUs, EP2, mixture, NCCL to an engine over 4": Case(MIXTURE, 6, {"expert": 2}, separate(4)),
     "8 GPUs, EP4, mixture, NCCL to an engine over 4": Case(MIXTURE, 8, {"expert": 4}, separate(4)),

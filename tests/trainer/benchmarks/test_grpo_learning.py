@@ -18,7 +18,7 @@ from gpu.grpo_cases import CASES, case_job
 from moejob_api.job import Spec
 from moejob_api.models.families import shape_of
 from moejob_api.planner.plan import plan
-from real_models import DENSE, MIXTRAL
+from real_models import DENSE, MIXTRAL, QWEN3_MOE
 
 # Of SmolLM2-135M, whose heads no engine of two GPUs can divide.
 SMOL: dict[str, Any] = {
@@ -33,7 +33,12 @@ SMOL: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
-CONFIGS = {DENSE: SMOL, MIXTRAL: SMOL | {"model_type": "mixtral"} | EXPERTS}
+NORMED = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 1536}
+CONFIGS = {
+    DENSE: SMOL,
+    MIXTRAL: SMOL | {"model_type": "mixtral"} | EXPERTS,
+    QWEN3_MOE: SMOL | NORMED | {"head_dim": 64, "norm_topk_prob": True},
+}
 
 SPEEDS = ("generationTokensPerSecond", "trainingTokensPerSecond", "seconds")
 PHASES = ("syncSeconds", "generateSeconds", "releaseSeconds", "outputsSeconds", "learnSeconds")
