@@ -112,6 +112,7 @@ def _validated(file: str, settings: "Sequence[str]") -> Exit:
     """Check one job; one that cannot be read does not keep the others from being checked."""
     from moejob_api.problems import InvalidSpec
     from moejob_cli.inputs import planned
+    from moejob_cli.local_files import unreadable_sources
 
     try:
         answer = planned(file, settings)
@@ -123,6 +124,8 @@ def _validated(file: str, settings: "Sequence[str]") -> Exit:
         typer.echo(f"{file}: {problem}")
     for warning in answer.plan.warnings:
         typer.echo(f"{file}: note {warning}")
+    for reason in unreadable_sources(answer.job.spec):
+        typer.echo(f"{file}: not here: {reason}")
     if not answer.plan.accepted:
         return Exit.REFUSED
     typer.echo(f"{file}: accepted" + (f" (model not checked: {answer.unseen})" if answer.unseen else ""))

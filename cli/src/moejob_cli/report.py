@@ -25,6 +25,7 @@ from moejob_api.planner.plan import Plan
 from moejob_api.problems import Problem
 from moejob_api.quantities import bytes_of, readable
 from moejob_cli.document import parallelism_fields
+from moejob_cli.local_files import unreadable_sources
 
 if TYPE_CHECKING:
     from moejob_api.planner.suggestions import Suggestion
@@ -39,10 +40,16 @@ def plan_report(job: MoETrainingJob, plan: Plan, unseen: str | None, all_ranks: 
     return Group(*_sections(job, plan, unseen, all_ranks))
 
 
-def _sections(job: MoETrainingJob, plan: Plan, unseen: str | None, all_ranks: bool) -> Iterator[RenderableType]:
-    yield _headline(job, plan)
+def _absences(job: MoETrainingJob, unseen: str | None) -> Iterator[RenderableType]:
     if unseen is not None:
         yield Text(f"  model not checked: {unseen}", style="yellow")
+    for reason in unreadable_sources(job.spec):
+        yield Text(f"  not here: {reason}", style="yellow")
+
+
+def _sections(job: MoETrainingJob, plan: Plan, unseen: str | None, all_ranks: bool) -> Iterator[RenderableType]:
+    yield _headline(job, plan)
+    yield from _absences(job, unseen)
     for problem in plan.problems:
         yield problem_line(problem, "refused", "red")
     if plan.layout is not None:

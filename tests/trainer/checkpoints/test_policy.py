@@ -12,7 +12,7 @@ from moejob_api.job.storage import Checkpoint
 from moejob_api.quantities import GIB
 from moejob_trainer.checkpoints.manifest import EvaluationFacts, Facts
 from moejob_trainer.checkpoints.names import StepFolder, step_folder
-from moejob_trainer.checkpoints.policy import LastSave, best, is_due, room_complaint, to_delete
+from moejob_trainer.checkpoints.policy import LastSave, best, is_due, room_complaint, start_complaint, to_delete
 from moejob_trainer.checkpoints.verification import FolderState, SeenFolder
 from moejob_trainer.runtime.fencing import FenceToken
 from trainer.checkpoints.worlds import facts
@@ -160,3 +160,13 @@ def test_a_full_volume_is_named_with_numbers_and_the_fix() -> None:
 
 def test_one_that_keeps_a_single_checkpoint_is_not_told_to_keep_fewer() -> None:
     assert "keep" not in str(room_complaint(free_bytes=0, needed_bytes=GIB, keep=1, path=Path("/moejob/sft")))
+
+
+def test_a_run_that_could_not_save_once_is_named_with_numbers_and_the_fix() -> None:
+    path = Path("/moejob/sft")
+    assert start_complaint(5 * GIB, checkpoint_bytes=4 * GIB, export_bytes=GIB, path=path) is None
+    assert start_complaint(3 * GIB, checkpoint_bytes=4 * GIB, export_bytes=GIB, path=path) == (
+        "a checkpoint takes 4.0 GiB and the export 1.0 GiB, and /moejob/sft has 3.0 GiB left; free 2.0 GiB on the "
+        "volume, or make it so much larger"
+    )
+    assert "export" not in str(start_complaint(3 * GIB, checkpoint_bytes=4 * GIB, export_bytes=0, path=path))

@@ -433,6 +433,15 @@ def test_a_checkpoint_that_would_not_fit_is_not_begun(tmp_path: Path) -> None:
     assert there(tmp_path) == []
 
 
+def test_a_run_that_could_not_save_once_is_refused_before_its_first_step(tmp_path: Path) -> None:
+    run = store(place(tmp_path), policy(), Small(free=3 * GIB))
+    run.start()
+    run.require_room(2 * GIB, GIB)
+    with pytest.raises(BadConfiguration, match=r"takes 2.0 GiB and the export 2.0 GiB, and .* has 3.0 GiB left"):
+        run.require_room(2 * GIB, 2 * GIB)
+    assert there(tmp_path) == []
+
+
 def test_a_measured_checkpoint_counts_more_than_the_estimate(tmp_path: Path) -> None:
     disk = Small(free=GIB)
     run = store(place(tmp_path), policy(), disk)

@@ -10,7 +10,7 @@ from moejob_cli.inputs import PlannedJob
 from moejob_cli.running.display import RunDisplay
 from moejob_cli.running.folder import HeldRunFolder, held
 from moejob_cli.running.launchers import RunOf
-from moejob_cli.running.machine import CannotRun, LocalMachine, must_fit, this_machine
+from moejob_cli.running.machine import CannotRun, LocalMachine, must_fit, require_room, require_sources, this_machine
 from moejob_cli.running.processes import Launching
 from moejob_cli.running.steps import StepLine, StepLog
 from moejob_cli.running.supervision import Result, Supervision
@@ -27,7 +27,10 @@ def run(
     try:
         machine = this_machine()
         must_fit(answer.job.spec, layout, machine)
+        require_sources(answer.job.spec)
         with held(place, name) as mine:
+            if answer.plan.volume is not None:
+                require_room(answer.plan.volume.at_least(answer.job.spec), place)
             of = RunOf(name, mine.owner.uid, answer.job.spec, layout, place, mine.secret)
             return _supervised(of, machine, mine, display)
     except CannotRun as refused:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,9 @@ from moejob_api.derived import rollout_layout
 from moejob_api.job import Spec
 from moejob_api.job.resources import Accelerator, EnvVar
 from moejob_api.layout.sizes import Layout
+from moejob_api.planner.memory import VolumeNeed
+from moejob_api.quantities import readable
+from moejob_cli.local_files import claims, unreadable_sources
 
 # Python that the trainer is installed in, for `moejob run`, `data` and `export`; else .venv/trainer of the checkout.
 TRAINER_PYTHON = "MOEJOB_TRAINER_PYTHON"
@@ -112,6 +116,25 @@ def must_fit(spec: Spec, layout: Layout, machine: LocalMachine) -> None:
             f"spec.resources.env takes {', '.join(missing)} from the cluster's Secrets and ConfigMaps; set them in "
             "this shell instead"
         )
+
+
+def require_sources(spec: Spec) -> None:
+    """Raise CannotRun for files and folders of the job that are not here, or cannot be read."""
+    problems = [*claims(spec), *unreadable_sources(spec)]
+    if problems:
+        raise CannotRun("; ".join(problems))
+
+
+def require_room(need: VolumeNeed, folder: Path) -> None:
+    """Raise CannotRun when not even one checkpoint and the export have room beside what is in the run folder."""
+    free_bytes, needed_bytes = shutil.disk_usage(folder).free, need.checkpoint + need.export
+    if needed_bytes <= free_bytes:
+        return
+    export = f" and the export {readable(need.export)}" if need.export else ""
+    raise CannotRun(
+        f"a checkpoint takes {readable(need.checkpoint)}{export}, and {folder} has {readable(free_bytes)} left; free "
+        f"{readable(needed_bytes - free_bytes)}, or name a folder on another disk with --run-dir"
+    )
 
 
 def job_variables(spec: Spec) -> dict[str, str]:

@@ -86,3 +86,15 @@ def room_complaint(free_bytes: int, needed_bytes: int, keep: int, path: Path) ->
         f"a checkpoint takes {readable(needed_bytes)} and {path} has {readable(free_bytes)} left; "
         f"free {readable(needed_bytes - free_bytes)} on the volume, or make it so much larger{fewer}"
     )
+
+
+def start_complaint(free_bytes: int, checkpoint_bytes: int, export_bytes: int, path: Path) -> str | None:
+    """Return the complaint that not even one checkpoint and the export would fit, with the fix; None when they do."""
+    needed_bytes = checkpoint_bytes + export_bytes
+    if needed_bytes <= free_bytes:
+        return None
+    export = f" and the export {readable(export_bytes)}" if export_bytes else ""
+    return (
+        f"a checkpoint takes {readable(checkpoint_bytes)}{export}, and {path} has {readable(free_bytes)} left; free "
+        f"{readable(needed_bytes - free_bytes)} on the volume, or make it so much larger"
+    )

@@ -158,6 +158,7 @@ class StateFacts:
     layout: Layout
     format: str
     expected_bytes: int
+    export_bytes: int = 0
 
 
 class RunCheckpoints:
@@ -180,6 +181,7 @@ class RunCheckpoints:
     def _restore(self) -> int:
         found = self.store.start()
         if found is None:
+            self.store.require_room(self.state.expected_bytes, self.state.export_bytes)
             if self.begun is not None:
                 self.begun()
             return 0

@@ -23,7 +23,7 @@ from moejob_trainer.checkpoints.commit import commit
 from moejob_trainer.checkpoints.coordination import Coordinator, all_agree, on_all_ranks, on_first_rank
 from moejob_trainer.checkpoints.manifest import EvaluationFacts, Facts, FileEntry, entries, manifest, written_names
 from moejob_trainer.checkpoints.names import StepFolder
-from moejob_trainer.checkpoints.policy import LastSave, is_due, room_complaint
+from moejob_trainer.checkpoints.policy import LastSave, is_due, room_complaint, start_complaint
 from moejob_trainer.checkpoints.run import RunFolder, other_run, own_run_folder, resumed
 from moejob_trainer.checkpoints.unread import retry_unread
 from moejob_trainer.checkpoints.verification import Found, Search, VerificationDepth, latest
@@ -115,6 +115,10 @@ class CheckpointStore:
             return search.found
         return resumed(self.policy.resume_from, other_run(self.policy.resume_from, self.place.folder), self.ranks)
 
+    def require_room(self, checkpoint_bytes: int, export_bytes: int) -> None:
+        """Refuse a run that could not save once, before its first step. Every rank calls this."""
+        on_first_rank(self.ranks, lambda: self._refuse_little_room(checkpoint_bytes, export_bytes), NOTHING)
+
     def is_due(self, step: int) -> bool:
         """Return whether to save the state after this step. Every rank asks; the clock of rank 0 decides."""
         if self.policy.every_steps is not None:
@@ -165,6 +169,12 @@ class CheckpointStore:
             # The pods of other jobs that resume from here share the volume's group.
             self.disk.make_folder(self.place.checkpoints, mode=0o750)
             self.disk.sync(self.place.folder)
+
+    def _refuse_little_room(self, checkpoint_bytes: int, export_bytes: int) -> None:
+        with explained("looking for room", self.place.folder):
+            free_bytes = self.disk.free_bytes(self.place.checkpoints)
+        if complaint := start_complaint(free_bytes, checkpoint_bytes, export_bytes, self.place.folder):
+            raise BadConfiguration(complaint)
 
     def _begin_from(self, found: Found | None) -> None:
         self._start = LastSave(0 if found is None else found.folder.step, self.clock())

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from moejob_api.contract import RunPhase
-from moejob_api.planner.memory.storage import checkpoint_bytes
+from moejob_api.planner.memory.storage import volume_need
 from moejob_trainer.checkpoints import CheckpointStore, RunFolder, RunOwner
 from moejob_trainer.checkpoints.adapter_compatibility import adapter_facts
 from moejob_trainer.checkpoints.saving import RunCheckpoints, RunWriter, StateFacts
@@ -73,7 +73,8 @@ def build_checkpoints(
     store = CheckpointStore(
         place, environment.spec.checkpoint, context.ranks, writer, measure=learned.evaluations.measure
     )
-    facts = StateFacts(context.layout, STATE_FORMAT, checkpoint_bytes(model.architecture.shape, environment.spec))
+    need = volume_need(model.architecture.shape, environment.spec).at_least(environment.spec)
+    facts = StateFacts(context.layout, STATE_FORMAT, need.checkpoint, need.export)
     return RunCheckpoints(store, writer, facts, _begun(model, checks))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moejob_api.derived import RECORDED_STEPS, router_is_frozen, trained_shape
 from moejob_api.job import Spec
@@ -36,6 +36,12 @@ class VolumeNeed:
     def bytes(self) -> int:
         """All of it together."""
         return self.checkpoint * self.checkpoints + self.export + self.download + self.tokens
+
+    def at_least(self, spec: Spec) -> VolumeNeed:
+        """Return what every run writes: one checkpoint, and the export where that is the model and no adapters."""
+        return replace(
+            self, checkpoints=1, download=0, tokens=0, export=self.export if spec.training.lora is None else 0
+        )
 
 
 def volume_need(shape: ModelShape, spec: Spec) -> VolumeNeed:

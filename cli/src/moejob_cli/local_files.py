@@ -1,0 +1,43 @@
+"""Files and folders that a job names and a run on this machine reads: those that are not here, or cannot be read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from moejob_api.job import Spec
+from moejob_api.job.model import is_place
+
+_CLAIM, _MODEL = "pvc://", "spec.model.source"
+
+
+def unreadable_sources(spec: Spec) -> Iterator[str]:
+    """Yield a sentence for each file or folder of a job that a run on this machine could not read."""
+    for field, source in _named_places(spec):
+        if not source.startswith(_CLAIM):
+            yield from _problem(field, Path(source) / "config.json" if field == _MODEL else Path(source))
+
+
+def claims(spec: Spec) -> Iterator[str]:
+    """Yield a sentence for each source of a job that lies on a claim of a cluster."""
+    for field, source in _named_places(spec):
+        if source.startswith(_CLAIM):
+            yield f"{field}: {source} is a claim of a cluster; on this machine, name a path"
+
+
+def _named_places(spec: Spec) -> Iterator[tuple[str, str]]:
+    sources = [(_MODEL, spec.model.source)]
+    sources += [(f"spec.data.train[{number}].source", each.source) for number, each in enumerate(spec.data.train)]
+    sources += [(f"spec.data.eval[{number}].source", each.source) for number, each in enumerate(spec.data.eval)]
+    return ((field, source) for field, source in sources if is_place(source))
+
+
+def _problem(field: str, needed: Path) -> Iterator[str]:
+    try:
+        needed.stat()
+    except OSError as error:
+        yield f"{field}: {needed} cannot be read on this machine ({error.strerror}); correct the path, or put it there"
+        return
+    if not os.access(needed, os.R_OK | os.X_OK if needed.is_dir() else os.R_OK):
+        yield f"{field}: {needed} may not be read by this user; change its permissions"

@@ -1,0 +1,79 @@
+"""Files that a job names are looked for before anything starts, on the machine that would read them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from typer.testing import CliRunner
+
+from builders import spec
+from moejob_api.planner.memory import VolumeNeed
+from moejob_cli.app import app
+from moejob_cli.local_files import unreadable_sources
+from moejob_cli.running.machine import CannotRun, require_room, require_sources
+
+GIB = 1024**3
+
+
+def _data(*sources: str) -> list[dict[str, str]]:
+    return [{"source": source, "format": "Text"} for source in sources]
+
+
+def test_files_and_folders_that_are_there_are_accepted(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "a.jsonl").touch()
+    wanted = spec(
+        model={"source": str(tmp_path)},
+        data={"train": _data(str(tmp_path / "a.jsonl"), str(tmp_path), "org/name"), "eval": _data("moejob/tiny-chats")},
+    )
+    require_sources(wanted)
+
+
+def test_each_source_that_is_not_here_is_named_with_its_field(tmp_path: Path) -> None:
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    wanted = spec(
+        model={"source": str(tmp_path)},
+        data={"train": _data("/none/a.jsonl", "pvc://claim/a.jsonl"), "eval": _data(str(loop))},
+    )
+    with pytest.raises(CannotRun) as refused:
+        require_sources(wanted)
+    claim, model, train, held_out = str(refused.value).split("; spec.")
+    absent = "cannot be read on this machine (No such file or directory); correct the path, or put it there"
+    assert (
+        claim == "spec.data.train[1].source: pvc://claim/a.jsonl is a claim of a cluster; on this machine, name a path"
+    )
+    assert model == f"model.source: {tmp_path}/config.json {absent}"
+    assert train == f"data.train[0].source: /none/a.jsonl {absent}"
+    assert f"data.eval[0].source: {loop} cannot be read on this machine (Too many levels" in held_out
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read every file")
+def test_a_file_that_may_not_be_read_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.touch(0o000)
+    (problem,) = unreadable_sources(spec(data={"train": _data(str(file))}))
+    assert "may not be read by this user" in problem
+
+
+@pytest.mark.parametrize("command", ["plan", "validate"])
+def test_commands_say_what_a_run_here_would_miss(command: str, tmp_path: Path) -> None:
+    job = tmp_path / "job.yaml"
+    example = Path(__file__).parents[2] / "examples/tiny-sft.yaml"
+    job.write_text(example.read_text().replace("source: moejob/tiny-chats", "source: /none/a.jsonl", 1))
+    result = CliRunner().invoke(app, [command, str(job)])
+    assert "data.train[0].source: /none/a.jsonl cannot be read on this machine" in result.output
+    assert result.exit_code == 0
+
+
+def test_a_disk_without_room_for_a_checkpoint_and_the_export_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=5 * GIB))
+    require_room(VolumeNeed(checkpoint=4 * GIB, checkpoints=4, export=GIB, download=9 * GIB), tmp_path)
+    with pytest.raises(CannotRun, match=r"checkpoint takes 4.0 GiB and the export 2.0 GiB, and .* has 5.0 GiB left"):
+        require_room(VolumeNeed(checkpoint=4 * GIB, checkpoints=4, export=2 * GIB, download=0), tmp_path)
