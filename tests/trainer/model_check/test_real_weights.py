@@ -170,6 +170,8 @@ def test_real_weights_are_accepted_at_another_temperature(worlds: Worlds, tmp_pa
         pytest.param(DENSE, "float32", {}, id="all weights in float32"),
         pytest.param(MIXTRAL, "float32", LORA, id="adapters on a mixture", marks=pytest.mark.thorough),
         pytest.param(MIXTRAL, "bfloat16", {}, id="a whole mixture in bfloat16", marks=pytest.mark.thorough),
+        pytest.param(QWEN3_MOE, "bfloat16", LORA, id="adapters behind norms", marks=pytest.mark.thorough),
+        pytest.param(QWEN3_MOE, "float32", SAMPLED, id="norms of queries in float32", marks=pytest.mark.thorough),
     ],
 )
 def test_what_was_trained_from_files_in_bfloat16_is_what_is_exported(
