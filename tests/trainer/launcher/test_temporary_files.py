@@ -1,4 +1,4 @@
-"""Temporary files of launchers: all in one folder, which the next launcher removes where its owner was killed."""
+"""Temporary files of a launcher: all in one folder, which the next launcher removes where its owner was killed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from multiprocessing import current_process
+from multiprocessing import current_process, util
 from pathlib import Path
 
 import pytest
@@ -23,31 +23,30 @@ def parent(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFac
     folder = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))
     monkeypatch.setenv("TMPDIR", str(folder))
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
     # Launchers of tests are forked, and would inherit the folder that this process has made for itself.
-    monkeypatch.delitem(current_process()._config, "tempdir", raising=False)  # type: ignore[attr-defined] # noqa: SLF001
+    monkeypatch.setitem(current_process()._config, "tempdir", None)  # type: ignore[attr-defined] # noqa: SLF001
     yield folder
     shutil.rmtree(folder)
 
 
-def test_temporary_files_of_libraries_lie_in_the_folder_and_go_with_it(parent: Path) -> None:
+def test_files_of_multiprocessing_lie_in_the_folder_and_those_of_others_stay(parent: Path) -> None:
     with temporary_files() as folder:
-        made = Path(tempfile.mkdtemp(prefix="pymp-"))
-        assert made.parent == folder == Path(os.environ["TMPDIR"])
         assert folder.parent == parent
-    assert tempfile.gettempdir() == os.environ["TMPDIR"] == str(parent)
+        assert Path(util.get_temp_dir()) == folder
+        # What libraries have compiled serves the next start.
+        assert tempfile.gettempdir() == os.environ["TMPDIR"] == str(parent)
     assert [*parent.iterdir()] == []
 
 
-def test_a_folder_whose_name_leaves_no_room_for_a_socket_is_not_the_libraries(
+def test_a_folder_whose_name_leaves_no_room_for_a_socket_is_not_for_multiprocessing(
     parent: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    long = parent / ("x" * 70)
+    long = parent / ("x" * 85)
     long.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))
     with temporary_files() as folder:
         assert folder.parent == long
-        assert tempfile.gettempdir() == str(long)
+        assert current_process()._config["tempdir"] is None  # type: ignore[attr-defined] # noqa: SLF001
 
 
 def test_the_next_launcher_removes_what_a_killed_one_left_and_nothing_of_a_living_one(
@@ -61,7 +60,7 @@ def test_the_next_launcher_removes_what_a_killed_one_left_and_nothing_of_a_livin
     job.pids()
     (orphan,) = folders()
     # What its fork server listens at lies in there, too.
-    assert [*orphan.glob("pymp-*")]
+    assert [*orphan.glob("listener-*")]
     killed.kill()
     assert folders() == {orphan}
     job.start("work", attempt=2)

@@ -1,6 +1,6 @@
-"""The folder of all temporary files of a launcher and its ranks: heartbeats, and what libraries make as they like.
+"""The folder of a launcher's temporary files: heartbeats, and the sockets of multiprocessing.
 
-A rank that is killed removes nothing, nor does its fork server, so that all of it lies in one folder with an owner.
+A process that is killed removes nothing, nor does its fork server, so all of it lies in one folder with an owner.
 """
 
 from __future__ import annotations
@@ -9,24 +9,28 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing import current_process
 from pathlib import Path
 
 from moejob_api.owned_folders import owned_folder
 
-# The name of a socket has 107 characters at most, and multiprocessing adds 33 to the folder's.
-_LONGEST_NAME = 70
+# The name of a socket has 107 characters at most, and multiprocessing adds 18 to the folder's.
+_LONGEST_NAME = 85
 
 
 @contextmanager
 def temporary_files() -> Iterator[Path]:
-    """Let temporary files lie in a folder of their own; those of launchers that were killed go at once."""
-    parent = tempfile.gettempdir()
-    # What is compiled serves the next start too.
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{parent}/torchinductor_{os.getuid()}")
-    with owned_folder("moejob-", Path(parent)) as folder:
+    """A folder for the temporary files of this launcher; those of launchers that were killed go at once.
+
+    TMPDIR stays as it is: kernels that were compiled are kept there, and serve the next start too.
+    """
+    # multiprocessing looks for its folder here, and passes it on to all that it starts.
+    settings = current_process()._config  # type: ignore[attr-defined] # noqa: SLF001
+    before = settings.get("tempdir")
+    with owned_folder("moejob-", Path(tempfile.gettempdir())) as folder:
         if len(os.fsencode(folder)) <= _LONGEST_NAME:
-            os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
+            settings["tempdir"] = str(folder)
         try:
             yield folder
         finally:
-            os.environ["TMPDIR"] = tempfile.tempdir = parent
+            settings["tempdir"] = before
