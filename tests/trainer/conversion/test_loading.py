@@ -411,6 +411,9 @@ INDEX = "model.safetensors.index.json"
         pytest.param(written("pytorch_model.bin", ""), r"only pytorch_model\.bin; expected model", id="pickled"),
         pytest.param(written("notes.txt", ""), r"has no weights; expected model\.safetensors", id="nothing"),
         pytest.param(written(INDEX, "{"), r"index\.json is not JSON", id="broken index"),
+        pytest.param(
+            written(INDEX, "[" * 100_000), r"is not JSON \(it is nested too deeply", id="index without a floor"
+        ),
         pytest.param(written(INDEX, "[]"), r"has no weight_map", id="index of something else"),
         pytest.param(
             written(INDEX, json.dumps({"weight_map": {NORM: "../model.safetensors"}})),

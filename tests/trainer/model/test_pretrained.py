@@ -16,9 +16,10 @@ MODEL = Model(source="/model")
 def test_a_config_that_is_missing_or_no_json_is_bad_configuration(tmp_path: Path) -> None:
     with pytest.raises(BadConfiguration, match=r"config\.json cannot be read: it is not there"):
         read_pretrained(tmp_path, MODEL)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(BadConfiguration, match=r"config\.json cannot be read: .*spec\.model\.source needs it"):
-        read_pretrained(tmp_path, MODEL)
+    for text in ("{", "[" * 100_000):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(BadConfiguration, match=r"config\.json cannot be read: .*spec\.model\.source needs it"):
+            read_pretrained(tmp_path, MODEL)
 
 
 def test_a_volume_that_does_not_answer_is_asked_again_by_the_next_start(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ Reads headers when opened and afterwards only what is asked for. Knows nothing o
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +16,7 @@ from moejob_api.models.reader import refused
 from moejob_api.problems import InvalidSpec, Rule
 from moejob_trainer.conversion.open_files import OpenFiles
 from moejob_trainer.model.parameters import Slices
+from moejob_trainer.runtime.json_files import read_json
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -99,7 +99,7 @@ def _file_name(stored: StoredTensor | None) -> str | None:
 
 def _weight_map(index: Path) -> dict[str, str]:
     try:
-        found = json.loads(index.read_text(encoding="utf-8"))
+        found = read_json(index)
     except ValueError as error:
         raise unusable(f"{index} is not JSON ({error}); {_AGAIN}") from error
     places = found.get("weight_map") if isinstance(found, dict) else None

@@ -5,7 +5,6 @@ A part is read with the scales that concern it. Knows nothing of models but thes
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from moejob_trainer.conversion.checkpoint import SafetensorsFolder, StoredTensor, unusable
 from moejob_trainer.model.parameters import Slices
+from moejob_trainer.runtime.json_files import read_json
 
 _SCALE = "_scale_inv"
 _BLOCKS, _SCALES = "_blocks", "_scales"
@@ -147,7 +147,7 @@ def _unpacked(blocks: Tensor, scales: Tensor) -> Tensor:
 def _block_size(folder: Path) -> tuple[int, int]:
     """Rows and columns that share a scale, as config.json says; the scales' own shape does not tell."""
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = read_json(folder / "config.json")
     except (OSError, ValueError) as error:
         raise unusable(f"{folder} is quantized, and its config.json cannot be read ({error})") from error
     settings = config.get("quantization_config") if isinstance(config, dict) else None

@@ -6,7 +6,6 @@ or run other code; so the commit goes into the run folder before anything that w
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -24,6 +23,7 @@ from moejob_api.job.status import MOST_HUB_COMMITS, HubCommit, RepositoryKind
 from moejob_trainer.data.hub_files import HubFile, HubFiles, are_there, compared, said_by_hub
 from moejob_trainer.errors import BadConfiguration, TransientFailure
 from moejob_trainer.runtime.disk import Disk, replace, sync_tree
+from moejob_trainer.runtime.json_files import read_json
 
 # Answers of the hub that stay: what is asked for is not there, or not for this token.
 _REFUSALS = frozenset({HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN, HTTPStatus.NOT_FOUND})
@@ -179,7 +179,7 @@ def require_own_code(folder: Path) -> None:
 
 def _modules(path: Path) -> Iterator[str]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json(path)
     except (OSError, ValueError):
         return
     named = found.get("auto_map") if isinstance(found, dict) else None

@@ -19,6 +19,7 @@ from moejob_trainer.data.links import require_contained
 from moejob_trainer.data.tokenizers import CLAIMS, located
 from moejob_trainer.errors import BadConfiguration
 from moejob_trainer.runtime.disk import Disk, explained, keep_folder
+from moejob_trainer.runtime.json_files import read_json
 
 _CONFIG = "config.json"
 _MODEL = "model"
@@ -57,7 +58,7 @@ def read_pretrained(folder: Path, model: Model) -> PretrainedModel:
     try:
         # A volume that does not answer now may answer the next start.
         with explained("reading the model's config", path):
-            config = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+            config = read_json(path) if path.exists() else None
     except ValueError as error:
         raise BadConfiguration(f"{path} cannot be read: {error}; spec.model.source needs it") from error
     if config is None:

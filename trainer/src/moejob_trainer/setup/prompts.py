@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +13,9 @@ from moejob_trainer.data.prompt_loader import PromptLoader, steps_of_epochs
 from moejob_trainer.data.prompt_preparation import prepare_prompts
 from moejob_trainer.data.prompts import prompts
 from moejob_trainer.distributed.encoding import INTEGER
+from moejob_trainer.errors import BadConfiguration
 from moejob_trainer.objectives.grpo.collecting import PromptSets
+from moejob_trainer.runtime.json_files import read_json
 from moejob_trainer.setup.context import RankContext
 from moejob_trainer.setup.model import RunModel
 
@@ -53,12 +54,22 @@ def load_prompts(context: RankContext, model: RunModel) -> RunPrompts:
 
 def stop_tokens(recipe: Recipe, model: RunModel) -> tuple[int, ...]:
     """Return the tokens that end an answer: the tokenizer's, and those that the model was published with."""
-    return tuple(sorted({end_of_text(recipe.tokenizer()), *_published(model.pretrained.folder)}))
+    return tuple(sorted({end_of_text(recipe.tokenizer()), *published_end_tokens(model.pretrained.folder)}))
 
 
-def _published(folder: Path) -> list[int]:
+def published_end_tokens(folder: Path) -> list[int]:
+    """Return the tokens that end an answer by the model's generation_config.json, where there is one."""
     path = folder / "generation_config.json"
     if not path.is_file():
         return []
-    told = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-    return told if isinstance(told, list) else [] if told is None else [told]
+    try:
+        settings = read_json(path)
+    except ValueError as error:
+        raise BadConfiguration(f"{path} is not JSON ({error}); download it again, or remove it") from error
+    ends = settings.get("eos_token_id") if isinstance(settings, dict) else None
+    tokens = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    if not all(isinstance(token, int) for token in tokens):
+        raise BadConfiguration(
+            f"eos_token_id of {path} is {str(ends)[:100]}; it has to be a token's number, or several"
+        )
+    return tokens
