@@ -252,8 +252,8 @@ class PublicationProbe(ApiModel):
     bound: Annotated[
         Positive | None,
         Field(
-            description="Largest mean |log-probability of the trainer - of an engine|. Absent: twice what rounding "
-            "does to the trainer's own, which is measured."
+            description="Largest mean |log-probability of the trainer - of an engine|. Absent: four times what "
+            "rounding does to the trainer's own, which is measured."
         ),
     ] = None
     on_mismatch: Annotated[
