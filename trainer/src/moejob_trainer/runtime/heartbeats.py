@@ -28,8 +28,8 @@ from moejob_trainer.runtime.activity import activity_of, has_worked
 BOARD = "MOEJOB_BEATS"
 
 _BEATS_FILE, _RUN_FILE = "beats", "run.json"
-# Beats sent, monotonic nanoseconds of the last one, steps done; 64-bit words, so that none is ever half written.
-# and the phase of the rank: its place in RunPhase counted from 1, and when it began.
+# Beats sent, monotonic nanoseconds of the last one, steps done; the phase of the rank, as its place in RunPhase counted
+# from 1, and when it began. 64-bit words, so that none is ever half written.
 _COUNT, _AT, _STEP, _PHASE, _PHASE_AT, _WORDS = 0, 1, 2, 3, 4, 5
 _WORD_BYTES = 8
 _HEARTBEAT_SECONDS = 5.0
