@@ -76,8 +76,13 @@ class PromptCorpus:
         if zlib.crc32(line) != self._checksums[number]:
             raise damaged(self._folder)
         written = json.loads(line)
+        messages = written.get("messages")
         return Prompt(
-            tuple(written["tokens"]), written["text"], written["fields"], written["place"], written.get("messages")
+            tuple(written["tokens"]),
+            written["text"],
+            written["fields"],
+            written["place"],
+            None if messages is None else tuple(messages),
         )
 
 
