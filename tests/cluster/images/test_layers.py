@@ -102,7 +102,8 @@ def test_the_user_is_a_number_that_the_kubelet_can_check(image: Builds, name: st
 def test_the_code_is_the_last_layer_and_small(image: Builds, name: str) -> None:
     layout = image(name)
     code = layouts.image(layout).layers[-1]
-    assert code.bytes < 2 * MEGABYTE
+    # 408 modules and what is compiled of them; the packages that they import lie in the layers below.
+    assert code.bytes < 2.5 * MEGABYTE
     packages = "opt/moejob/lib/python3.11/site-packages"
     top = {
         PurePosixPath(member.name).relative_to(packages).parts[0]
