@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from moejob_trainer.runtime.disk import sync_and_forget
+
 # Large enough for any disk, and a multiple of every block size.
 PART_BYTES = 16 * 2**20
 
@@ -45,23 +47,13 @@ def disk_speed(folder: Path, size_bytes: int, files: int) -> DiskSpeed:
     try:
         write_seconds, past_cache = _together(paths, parts, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         for path in paths:
-            forget(path)
+            sync_and_forget(path)
         read_seconds, _ = _together(paths, parts, os.O_RDONLY)
     finally:
         for path in paths:
             path.unlink(missing_ok=True)
     moved = parts * PART_BYTES * files
     return DiskSpeed(files, moved / write_seconds, moved / read_seconds, past_cache)
-
-
-def forget(path: Path) -> None:
-    """Ask the kernel to keep nothing of a file in memory."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(descriptor)
 
 
 def _together(paths: list[Path], parts: int, flags: int) -> tuple[float, bool]:

@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.trainer.disk_speed import disk_speed, forget
+from benchmarks.trainer.disk_speed import disk_speed
 from benchmarks.trainer.engines import Ranks, Started, loss, peak_gib, resources, stack, started, synchronize
 from moejob_api.contract import RunFile
 from moejob_api.job import Spec
@@ -50,6 +50,7 @@ from moejob_trainer.conversion.templates import CONFIG_FILE
 from moejob_trainer.megatron.state import StateFiles
 from moejob_trainer.megatron.stored_shards import STATE_FORMAT
 from moejob_trainer.model.parameters import parameters
+from moejob_trainer.runtime.disk import sync_and_forget
 
 WARM_STEPS, USUAL_STEPS = 3, 6
 # Of the room on the disk, what is left alone.
@@ -194,7 +195,7 @@ def _saved(report: SaveReport, store: CheckpointStore, trained: Trained, number:
 def _loaded(report: SaveReport, state: StateFiles, checkpoint: Path, size_bytes: int, device: torch.device) -> None:
     """Load twice: from the disk, as far as the kernel forgets files, and from its memory."""
     for path in checkpoint.iterdir():
-        forget(path)
+        sync_and_forget(path)
     for where in ("disk", "memory"):
         with _timed() as seconds:
             state.read(checkpoint, weights_only=False)
@@ -208,13 +209,13 @@ def _exported(report: SaveReport, folder: Path, spec: Spec, config: Mapping[str,
     (folder / RunFile.TEMPLATE / CONFIG_FILE).write_text(json.dumps(config))
     (folder / RunFile.SPEC).write_text(spec_text(spec))
     for path in (folder / "checkpoints").glob("step-*/*"):
-        forget(path)
+        sync_and_forget(path)
     with _timed() as verified:
         run = stored_run(folder)
     read_bytes = run.checkpoint.manifest.size_bytes
     report.add("verify", seconds=verified[0], GBps=round(read_bytes / verified[0] / GIGA, 2))
     for path in run.checkpoint.path.iterdir():
-        forget(path)
+        sync_and_forget(path)
     with _timed() as exported:
         written = export_model(run, Wanted(folder / "export"))
     report.add("export", bytes=written.bytes, seconds=exported[0], GBps=round(written.bytes / exported[0] / GIGA, 2))
