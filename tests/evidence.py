@@ -30,7 +30,7 @@ WITHOUT_WEIGHTS: Mapping[str, str] = {
     "tests/trainer/checkpoints/test_any_history.py": "files and their manifests",
     "tests/trainer/checkpoints/test_store.py": "files and their manifests",
     "tests/trainer/data/": "text and tokens",
-    "tests/trainer/engine/test_learning_rate.py": "a schedule of numbers",
+    "tests/trainer/training/test_learning_rate.py": "a schedule of numbers",
     "tests/trainer/launcher/": "processes of pods",
     "tests/trainer/megatron/test_rank_map.py": "groups of ranks",
     "tests/trainer/model/test_config_keys.py": "keys of configurations",

@@ -22,16 +22,16 @@ from benchmarks.record import Better, Result, record
 from moejob_api.job import Spec
 from moejob_api.layout.sizes import layout as layout_of
 from moejob_trainer.data.packing import batch_plan, global_batch
-from moejob_trainer.engine import Document, LossTerms, MicroBatch, TokenOutputs
 from moejob_trainer.megatron.cpu import use_cpu
-from moejob_trainer.megatron.engine import EnginePlacement, MegatronEngine
 from moejob_trainer.megatron.stages import built
 from moejob_trainer.megatron.topology import start_groups
+from moejob_trainer.megatron.training_engine import EnginePlacement, MegatronEngine
 from moejob_trainer.megatron.weights import initialise
 from moejob_trainer.model.architecture import architecture
 from moejob_trainer.model.parameters import parameters
 from moejob_trainer.objectives.losses import cross_entropy
 from moejob_trainer.runtime.cpu_backend import cpu_backend
+from moejob_trainer.training import Document, LossTerms, MicroBatch, TokenOutputs
 
 Batch = list[npt.NDArray[np.int64]]
 Step = Callable[[Batch], None]

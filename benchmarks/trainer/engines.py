@@ -25,18 +25,18 @@ from moejob_api.layout.sizes import layout as layout_of
 from moejob_api.models.shape import ModelShape
 from moejob_trainer.data.packing import batch_plan, global_batch
 from moejob_trainer.distributed.groups import Groups
-from moejob_trainer.engine import Document, LossTerms, MicroBatch, TokenOutputs
-from moejob_trainer.engine.micro_batch import ROUTING
 from moejob_trainer.megatron.cpu import use_cpu
-from moejob_trainer.megatron.engine import EnginePlacement, MegatronEngine
 from moejob_trainer.megatron.stages import built
 from moejob_trainer.megatron.topology import start_groups, stop_groups
+from moejob_trainer.megatron.training_engine import EnginePlacement, MegatronEngine
 from moejob_trainer.megatron.weights import initialise
 from moejob_trainer.model.architecture import Architecture, architecture
 from moejob_trainer.model.parameters import parameters
 from moejob_trainer.model.stage import Stage
 from moejob_trainer.objectives.losses import cross_entropy
 from moejob_trainer.runtime.cpu_backend import cpu_backend
+from moejob_trainer.training import Document, LossTerms, MicroBatch, TokenOutputs
+from moejob_trainer.training.micro_batch import ROUTING
 
 
 @dataclass(frozen=True, slots=True, eq=False)

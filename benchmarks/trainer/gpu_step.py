@@ -32,8 +32,8 @@ from moejob_api.layout.sizes import layout
 from moejob_api.models import catalog
 from moejob_api.planner.cost.estimate import model_flops, step_cost
 from moejob_api.planner.memory import estimate
-from moejob_trainer.engine import UpdateResult
 from moejob_trainer.layers.kernels import attention
+from moejob_trainer.training import UpdateResult
 
 STEPS, WARM = 8, 3
 # A step takes seconds, and kernels for a new shape some more.

@@ -29,7 +29,7 @@ from benchmarks.trainer.in_turn import Line, in_turn
 from moejob_api.job import Spec
 from moejob_api.job.training import ComputeType
 from moejob_api.models import catalog
-from moejob_trainer.engine import Document, MicroBatch
+from moejob_trainer.training import Document, MicroBatch
 
 # Words of the language, and how many may follow each: 5.5 bits a token at first, less than 2 for who knows them.
 WORDS, SUCCESSORS = 2048, 4

@@ -14,8 +14,8 @@ from torch import Tensor
 from bridge.reference import MegatronModel
 from moejob_api.models.shape import Family
 from moejob_trainer.megatron.cpu import use_cpu
-from moejob_trainer.megatron.engine import MegatronEngine
 from moejob_trainer.megatron.topology import stop_groups
+from moejob_trainer.megatron.training_engine import MegatronEngine
 from trainer.parity.cells import (
     Cell,
     backward,

@@ -19,9 +19,9 @@ import torch.distributed as dist  # noqa: E402
 from gpu.training import SEED, STEPS, global_batches, job, loss  # noqa: E402
 from moejob_api.layout.sizes import layout as layout_of  # noqa: E402
 from moejob_api.models import catalog  # noqa: E402
-from moejob_trainer.megatron.engine import EnginePlacement, MegatronEngine  # noqa: E402
 from moejob_trainer.megatron.stages import built  # noqa: E402
 from moejob_trainer.megatron.topology import start_groups  # noqa: E402
+from moejob_trainer.megatron.training_engine import EnginePlacement, MegatronEngine  # noqa: E402
 from moejob_trainer.megatron.weights import initialise  # noqa: E402
 from moejob_trainer.model.architecture import architecture  # noqa: E402
 from moejob_trainer.model.parameters import parameters  # noqa: E402

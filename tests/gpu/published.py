@@ -26,9 +26,9 @@ from moejob_api.layout.sizes import layout as layout_of  # noqa: E402
 from moejob_api.problems import InvalidSpec  # noqa: E402
 from moejob_trainer.conversion.families import table  # noqa: E402
 from moejob_trainer.conversion.loading import opened  # noqa: E402
-from moejob_trainer.megatron.engine import EnginePlacement, MegatronEngine  # noqa: E402
 from moejob_trainer.megatron.stages import built  # noqa: E402
 from moejob_trainer.megatron.topology import start_groups, stop_groups  # noqa: E402
+from moejob_trainer.megatron.training_engine import EnginePlacement, MegatronEngine  # noqa: E402
 from moejob_trainer.megatron.weights import load_pretrained  # noqa: E402
 from moejob_trainer.model.architecture import Architecture, architecture  # noqa: E402
 from moejob_trainer.model_check.checks import Checks  # noqa: E402

@@ -25,16 +25,16 @@ from moejob_api.job import Spec  # noqa: E402
 from moejob_api.layout.sizes import layout as layout_of  # noqa: E402
 from moejob_api.models import catalog  # noqa: E402
 from moejob_trainer.data.packing import batch_plan, global_batch  # noqa: E402
-from moejob_trainer.engine import Document, LossTerms, MicroBatch, TokenOutputs  # noqa: E402
 from moejob_trainer.layers import routing  # noqa: E402
 from moejob_trainer.megatron.cpu import use_cpu  # noqa: E402
-from moejob_trainer.megatron.engine import EnginePlacement, MegatronEngine  # noqa: E402
 from moejob_trainer.megatron.stages import built  # noqa: E402
 from moejob_trainer.megatron.topology import start_groups  # noqa: E402
+from moejob_trainer.megatron.training_engine import EnginePlacement, MegatronEngine  # noqa: E402
 from moejob_trainer.megatron.weights import initialise  # noqa: E402
 from moejob_trainer.model.architecture import architecture  # noqa: E402
 from moejob_trainer.model.parameters import parameters  # noqa: E402
 from moejob_trainer.objectives.losses import cross_entropy  # noqa: E402
+from moejob_trainer.training import Document, LossTerms, MicroBatch, TokenOutputs  # noqa: E402
 
 STEPS = 8
 # With these weights no token comes near a tie of two experts, which the order of additions would decide.

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from moejob_trainer.engine import Engine, Loss, LossTerms, MicroBatch, TokenOutputs, UpdateResult
 from moejob_trainer.loop import LoopOutcome, Run, train
+from moejob_trainer.training import Engine, Loss, LossTerms, MicroBatch, TokenOutputs, UpdateResult
 
 
 @dataclass

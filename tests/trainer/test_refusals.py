@@ -94,7 +94,7 @@ OF_THE_JOB: Mapping[str, tuple[Job, ...]] = {
         Job("n_group", family=Family.DEEPSEEK_V3, config={"n_group": 3}),
         Job("num_experts_per_tok", config={"num_experts_per_tok": 99}),
     ),
-    "megatron/engine.py:MegatronEngine._move_selection_bias": (
+    "megatron/training_engine.py:MegatronEngine._move_selection_bias": (
         Job("ExpertBias", {"moe": {"balancing": "ExpertBias"}}, Family.MIXTRAL),
     ),
     "megatron/stages.py:places": (
@@ -139,14 +139,14 @@ KNOWN_LATER: Mapping[str, str] = {
     "data/stream.py": "internal: asked for without an end",
     "data/tokenizers.py": "the tokenizer's files, and claims that are mounted",
     "distributed/": "internal: messages of ranks",
-    "engine/micro_batch.py": "internal: documents that batches are made of",
+    "training/micro_batch.py": "internal: documents that batches are made of",
     "interchange/": "what `moejob import` was asked for, and the files that it finds",
     "launcher/": "the environment of a pod",
     "layers/attention.py": "internal: groups of two kinds",
     "layers/documents.py": "internal: documents that batches are made of",
-    "megatron/engine.py:MegatronEngine._names": "internal: the loss",
-    "megatron/engine.py:MegatronEngine._totals": "weights of the records",
-    "megatron/engine.py:MegatronEngine.reference_outputs": "internal: the objective",
+    "megatron/training_engine.py:MegatronEngine._names": "internal: the loss",
+    "megatron/training_engine.py:MegatronEngine._totals": "weights of the records",
+    "megatron/training_engine.py:MegatronEngine.reference_outputs": "internal: the objective",
     "megatron/weights.py": "internal: the table of a family",
     "model/architecture.py:_known": "Transformers, which the gate never imports",
     "model/parameters.py:Coordinates.within": "internal: groups of a layout",

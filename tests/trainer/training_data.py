@@ -14,7 +14,7 @@ from moejob_trainer.data.corpus import Corpus
 from moejob_trainer.data.preparation import Recipe, prepare
 from moejob_trainer.data.prompt_corpus import PromptCorpus
 from moejob_trainer.data.prompt_preparation import prepare_prompts
-from moejob_trainer.engine import Document
+from moejob_trainer.training import Document
 
 
 def document(length: int, id: int = 0, weights: Sequence[float] | None = None, **extras: Any) -> Document:  # noqa: A002

@@ -45,7 +45,7 @@ def test_every_field_acts_or_is_refused(found: Readers) -> None:
 @pytest.mark.parametrize(
     ("file", "field"),
     [
-        ("engine/learning_rate.py", ("Scheduler", "minimum_learning_rate")),
+        ("training/learning_rate.py", ("Scheduler", "minimum_learning_rate")),
         ("objectives/grpo/sampling.py", ("DynamicSampling", "over_sampling")),
         ("children/placement.py", ("Toleration", "toleration_seconds")),
         ("derived.py", ("MoE", "freeze_router")),

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from builders import spec
 from moejob_api.layout.sizes import layout
 from moejob_trainer.data.packing import BatchPlan, batch_plan, global_batch, loss_weight, slots_of_ranks
-from moejob_trainer.engine import Document, MicroBatch
-from moejob_trainer.engine.micro_batch import FILLER
+from moejob_trainer.training import Document, MicroBatch
+from moejob_trainer.training.micro_batch import FILLER
 from trainer.training_data import document, documents
 
 plans = st.builds(

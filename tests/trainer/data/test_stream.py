@@ -28,8 +28,8 @@ from moejob_trainer.data.stream import (
     evaluation,
     sample_count,
 )
-from moejob_trainer.engine.micro_batch import FILLER
 from moejob_trainer.errors import BadData
+from moejob_trainer.training.micro_batch import FILLER
 from trainer.training_data import corpora, dataset, jsonl, recipe
 
 PACKED = BatchSize(rows=4, row_tokens=16, packing=True)

@@ -21,7 +21,7 @@ from moejob_trainer.data.corpus import Corpus
 from moejob_trainer.data.packing import BatchPlan
 from moejob_trainer.data.preparation import prepare
 from moejob_trainer.data.stream import Batch, BatchShare, BatchSize, TrainingData, evaluation
-from moejob_trainer.engine import MicroBatch
+from moejob_trainer.training import MicroBatch
 from trainer.training_data import corpora, recipe
 
 SIZE = BatchSize(rows=8, row_tokens=256, packing=True)

@@ -10,10 +10,10 @@ import pytest
 from builders import merged
 from moejob_api.models.shape import Family
 from moejob_trainer.megatron.cpu import use_cpu
-from moejob_trainer.megatron.engine import MegatronEngine
 from moejob_trainer.megatron.generation_offload import generation_offload
 from moejob_trainer.megatron.shares import own_part
 from moejob_trainer.megatron.topology import stop_groups
+from moejob_trainer.megatron.training_engine import MegatronEngine
 from trainer.parity.cells import STEPS, Cell, loss_of, micro_batches, started
 from trainer.worlds import Worlds
 

@@ -19,11 +19,11 @@ from moejob_trainer.conversion.families import table
 from moejob_trainer.megatron import copy_memory, state_copies
 from moejob_trainer.megatron.copy_memory import CopyMemory, CopySize
 from moejob_trainer.megatron.cpu import use_cpu
-from moejob_trainer.megatron.engine import MegatronEngine
 from moejob_trainer.megatron.master_weights import Split, Whole, split
 from moejob_trainer.megatron.state import StateFiles
 from moejob_trainer.megatron.state_copies import StateCopies
 from moejob_trainer.megatron.topology import stop_groups
+from moejob_trainer.megatron.training_engine import MegatronEngine
 from trainer.parity.cells import Cell, loss_of, micro_batches, started
 from trainer.parity.checkpoints import state_in, unequal
 from trainer.worlds import Worlds

@@ -8,7 +8,7 @@ import sys
 LOADED = """
 import sys, torch
 compiling = torch.compile
-import moejob_trainer.megatron.engine
+import moejob_trainer.megatron.training_engine
 assert torch.compile is compiling
 print(*(name for name in ("megatron.core", "torch._inductor.compile_fx", "wandb") if name in sys.modules))
 import wandb

@@ -19,8 +19,8 @@ from moejob_trainer.conversion.families import table
 from moejob_trainer.conversion.model_export import Target, export
 from moejob_trainer.errors import BadConfiguration
 from moejob_trainer.megatron.cpu import use_cpu
-from moejob_trainer.megatron.engine import MegatronEngine
 from moejob_trainer.megatron.topology import stop_groups
+from moejob_trainer.megatron.training_engine import MegatronEngine
 from moejob_trainer.megatron.weights import adapter_weights, named_weights, whole_weights
 from moejob_trainer.model_check.checks import Checks
 from real_models import DENSE, MIXTRAL, QWEN3_MOE, find_real_model

@@ -33,12 +33,11 @@ from moejob_trainer.conversion.families import table
 from moejob_trainer.conversion.loading import opened
 from moejob_trainer.data.packing import batch_plan, global_batch, loss_weight
 from moejob_trainer.distributed.groups import Groups
-from moejob_trainer.engine import Document, LossTerms, MicroBatch, TokenOutputs, UpdateResult
 from moejob_trainer.megatron.cpu import use_cpu
-from moejob_trainer.megatron.engine import EnginePlacement, MegatronEngine
 from moejob_trainer.megatron.optimizer import OptimizerShard
 from moejob_trainer.megatron.stages import built
 from moejob_trainer.megatron.topology import start_groups, stop_groups
+from moejob_trainer.megatron.training_engine import EnginePlacement, MegatronEngine
 from moejob_trainer.megatron.weights import (
     adapter_weights,
     coordinates,
@@ -51,6 +50,7 @@ from moejob_trainer.model.architecture import Architecture, architecture, as_tra
 from moejob_trainer.model.parameters import Parameter, local_slices
 from moejob_trainer.model.stage import Stage
 from moejob_trainer.objectives.losses import cross_entropy
+from moejob_trainer.training import Document, LossTerms, MicroBatch, TokenOutputs, UpdateResult
 
 STEPS = 3
 LEARNING_RATE = 1e-2

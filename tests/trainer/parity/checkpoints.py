@@ -20,9 +20,9 @@ from torch import Tensor
 
 from moejob_trainer.conversion.families import table
 from moejob_trainer.megatron.cpu import use_cpu
-from moejob_trainer.megatron.engine import MegatronEngine
 from moejob_trainer.megatron.state import StateFiles
 from moejob_trainer.megatron.topology import start_groups, stop_groups
+from moejob_trainer.megatron.training_engine import MegatronEngine
 from trainer.parity.cells import Cell, blank, loss_of, micro_batches, started
 
 SAVED_AFTER = 2

@@ -15,8 +15,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from moejob_api.layout.sizes import layout as layout_of
 from moejob_trainer.data.packing import batch_plan
-from moejob_trainer.engine import UpdateResult
-from moejob_trainer.engine.micro_batch import Array
 from moejob_trainer.megatron.cpu import use_cpu
 from moejob_trainer.megatron.topology import stop_groups
 from moejob_trainer.objectives.grpo.experience import Experience, experience
@@ -24,6 +22,8 @@ from moejob_trainer.objectives.grpo.objective import GroupRelativePolicyOptimiza
 from moejob_trainer.objectives.grpo.rank_exchange import Peers
 from moejob_trainer.objectives.grpo.rollout import Author, TokenSpan, Trajectory
 from moejob_trainer.rollouts.interface import SyncReport
+from moejob_trainer.training import UpdateResult
+from moejob_trainer.training.micro_batch import Array
 from trainer.parity.cells import Cell, started
 from trainer.parity.routing_replay import given, random_choices
 

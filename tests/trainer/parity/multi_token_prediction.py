@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from moejob_api.models.shape import Family
-from moejob_trainer.engine import Document
+from moejob_trainer.training import Document
 from trainer.parity.balancing import LENGTHS as BALANCED_LENGTHS
 from trainer.parity.balancing import UNGROUPED, Choices, Expected, Rules, Watched, balancing_loss, move_biases
 from trainer.parity.cells import LENGTHS, Steps, descended, documents, parameter_groups, reference_model, save_gradients

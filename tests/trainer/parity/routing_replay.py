@@ -17,11 +17,11 @@ from transformers import AutoModelForCausalLM
 
 from moejob_api.layout.sizes import layout as layout_of
 from moejob_trainer.data.packing import batch_plan, global_batch
-from moejob_trainer.engine import Document, MicroBatch
-from moejob_trainer.engine.micro_batch import ROUTING, Array
 from moejob_trainer.megatron.cpu import use_cpu
-from moejob_trainer.megatron.engine import MegatronEngine
 from moejob_trainer.megatron.topology import stop_groups
+from moejob_trainer.megatron.training_engine import MegatronEngine
+from moejob_trainer.training import Document, MicroBatch
+from moejob_trainer.training.micro_batch import ROUTING, Array
 from trainer.parity.cells import (
     STEPS,
     Cell,

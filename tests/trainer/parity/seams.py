@@ -18,10 +18,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from moejob_api.layout.sizes import layout as layout_of
 from moejob_trainer.data.packing import batch_plan, global_batch
-from moejob_trainer.engine import Document, Engine, LossTerms, Mean, MicroBatch, TokenOutputs, UpdateResult
 from moejob_trainer.loop import LoopOutcome, Run, train
 from moejob_trainer.megatron.cpu import use_cpu
 from moejob_trainer.megatron.topology import stop_groups
+from moejob_trainer.training import Document, Engine, LossTerms, Mean, MicroBatch, TokenOutputs, UpdateResult
 from trainer.parity.cells import Cell, documents, started
 
 STEPS = 2

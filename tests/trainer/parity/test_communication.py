@@ -16,8 +16,8 @@ from builders import merged
 from moejob_api.models.shape import Family
 from moejob_trainer.megatron import data_parallel
 from moejob_trainer.megatron.cpu import use_cpu
-from moejob_trainer.megatron.engine import MegatronEngine
 from moejob_trainer.megatron.topology import stop_groups
+from moejob_trainer.megatron.training_engine import MegatronEngine
 from trainer.parity.cells import Cell, assert_like, loss_of, micro_batches, started, trained
 from trainer.parity.references import Reference
 from trainer.rows import rows

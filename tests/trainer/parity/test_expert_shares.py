@@ -16,9 +16,9 @@ from builders import merged
 from moejob_api.models.shape import Family
 from moejob_trainer.megatron.cpu import use_cpu
 from moejob_trainer.megatron.divided_matrix import DividedMatrix
-from moejob_trainer.megatron.engine import MegatronEngine
 from moejob_trainer.megatron.replica_sums import ReplicaSums
 from moejob_trainer.megatron.topology import stop_groups
+from moejob_trainer.megatron.training_engine import MegatronEngine
 from moejob_trainer.model.layer import TransformerLayer
 from moejob_trainer.model.moe_layer import LocalExperts
 from trainer.parity.cells import Cell, assert_like, loss_of, micro_batches, started, trained

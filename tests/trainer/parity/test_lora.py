@@ -18,9 +18,9 @@ from moejob_api.models.shape import Family
 from moejob_trainer.conversion.adapters import AdapterTarget, adapter_table, export_adapters
 from moejob_trainer.conversion.gathering import hugging_face_tensors
 from moejob_trainer.megatron.cpu import use_cpu
-from moejob_trainer.megatron.engine import MegatronEngine
 from moejob_trainer.megatron.state import StateFiles, saved_parameters
 from moejob_trainer.megatron.topology import stop_groups
+from moejob_trainer.megatron.training_engine import MegatronEngine
 from moejob_trainer.megatron.weights import named_weights, start_adapters, whole_adapters
 from moejob_trainer.model.adapters import adapters
 from moejob_trainer.model.parameters import parameters

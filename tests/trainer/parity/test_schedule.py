@@ -14,13 +14,13 @@ from transformers import AutoModelForCausalLM
 from moejob_api.models.shape import Family
 from moejob_trainer.conversion.families import table
 from moejob_trainer.conversion.loading import opened
-from moejob_trainer.engine import Engine, LossTerms, MicroBatch, TokenOutputs
-from moejob_trainer.engine.learning_rate import learning_rate
 from moejob_trainer.loop import Run, train
 from moejob_trainer.megatron.cpu import use_cpu
-from moejob_trainer.megatron.engine import EnginePlacement, MegatronEngine
 from moejob_trainer.megatron.topology import stop_groups
+from moejob_trainer.megatron.training_engine import EnginePlacement, MegatronEngine
 from moejob_trainer.megatron.weights import load_pretrained
+from moejob_trainer.training import Engine, LossTerms, MicroBatch, TokenOutputs
+from moejob_trainer.training.learning_rate import learning_rate
 from trainer.parity.cells import (
     LEARNING_RATE,
     TRAINING,

@@ -18,7 +18,7 @@ from trainer.parity.cells import Cell, loss_of, micro_batches, started
 from trainer.parity.references import Reference
 from trainer.worlds import Worlds
 
-USED = "moejob_trainer.megatron.engine.forward_backward"
+USED = "moejob_trainer.megatron.training_engine.forward_backward"
 EVEN, UNEVEN = (8, 8, 8, 8), (9, 17, 5, 12)
 PP2: dict[str, Any] = {"pipeline": 2}
 VPP2: dict[str, Any] = {"pipeline": 2, "virtualPipeline": 2}

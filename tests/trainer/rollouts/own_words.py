@@ -14,11 +14,11 @@ from moejob_api.layout.sizes import layout as layout_of
 from moejob_api.models.shape import Family
 from moejob_trainer.conversion.families import table
 from moejob_trainer.data.packing import batch_plan, global_batch
-from moejob_trainer.engine import Document
 from moejob_trainer.megatron.cpu import use_cpu
-from moejob_trainer.megatron.engine import MegatronEngine
 from moejob_trainer.megatron.state import StateFiles
 from moejob_trainer.megatron.topology import start_groups, stop_groups
+from moejob_trainer.megatron.training_engine import MegatronEngine
+from moejob_trainer.training import Document
 from trainer.parity.cells import Cell, blank
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from builders import spec
-from moejob_trainer.engine import UpdateResult
 from moejob_trainer.runtime.fencing import FenceToken
 from moejob_trainer.tracking import TrackedRun
 from moejob_trainer.tracking.backends import Numbers
+from moejob_trainer.training import UpdateResult
 
 DEADLINE_SECONDS = 300.0
 

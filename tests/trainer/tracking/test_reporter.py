@@ -11,13 +11,13 @@ import pytest
 
 from builders import spec
 from moejob_api.contract import PodProgress, RunProgress
-from moejob_trainer.engine import UpdateResult
 from moejob_trainer.launcher.metrics import exposition
 from moejob_trainer.runtime.fencing import FenceToken
 from moejob_trainer.runtime.heartbeats import BOARD, Heartbeat, HeartbeatBoard
 from moejob_trainer.runtime.start_timing import StartTiming
 from moejob_trainer.tracking import Background, Tracker
 from moejob_trainer.tracking.reporter import STEP_LOG, ProgressWriter, RankHardware, Reporter, rank_hardware
+from moejob_trainer.training import UpdateResult
 from trainer.tracking.runs import DEADLINE_SECONDS, Kept, updated
 
 GPUS = RankHardware(4, has_gpus=True, peak_flops_per_second=1e12)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from moejob_trainer.engine import Engine, UpdateResult
 from moejob_trainer.objectives import Objective
+from moejob_trainer.training import Engine, UpdateResult
 
 
 class LoopOutcome(StrEnum):

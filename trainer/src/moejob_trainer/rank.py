@@ -17,11 +17,10 @@ from moejob_api.contract import ExitCode, RunPhase
 from moejob_api.problems import InvalidSpec
 from moejob_trainer.checkpoints.saving import background
 from moejob_trainer.data.hub import HubPins
-from moejob_trainer.engine import UpdateResult
 from moejob_trainer.errors import BadConfiguration
 from moejob_trainer.loop import LoopOutcome, Run, train
-from moejob_trainer.megatron.engine import MegatronEngine
 from moejob_trainer.megatron.state import StateFiles, saved_parameters
+from moejob_trainer.megatron.training_engine import MegatronEngine
 from moejob_trainer.model_check.checks import Checks
 from moejob_trainer.runtime.environment import RankEnvironment, rank_environment
 from moejob_trainer.runtime.heartbeats import BackgroundHeartbeat, Heartbeat, working_heartbeat
@@ -30,14 +29,15 @@ from moejob_trainer.runtime.start_timing import StartTimer, StartTiming, slowest
 from moejob_trainer.runtime.stopping import AgreedStop
 from moejob_trainer.setup.checkpoints import WatchedCheckpoints, build_checkpoints, last_save
 from moejob_trainer.setup.context import RankContext, joined
-from moejob_trainer.setup.engine import awaits_checkpoint, build_engine
 from moejob_trainer.setup.final_export import export_finished_model
 from moejob_trainer.setup.model import RunModel, load_model
 from moejob_trainer.setup.objective import build_objective, load_inputs
 from moejob_trainer.setup.rewards import RunRewards, started_rewards
+from moejob_trainer.setup.training_engine import awaits_checkpoint, build_engine
 from moejob_trainer.tracking import TrackedRun, tracker
 from moejob_trainer.tracking.reporter import ProgressWriter, Reporter, rank_hardware
 from moejob_trainer.tracking.signal_log import SignalLog
+from moejob_trainer.training import UpdateResult
 
 _START: TypeAdapter[StartTiming | None] = TypeAdapter(StartTiming | None)
 

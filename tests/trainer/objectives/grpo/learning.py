@@ -32,11 +32,10 @@ from moejob_trainer.data.encoding import end_of_text
 from moejob_trainer.data.packing import batch_plan
 from moejob_trainer.data.preparation import Recipe
 from moejob_trainer.data.prompt_loader import PromptLoader
-from moejob_trainer.engine.learning_rate import learning_rate
 from moejob_trainer.megatron.cpu import use_cpu
-from moejob_trainer.megatron.engine import EnginePlacement, MegatronEngine
 from moejob_trainer.megatron.stages import built
 from moejob_trainer.megatron.topology import start_groups, stop_groups
+from moejob_trainer.megatron.training_engine import EnginePlacement, MegatronEngine
 from moejob_trainer.megatron.weights import load_pretrained
 from moejob_trainer.model.architecture import architecture, as_trained
 from moejob_trainer.model.pretrained import read_pretrained
@@ -46,6 +45,7 @@ from moejob_trainer.objectives.grpo.rank_exchange import Peers
 from moejob_trainer.objectives.grpo.sampling import Asker
 from moejob_trainer.rewards.scorer import Scorer
 from moejob_trainer.rollouts.interface import Answer, FinishReason, Floats, Request, Sampling, SyncReport, Tokens
+from moejob_trainer.training.learning_rate import learning_rate
 from trainer.training_data import prompt_corpora
 
 EXAMPLE = Path(__file__).parents[4] / "examples" / "tiny-grpo.yaml"

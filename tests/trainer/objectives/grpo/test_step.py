@@ -25,8 +25,6 @@ from moejob_trainer.data.prepared_folder import finish
 from moejob_trainer.data.prompt_corpus import PromptCorpus, PromptReport
 from moejob_trainer.data.prompt_loader import PromptLoader, steps_of_epochs
 from moejob_trainer.data.prompts import Prompt
-from moejob_trainer.engine import LossTerms, MicroBatch, TokenOutputs, UpdateResult
-from moejob_trainer.engine.micro_batch import ROUTING, Array
 from moejob_trainer.errors import BadConfiguration
 from moejob_trainer.objectives.grpo.collecting import Collector, PromptSets
 from moejob_trainer.objectives.grpo.experience import updates
@@ -46,6 +44,8 @@ from moejob_trainer.rollouts.interface import (
     SyncReport,
     WrongWeights,
 )
+from moejob_trainer.training import LossTerms, MicroBatch, TokenOutputs, UpdateResult
+from moejob_trainer.training.micro_batch import ROUTING, Array
 
 END = 1
 PLAN = BatchPlan(data=1, tokens=64)

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from moejob_api.job.grpo import Advantage, Grpo
 from moejob_trainer.data.packing import BatchPlan, global_batch, loss_weight
-from moejob_trainer.engine.interface import TokenOutputs
-from moejob_trainer.engine.micro_batch import Document
 from moejob_trainer.objectives.grpo.advantages import advantages
 from moejob_trainer.objectives.grpo.aggregation import weights
 from moejob_trainer.objectives.grpo.loss import ADVANTAGE, ENGINE, OLD, REFERENCE, SCALE, grpo_loss
+from moejob_trainer.training.interface import TokenOutputs
+from moejob_trainer.training.micro_batch import Document
 
 PYTHON = Path(__file__).parents[4] / ".venv/trl/bin/python"
 GROUPS, MEMBERS, PROMPT, MOST = 3, 4, 2, 9

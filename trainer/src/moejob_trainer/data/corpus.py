@@ -19,7 +19,7 @@ from pydantic import TypeAdapter
 
 from moejob_trainer.data.encoding import Sample
 from moejob_trainer.data.prepared_folder import REPORT, DamagedData, damaged
-from moejob_trainer.engine import Document
+from moejob_trainer.training import Document
 
 _TOKENS, _TRAINED, _SIZES = "tokens.bin", "trained.bin", "sizes.npy"
 

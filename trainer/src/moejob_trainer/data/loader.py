@@ -9,7 +9,7 @@ from typing import Any
 from moejob_trainer.data.blending import Cursor
 from moejob_trainer.data.prefetch import Prefetched
 from moejob_trainer.data.stream import BatchShare, TrainingBatch, TrainingData
-from moejob_trainer.engine import MicroBatch
+from moejob_trainer.training import MicroBatch
 
 _CURSOR = "cursor"
 

@@ -30,8 +30,8 @@ from moejob_api.derived import sequence_divisor
 from moejob_api.job import Spec
 from moejob_api.job.moe import Dispatcher
 from moejob_api.layout.sizes import Layout
-from moejob_trainer.engine import Document, MicroBatch
-from moejob_trainer.engine.micro_batch import FILLER, Array
+from moejob_trainer.training import Document, MicroBatch
+from moejob_trainer.training.micro_batch import FILLER, Array
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from moejob_api.job import Spec
 from moejob_trainer.data.blending import BlendedDataset, Cursor, Key
 from moejob_trainer.data.corpus import Corpus
 from moejob_trainer.data.packing import BatchPlan, PackedRows, rank_batch, slots_of_ranks
-from moejob_trainer.engine import Document, MicroBatch
+from moejob_trainer.training import Document, MicroBatch
 
 # Documents that no row of a batch has room for wait for the next; this many may, before the batch is full.
 _LEAST_WAITING = 32

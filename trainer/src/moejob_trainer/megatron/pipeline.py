@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from moejob_api.models.shape import ModelShape
 from moejob_trainer.distributed.collectives import all_gather_alike, local_rows
 from moejob_trainer.distributed.groups import Groups
-from moejob_trainer.engine import MicroBatch
-from moejob_trainer.engine.micro_batch import ROUTING
 from moejob_trainer.layers.documents import Documents, in_row_order
 from moejob_trainer.megatron.stage_exchange import HiddenShape, StageExchange, schedule_groups
 from moejob_trainer.model.architecture import Architecture
 from moejob_trainer.model.packed_batch import LocalTokens, make_packed_batch
 from moejob_trainer.model.stage import MTPInput, StageInput, StageOutput
+from moejob_trainer.training import MicroBatch
+from moejob_trainer.training.micro_batch import ROUTING
 
 
 def forward_backward(

@@ -24,12 +24,12 @@ from moejob_trainer.checkpoints.shards import ShardSpec, shards_of_range
 from moejob_trainer.conversion.safetensors_writer import TensorEntry, shard_writer
 from moejob_trainer.distributed import messages
 from moejob_trainer.distributed.groups import Group
-from moejob_trainer.megatron.engine import MegatronEngine
 from moejob_trainer.megatron.master_weights import Values, Whole, copied_to_host
 from moejob_trainer.megatron.optimizer import OptimizerShard, counts_here
 from moejob_trainer.megatron.shares import local_shards, sharded_as
 from moejob_trainer.megatron.state_copies import StateCopy
 from moejob_trainer.megatron.stored_shards import SHARDS, ShardFiles, StoredShard, TensorRole, require_shape, shards_in
+from moejob_trainer.megatron.training_engine import MegatronEngine
 from moejob_trainer.megatron.weights import coordinates, named_weights
 from moejob_trainer.model.adapters import adapters, is_adapter
 from moejob_trainer.model.linear import is_tied_copy

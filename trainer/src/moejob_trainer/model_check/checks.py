@@ -12,7 +12,7 @@ from moejob_api.layout.sizes import Layout
 from moejob_trainer.conversion.checkpoint import unusable
 from moejob_trainer.conversion.quantized import readable
 from moejob_trainer.errors import BadConfiguration
-from moejob_trainer.megatron.engine import MegatronEngine
+from moejob_trainer.megatron.training_engine import MegatronEngine
 from moejob_trainer.model_check.comparison import differences
 from moejob_trainer.model_check.reference import AdaptedWeights, Reference
 

@@ -23,14 +23,14 @@ from moejob_trainer.data.packing import batch_plan, global_batch
 from moejob_trainer.distributed import messages
 from moejob_trainer.distributed.collectives import all_gather_alike
 from moejob_trainer.distributed.groups import Groups
-from moejob_trainer.engine import Document, MicroBatch, TokenOutputs
-from moejob_trainer.megatron.engine import MegatronEngine
 from moejob_trainer.megatron.pipeline import whole
+from moejob_trainer.megatron.training_engine import MegatronEngine
 from moejob_trainer.model.float8 import without_float8
 from moejob_trainer.model.moe_layer import MoELayer
 from moejob_trainer.model.stage import Stage
 from moejob_trainer.model_check.reference import Reference
 from moejob_trainer.model_check.tolerance import COPIED, Comparison, of_logits, of_states, tolerance_of
+from moejob_trainer.training import Document, MicroBatch, TokenOutputs
 
 _TOKENS = 64
 # No multiple of any size of a model: neighbours are far apart in the vocabulary.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from moejob_trainer.engine import Engine, LossTerms, MicroBatch, TokenOutputs
+from moejob_trainer.training import Engine, LossTerms, MicroBatch, TokenOutputs
 
 
 class Objective(Protocol):

@@ -15,7 +15,7 @@ import numpy as np
 
 from moejob_trainer.data.packing import rank_batch, slots_of_ranks
 from moejob_trainer.data.stream import BatchShare
-from moejob_trainer.engine import Document, MicroBatch
+from moejob_trainer.training import Document, MicroBatch
 
 
 class NextTokens(Protocol):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from moejob_trainer.engine import LossTerms, Mean, MicroBatch, TokenOutputs
 from moejob_trainer.objectives.losses import cross_entropy
+from moejob_trainer.training import LossTerms, Mean, MicroBatch, TokenOutputs
 
 
 def mtp_loss(outputs: TokenOutputs, batch: MicroBatch) -> LossTerms:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from moejob_trainer.engine import Engine, LossTerms, Mean, MicroBatch, TokenOutputs
 from moejob_trainer.objectives.losses import cross_entropy
+from moejob_trainer.training import Engine, LossTerms, Mean, MicroBatch, TokenOutputs
 
 
 class BatchSource(Protocol):

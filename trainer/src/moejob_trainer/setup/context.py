@@ -16,8 +16,8 @@ from moejob_trainer.checkpoints.coordination import on_first_rank
 from moejob_trainer.checkpoints.saving import GlooCoordinator
 from moejob_trainer.distributed.groups import Groups
 from moejob_trainer.megatron.cpu import use_cpu
-from moejob_trainer.megatron.engine import EnginePlacement
 from moejob_trainer.megatron.topology import start_groups
+from moejob_trainer.megatron.training_engine import EnginePlacement
 from moejob_trainer.runtime.devices import control_group, start_device
 from moejob_trainer.runtime.disk import explained
 from moejob_trainer.runtime.environment import RankEnvironment

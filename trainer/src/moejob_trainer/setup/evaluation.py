@@ -18,11 +18,11 @@ from moejob_api.job import Spec
 from moejob_trainer.checkpoints.coordination import Coordinator, on_first_rank
 from moejob_trainer.data.corpus import Corpus
 from moejob_trainer.data.stream import batch_size, evaluation
-from moejob_trainer.engine import Engine
 from moejob_trainer.evaluation_ranking import EvaluationScore, Ranking, RankingTerms, ranked
 from moejob_trainer.objectives import Objective
 from moejob_trainer.objectives.answering import NextTokens
 from moejob_trainer.setup.data import RunData
+from moejob_trainer.training import Engine
 
 _RANKING = TypeAdapter(Ranking)
 

@@ -9,7 +9,7 @@ import torch
 from moejob_api.contract import RunFile
 from moejob_trainer.conversion.adapters import AdapterTarget, adapter_table, export_adapters
 from moejob_trainer.conversion.model_export import Target, export, unchecked
-from moejob_trainer.megatron.engine import MegatronEngine
+from moejob_trainer.megatron.training_engine import MegatronEngine
 from moejob_trainer.megatron.weights import whole_adapters, whole_weights
 from moejob_trainer.model_check.checks import Checks
 from moejob_trainer.runtime.disk import explained

@@ -9,8 +9,7 @@ from functools import partial
 
 from moejob_api.job import Method
 from moejob_trainer.data.loader import BatchLoader
-from moejob_trainer.engine import UpdateResult
-from moejob_trainer.megatron.engine import MegatronEngine
+from moejob_trainer.megatron.training_engine import MegatronEngine
 from moejob_trainer.objectives import Objective
 from moejob_trainer.objectives.sft import SupervisedFineTuning
 from moejob_trainer.runtime.heartbeats import Heartbeat
@@ -22,6 +21,7 @@ from moejob_trainer.setup.model import RunModel
 from moejob_trainer.setup.prompts import RunPrompts, load_prompts
 from moejob_trainer.setup.rewards import RunRewards, try_rewards
 from moejob_trainer.setup.rollouts import connect_engines
+from moejob_trainer.training import UpdateResult
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,12 +20,12 @@ from torch import Tensor, nn
 
 from moejob_api.job.grpo import ProbeMismatch
 from moejob_trainer.data.packing import BatchPlan, batch_of_rank, batch_plan
-from moejob_trainer.engine import Document
-from moejob_trainer.megatron.engine import MegatronEngine
+from moejob_trainer.megatron.training_engine import MegatronEngine
 from moejob_trainer.rollouts.interface import Floats, Tokens
 from moejob_trainer.rollouts.publisher import Trial
 from moejob_trainer.setup.context import RankContext
 from moejob_trainer.setup.prompts import RunPrompts
+from moejob_trainer.training import Document
 
 # Enough for a mean that is within a tenth of that of a longer text.
 PROBE_TOKENS = 256

@@ -16,8 +16,8 @@ from moejob_api.job.grpo import Sync
 from moejob_api.job.resources import Accelerator
 from moejob_api.models.shape import ModelShape
 from moejob_trainer.errors import BadConfiguration
-from moejob_trainer.megatron.engine import MegatronEngine
 from moejob_trainer.megatron.generation_offload import generation_offload
+from moejob_trainer.megatron.training_engine import MegatronEngine
 from moejob_trainer.rollouts.connection import Connection
 from moejob_trainer.rollouts.fleet import Fleet, FleetLimits
 from moejob_trainer.rollouts.generator import FleetGenerator

@@ -18,12 +18,12 @@ from moejob_api.contract import MOST_MEASURE_NAME, MOST_MEASURES, RunFile, RunPr
 from moejob_api.hardware import TERA, known
 from moejob_api.job.resources import Accelerator, Resources
 from moejob_api.job.status import HubCommit
-from moejob_trainer.engine import UpdateResult
 from moejob_trainer.runtime.disk import Disk, cut_half_line, explained
 from moejob_trainer.runtime.fencing import FenceToken
 from moejob_trainer.runtime.heartbeats import Heartbeat
 from moejob_trainer.runtime.start_timing import StartTiming
 from moejob_trainer.tracking import Tracker
+from moejob_trainer.training import UpdateResult
 
 STEP_LOG = RunFile.STEPS.value
 

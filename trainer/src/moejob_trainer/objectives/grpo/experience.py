@@ -13,13 +13,13 @@ from torch import Tensor
 from moejob_api.job.grpo import Grpo, KlTarget, LossAggregation
 from moejob_trainer.data.packing import BatchPlan, batch_of_rank
 from moejob_trainer.distributed.encoding import Array
-from moejob_trainer.engine import Document, MicroBatch, TokenOutputs
-from moejob_trainer.engine.micro_batch import ROUTING
 from moejob_trainer.objectives.grpo.advantages import advantages
 from moejob_trainer.objectives.grpo.aggregation import weights
 from moejob_trainer.objectives.grpo.kl import divergence
 from moejob_trainer.objectives.grpo.loss import ADVANTAGE, ENGINE, OLD, REFERENCE, SCALE
 from moejob_trainer.objectives.grpo.rollout import Trajectory
+from moejob_trainer.training import Document, MicroBatch, TokenOutputs
+from moejob_trainer.training.micro_batch import ROUTING
 
 
 @dataclass(frozen=True)

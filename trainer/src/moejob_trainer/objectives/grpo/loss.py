@@ -5,13 +5,13 @@ from __future__ import annotations
 from torch import Tensor
 
 from moejob_api.job.grpo import Grpo, KlTarget
-from moejob_trainer.engine.interface import LossTerms, Mean, TokenOutputs
-from moejob_trainer.engine.micro_batch import MicroBatch
 from moejob_trainer.objectives.grpo.kl import divergence
 from moejob_trainer.objectives.grpo.mismatch import mismatch_weights
 from moejob_trainer.objectives.grpo.packed_answers import Answers, answers
 from moejob_trainer.objectives.grpo.policy_loss import Clipping, clipped_high, clipped_low, policy_loss
 from moejob_trainer.objectives.grpo.ratios import log_ratios
+from moejob_trainer.training.interface import LossTerms, Mean, TokenOutputs
+from moejob_trainer.training.micro_batch import MicroBatch
 
 # Extras of a document that the loss reads: of each token the advantage and log-probabilities, and of the whole the
 # factor that its aggregation asks for. OLD is absent when the step makes one update: then nothing is older.

@@ -18,7 +18,6 @@ import torch
 from moejob_api.job.grpo import Grpo, KlTarget
 from moejob_trainer.data.packing import BatchPlan, batch_of_rank
 from moejob_trainer.distributed.encoding import Array
-from moejob_trainer.engine import Engine, LossTerms, MicroBatch, TokenOutputs, UpdateResult
 from moejob_trainer.errors import BadConfiguration
 from moejob_trainer.objectives.grpo import experience as experiences
 from moejob_trainer.objectives.grpo.experience import Experience
@@ -28,6 +27,7 @@ from moejob_trainer.objectives.grpo.rank_exchange import Peers
 from moejob_trainer.objectives.grpo.step_record import StepLearning, StepRecorder
 from moejob_trainer.rollouts.interface import EnginesLost, SyncReport, WeightPublisher, WrongWeights
 from moejob_trainer.runtime.user_lines import to_stderr
+from moejob_trainer.training import Engine, LossTerms, MicroBatch, TokenOutputs, UpdateResult
 
 T = TypeVar("T")
 # Publications of the same weights, one after another, before a run gives up on engines that are lost each time.

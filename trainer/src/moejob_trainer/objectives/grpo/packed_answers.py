@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moejob_trainer.engine.micro_batch import MicroBatch
+from moejob_trainer.training.micro_batch import MicroBatch
 
 
 @dataclass(frozen=True, slots=True, eq=False)

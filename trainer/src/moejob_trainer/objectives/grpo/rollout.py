@@ -10,8 +10,8 @@ from enum import StrEnum
 
 import numpy as np
 
-from moejob_trainer.engine.micro_batch import Array
 from moejob_trainer.rollouts.interface import Answer, FinishReason, Floats, Tokens
+from moejob_trainer.training.micro_batch import Array
 
 
 class Author(StrEnum):

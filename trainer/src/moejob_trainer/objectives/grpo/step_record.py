@@ -21,11 +21,11 @@ from safetensors.numpy import save
 
 from moejob_api.derived import RECORDED_STEPS
 from moejob_trainer.distributed.encoding import Array
-from moejob_trainer.engine import UpdateResult
 from moejob_trainer.objectives.grpo.experience import Experience
 from moejob_trainer.objectives.grpo.sampling import AnswerGroup, LeftOutReason, Sampled, ScoredAnswer
 from moejob_trainer.rollouts.interface import FinishReason
 from moejob_trainer.runtime.disk import Disk, explained, replace
+from moejob_trainer.training import UpdateResult
 
 FOLDER, FORMAT = "tokens", "moejob-grpo-step-1"
 # Of a group, in `group.outcome`.

@@ -23,8 +23,6 @@ from moejob_trainer.conversion.tensor_table import Stacking
 from moejob_trainer.distributed import messages
 from moejob_trainer.distributed.collectives import total
 from moejob_trainer.distributed.groups import Groups
-from moejob_trainer.engine import Loss, LossTerms, Mean, MicroBatch, TokenOutputs, UpdateResult
-from moejob_trainer.engine.micro_batch import FILLER, ROUTING
 from moejob_trainer.layers.routing import updated_selection_bias
 from moejob_trainer.megatron.data_parallel import replicas
 from moejob_trainer.megatron.gradients import finish_gradients
@@ -41,6 +39,8 @@ from moejob_trainer.model.moe_layer import MoELayer
 from moejob_trainer.model.stage import Stage, StageInput, StageOutput
 from moejob_trainer.objectives.multi_token_prediction import mtp_loss
 from moejob_trainer.runtime.ranges import named_range
+from moejob_trainer.training import Loss, LossTerms, Mean, MicroBatch, TokenOutputs, UpdateResult
+from moejob_trainer.training.micro_batch import FILLER, ROUTING
 
 
 class Diverged(RuntimeError):

@@ -8,12 +8,12 @@ from moejob_trainer.checkpoints.verification import has_complete
 from moejob_trainer.conversion.adapters import adapter_table
 from moejob_trainer.conversion.loading import opened
 from moejob_trainer.distributed.encoding import BOOLEAN
-from moejob_trainer.engine.learning_rate import learning_rate
-from moejob_trainer.megatron.engine import MegatronEngine
 from moejob_trainer.megatron.stages import built
+from moejob_trainer.megatron.training_engine import MegatronEngine
 from moejob_trainer.megatron.weights import forget_weights, initialise, load_pretrained, start_adapters
 from moejob_trainer.setup.context import RankContext
 from moejob_trainer.setup.model import RunModel
+from moejob_trainer.training.learning_rate import learning_rate
 
 
 def build_engine(context: RankContext, model: RunModel, total_steps: int, *, awaits_checkpoint: bool) -> MegatronEngine:

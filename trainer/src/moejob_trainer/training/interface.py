@@ -11,7 +11,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from moejob_trainer.engine.micro_batch import MicroBatch
+from moejob_trainer.training.micro_batch import MicroBatch
 
 
 @dataclass(frozen=True, slots=True, eq=False)

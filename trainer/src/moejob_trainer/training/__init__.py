@@ -5,7 +5,7 @@ Imports nothing of Megatron; moejob_trainer.megatron implements `Engine`.
 
 from __future__ import annotations
 
-from moejob_trainer.engine.interface import Engine, Loss, LossTerms, Mean, TokenOutputs, UpdateResult
-from moejob_trainer.engine.micro_batch import Document, MicroBatch
+from moejob_trainer.training.interface import Engine, Loss, LossTerms, Mean, TokenOutputs, UpdateResult
+from moejob_trainer.training.micro_batch import Document, MicroBatch
 
 __all__ = ["Document", "Engine", "Loss", "LossTerms", "Mean", "MicroBatch", "TokenOutputs", "UpdateResult"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moejob_api.job.training import Optimizer, Scheduler, SchedulerKind
-from moejob_trainer.engine.learning_rate import learning_rate
+from moejob_trainer.training.learning_rate import learning_rate
 
 PEAK, TOTAL = 1.0, 8
 
