@@ -1,6 +1,37 @@
 """GRPO as the loop sees it: a step publishes the weights, generates and scores answers, and updates on them.
 
 Rank 0 asks the engines and the rewards; then every rank has the whole step as arrays and cuts its micro batches itself.
+
+A worked step, with promptsPerStep 2, groupSize 3, epochsPerStep 2 and the defaults otherwise. A bar separates groups.
+
+ 1. Publish: the engines load the weights of this step, and a probe compares their log-probabilities with the trainer's.
+ 2. Prompts: rank 0 draws two, of 3 and 2 tokens.
+ 3. Groups: the engines sample three answers to each, and note the log-probability of every token.
+        answer tokens    [2, 3]   2  1  2 | 1  1  1
+ 4. Rewards: each answer is scored as it arrives.
+        rewards          [2, 3]   1  0  0 | 1  1  1
+    The second group has no signal. It stays, because dynamicSampling is off.
+ 5. Rollouts: every rank receives them, each a prompt and its answer, one after another.
+        lengths          [6]      5  4  5 | 3  3  3
+        tokens, mask, log-probabilities of the engine [23]; the mask is 1 at the 8 tokens of answers, 0 at prompts.
+ 6. Advantages: (reward - mean of the group) / (deviation of the group + 1e-4), the same for all tokens of an answer.
+        means            [2]      0.33333 | 1.00000
+        deviations       [2]      0.57735 | 0.00000
+        advantages       [2, 3]   1.15450  -0.57725  -0.57725 | 0.00000  0.00000  0.00000
+ 7. Old log-probabilities [23]: the trainer's own, before the first of several updates.
+ 8. Updates: each epoch makes one of all six rollouts, packed into micro batches; every answer token weighs 1.
+ 9. Ratios: exp(new - old). They are 1 in the first epoch. Say its update changed the first group's 5 tokens to
+        ratios           [5]      1.5  1.1  0.7  0.9  1.3
+10. Loss of each token: -min(ratio A, clip(ratio, 0.8, 1.2) A), with A the advantage.
+        first epoch      [5]      -1.15450  -1.15450  0.57725  0.57725  0.57725
+        second epoch     [5]      -1.38540  -1.26995  0.46180  0.51953  0.75043
+    1.5 and 0.7 are clipped: those tokens have moved far enough, and get no gradient. 1.3 is not: the token became
+    likelier, and its answer is worse than the others.
+11. Aggregation (Token): the weighted sum over all ranks, divided by the weight of 8 tokens.
+        first epoch      []       -0.57725 / 8 = -0.07216
+        second epoch     []       -0.92360 / 8 = -0.11545
+    Sequence would take the mean of each answer, then of the six: -0.03848 in the second epoch.
+12. Each update ends with a step of the optimizer; the next step of training publishes the result.
 """
 
 from __future__ import annotations
