@@ -70,7 +70,11 @@ def gpu_type() -> str:
 
 
 def visible_gpus(case: Case) -> str:
-    return case.visible or ",".join(str(gpu) for gpu in range(case.gpus))
+    """The job's GPUs, the first of those that this process may use: so two jobs can share a machine."""
+    if case.visible:
+        return case.visible
+    usable = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+    return ",".join(usable.split(",")[: case.gpus])
 
 
 def model_folder(case: Case, folder: Path) -> Path:
