@@ -7,12 +7,12 @@ nothing of what is in the state, and imports neither torch nor Megatron.
 
 from __future__ import annotations
 
-from moejob_trainer.checkpoints.coordination import Coordinator, SingleRank
 from moejob_trainer.checkpoints.names import StepFolder
 from moejob_trainer.checkpoints.run import RunFolder, RunOwner, own_run_folder
 from moejob_trainer.checkpoints.store import CheckpointStore, Moment, Saved
 from moejob_trainer.checkpoints.verification import Found, Refusal, Search, VerificationDepth, latest
 from moejob_trainer.checkpoints.writer import Pending, StateWriter
+from moejob_trainer.distributed.coordination import Coordinator, SingleRank
 from moejob_trainer.runtime.fencing import FenceToken
 
 __all__ = [

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from moejob_trainer.checkpoints.coordination import Coordinator, SingleRank, on_first_rank
 from moejob_trainer.checkpoints.manifest import Facts
 from moejob_trainer.checkpoints.names import StepFolder
 from moejob_trainer.checkpoints.policy import best
@@ -20,6 +19,7 @@ from moejob_trainer.checkpoints.verification import (
     checked,
     seen,
 )
+from moejob_trainer.distributed.coordination import Coordinator, SingleRank, on_first_rank
 from moejob_trainer.errors import BadConfiguration
 
 

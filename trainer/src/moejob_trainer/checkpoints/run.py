@@ -12,9 +12,9 @@ from pydantic import ValidationError
 
 from moejob_api import contract
 from moejob_trainer.checkpoints.commit import require_ours
-from moejob_trainer.checkpoints.coordination import Coordinator
 from moejob_trainer.checkpoints.names import CHECKPOINTS, step_folder
 from moejob_trainer.checkpoints.verification import Found, Refusal, VerificationDepth, checked, latest
+from moejob_trainer.distributed.coordination import Coordinator
 from moejob_trainer.errors import BadConfiguration, TransientFailure
 from moejob_trainer.runtime.disk import TEMPORARY, Disk
 from moejob_trainer.runtime.fencing import FenceToken

@@ -25,7 +25,7 @@ from moejob_trainer.checkpoints.adapter_compatibility import AdapterFacts, refus
 from moejob_trainer.checkpoints.manifest import EvaluationFacts
 from moejob_trainer.distributed import messages
 from moejob_trainer.errors import BadConfiguration
-from moejob_trainer.evaluation_ranking import EvaluationScore
+from moejob_trainer.evaluation.ranking import EvaluationScore
 from moejob_trainer.objectives import Objective
 from moejob_trainer.runtime.disk import Disk
 

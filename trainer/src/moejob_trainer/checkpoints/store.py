@@ -20,7 +20,6 @@ from moejob_api.job.storage import Checkpoint
 from moejob_trainer.checkpoints.best import best_good
 from moejob_trainer.checkpoints.cleaning import Retention, clean, set_aside
 from moejob_trainer.checkpoints.commit import commit
-from moejob_trainer.checkpoints.coordination import Coordinator, all_agree, on_all_ranks, on_first_rank
 from moejob_trainer.checkpoints.manifest import EvaluationFacts, Facts, FileEntry, entries, manifest, written_names
 from moejob_trainer.checkpoints.names import StepFolder
 from moejob_trainer.checkpoints.policy import LastSave, is_due, room_complaint, start_complaint
@@ -28,6 +27,7 @@ from moejob_trainer.checkpoints.run import RunFolder, other_run, own_run_folder,
 from moejob_trainer.checkpoints.unread import retry_unread
 from moejob_trainer.checkpoints.verification import Found, Search, VerificationDepth, latest
 from moejob_trainer.checkpoints.writer import Pending, StateWriter
+from moejob_trainer.distributed.coordination import Coordinator, all_agree, on_all_ranks, on_first_rank
 from moejob_trainer.distributed.encoding import BOOLEAN, INTEGER, NOTHING
 from moejob_trainer.errors import BadConfiguration, TransientFailure
 from moejob_trainer.runtime.disk import Disk, explained, remove_tree

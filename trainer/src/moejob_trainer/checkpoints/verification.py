@@ -13,9 +13,9 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from moejob_trainer.checkpoints.coordination import Coordinator, SingleRank, on_all_ranks, on_first_rank
 from moejob_trainer.checkpoints.manifest import Damaged, FileEntry, Manifest, divided, hashed_all, read_manifest
 from moejob_trainer.checkpoints.names import MANIFEST, MARKER, REJECTED, StepFolder, step_folder
+from moejob_trainer.distributed.coordination import Coordinator, SingleRank, on_all_ranks, on_first_rank
 from moejob_trainer.runtime.disk import explained
 
 # Failures that belong to one file and will be the same the next time; others are the volume's.

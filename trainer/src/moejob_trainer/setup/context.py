@@ -12,8 +12,8 @@ from pydantic import TypeAdapter
 
 from moejob_api.job import Spec
 from moejob_api.layout.sizes import Layout, layout
-from moejob_trainer.checkpoints.coordination import on_first_rank
 from moejob_trainer.checkpoints.saving import GlooCoordinator
+from moejob_trainer.distributed.coordination import on_first_rank
 from moejob_trainer.distributed.groups import Groups
 from moejob_trainer.megatron.cpu import use_cpu
 from moejob_trainer.megatron.topology import start_groups

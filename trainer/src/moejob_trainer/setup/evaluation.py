@@ -15,10 +15,10 @@ from pydantic import TypeAdapter
 from moejob_api.contract import StatusMeasure
 from moejob_api.evaluations import evaluates, loss_sets, measure, set_names
 from moejob_api.job import Spec
-from moejob_trainer.checkpoints.coordination import Coordinator, on_first_rank
 from moejob_trainer.data.corpus import Corpus
 from moejob_trainer.data.stream import batch_size, evaluation
-from moejob_trainer.evaluation_ranking import EvaluationScore, Ranking, RankingTerms, ranked
+from moejob_trainer.distributed.coordination import Coordinator, on_first_rank
+from moejob_trainer.evaluation.ranking import EvaluationScore, Ranking, RankingTerms, ranked
 from moejob_trainer.objectives import Objective
 from moejob_trainer.objectives.answering import NextTokens
 from moejob_trainer.setup.data import RunData

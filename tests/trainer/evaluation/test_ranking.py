@@ -7,7 +7,7 @@ import math
 import pytest
 from pydantic import TypeAdapter
 
-from moejob_trainer.evaluation_ranking import Ranking, RankingTerms, ranked
+from moejob_trainer.evaluation.ranking import Ranking, RankingTerms, ranked
 
 
 def after(scores: list[float | None], keep: int = 1, measure: str = "evalLoss", least: float = 0.0) -> Ranking:

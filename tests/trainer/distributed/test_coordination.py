@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moejob_trainer.checkpoints.coordination import SingleRank, all_agree, on_all_ranks, on_first_rank
+from moejob_trainer.distributed.coordination import SingleRank, all_agree, on_all_ranks, on_first_rank
 from moejob_trainer.distributed.encoding import INTEGER, NOTHING
 from moejob_trainer.errors import BadConfiguration, BadData, Superseded, TransientFailure
 from trainer.checkpoints.worlds import ThreadCoordinator, ThreadCoordinators
