@@ -17,10 +17,10 @@ from moejob_api.layout.sizes import layout as layout_of
 from moejob_trainer.data.packing import batch_plan
 from moejob_trainer.megatron.cpu import use_cpu
 from moejob_trainer.megatron.topology import stop_groups
-from moejob_trainer.objectives.grpo.experience import Experience, experience
 from moejob_trainer.objectives.grpo.objective import GroupRelativePolicyOptimization, GrpoSettings, StepServices
 from moejob_trainer.objectives.grpo.rank_exchange import Peers
 from moejob_trainer.objectives.grpo.rollout import Author, TokenSpan, Trajectory
+from moejob_trainer.objectives.grpo.rollout_batch import Experience, experience
 from moejob_trainer.rollouts.interface import SyncReport
 from moejob_trainer.training import UpdateResult
 from moejob_trainer.training.micro_batch import Array

@@ -28,8 +28,8 @@ from moejob_trainer.objectives.grpo.advantages import EPSILON, advantages
 from moejob_trainer.objectives.grpo.aggregation import weights
 from moejob_trainer.objectives.grpo.groups import has_signal, is_complete, overlong_penalty
 from moejob_trainer.objectives.grpo.kl import divergence
+from moejob_trainer.objectives.grpo.loss_mask import Answers
 from moejob_trainer.objectives.grpo.mismatch import mismatch_weights
-from moejob_trainer.objectives.grpo.packed_answers import Answers
 from moejob_trainer.objectives.grpo.policy_loss import Clipping, clipped_high, clipped_low, policy_loss
 from moejob_trainer.objectives.grpo.ratios import log_ratios
 

@@ -12,7 +12,7 @@ import torch
 
 from moejob_api.job.grpo import Advantage, LossAggregation
 from moejob_trainer.objectives.grpo.advantages import advantages
-from moejob_trainer.objectives.grpo.packed_answers import Answers
+from moejob_trainer.objectives.grpo.loss_mask import Answers
 from trainer.objectives.grpo.by_hand import CHECKS, Implementation, fractions_of_clipped_tokens
 
 REAL = Implementation()

@@ -27,10 +27,10 @@ from moejob_trainer.data.prompt_loader import PromptLoader, steps_of_epochs
 from moejob_trainer.data.prompts import Prompt
 from moejob_trainer.errors import BadConfiguration
 from moejob_trainer.objectives.grpo.collecting import Collector, PromptSets
-from moejob_trainer.objectives.grpo.experience import updates
 from moejob_trainer.objectives.grpo.loss import OLD, REFERENCE
 from moejob_trainer.objectives.grpo.objective import GroupRelativePolicyOptimization, GrpoSettings, StepServices
 from moejob_trainer.objectives.grpo.rank_exchange import Peers
+from moejob_trainer.objectives.grpo.rollout_batch import updates
 from moejob_trainer.objectives.grpo.sampling import Asker
 from moejob_trainer.objectives.grpo.step_record import StepRecorder, outdated_records
 from moejob_trainer.rewards.scorer import Scorer

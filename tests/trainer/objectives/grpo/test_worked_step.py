@@ -10,7 +10,7 @@ import torch
 
 from moejob_api.job.grpo import BuiltInReward, Grpo, LossAggregation, Reward
 from moejob_trainer.data.packing import BatchPlan, batch_of_rank, loss_weight
-from moejob_trainer.objectives.grpo import experience, objective
+from moejob_trainer.objectives.grpo import objective, rollout_batch
 from moejob_trainer.objectives.grpo.advantages import EPSILON
 from moejob_trainer.objectives.grpo.groups import has_signal
 from moejob_trainer.objectives.grpo.loss import grpo_loss
@@ -36,7 +36,7 @@ def _settings(aggregation: LossAggregation = LossAggregation.TOKEN) -> Grpo:
     )
 
 
-def _experience() -> experience.Experience:
+def _experience() -> rollout_batch.Experience:
     answers = [
         Answer(
             Request(group, member, np.arange(2, 2 + PROMPT_TOKENS[group], dtype=np.int32), 0),
@@ -48,16 +48,16 @@ def _experience() -> experience.Experience:
         for group, lengths in enumerate(ANSWER_TOKENS)
         for member, length in enumerate(lengths)
     ]
-    return experience.experience([rollout(answer) for answer in answers], REWARDS.flatten().tolist())
+    return rollout_batch.experience([rollout(answer) for answer in answers], REWARDS.flatten().tolist())
 
 
 def _update(grpo: Grpo, epoch: int, ratios: tuple[float, ...]) -> tuple[LossTerms, float]:
     """Return the loss of an epoch's update and its weight; the first group's tokens have these ratios."""
     step = _experience()
     old = np.full(len(step.tokens), OLD_LOG_PROBABILITY, np.float32)
-    extras = experience.extras(step, experience.learned(grpo, step, old, None), old, None)
-    members = experience.updates(len(step.rewards), grpo, 1, (0, 0))[epoch]
-    documents = experience.documents(grpo, step, members, extras)
+    extras = rollout_batch.extras(step, rollout_batch.learned(grpo, step, old, None), old, None)
+    members = rollout_batch.updates(len(step.rewards), grpo, 1, (0, 0))[epoch]
+    documents = rollout_batch.documents(grpo, step, members, extras)
     (batch,) = batch_of_rank(documents, PLAN, 0)
     starts = {members[place]: start for place, start in zip(batch.documents, batch.cu_lengths.tolist(), strict=False)}
     # A position holds the log-probability of its label, the next token: that of an answer begins at the prompt's last.
@@ -74,7 +74,7 @@ def _update(grpo: Grpo, epoch: int, ratios: tuple[float, ...]) -> tuple[LossTerm
 def _token_losses(ratios: tuple[float, ...]) -> list[float]:
     """Return the loss of each token of the first group."""
     grpo, step = _settings(), _experience()
-    advantages = np.concatenate(experience.learned(grpo, step, None, None)[:3])
+    advantages = np.concatenate(rollout_batch.learned(grpo, step, None, None)[:3])
     of_answers = torch.from_numpy(advantages[advantages != 0]).double()
     log_ratios = torch.tensor(ratios).double().log()
     clipping = Clipping(grpo.clip_low, grpo.clip_high)
@@ -99,7 +99,7 @@ def test_rollouts_have_the_shapes_of_the_text() -> None:
 
 def test_advantages_are_those_of_the_text() -> None:
     step, grpo = _experience(), _settings()
-    of_rollouts = experience.learned(grpo, step, None, None)
+    of_rollouts = rollout_batch.learned(grpo, step, None, None)
     advantages = [values[mask > 0] for values, mask in zip(of_rollouts, step.cut(step.mask), strict=True)]
     assert all(np.ptp(values) == 0 for values in advantages)
     assert _numbers("rewards") == [REWARDS.flatten().tolist()]

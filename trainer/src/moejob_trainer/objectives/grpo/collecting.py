@@ -13,8 +13,8 @@ from typing import Any, Self, TypeVar
 from moejob_api.job.grpo import Grpo
 from moejob_trainer.data.prompt_loader import NumberedPrompt, PromptLoader
 from moejob_trainer.data.prompts import Prompt
-from moejob_trainer.objectives.grpo.experience import Experience, experience
 from moejob_trainer.objectives.grpo.rollout import rollout
+from moejob_trainer.objectives.grpo.rollout_batch import Experience, experience
 from moejob_trainer.objectives.grpo.sampling import Asker, Sampled, sample
 from moejob_trainer.objectives.grpo.step_metrics import of_evaluation, of_rewards, of_versions, sample_lines
 from moejob_trainer.rollouts.interface import Sampling

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from moejob_api.job.grpo import Grpo, KlTarget
 from moejob_trainer.objectives.grpo.kl import divergence
+from moejob_trainer.objectives.grpo.loss_mask import Answers, answers
 from moejob_trainer.objectives.grpo.mismatch import mismatch_weights
-from moejob_trainer.objectives.grpo.packed_answers import Answers, answers
 from moejob_trainer.objectives.grpo.policy_loss import Clipping, clipped_high, clipped_low, policy_loss
 from moejob_trainer.objectives.grpo.ratios import log_ratios
 from moejob_trainer.training.interface import LossTerms, Mean, TokenOutputs

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moejob_api.job.grpo import Importance, Mismatch, MismatchMode
-from moejob_trainer.objectives.grpo.packed_answers import Answers
+from moejob_trainer.objectives.grpo.loss_mask import Answers
 
 
 def mismatch_weights(settings: Mismatch, trainer: Tensor, engine: Tensor, answers: Answers) -> Tensor:

@@ -50,11 +50,11 @@ from moejob_api.job.grpo import Grpo, KlTarget
 from moejob_trainer.data.packing import BatchPlan, batch_of_rank
 from moejob_trainer.distributed.encoding import Array
 from moejob_trainer.errors import BadConfiguration
-from moejob_trainer.objectives.grpo import experience as experiences
-from moejob_trainer.objectives.grpo.experience import Experience
+from moejob_trainer.objectives.grpo import rollout_batch
 from moejob_trainer.objectives.grpo.loss import grpo_loss, mismatch
-from moejob_trainer.objectives.grpo.packed_answers import answers
+from moejob_trainer.objectives.grpo.loss_mask import answers
 from moejob_trainer.objectives.grpo.rank_exchange import Peers
+from moejob_trainer.objectives.grpo.rollout_batch import Experience
 from moejob_trainer.objectives.grpo.step_record import StepLearning, StepRecorder
 from moejob_trainer.rollouts.interface import EnginesLost, SyncReport, WeightPublisher, WrongWeights
 from moejob_trainer.runtime.user_lines import to_stderr
@@ -149,14 +149,14 @@ class GroupRelativePolicyOptimization:
         collected = self._collected(step, engine)
         with self._phases.timed("outputsSeconds"):
             old, reference = self._outputs(collected, engine)
-        learned = experiences.learned(self._grpo, collected, old, reference)
+        learned = rollout_batch.learned(self._grpo, collected, old, reference)
         self._note(step, collected, learned)
         self._learning = StepLearning(collected, learned, old, reference)
-        extras = experiences.extras(collected, learned, old, reference)
+        extras = rollout_batch.extras(collected, learned, old, reference)
         seed, parts = (self.settings.seed, step), self.settings.updates
         is_learned = False
-        for members in experiences.updates(len(collected.rewards), self._grpo, parts, seed):
-            documents = experiences.documents(self._grpo, collected, members, extras)
+        for members in rollout_batch.updates(len(collected.rewards), self._grpo, parts, seed):
+            documents = rollout_batch.documents(self._grpo, collected, members, extras)
             # Answers without an end may be all that an update has: a step on nothing would still move the weights.
             if any(document.loss_weight for document in documents):
                 is_learned = True
@@ -258,7 +258,7 @@ class GroupRelativePolicyOptimization:
         )
         old = reference = None
         if needs_old or kl.coefficient > 0:
-            share = experiences.own(collected, self.settings.plan, self.parts.peers.data.rank)
+            share = rollout_batch.own(collected, self.settings.plan, self.parts.peers.data.rank)
         if share is not None and needs_old:
             old = self.parts.peers.sum(share.placed(engine.outputs(share.batches)))
         if share is not None and kl.coefficient > 0:

@@ -7,7 +7,7 @@ from typing import assert_never
 from torch import Tensor
 
 from moejob_api.job.grpo import Importance
-from moejob_trainer.objectives.grpo.packed_answers import Answers
+from moejob_trainer.objectives.grpo.loss_mask import Answers
 
 
 def log_ratios(level: Importance, new: Tensor, old: Tensor, answers: Answers) -> Tensor:

@@ -21,7 +21,7 @@ from safetensors.numpy import save
 
 from moejob_api.derived import RECORDED_STEPS
 from moejob_trainer.distributed.encoding import Array
-from moejob_trainer.objectives.grpo.experience import Experience
+from moejob_trainer.objectives.grpo.rollout_batch import Experience
 from moejob_trainer.objectives.grpo.sampling import AnswerGroup, LeftOutReason, Sampled, ScoredAnswer
 from moejob_trainer.rollouts.interface import FinishReason
 from moejob_trainer.runtime.disk import Disk, explained, replace
