@@ -31,6 +31,8 @@ class World:
         self.done = self.begun
         return self.begun
 
+    def poll(self) -> None: ...
+
     def is_due(self, step: int) -> bool:
         return step % self.every == 0
 
@@ -116,7 +118,16 @@ CASES: dict[str, tuple[World, LoopOutcome, list[int]]] = {
 def test_the_loop_saves(name: str) -> None:
     world, outcome, saved = CASES[name]
     reported: list[int] = []
-    run = Run(world, world, world, world, 6, lambda step, _: reported.append(step), world.is_among_best, world.is_over)
+    run = Run(
+        engine=world,
+        objective=world,
+        checkpoints=world,
+        stop=world,
+        total_steps=6,
+        report=lambda step, _: reported.append(step),
+        is_among_best=world.is_among_best,
+        is_over=world.is_over,
+    )
     assert (train(run), world.saved) == (outcome, saved)
     assert reported == [*range(world.begun + 1, world.done + 1)]
     # Counted by the loop, from what was restored: the engine's updates do not say how far the schedule is.

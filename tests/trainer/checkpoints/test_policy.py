@@ -12,7 +12,14 @@ from moejob_api.job.storage import Checkpoint
 from moejob_api.quantities import GIB
 from moejob_trainer.checkpoints.manifest import EvaluationFacts, Facts
 from moejob_trainer.checkpoints.names import StepFolder, step_folder
-from moejob_trainer.checkpoints.policy import LastSave, best, is_due, room_complaint, start_complaint, to_delete
+from moejob_trainer.checkpoints.policy import (
+    LastSave,
+    best,
+    is_interval_over,
+    room_complaint,
+    start_complaint,
+    to_delete,
+)
 from moejob_trainer.checkpoints.verification import FolderState, SeenFolder
 from moejob_trainer.runtime.fencing import FenceToken
 from trainer.checkpoints.worlds import facts
@@ -41,7 +48,7 @@ MINUTES = Checkpoint(every_minutes=10)
     ],
 )
 def test_a_save_is_due(policy: Checkpoint, step: int, now: float, last: LastSave, due: bool) -> None:
-    assert is_due(step, now, policy, last) is due
+    assert is_interval_over(step, now, policy, last) is due
 
 
 OWN = FenceToken(2, 1)

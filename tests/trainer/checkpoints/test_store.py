@@ -239,9 +239,9 @@ def test_a_save_is_due_by_the_clock_of_rank_0_on_every_rank(tmp_path: Path) -> N
         run = CheckpointStore(place(tmp_path), how, rank, Writer(disk), disk, clock, Inline())
         run.start()
         clock.now += 59 if rank.rank == 0 else 61
-        early = run.is_due(10)
+        early = run.needs_save(10)
         clock.now += 2
-        return [early, run.is_due(10)]
+        return [early, run.needs_save(10)]
 
     assert ThreadCoordinators(2).together(act) == [[False, True]] * 2
 
@@ -251,10 +251,10 @@ def test_saves_every_so_many_steps_go_on_after_a_save(tmp_path: Path) -> None:
     run.start()
     due = []
     for step in range(1, 31):
-        if run.is_due(step):
+        if run.needs_save(step):
             due.append(step)
             run.save(moment(step))
-        assert not due or not run.is_due(due[-1])
+        assert not due or not run.needs_save(due[-1])
     assert due == [10, 20, 30]
 
 

@@ -95,6 +95,9 @@ class Unsaved:
         """From the beginning."""
         return 0
 
+    def poll(self) -> None:
+        """Nothing is under way."""
+
     def is_due(self, step: int) -> bool:  # noqa: ARG002
         """Never."""
         return False
@@ -120,7 +123,14 @@ def learned(cell: Cell, folder: Path) -> Learned:
     reported: list[Sequence[UpdateResult]] = []
     objective = MovedTokens(cell, engine.groups.data.rank)
     try:
-        run = Run(engine, objective, Unsaved(), Unstopped(), STEPS, lambda _, results: reported.append(results))
+        run = Run(
+            engine=engine,
+            objective=objective,
+            checkpoints=Unsaved(),
+            stop=Unstopped(),
+            total_steps=STEPS,
+            report=lambda _, results: reported.append(results),
+        )
         outcome = train(run)
     finally:
         stop_groups()

@@ -61,6 +61,8 @@ class Parts:
     def restore(self) -> int:
         return self.begun
 
+    def poll(self) -> None: ...
+
     def is_due(self, step: int) -> bool:  # noqa: ARG002
         return False
 
@@ -93,12 +95,12 @@ def trained_by_schedule(folder: Path, begun: int) -> tuple[list[float], Deviatio
     try:
         train(
             Run(
-                engine,
-                parts,
-                parts,
-                parts,
-                len(UPDATES),
-                lambda _, results: rates.extend(result.learning_rate for result in results),
+                engine=engine,
+                objective=parts,
+                checkpoints=parts,
+                stop=parts,
+                total_steps=len(UPDATES),
+                report=lambda _, results: rates.extend(result.learning_rate for result in results),
             )
         )
         return rates, deviation(engine, folder / "last", lambda piece: piece.master.read())

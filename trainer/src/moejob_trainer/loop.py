@@ -25,6 +25,9 @@ class Checkpoints(Protocol):
     def restore(self) -> int:
         """Resume from the newest good checkpoint; the steps done by then, 0 if there is none."""
 
+    def poll(self) -> None:
+        """Move a save that is under way on without waiting, and commit it once it is written. Every rank calls this."""
+
     def is_due(self, step: int) -> bool:
         """Return whether to save after this step; every rank gets the same answer."""
 
@@ -39,7 +42,7 @@ class Stop(Protocol):
         """Return whether to end after this step. All ranks call it together and get the same answer."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
     """Everything a run is made of."""
 
@@ -72,6 +75,7 @@ def train(run: Run) -> LoopOutcome:
         step += 1
         run.report(step, results)
         is_stopping, is_sound = run.stop.agreed(), all(result.is_applied for result in results)
+        run.checkpoints.poll()
         is_owed = run.checkpoints.is_due(step) or is_owed
         is_last = step == run.total_steps or run.is_over()
         # The last step is saved too: an export that fails must not cost what was learned since. A model that diverges

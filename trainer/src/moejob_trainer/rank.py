@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 
 from moejob_api.contract import ExitCode, RunPhase
 from moejob_api.problems import InvalidSpec
-from moejob_trainer.checkpoints.saving import background
+from moejob_trainer.checkpoints.saving import RunCheckpoints, background
 from moejob_trainer.data.hub import HubPins
 from moejob_trainer.errors import BadConfiguration
 from moejob_trainer.loop import LoopOutcome, Run, train
@@ -27,7 +27,7 @@ from moejob_trainer.runtime.heartbeats import BackgroundHeartbeat, Heartbeat, wo
 from moejob_trainer.runtime.profiling import step_tracer
 from moejob_trainer.runtime.start_timing import StartTimer, StartTiming, slowest
 from moejob_trainer.runtime.stopping import AgreedStop
-from moejob_trainer.setup.checkpoints import WatchedCheckpoints, build_checkpoints, last_save
+from moejob_trainer.setup.checkpoints import build_checkpoints, build_writer, last_save
 from moejob_trainer.setup.context import RankContext, joined
 from moejob_trainer.setup.final_export import export_finished_model
 from moejob_trainer.setup.model import RunModel, load_model
@@ -103,13 +103,13 @@ def _train(context: RankContext, model: RunModel, rewards: RunRewards | None, si
         objective, evaluations = learned.objective, learned.evaluations
         state = StateFiles(engine, saved_parameters(model.table.parameters, spec), stack.enter_context(background()))
         checks = Checks(engine, context.layout, context.node)
-        restored = build_checkpoints(context, model, state, learned, None if is_awaited else checks)
-        checkpoints = WatchedCheckpoints(restored, heartbeat)
+        state_writer = build_writer(context, model, state, learned)
+        checkpoints = build_checkpoints(context, model, state_writer, heartbeat, None if is_awaited else checks)
         reporter = Reporter(
             writer,
             total_steps=total_steps,
             ranks=rank_hardware(spec.resources, environment.world),
-            saved=lambda: last_save(restored.store),
+            saved=lambda: last_save(checkpoints.store),
             epoch=learned.epoch,
             waited=learned.waited,
             evaluate=evaluations.metrics,
@@ -132,16 +132,16 @@ def _train(context: RankContext, model: RunModel, rewards: RunRewards | None, si
         stop.listen()
         outcome = train(
             Run(
-                engine,
-                objective,
-                checkpoints,
-                stop,
-                total_steps,
-                report,
-                evaluations.is_among_best,
-                evaluations.is_over,
-                begin,
-                step_tracer(environment, context.placement.device),
+                engine=engine,
+                objective=objective,
+                checkpoints=checkpoints,
+                stop=stop,
+                total_steps=total_steps,
+                report=report,
+                is_among_best=evaluations.is_among_best,
+                is_over=evaluations.is_over,
+                begin=begin,
+                traced=step_tracer(environment, context.placement.device),
             )
         )
         with working_heartbeat(heartbeat, evaluations.stopped_at or total_steps):
@@ -153,7 +153,7 @@ def _train(context: RankContext, model: RunModel, rewards: RunRewards | None, si
 
 
 def _export(
-    context: RankContext, model: RunModel, engine: MegatronEngine, checkpoints: WatchedCheckpoints, checks: Checks
+    context: RankContext, model: RunModel, engine: MegatronEngine, checkpoints: RunCheckpoints, checks: Checks
 ) -> None:
     checkpoints.take_best()
     is_beside_pretrained = not checkpoints.writer.adapter_facts.holds_weights

@@ -27,8 +27,8 @@ class LastSave:
     at_seconds: float
 
 
-def is_due(step: int, now_seconds: float, policy: Checkpoint, last: LastSave) -> bool:
-    """Return whether to save the state after this step. Clocks of ranks differ: let one of them answer for all."""
+def is_interval_over(step: int, now_seconds: float, policy: Checkpoint, last: LastSave) -> bool:
+    """Return whether an interval of the policy ends with this step. Clocks of ranks differ: let one answer for all."""
     if step <= last.step:
         return False
     if policy.every_steps is not None:

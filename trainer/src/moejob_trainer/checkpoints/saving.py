@@ -18,6 +18,7 @@ from typing import Any, Protocol, TypeVar
 import torch.distributed as dist
 from pydantic import TypeAdapter
 
+from moejob_api.contract import RunPhase
 from moejob_api.job.storage import Resume
 from moejob_api.layout.sizes import Layout
 from moejob_trainer.checkpoints import CheckpointStore, Found, Moment, Pending
@@ -28,6 +29,7 @@ from moejob_trainer.errors import BadConfiguration
 from moejob_trainer.evaluation.ranking import EvaluationScore
 from moejob_trainer.objectives import Objective
 from moejob_trainer.runtime.disk import Disk
+from moejob_trainer.runtime.heartbeats import Heartbeat, working_heartbeat
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -161,21 +163,28 @@ class StateFacts:
     export_bytes: int = 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunCheckpoints:
-    """Checkpoints of one run. `begun` is called when there is nothing to resume from."""
+    """Checkpoints of one run, whose saves may take longer than a step as long as they move bytes.
 
-    def __init__(
-        self, store: CheckpointStore, writer: RunWriter, state: StateFacts, begun: Callable[[], None] | None = None
-    ) -> None:
-        self.store, self.writer, self.state, self.begun = store, writer, state, begun
+    `begun` is called when there is nothing to resume from.
+    """
+
+    store: CheckpointStore
+    writer: RunWriter
+    state: StateFacts
+    heartbeat: Heartbeat
+    begun: Callable[[], None] | None = None
 
     def restore(self) -> int:
         """Resume from the newest good checkpoint of this run or another, or begin with the weights of another one's.
 
         Returns the steps that are done.
         """
+        self.heartbeat.enter(RunPhase.RESTORING)
         done = self._restore()
         self.writer.state.prepare()
+        self.heartbeat.enter(RunPhase.FIRST_STEP)
         return done
 
     def _restore(self) -> int:
@@ -203,30 +212,35 @@ class RunCheckpoints:
         self.writer.state.set_counters(entry["counters"])
         return int(entry["step"])
 
-    def is_due(self, step: int) -> bool:
-        """Return whether to save after this step; advances a save that is under way."""
+    def poll(self) -> None:
+        """Move a save that is under way on without waiting, and commit it once it is written. Every rank calls this."""
         self.store.poll()
-        return self.store.is_due(step)
+
+    def is_due(self, step: int) -> bool:
+        """Return whether to save after this step; every rank gets the same answer."""
+        return self.store.needs_save(step)
 
     def save(self, step: int) -> None:
         """Save the run after this step; in the background if the job says so."""
-        self.writer.step = step
+        with working_heartbeat(self.heartbeat, step):
+            self.writer.step = step
+            self.store.save(self._moment(step), self.state.expected_bytes)
+
+    def _moment(self, step: int) -> Moment:
         evaluations = self.writer.evaluations
         score = evaluations.kept(step)
-        self.store.save(
-            Moment(
-                step=step,
-                state_format=self.state.format,
-                layout={name: int(size) for name, size in asdict(self.state.layout).items()},
-                versions={package: version(package) for package in _PACKAGES},
-                data={"steps": step},
-                evaluation=None if score is None else EvaluationFacts(measure=evaluations.measure, value=score.value),
-            ),
-            self.state.expected_bytes,
+        return Moment(
+            step=step,
+            state_format=self.state.format,
+            layout={name: int(size) for name, size in asdict(self.state.layout).items()},
+            versions={package: version(package) for package in _PACKAGES},
+            data={"steps": step},
+            evaluation=None if score is None else EvaluationFacts(measure=evaluations.measure, value=score.value),
         )
 
     def finish(self) -> None:
         """Wait for what is under way: a process that ends would take it along."""
+        self.heartbeat.enter(RunPhase.FINISHING)
         self.store.wait()
 
     def take_best(self) -> None:
@@ -234,6 +248,7 @@ class RunCheckpoints:
 
         Training is over: neither the optimizer nor the order of the data follows.
         """
+        self.heartbeat.enter(RunPhase.EXPORTING)
         search = self.store.best()
         for refusal in search.refused:
             log.warning("best checkpoint refused", extra={"checkpoint": refusal.folder.name, "reason": refusal.reason})

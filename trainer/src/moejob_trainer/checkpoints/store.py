@@ -22,7 +22,7 @@ from moejob_trainer.checkpoints.cleaning import Retention, clean, set_aside
 from moejob_trainer.checkpoints.commit import commit
 from moejob_trainer.checkpoints.manifest import EvaluationFacts, Facts, FileEntry, entries, manifest, written_names
 from moejob_trainer.checkpoints.names import StepFolder
-from moejob_trainer.checkpoints.policy import LastSave, is_due, room_complaint, start_complaint
+from moejob_trainer.checkpoints.policy import LastSave, is_interval_over, room_complaint, start_complaint
 from moejob_trainer.checkpoints.run import RunFolder, other_run, own_run_folder, resumed
 from moejob_trainer.checkpoints.unread import retry_unread
 from moejob_trainer.checkpoints.verification import Found, Search, VerificationDepth, latest
@@ -119,11 +119,15 @@ class CheckpointStore:
         """Refuse a run that could not save once, before its first step. Every rank calls this."""
         on_first_rank(self.ranks, lambda: self._refuse_little_room(checkpoint_bytes, export_bytes), NOTHING)
 
-    def is_due(self, step: int) -> bool:
+    def needs_save(self, step: int) -> bool:
         """Return whether to save the state after this step. Every rank asks; the clock of rank 0 decides."""
         if self.policy.every_steps is not None:
-            return is_due(step, 0.0, self.policy, self._start)
-        return on_first_rank(self.ranks, lambda: is_due(step, self.clock(), self.policy, self._start), BOOLEAN)
+            return is_interval_over(step, 0.0, self.policy, self._start)
+
+        def by_this_clock() -> bool:
+            return is_interval_over(step, self.clock(), self.policy, self._start)
+
+        return on_first_rank(self.ranks, by_this_clock, BOOLEAN)
 
     def save(self, moment: Moment, expected_bytes: int | None = None) -> Saved | None:
         """Save, in the background if the job says so, else until it is committed or has failed.
@@ -145,11 +149,24 @@ class CheckpointStore:
 
     def poll(self) -> Saved | None:
         """Move a background save on without waiting, and commit it once it is written. Every rank calls this."""
-        return self._settled(to_the_end=False)
+        saving, called = self._take_saving(), self.clock()
+        if saving is None:
+            return None
+        hashing = self._finished_hashing(saving)
+        if hashing is not None:
+            return self._commit(saving, hashing, called)
+        saving.stalled_seconds += self.clock() - called
+        self._saving = saving
+        return None
 
     def wait(self) -> Saved | None:
         """Finish the save that is under way, if any: before another one, and before the process ends."""
-        return self._settled(to_the_end=True)
+        saving, called = self._take_saving(), self.clock()
+        if saving is None:
+            return None
+        while (hashing := self._finished_hashing(saving)) is None:
+            time.sleep(_POLL_SECONDS)
+        return self._commit(saving, hashing, called)
 
     def best(self) -> Search:
         """The good checkpoint with the best evaluation, where such are kept. Every rank calls this."""
@@ -219,37 +236,18 @@ class CheckpointStore:
             self.place.require_ours("saves")
             raise
 
-    def _settled(self, *, to_the_end: bool) -> Saved | None:
-        # Taken out at first: a save that failed is not tried again.
-        (saving, self._saving), called = (self._saving, None), self.clock()
-        if saving is None:
-            return None
-        size_bytes = self._advanced(saving)
-        while size_bytes is None and to_the_end:
-            time.sleep(_POLL_SECONDS)
-            size_bytes = self._advanced(saving)
-        saving.stalled_seconds += self.clock() - called
-        if size_bytes is None:
-            self._saving = saving
-            return None
-        return self._noted(saving, size_bytes)
+    def _take_saving(self) -> _Saving | None:
+        """Take out the save that is under way: one that fails from here on is not tried again."""
+        saving, self._saving = self._saving, None
+        return saving
 
-    def _noted(self, saving: _Saving, size_bytes: int) -> Saved:
-        folder, seconds = saving.facts.folder, self.clock() - saving.called_seconds
-        self._newest, self._size_bytes = folder, size_bytes
-        self.last = Saved(folder, size_bytes, seconds, saving.stalled_seconds + saving.pending.waited_seconds)
-        self._clean_up()
-        return self.last
-
-    def _advanced(self, saving: _Saving) -> int | None:
-        """Move the save on by what can be done now; its bytes once it is committed."""
+    def _finished_hashing(self, saving: _Saving) -> Future[list[FileEntry]] | None:
+        """Return the hashes of this rank's files once every rank has its own; else move on what can be done now."""
         if saving.hashing is None:
             if not self._is_written(saving):
                 return None
             saving.hashing = self.background.submit(self._own_entries, saving)
-        if not all_agree(self.ranks, saving.hashing.done()):
-            return None
-        return self._committed(saving, saving.hashing)
+        return saving.hashing if all_agree(self.ranks, saving.hashing.done()) else None
 
     def _is_written(self, saving: _Saving) -> bool:
         def finished() -> bool:
@@ -263,7 +261,7 @@ class CheckpointStore:
         with explained("reading back what was saved", saving.path):
             return entries(saving.path, saving.pending.names(), self.disk)
 
-    def _committed(self, saving: _Saving, hashing: Future[list[FileEntry]]) -> int:
+    def _commit(self, saving: _Saving, hashing: Future[list[FileEntry]], called: float) -> Saved:
         # At first: a newer attempt has removed these files, and reading them would fail for a lesser reason.
         on_first_rank(self.ranks, lambda: self.place.require_ours(f"commits {saving.path.name}"), NOTHING)
         parts = on_all_ranks(self.ranks, hashing.result, _ENTRIES)
@@ -273,11 +271,20 @@ class CheckpointStore:
             with explained("committing a checkpoint", saving.path):
                 self._sync_step_log()
                 others = set(written_names(saving.path)) - {entry.name for entry in named}
-                whole = manifest([*named, *entries(saving.path, others, self.disk)], saving.facts)
-                commit(saving.path, whole, self.place.is_ours, self.disk)
-            return whole.size_bytes
+                complete = manifest([*named, *entries(saving.path, others, self.disk)], saving.facts)
+                commit(saving.path, complete, self.place.is_ours, self.disk)
+            return complete.size_bytes
 
-        return on_first_rank(self.ranks, commit_all, INTEGER)
+        size_bytes = on_first_rank(self.ranks, commit_all, INTEGER)
+        saving.stalled_seconds += self.clock() - called
+        return self._note(saving, size_bytes)
+
+    def _note(self, saving: _Saving, size_bytes: int) -> Saved:
+        folder, seconds = saving.facts.folder, self.clock() - saving.called_seconds
+        self._newest, self._size_bytes = folder, size_bytes
+        self.last = Saved(folder, size_bytes, seconds, saving.stalled_seconds + saving.pending.waited_seconds)
+        self._clean_up()
+        return self.last
 
     def _sync_step_log(self) -> None:
         """Make the lines of all steps that a checkpoint stands for as durable as it is about to be."""
