@@ -138,6 +138,8 @@ class HttpPath(StrEnum):
     READY = "/ready"
     # Of an engine: takes and gives what moejob_api.answers has.
     ANSWER = "/answer"
+    # Of an engine: reports what moejob_api.publications has, between the last tensor of a publication and its end.
+    PUBLICATION = "/publication"
 
 
 class ExitCode(IntEnum):

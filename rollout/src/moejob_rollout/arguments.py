@@ -18,6 +18,7 @@ from moejob_rollout.engine import EngineEnvironment
 from moejob_rollout.listener import HEAD_BYTES
 
 MIDDLEWARE = "moejob_rollout.authentication.KeyAuthentication"
+WORKER_EXTENSION = "moejob_rollout.transfer.worker_extension.WorkerExtension"
 # Each token of an answer is one replay of what was recorded, where the host would launch a thousand kernels. Recording
 # takes seconds; compiling, which this leaves out, minutes at each start.
 _GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
@@ -44,6 +45,7 @@ def arguments(engine: EngineEnvironment, model: Path, config: Mapping[str, Any])
         "--logprobs-mode=processed_logprobs",
         "--enable-prefix-caching",
         f"--weight-transfer-config={json.dumps({'backend': f'moejob_{transport(spec).value.lower()}'})}",
+        f"--worker-extension-cls={WORKER_EXTENSION}",
         f"--middleware={MIDDLEWARE}",
         f"--host={engine.listens_on}",
         f"--port={engine.port}",

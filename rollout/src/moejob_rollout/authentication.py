@@ -19,6 +19,7 @@ from moejob_api.contract import Environment, HttpPath, engine_key
 from moejob_rollout.answering import answer
 from moejob_rollout.asgi import App, Receive, Reply, Scope, Send
 from moejob_rollout.listener import VISITOR
+from moejob_rollout.reporting import report_publication
 
 # What failed once may fail each time, and every client may ask whether it still does.
 AGAIN_SECONDS = 5.0
@@ -47,6 +48,8 @@ class KeyAuthentication:
             await self._ready(scope, Reply(send, keeps_open=has_key))
         elif has_key and scope.get("path") == HttpPath.ANSWER:
             await answer(scope, receive, send)
+        elif has_key and scope.get("path") == HttpPath.PUBLICATION:
+            await report_publication(scope, send)
         elif has_key:
             await self._app(scope, receive, send)
         else:

@@ -16,10 +16,13 @@ from aiohttp import web
 from moejob_api.addresses import LOOPBACK
 from moejob_api.answers import AnswerRequest, EngineAnswer, WeightSpan
 from moejob_api.contract import HttpPath
+from moejob_api.publications import PublicationReport
 from moejob_trainer.runtime.channel import BROKEN, LoopThread, introduce, splice
 
 # Says what to answer a request for tokens.
 Behaviour = Callable[[AnswerRequest], Awaitable[web.Response]]
+
+WHOLE = PublicationReport(missing=(), repeated=())
 
 
 def until(is_so: Callable[[], bool], what: str) -> None:
@@ -58,6 +61,8 @@ class StandIn:
     failing: dict[str, int] = field(default_factory=dict)
     # The paths that it does not answer.
     silent: set[str] = field(default_factory=set)
+    # Of what it was sent.
+    report: PublicationReport = field(default=WHOLE)
     # Log-probability of every token of a probe.
     probe: float = -1.0
     # Each works in a thread before the answer; given what is sent to join a group, and to receive a bucket.
@@ -107,6 +112,11 @@ class StandIn:
         self.asked.append(request.path_qs)
         if request.path in self.failing.keys() | self.silent:
             return await self._failed(request.path)
+        if request.path == HttpPath.PUBLICATION:
+            return web.Response(text=self.report.model_dump_json())
+        return await self._worked(request)
+
+    async def _worked(self, request: web.Request) -> web.Response:
         body = await request.json() if request.method == "POST" and request.can_read_body else {}
         match request.path:
             case "/weight_info":

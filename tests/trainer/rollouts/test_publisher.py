@@ -15,6 +15,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 
+from moejob_api.publications import PublicationReport
 from moejob_trainer.rollouts.connection import Connection
 from moejob_trainer.rollouts.fleet import Fleet, FleetLimits, NoEngine, RolloutEngine
 from moejob_trainer.rollouts.interface import SyncReport, WrongWeights
@@ -128,6 +129,35 @@ def test_the_bound_is_measured_again_after_a_publication_that_was_wrong(make: Ma
     reports = [run.publisher.publish(version, weights()) for version in (1, 2)]
     assert [(report.probe_mean, report.probe_bound) for report in reports] == [(0.25, 0.3)] * 2
     assert len(run.fleet.serving) == 2
+
+
+def test_a_tensor_that_is_missing_stops_the_run_by_name_before_it_is_computed_with(make: Make) -> None:
+    run = make()
+    run.publisher.trial = trial(SAID, only_warns=True)
+    whole, lacking = run.engines
+    lacking.report = PublicationReport(missing=("model.norm.weight",), repeated=("a.weight", "b.weight"))
+    with pytest.raises(
+        WrongWeights, match=r"1 tensors are missing or incomplete: model\.norm\.weight; 2 tensors came twice: a.*, b"
+    ):
+        run.publisher.publish(1, weights())
+    # The update has ended without a version, and both take the next one.
+    assert [engine.version for engine in run.engines] == ["unfinished"] * 2
+    assert "/resume" not in whole.asked + lacking.asked
+    lacking.report = whole.report
+    assert run.publisher.publish(1, weights()).version == 1
+    assert len(run.fleet.serving) == 2
+
+
+def test_an_engine_that_was_away_and_lacks_a_tensor_gets_no_work(make: Make) -> None:
+    run = make()
+    away, _ = run.engines
+    run.publisher.publish(5, weights())
+    away.stop()
+    until(lambda: len(run.fleet.serving) == 1, "the engine serves still")
+    away.report, away.version = PublicationReport(missing=("model.norm.weight",), repeated=()), "default"
+    away.start()
+    until(lambda: "model.norm.weight" in run.fleet.reasons(), "the engine does not report what it lacks")
+    assert len(run.fleet.serving) == 1
 
 
 def test_a_mismatch_that_only_warns_is_said_and_measured(make: Make, capsys: pytest.CaptureFixture[str]) -> None:

@@ -83,6 +83,7 @@ class GlooTransfer(CheckpointTransfer[BroadcastInit, BroadcastUpdate]):
         """Receive one bucket and load its tensors."""
         if self._group is None:
             raise RuntimeError("weights before the trainer was joined; call /init_weight_transfer_engine first")
+        self.note_tensors(update_info.names)
         self.load_bucket(unpacked(self._received(size_bytes(update_info)), update_info, self.stacks))
 
     def _joined(self, store: Store, rank: int, size: int) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -15,6 +15,8 @@ from vllm.logger import init_logger
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from moejob_api.publications import PublicationReport
+from moejob_rollout.transfer.completeness import LoadedNames, find_missing_tensors, tied_parameters
 from moejob_rollout.transfer.stacks import Stack, WholeStacks, layers_of_experts, load_stack
 
 # vLLM writes the lines of its own loggers alone.
@@ -33,6 +35,7 @@ class CheckpointTransfer(WeightTransferEngine[Init, Update]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.stacks = WholeStacks()
+        self._names = LoadedNames()
 
     def start_weight_update(self) -> None:
         """Take new weights from now on."""
@@ -42,12 +45,14 @@ class CheckpointTransfer(WeightTransferEngine[Init, Update]):
             self.finish_weight_update()
         self._is_loading = True
         self.stacks.clear()
+        # A tied parameter is one object until its layers are laid out for loading.
+        self._names = LoadedNames(tied_parameters(self.model))
         initialize_layerwise_reload(self.model)
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Load some of the tensors; those of an MTP module may come later."""
         with disable_mtp_completeness_check():
-            self.model.load_weights(tensors)
+            self._names.add_loaded(self.model.load_weights(tensors))
 
     def load_bucket(self, tensors: Iterable[tuple[str | Stack, Tensor]]) -> None:
         """Load some of the tensors, and stacks of experts as one where vLLM can."""
@@ -66,6 +71,16 @@ class CheckpointTransfer(WeightTransferEngine[Init, Update]):
             self._layers = layers_of_experts(self.model)
             logger.info("vLLM takes stacks of experts in %d layers, and one by one in all others", len(self._layers))
         return self._layers
+
+    def note_tensors(self, names: Sequence[str]) -> None:
+        """Note the tensors, or parts of stacks, that an update brings."""
+        self._names.add_sent(names)
+
+    def report_publication(self) -> PublicationReport:
+        """Report the tensors that this update lacks. Asked before the update is finished, which forgets its counts."""
+        return PublicationReport(
+            missing=tuple(find_missing_tensors(self.model, self._names)), repeated=tuple(self._names.repeated)
+        )
 
     def finish_weight_update(self) -> None:
         """Compute with the new weights from now on."""

@@ -32,11 +32,12 @@ class DiskTransfer(CheckpointTransfer[DiskInit, DiskUpdate]):
 
     def receive_weights(self, update_info: DiskUpdate) -> None:
         """Load the tensors of all files."""
-        self.load(_tensors(update_info.paths))
+        self.load(self._tensors(update_info.paths))
 
-
-def _tensors(paths: list[str]) -> Iterator[tuple[str, Tensor]]:
-    for path in paths:
-        with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118  # it is no mapping
-                yield name, file.get_tensor(name)
+    def _tensors(self, paths: list[str]) -> Iterator[tuple[str, Tensor]]:
+        for path in paths:
+            with safe_open(path, "pt") as file:
+                names = list(file.keys())
+                self.note_tensors(names)
+                for name in names:
+                    yield name, file.get_tensor(name)

@@ -44,6 +44,7 @@ class IpcTransfer(CheckpointTransfer[IpcInit, IpcUpdate]):
         uuid = str(torch.cuda.get_device_properties(self.device).uuid)
         if uuid not in update_info.handles:
             raise ValueError(f"the worker is on GPU {uuid}, and the trainer's ranks on {sorted(update_info.handles)}")
+        self.note_tensors(update_info.names)
         bucket = opened(update_info.handles[uuid], self.device)
         tensors = unpacked(bucket, update_info, self.stacks)
         torch.cuda.current_stream(self.device).synchronize()

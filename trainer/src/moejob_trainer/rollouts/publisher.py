@@ -1,8 +1,9 @@
 """Weights from the ranks of a trainer to its engines, and the proof that they arrived.
 
-Every rank calls the same methods in the same order; rank 0 speaks to the engines. A publication ends with a probe: the
-log-probabilities of prompts of the run, the trainer's beside each engine's. A tensor that was skipped, cut wrongly or
-laid out for another kernel is seen there, and nowhere else: an engine with wrong weights answers as readily as any.
+Every rank calls the same methods in the same order; rank 0 speaks to the engines. Before engines compute with what
+they were sent, they report tensors that are missing, exactly and in every type. A publication ends with a probe: the
+log-probabilities of prompts of the run, the trainer's beside each engine's. A tensor that was cut wrongly or laid out
+for another kernel is seen there, and nowhere else: an engine with wrong weights answers as readily as any.
 """
 
 from __future__ import annotations
@@ -178,24 +179,26 @@ class Publisher:
         async def probed(engine: RolloutEngine) -> None:
             found.append((engine, await sync.probed(engine, tokens)))
 
-        async def compared() -> str | None:
-            engines = await sync.each(await sync.finish(sent.engines, label), probed)
+        async def compared() -> _Proof | None:
+            complete, incomplete = await sync.check(sent.engines)
+            if incomplete is not None:
+                return _Proof(0.0, 0.0, incomplete)
+            engines = await sync.each(await sync.finish(complete, label), probed)
             if not engines:
-                return f"no engine has kept the weights {label}: {fleet.reasons()}"
+                lost = f"no engine has kept the weights {label}: {fleet.reasons()}"
+                return _Proof(0.0, 0.0, lost, is_lost=True)
             problem = self._problem(expected, found)
             if problem is not None:
                 await sync.rest(engines)
-            else:
-                await sync.serve(engines, self._again(sent, label, expected))
-                late = left_out(fleet.engines, label, is_read_later=sent.catch_up is not None)
-                if late is not None:
-                    to_stderr(late)
-            return problem
+                return _Proof(0.0, 0.0, problem)
+            await sync.serve(engines, self._again(sent, label, expected))
+            warn_of_others(fleet.engines, label, is_read_later=sent.catch_up is not None)
+            return None
 
         fleet = self._fleet
-        problem = sync.run(compared())
-        if problem is not None:
-            return _Proof(0.0, 0.0, problem, is_lost=not found)
+        failure = sync.run(compared())
+        if failure is not None:
+            return failure
         apart = np.concatenate([np.abs(expected.log_probabilities - theirs) for _, theirs in found])
         return _Proof(float(apart.mean()), float(apart.max()))
 
@@ -220,6 +223,13 @@ class Publisher:
             return problem
         to_stderr(f"warning: {problem}")
         return None
+
+
+def warn_of_others(engines: Sequence[RolloutEngine], label: WeightsLabel, *, is_read_later: bool) -> None:
+    """Write a line about the engines that a publication has not reached, where there are any."""
+    late = left_out(engines, label, is_read_later=is_read_later)
+    if late is not None:
+        to_stderr(late)
 
 
 def left_out(engines: Sequence[RolloutEngine], label: WeightsLabel, *, is_read_later: bool) -> str | None:

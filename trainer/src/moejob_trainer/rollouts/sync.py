@@ -6,10 +6,20 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
+from moejob_api.contract import HttpPath
 from moejob_trainer.rollouts.connection import EngineLost, RequestRefused
 from moejob_trainer.rollouts.fleet import Fleet, RolloutEngine
 from moejob_trainer.rollouts.interface import Floats, Tokens
-from moejob_trainer.rollouts.wire import PROBE, UNFINISHED, BadAnswer, WeightsLabel, probe_body, read_probe
+from moejob_trainer.rollouts.wire import (
+    PROBE,
+    UNFINISHED,
+    BadAnswer,
+    WeightsLabel,
+    probe_body,
+    publication_problem,
+    read_probe,
+    read_publication,
+)
 
 T = TypeVar("T")
 # Sends one engine its weights, between start and finish.
@@ -36,6 +46,37 @@ class WeightSync:
             # It may return in the middle, with the weights of before.
             await self._fleet.lose(engine, engine.reason)
         return await self.each(engines, self._started)
+
+    async def check(self, engines: Sequence[RolloutEngine]) -> tuple[tuple[RolloutEngine, ...], str | None]:
+        """Ask engines for what they lack; those that have answered, or a problem, with which all discard the update."""
+        problems: list[str] = []
+
+        async def checked(engine: RolloutEngine) -> None:
+            problem = await self.find_problem(engine)
+            if problem is not None:
+                problems.append(problem)
+
+        answered = await self.each(engines, checked)
+        if not problems:
+            return answered, None
+        await self.discard(answered)
+        return (), problems[0]
+
+    async def find_problem(self, engine: RolloutEngine) -> str | None:
+        """Return what an engine lacks of the weights that it was sent. Asked before they are given their name."""
+        report = await self._fleet.post(engine, HttpPath.PUBLICATION, seconds=self._fleet.limits.update_seconds)
+        return publication_problem(engine.url, read_publication(report))
+
+    async def discard(self, engines: Sequence[RolloutEngine]) -> None:
+        """Let engines end an update that is no version, and rest until the next one."""
+
+        async def discarded(engine: RolloutEngine) -> None:
+            await self._end_unfinished(engine)
+            if self._sleeps:
+                # An engine that is half asleep cannot fall asleep.
+                await self._fleet.post(engine, "/wake_up?tags=kv_cache")
+
+        await self.rest(await self.each(engines, discarded))
 
     async def finish(self, engines: Sequence[RolloutEngine], label: WeightsLabel) -> tuple[RolloutEngine, ...]:
         """Name the weights that engines have got, and let them generate."""
@@ -99,6 +140,9 @@ class WeightSync:
         """Bring one engine to weights from start to finish."""
         await self._started(engine)
         await load(engine)
+        problem = await self.find_problem(engine)
+        if problem is not None:
+            raise EngineLost(problem)
         await self._loaded(engine, label)
 
     async def probed(self, engine: RolloutEngine, tokens: Tokens) -> Floats:
@@ -114,9 +158,12 @@ class WeightSync:
             await self._fleet.post(engine, "/start_weight_update")
         except EngineLost:
             # It may wait for the end of an update by a trainer that was killed. What that left is no version.
-            seconds = self._fleet.limits.update_seconds
-            await self._fleet.post(engine, "/finish_weight_update", {"weight_version": UNFINISHED}, seconds)
+            await self._end_unfinished(engine)
             await self._fleet.post(engine, "/start_weight_update")
+
+    async def _end_unfinished(self, engine: RolloutEngine) -> None:
+        seconds = self._fleet.limits.update_seconds
+        await self._fleet.post(engine, "/finish_weight_update", {"weight_version": UNFINISHED}, seconds)
 
     async def _loaded(self, engine: RolloutEngine, label: WeightsLabel) -> None:
         seconds = self._fleet.limits.update_seconds

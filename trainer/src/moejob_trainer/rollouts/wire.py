@@ -13,6 +13,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from moejob_api.answers import AnswerRequest, EngineAnswer, WeightSpan
+from moejob_api.publications import PublicationReport
 from moejob_trainer.rollouts.interface import Answer, FinishReason, Floats, Request, Sampling, Tokens
 from moejob_trainer.rollouts.routed_experts import Array, BadRouting, routed_experts
 
@@ -20,6 +21,8 @@ from moejob_trainer.rollouts.routed_experts import Array, BadRouting, routed_exp
 PROBE = "/inference/v1/generate"
 # The name of weights that a trainer did not give to the end; vLLM calls those that it started with `default`.
 UNFINISHED = "unfinished"
+# Names in one sentence; a model without all of its experts lacks thousands.
+_NAMED = 8
 _FINISHED = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
 
@@ -122,6 +125,25 @@ def read_probe(tokens: Tokens, body: bytes) -> Floats:
     if len(picked) != len(tokens) - 1:
         raise BadAnswer("an engine left out log-probabilities of a probe")
     return np.array(picked, np.float32)
+
+
+def read_publication(body: bytes) -> PublicationReport:
+    """Return the report of an engine on a publication."""
+    return _parsed(PublicationReport, body)
+
+
+def publication_problem(url: str, report: PublicationReport) -> str | None:
+    """Return a sentence with the names of tensors that are not as they have to be, None when there are none."""
+    problems = [
+        f"{len(names)} tensors {problem}: {', '.join(names[:_NAMED])}{' and others' if len(names) > _NAMED else ''}"
+        for names, problem in ((report.missing, "are missing or incomplete"), (report.repeated, "came twice"))
+        if names
+    ]
+    if not problems:
+        return None
+    return (
+        f"{url} has not been given the whole model, and does not compute with what it was given: {'; '.join(problems)}"
+    )
 
 
 def _versions(spans: tuple[WeightSpan, ...], count: int, run: str) -> Tokens:
