@@ -18,7 +18,7 @@ import yaml
 from prometheus_client import generate_latest
 from typer.main import get_command
 
-from moejob_api import contract
+from moejob_api.contract import pods
 from moejob_api.fields import Field, FieldKind, job_fields
 from moejob_api.job.status import ConditionType, Phase
 from moejob_cli.app import app
@@ -29,14 +29,14 @@ from moejob_operator.runtime.settings import Settings
 
 ROOT = Path(__file__).parents[1]
 # A pod that reports everything, so that every metric of it shows.
-_FULL_PROGRESS = contract.PodProgress(
+_FULL_PROGRESS = pods.PodProgress(
     attempt=0,
     index=0,
     ready=True,
-    ranks=(contract.ReportedHeartbeat(rank=0, pid=1, step=0, age_seconds=0),),
-    run=contract.RunProgress.model_validate(
+    ranks=(pods.ReportedHeartbeat(rank=0, pid=1, step=0, age_seconds=0),),
+    run=pods.RunProgress.model_validate(
         {
-            **dict.fromkeys(contract.RunProgress.model_fields, 1),
+            **dict.fromkeys(pods.RunProgress.model_fields, 1),
             "measures": {"tokensPerSecond": 1.0, "seconds": 1.0},
             "hub_commits": (),
         }
@@ -97,12 +97,12 @@ def _commands() -> str:
 
 def _contract() -> str:
     parts: tuple[tuple[str, type[StrEnum | IntEnum]], ...] = (
-        ("Environment variables of a pod", contract.Environment),
-        ("Ports", contract.Port),
-        ("Paths over HTTP", contract.HttpPath),
-        ("Exit codes", contract.ExitCode),
-        ("Labels", contract.Label),
-        ("Files of a run folder", contract.RunFile),
+        ("Environment variables of a pod", pods.Environment),
+        ("Ports", pods.Port),
+        ("Paths over HTTP", pods.HttpPath),
+        ("Exit codes", pods.ExitCode),
+        ("Labels", pods.Label),
+        ("Files of a run folder", pods.RunFile),
     )
     lines = ["# Contract of operator, `moejob run` and trainer", ""]
     for title, members in parts:
@@ -145,7 +145,7 @@ def _metrics() -> str:
     lines = ["# Metrics", "", "All are in Prometheus' text format; those that any Python process has are left out.", ""]
     for title, text in (
         ("Operator: `/metrics` beside `/healthz`", operator),
-        (f"Trainer pods: `/metrics` on port {contract.Port.PROGRESS.value}", exposition(_FULL_PROGRESS)),
+        (f"Trainer pods: `/metrics` on port {pods.Port.PROGRESS.value}", exposition(_FULL_PROGRESS)),
     ):
         lines += [f"## {title}", "", "| name | type | meaning |", "|---|---|---|"]
         types = dict(_TYPE.findall(text))

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from builders import spec
-from moejob_api.answers import AnswerRequest, EngineAnswer
-from moejob_api.contract import Environment, HttpPath, Role, engine_key
-from moejob_api.pod_environment import spec_text
+from moejob_api.contract.answers import AnswerRequest, EngineAnswer
+from moejob_api.contract.pod_environment import spec_text
+from moejob_api.contract.pods import Environment, HttpPath, Role, engine_key
 from ports import free_port
 
 ROOT = Path(__file__).parent.parent

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from moejob_api.contract import Label, PodProgress, Role
+from moejob_api.contract.pods import Label, PodProgress, Role
 from moejob_api.job.status import Status
 from moejob_operator.actions import Event, Kind, Manifest, Ref
 from moejob_operator.cluster import Children, Conflict, Forbidden, InTheWay, JobKey, Raw, Retryable

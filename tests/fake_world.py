@@ -12,7 +12,7 @@ from typing import Any
 
 from builders import GRPO, SFT, merged
 from fake_cluster import NAMESPACE, Body, Crash, FakeCluster, at
-from moejob_api.contract import Label, LastWord, PodProgress, RankFault, ReportedHeartbeat, Role, RunProgress
+from moejob_api.contract.pods import Label, LastWord, PodProgress, RankFault, ReportedHeartbeat, Role, RunProgress
 from moejob_api.job.status import ConditionType, Status
 from moejob_operator.actions import WRITE_ONLY, Kind
 from moejob_operator.children.attempt import Images, JobNetwork

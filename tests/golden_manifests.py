@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from builders import GRPO, SFT, merged
-from moejob_api.contract import Environment
+from moejob_api.contract.pods import Environment
 from moejob_operator.actions import Ensure
 from moejob_operator.children.attempt import Images, JobNetwork
 from moejob_operator.children.gangs import GangApi

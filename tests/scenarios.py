@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from fake_world import World
-from moejob_api.contract import ExitCode, LastWord, Outcome, RankFault, Role
+from moejob_api.contract.pods import ExitCode, LastWord, Outcome, RankFault, Role
 from moejob_api.job.status import ConditionType, Status
 
 Verb = Callable[[World], None]

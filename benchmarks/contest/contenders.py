@@ -21,7 +21,7 @@ from cluster.control_plane.operators import ACCOUNT, Home, grant
 from cluster.control_plane.plane import ControlPlane
 from cluster.processes import Process
 from cluster.waiting import until
-from moejob_api.contract import Label
+from moejob_api.contract.pods import Label
 from ports import free_port
 
 GPUS_PER_POD = 8

@@ -37,7 +37,7 @@ from benchmarks.hostile.attacks import (
 from benchmarks.hostile.probe import Measured
 from benchmarks.hostile.reviews import HostileReview, quantile, request, seconds_of, worst_reviews
 from benchmarks.record import Better, Result, record
-from moejob_api.contract import HttpPath
+from moejob_api.contract.pods import HttpPath
 from moejob_operator.admission.certificates import hosts_of
 from moejob_operator.admission.server import VALUES
 

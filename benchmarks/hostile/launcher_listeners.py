@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from benchmarks.hostile.probe import GapProbe, serve_until_told
-from moejob_api.addresses import LOOPBACK
-from moejob_api.contract import PodProgress, ReportedHeartbeat, RunProgress
+from moejob_api.contract.addresses import LOOPBACK
+from moejob_api.contract.pods import PodProgress, ReportedHeartbeat, RunProgress
 from moejob_trainer.launcher.http_server import ProgressServer
 from moejob_trainer.launcher.store import Entries, LostPeers, Store, StoreServer
 from moejob_trainer.runtime.channel import LoopThread, attempt_key, listener

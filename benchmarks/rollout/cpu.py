@@ -27,7 +27,7 @@ from benchmarks.record import Better, Result, record
 from benchmarks.rollout.models import write_model
 from benchmarks.rollout.sides import MEMBERS, Alone, our_rate
 from engines import PYTHON, ROOT, SECRET, Engine
-from moejob_api.contract import weights_key
+from moejob_api.contract.pods import weights_key
 from moejob_trainer.rollouts.connection import Connection
 from moejob_trainer.rollouts.fleet import Fleet, FleetLimits
 from moejob_trainer.rollouts.generator import FleetGenerator

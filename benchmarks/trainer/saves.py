@@ -26,12 +26,12 @@ import torch
 
 from benchmarks.trainer.disk_speed import disk_speed
 from benchmarks.trainer.engines import Ranks, Started, loss, peak_gib, resources, stack, started, synchronize
-from moejob_api.contract import RunFile
+from moejob_api.contract.pod_environment import spec_text
+from moejob_api.contract.pods import RunFile
 from moejob_api.job import Spec
 from moejob_api.models import catalog
 from moejob_api.models.families import shape_of
 from moejob_api.planner.memory import checkpoint_bytes, export_bytes
-from moejob_api.pod_environment import spec_text
 from moejob_trainer.checkpoint_export.run import stored_run
 from moejob_trainer.checkpoint_export.run_export import Wanted, export_model
 from moejob_trainer.checkpoints import (

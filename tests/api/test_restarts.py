@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moejob_api.contract import ExitCode, Outcome
+from moejob_api.contract.pods import ExitCode, Outcome
 from moejob_api.restarts import (
     LONGEST_DELAY_SECONDS,
     Budget,

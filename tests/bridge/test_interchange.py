@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from bridge.reference import MegatronModel
-from moejob_api.contract import ExitCode
+from moejob_api.contract.pods import ExitCode
 from moejob_api.models.shape import Family
 from moejob_trainer.interchange.__main__ import main
 from moejob_trainer.interchange.torch_dist import IndexedKey, Stacks, entry

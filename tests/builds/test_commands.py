@@ -15,7 +15,7 @@ from image_builds.__main__ import DEFAULT, order
 from image_builds.commands import Store, Supplies, buildah_build, docker_build, podman_build
 from image_builds.engines import on_local_bases
 from image_builds.recipes import RECIPES, ROOT, Order, UnknownImageError, chosen, closure_key, reference, repository
-from moejob_api.contract import Port
+from moejob_api.contract.pods import Port
 from moejob_api.job.resources import Resources
 from moejob_operator.runtime.settings import Settings
 

@@ -9,8 +9,8 @@ import yaml
 from rich.console import Console
 from typer.testing import CliRunner
 
-from moejob_api.contract import ExitCode
-from moejob_api.data_preview import DataPreview, DatasetPreview, PreviewedExample, PreviewedText
+from moejob_api.contract.data_preview import DataPreview, DatasetPreview, PreviewedExample, PreviewedText
+from moejob_api.contract.pods import ExitCode
 from moejob_api.problems import InvalidSpec
 from moejob_cli.app import OutputFormat, app, print_document
 from moejob_cli.data_report import data_report

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from moejob_api.contract import ExitCode
+from moejob_api.contract.pods import ExitCode
 from moejob_cli.app import app
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fake_world import World
-from moejob_api.contract import LastWord, Outcome, RunProgress
+from moejob_api.contract.pods import LastWord, Outcome, RunProgress
 from moejob_api.job.status import ConditionType, HubCommit, Phase, RepositoryKind
 from moejob_operator.planning.guard_clauses import POLL_SECONDS
 from moejob_operator.status.conditions import condition

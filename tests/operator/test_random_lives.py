@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from fake_cluster import Body, FakeCluster, unavailable
 from fake_world import World
-from moejob_api.contract import ExitCode, Label, LastWord, Outcome, Role
+from moejob_api.contract.pods import ExitCode, Label, LastWord, Outcome, Role
 from moejob_api.job.status import Phase, Status
 from moejob_operator.actions import Kind, Ref
 from moejob_operator.cluster import Raw, Retryable

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from fake_world import World
-from moejob_api.contract import ExitCode, LastWord, Outcome, RunProgress
+from moejob_api.contract.pods import ExitCode, LastWord, Outcome, RunProgress
 from moejob_api.job.status import ConditionType, Phase
 from moejob_operator.children.gangs import GangApi
 from scenarios import SCENARIOS, Scenario, live

@@ -19,7 +19,7 @@ from aiohttp import web
 from builders import SFT
 from connections import SentConnection
 from fuzzing import GROWTH_MIB, damaged, drawn
-from moejob_api.contract import (
+from moejob_api.contract.pods import (
     TERMINATION_BYTES,
     LastWord,
     Outcome,

@@ -7,7 +7,7 @@ import socket
 from contextlib import suppress
 from threading import Thread
 
-from moejob_api.handshake import NONCE_BYTES, PROOF_BYTES, client_proof, server_proof
+from moejob_api.contract.handshake import NONCE_BYTES, PROOF_BYTES, client_proof, server_proof
 
 
 def opened(key: bytes, to: int, most: int | None = None) -> int:

@@ -10,7 +10,7 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import BroadcastOptions, ProcessGroupNCCL
 
-from moejob_api.group_rendezvous import arrive
+from moejob_api.contract.group_rendezvous import arrive
 from rollout.doors import opened
 
 

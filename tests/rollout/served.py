@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from moejob_api.contract import Environment, engine_key
+from moejob_api.contract.pods import Environment, engine_key
 from moejob_rollout.authentication import KeyAuthentication
 from moejob_rollout.listener import HEAD_BYTES, StrangerLimits, server_settings
 

@@ -9,8 +9,8 @@ from itertools import islice
 import pytest
 
 from fuzzing import damaged, drawn
-from moejob_api.answers import AnswerRequest
-from moejob_api.contract import HttpPath
+from moejob_api.contract.answers import AnswerRequest
+from moejob_api.contract.pods import HttpPath
 from moejob_rollout.listener import StrangerLimits
 from rollout.served import KEY, EngineServer, served
 from rollout.test_listener import asked, connected, eventually

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from moejob_api.contract import Role
+from moejob_api.contract.pods import Role
 from moejob_api.job import Spec
 from moejob_rollout.arguments import arguments, threads
 from moejob_rollout.engine import EngineEnvironment

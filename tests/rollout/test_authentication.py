@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from moejob_api.contract import Environment, engine_key
+from moejob_api.contract.pods import Environment, engine_key
 from moejob_rollout.authentication import AGAIN_SECONDS, FirstToken, KeyAuthentication
 from moejob_rollout.listener import VISITOR, StrangerLimits, Strangers, Visitor
 from rollout.served import Client

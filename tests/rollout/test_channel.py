@@ -9,9 +9,9 @@ from datetime import timedelta
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
-from moejob_api.addresses import LOOPBACK
-from moejob_api.contract import engine_key, weights_key
-from moejob_api.handshake import NONCE_BYTES, PROOF_BYTES
+from moejob_api.contract.addresses import LOOPBACK
+from moejob_api.contract.handshake import NONCE_BYTES, PROOF_BYTES
+from moejob_api.contract.pods import engine_key, weights_key
 from moejob_rollout.transfer.channel import Unproven, carried
 from rollout.doors import opened
 

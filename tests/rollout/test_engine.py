@@ -25,9 +25,9 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import BroadcastOptions, ProcessGroupGloo
 
 from engines import SECRET, Engine
-from moejob_api.contract import HttpPath, engine_key, weights_key
-from moejob_api.engines import CLIENT_IDLE_SECONDS, SERVER_IDLE_SECONDS
-from moejob_api.group_rendezvous import arrive, give_up
+from moejob_api.contract.engines import CLIENT_IDLE_SECONDS, SERVER_IDLE_SECONDS
+from moejob_api.contract.group_rendezvous import arrive, give_up
+from moejob_api.contract.pods import HttpPath, engine_key, weights_key
 from moejob_rollout.listener import HEAD_BYTES
 from ports import free_port
 from rollout.doors import opened

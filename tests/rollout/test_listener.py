@@ -14,7 +14,7 @@ from uvicorn.server import ServerState
 
 from connections import SentConnection, is_over
 from fuzzing import damaged, drawn
-from moejob_api.contract import HttpPath
+from moejob_api.contract.pods import HttpPath
 from moejob_rollout.listener import HEAD_BYTES, StrangerLimits
 from rollout.served import HOST, KEY, EngineServer, served
 

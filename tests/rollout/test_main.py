@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from engines import PYTHON, environment
-from moejob_api.contract import Environment, ExitCode
+from moejob_api.contract.pods import Environment, ExitCode
 
 
 @pytest.mark.parametrize("secret", [pytest.param(None, id="none"), pytest.param("", id="an empty one")])

@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moejob_api.addresses import LOOPBACK
-from moejob_api.contract import Environment, weights_key
+from moejob_api.contract.addresses import LOOPBACK
+from moejob_api.contract.pods import Environment, weights_key
 from moejob_rollout.transfer.broadcast import BroadcastInit, BroadcastUpdate, NcclTransfer
 from moejob_rollout.transfer.presence import TrainerGoneError
 from moejob_rollout.transfer.stacks import Stack, WholeStacks

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed import BroadcastOptions, ProcessGroupGloo
 
-from moejob_api.addresses import LOOPBACK
-from moejob_api.contract import weights_key
+from moejob_api.contract.addresses import LOOPBACK
+from moejob_api.contract.pods import weights_key
 from moejob_rollout.transfer.channel import carried
 from moejob_rollout.transfer.presence import Presence, TrainerGoneError
 

@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from engines import Engine
-from moejob_api.contract import HttpPath
+from moejob_api.contract.pods import HttpPath
 from rollout.references import model, published, without
 
 Start = Callable[..., Engine]

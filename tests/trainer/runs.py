@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import torch
 
 from builders import merged, spec
-from moejob_api.contract import Environment
+from moejob_api.contract.pods import Environment
 from moejob_api.layout.sizes import layout
 from moejob_trainer.runtime.fencing import RESTART, Fence, claim_key
 from moejob_trainer.runtime.heartbeats import BOARD, HeartbeatBoard

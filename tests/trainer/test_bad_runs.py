@@ -15,7 +15,7 @@ import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from model_configs import config as small_config
-from moejob_api.contract import ExitCode
+from moejob_api.contract.pods import ExitCode
 from moejob_api.models.shape import Family
 from moejob_trainer.checkpoints import Found, latest
 from moejob_trainer.checkpoints.verification import checked

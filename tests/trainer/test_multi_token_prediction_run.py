@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from moejob_api.contract import ExitCode, RunFile
+from moejob_api.contract.pods import ExitCode, RunFile
 from moejob_api.models.shape import Family
 from moejob_trainer.data import tiny
 from trainer.parity.multi_token_prediction import LAYERS, MODULES, FurtherReference

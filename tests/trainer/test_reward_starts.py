@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from moejob_api.contract import Environment, ExitCode
+from moejob_api.contract.pods import Environment, ExitCode
 from ports import free_port
 from trainer.runs import Runs
 

@@ -16,7 +16,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from fuzzing import damaged, drawn
-from moejob_api.contract import RunFile, RunOwner, claim_name, claimed
+from moejob_api.contract.pods import RunFile, RunOwner, claim_name, claimed
 from moejob_trainer.checkpoints.manifest import Damaged, FileEntry, Manifest, manifest, marker, read_manifest
 from moejob_trainer.checkpoints.names import MANIFEST, MARKER
 from moejob_trainer.checkpoints.run import own_run_folder

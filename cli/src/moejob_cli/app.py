@@ -264,8 +264,8 @@ def preview_data(
     settings: SetOption = None,
 ) -> None:
     """Show what the model will see of a job's data: trained tokens marked, counts, lengths, what is dropped and why."""
-    from moejob_api.contract import ExitCode, escaped_lines
-    from moejob_api.data_preview import Extent
+    from moejob_api.contract.data_preview import Extent
+    from moejob_api.contract.pods import ExitCode, escaped_lines
     from moejob_cli.data_preview import PreviewFailure, previewed
     from moejob_cli.running.machine import CannotRun
 
@@ -342,7 +342,7 @@ def export_model(
 
 def _finish(done: "Conversion") -> NoReturn:
     """Print the end of a conversion, and exit with its code."""
-    from moejob_api.contract import escaped_lines
+    from moejob_api.contract.pods import escaped_lines
 
     message = escaped_lines(done.message)
     typer.echo(f"error: {message}" if done.exit_code else message, err=bool(done.exit_code))

@@ -8,9 +8,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeVar
 
+from moejob_api.contract.engines import separate_engines
 from moejob_api.derived import global_batch_size
 from moejob_api.documents import dump_job, read_file
-from moejob_api.engines import separate_engines
 from moejob_api.hardware import GIGA, TERA, Hardware, hardware, memory_limit_bytes
 from moejob_api.job import Method, MoETrainingJob, Spec
 from moejob_api.job.grpo import Rollout

@@ -7,10 +7,10 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from moejob_api.data_preview import DataPreview, Extent
+from moejob_api.contract.data_preview import DataPreview, Extent
+from moejob_api.contract.pod_environment import spec_text
 from moejob_api.documents import read_file
 from moejob_api.models.sources import Unseen
-from moejob_api.pod_environment import spec_text
 from moejob_cli.inputs import seen_model
 from moejob_cli.running.machine import installed_trainer
 

@@ -8,8 +8,8 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from moejob_api.contract import escaped, printable
-from moejob_api.data_preview import DataPreview, DatasetPreview, PreviewedExample
+from moejob_api.contract.data_preview import DataPreview, DatasetPreview, PreviewedExample
+from moejob_api.contract.pods import escaped, printable
 
 # Around what is trained on: colour alone would be lost in a file.
 OPEN, CLOSE = "⟦", "⟧"

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from moejob_api.contract import ExitCode, RunFile
+from moejob_api.contract.pods import ExitCode, RunFile
 from moejob_cli.running.machine import CannotRun, installed_trainer
 
 # Python that Megatron-Bridge is installed in, for `moejob import` and `export`; else .venv/bridge of the checkout.

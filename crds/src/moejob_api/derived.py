@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import assert_never
 
 from moejob_api.arithmetic import ceil_div, round_up
-from moejob_api.engines import colocated_per_pod
+from moejob_api.contract.engines import colocated_per_pod
 from moejob_api.hardware import GIB
 from moejob_api.job import Method, Spec
 from moejob_api.job.base import Dtype

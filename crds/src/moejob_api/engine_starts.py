@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moejob_api.contract import ExitCode, printable
+from moejob_api.contract.pods import ExitCode, printable
 
 # An engine that works takes a minute to start; one that ran for this long has not failed at its start.
 STARTED_SECONDS = 120.0

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from moejob_api.contract import ExitCode, Outcome, RankFault
+from moejob_api.contract.pods import ExitCode, Outcome, RankFault
 
 FIRST_DELAY_SECONDS = 1.0
 LONGEST_DELAY_SECONDS = 300.0

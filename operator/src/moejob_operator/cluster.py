@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from moejob_api.contract import PodProgress
+from moejob_api.contract.pods import PodProgress
 from moejob_operator.actions import Event, Manifest, Ref
 
 Raw = Mapping[str, Any]

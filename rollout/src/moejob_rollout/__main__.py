@@ -15,8 +15,8 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
-from moejob_api.contract import ExitCode, RunFile
-from moejob_api.pod_environment import BadEnvironment, from_environment
+from moejob_api.contract.pod_environment import BadEnvironment, from_environment
+from moejob_api.contract.pods import ExitCode, RunFile
 from moejob_rollout.arguments import arguments, variables
 from moejob_rollout.engine import EngineEnvironment
 from moejob_rollout.listener import server_settings

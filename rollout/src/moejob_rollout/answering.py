@@ -14,7 +14,7 @@ from uuid import uuid4
 
 from pydantic import ValidationError
 
-from moejob_api.answers import AnswerRequest, EngineAnswer, WeightSpan
+from moejob_api.contract.answers import AnswerRequest, EngineAnswer, WeightSpan
 from moejob_rollout.asgi import Receive, Reply, Scope, Send
 
 # Little-endian where vLLM runs.

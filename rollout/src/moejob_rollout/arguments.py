@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from moejob_api.engines import SERVER_IDLE_SECONDS, transport
+from moejob_api.contract.engines import SERVER_IDLE_SECONDS, transport
 from moejob_api.job.grpo import Placement
 from moejob_api.job.resources import Accelerator
 from moejob_rollout.engine import EngineEnvironment

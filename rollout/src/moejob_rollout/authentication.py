@@ -15,7 +15,7 @@ from http import HTTPStatus
 from typing import Any
 from uuid import uuid4
 
-from moejob_api.contract import Environment, HttpPath, engine_key
+from moejob_api.contract.pods import Environment, HttpPath, engine_key
 from moejob_rollout.answering import answer
 from moejob_rollout.asgi import App, Receive, Reply, Scope, Send
 from moejob_rollout.listener import VISITOR

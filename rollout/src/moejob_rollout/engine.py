@@ -8,10 +8,10 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from moejob_api.addresses import is_loopback
-from moejob_api.contract import Environment, Role
+from moejob_api.contract.addresses import is_loopback
+from moejob_api.contract.pod_environment import BadEnvironment, WrittenSpec, require_secret
+from moejob_api.contract.pods import Environment, Role
 from moejob_api.job.grpo import Grpo
-from moejob_api.pod_environment import BadEnvironment, WrittenSpec, require_secret
 
 
 class EngineEnvironment(BaseModel):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from builders import spec
-from moejob_api.contract import LastWord, Outcome, PodProgress, ReportedHeartbeat, RunProgress
+from moejob_api.contract.pods import LastWord, Outcome, PodProgress, ReportedHeartbeat, RunProgress
 from moejob_api.layout.sizes import layout
 from moejob_api.recovery import Recovery, RecoveryState
 from moejob_api.restarts import Budget, GiveUp, ReplaceGang, ReplacePods, RestartRanks

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from moejob_api.contract import HttpPath, PodProgress
+from moejob_api.contract.pods import HttpPath, PodProgress
 
 
 @dataclass

@@ -21,7 +21,7 @@ from cluster.control_plane.pod_voices import PodVoices
 from cluster.control_plane.volumes import VOLUMES, volume_for
 from cluster.waiting import until
 from fake_cluster import Body, Crash, FakeCluster, Id, at
-from moejob_api.contract import Label, PodProgress, Role
+from moejob_api.contract.pods import Label, PodProgress, Role
 from moejob_operator.actions import WRITE_ONLY, Event, Kind, Manifest, Ref
 from moejob_operator.cluster import Children, JobKey, Raw
 from moejob_operator.runtime.api_client import ApiClient

@@ -18,7 +18,7 @@ from cluster.control_plane.plane import ControlPlane
 from cluster.extent import IS_FULL
 from cluster.waiting import until
 from fake_world import SMALL
-from moejob_api.contract import Label
+from moejob_api.contract.pods import Label
 from moejob_operator.observed.jobs import Specs
 from moejob_operator.observed.jobs import job as read_job
 from moejob_operator.validation import Validation, validation_of

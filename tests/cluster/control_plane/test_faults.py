@@ -27,7 +27,7 @@ from cluster.control_plane.volumes import VOLUMES, create_bound_claim
 from cluster.extent import IS_FULL
 from cluster.waiting import until
 from fake_world import SMALL
-from moejob_api.contract import Label
+from moejob_api.contract.pods import Label
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.usefixtures("definition")]
 

@@ -14,7 +14,7 @@ from cluster.control_plane.operators import ACCOUNT, Home, installed
 from cluster.control_plane.plane import GPUS_PER_NODE, ControlPlane
 from cluster.control_plane.volumes import VOLUMES, create_bound_claim
 from cluster.waiting import until
-from moejob_api.contract import Label
+from moejob_api.contract.pods import Label
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("definition", "operator")]
 

@@ -18,7 +18,7 @@ from cluster.images.conftest import Contains
 from cluster.images.tiny import SECONDS, trained
 from cluster.processes import Process
 from confined import Container
-from moejob_api.contract import RunFile
+from moejob_api.contract.pods import RunFile
 from ports import free_port
 
 pytestmark = [pytest.mark.cluster, with_all_images]

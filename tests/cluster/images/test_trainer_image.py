@@ -10,7 +10,7 @@ import pytest
 from cluster.images.conftest import Contains
 from cluster.images.tiny import USER, trained
 from confined import Container
-from moejob_api.contract import RunFile
+from moejob_api.contract.pods import RunFile
 
 pytestmark = pytest.mark.cluster
 

@@ -12,7 +12,7 @@ from builders import merged
 from confined import Confined, Container
 from golden_manifests import created
 from image_builds.recipes import ROOT
-from moejob_api.contract import Environment, LastWord, Outcome
+from moejob_api.contract.pods import Environment, LastWord, Outcome
 from moejob_api.documents import read_file
 
 # Of a user and group that no image knows more about.

@@ -21,7 +21,7 @@ from cluster.nodes.images import write_variant
 from cluster.nodes.training import ROOT, TRAINING_SECONDS, VERSION, Job, Run, Submitted
 from cluster.waiting import until
 from images import built
-from moejob_api.contract import Environment, Label, Port, Role
+from moejob_api.contract.pods import Environment, Label, Port, Role
 
 IMAGE = f"moejob.test/engine:{VERSION}"
 STEPS = 3
@@ -36,7 +36,7 @@ _NUMA = Path("/lib/x86_64-linux-gnu/libnuma.so.1")
 # Ends when vLLM computes answers, and says how many. In the pod: nothing else may speak to an engine.
 _AWAIT_WORK = f"""
 import os, re, time, urllib.request
-from moejob_api.contract import engine_key
+from moejob_api.contract.pods import engine_key
 asked = urllib.request.Request(
     "http://127.0.0.1:{Port.ROLLOUT.value}/metrics",
     headers={{"Authorization": "Bearer " + engine_key(os.environ["{Environment.SECRET.value}"])}},

@@ -40,7 +40,7 @@ from cluster.nodes.strangers import address, namespace_of, stranger
 from cluster.nodes.training import ROOT, TRAINER_PYTHON, VERSION, Run, Submitted, run_here, submitted
 from cluster.nodes.ward import RANDOM_MODEL
 from cluster.waiting import until
-from moejob_api.contract import Port
+from moejob_api.contract.pods import Port
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 VOLUME = "engines"

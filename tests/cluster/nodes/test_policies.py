@@ -19,7 +19,7 @@ from cluster.nodes.policies import REFUSAL, PodAddress, Seen, UnknownPolicyError
 from cluster.nodes.strangers import address
 from cluster.nodes.training import JOBS, ROOT, Submitted, submitted
 from cluster.waiting import until
-from moejob_api.contract import Port
+from moejob_api.contract.pods import Port
 
 OWN, OTHER = {"team": "own"}, {"team": "other"}
 SEEN_PODS = (

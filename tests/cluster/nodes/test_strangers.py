@@ -20,7 +20,7 @@ from cluster.nodes.policies import enforced
 from cluster.nodes.strangers import Inside, Try, address, namespace_of, ports, stranger
 from cluster.nodes.training import JOBS, VERSION, Submitted, example, over_two_nodes, submitted
 from cluster.waiting import until
-from moejob_api.contract import Label, Port
+from moejob_api.contract.pods import Label, Port
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, in_full]
 

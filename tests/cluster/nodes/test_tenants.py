@@ -30,7 +30,7 @@ from cluster.nodes.training import JOBS, VALUES, VERSION, Submitted, example, su
 from cluster.waiting import until
 from images import built
 from limit_cases import ALLOWED, BEYOND, Limited
-from moejob_api.contract import Port, RunFile, printable
+from moejob_api.contract.pods import Port, RunFile, printable
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, in_full]
 

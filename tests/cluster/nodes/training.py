@@ -19,7 +19,7 @@ from cluster.control_plane.releases import Release, release
 from cluster.nodes.cluster import Cluster
 from cluster.waiting import until
 from images import built
-from moejob_api.contract import Label, Role
+from moejob_api.contract.pods import Label, Role
 
 ROOT = Path(__file__).parents[3]
 VERSION = (ROOT / "VERSION").read_text().strip()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fake_world import World
-from moejob_api.contract import Role
+from moejob_api.contract.pods import Role
 from moejob_operator.actions import WRITE_ONLY, Kind
 from moejob_operator.children.attempt import JobNetwork
 

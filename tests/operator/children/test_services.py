@@ -11,7 +11,7 @@ import pytest
 from builders import job
 from fake_cluster import Body
 from fake_world import World
-from moejob_api.contract import Environment, Role
+from moejob_api.contract.pods import Environment, Role
 from moejob_api.job import MAX_NAME
 from moejob_api.job.status import ConditionType, Phase
 from moejob_operator.actions import Kind

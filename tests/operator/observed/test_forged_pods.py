@@ -8,7 +8,7 @@ import pytest
 
 from fake_cluster import Body
 from fake_world import World
-from moejob_api.contract import MANAGED_BY, Label
+from moejob_api.contract.pods import MANAGED_BY, Label
 from moejob_api.job.status import ConditionType, Phase
 from moejob_operator.actions import EventReason, Kind
 

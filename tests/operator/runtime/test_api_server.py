@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from moejob_api.contract import Label
+from moejob_api.contract.pods import Label
 from moejob_operator.actions import Event, Kind, Ref, Severity
 from moejob_operator.children.gangs import GangApi
 from moejob_operator.cluster import Conflict, Forbidden, JobKey, Retryable

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from moejob_api.contract import Label
+from moejob_api.contract.pods import Label
 from moejob_operator.actions import Kind
 from moejob_operator.cluster import JobKey
 from moejob_operator.runtime.cache import Cache

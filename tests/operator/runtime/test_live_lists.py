@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from moejob_api.contract import Label
+from moejob_api.contract.pods import Label
 from moejob_operator.actions import Kind
 from moejob_operator.children.gangs import GangApi
 from moejob_operator.cluster import JobKey, Raw

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 import pytest
 from aiohttp import web
 
-from moejob_api.contract import PodProgress
+from moejob_api.contract.pods import PodProgress
 from moejob_operator.runtime.pod_client import HEAD_BYTES, PROGRESS_BYTES, Mute, PodClient, parsed
 
 PROGRESS = json.dumps({"attempt": 2, "index": 0, "ready": True})

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fake_world import World
-from moejob_api.contract import LastWord, Outcome, RankFault, Role, RunProgress
+from moejob_api.contract.pods import LastWord, Outcome, RankFault, Role, RunProgress
 from moejob_api.job.status import Goodput, Phase
 from scenarios import GRPO, assert_all_time_is_told
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fake_world import World
-from moejob_api.contract import ExitCode, LastWord, Outcome
+from moejob_api.contract.pods import ExitCode, LastWord, Outcome
 from moejob_api.job.status import ConditionType, Phase
 
 SENTENCE = "spec.parallelism.tensor: 3 does not divide 8 heads; change tensor to 2"

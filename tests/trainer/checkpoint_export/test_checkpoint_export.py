@@ -25,9 +25,9 @@ from torch import Tensor
 
 from builders import merged, spec
 from model_configs import config as small_config
+from moejob_api.contract.pod_environment import spec_text
 from moejob_api.models.families import shape_of
 from moejob_api.models.shape import Family
-from moejob_api.pod_environment import spec_text
 from moejob_trainer.checkpoint_export.__main__ import in_words, main
 from moejob_trainer.checkpoint_export.run import Best, StoredRun, stored_run
 from moejob_trainer.checkpoint_export.run_export import BoundedMemory, Wanted, export_run

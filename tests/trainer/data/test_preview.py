@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from builders import SFT, merged, spec
-from moejob_api.data_preview import DatasetPreview, Extent
+from moejob_api.contract.data_preview import DatasetPreview, Extent
 from moejob_api.job import Spec
 from moejob_trainer.data.preview import preview
 from moejob_trainer.errors import BadData

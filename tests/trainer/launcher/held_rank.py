@@ -6,7 +6,7 @@ import os
 import time
 from pathlib import Path
 
-from moejob_api.contract import Environment, RunPhase
+from moejob_api.contract.pods import Environment, RunPhase
 from moejob_trainer.rank import run_rank
 from moejob_trainer.runtime.heartbeats import Heartbeat
 from trainer.launcher.rank_programs import folder, rank, restart

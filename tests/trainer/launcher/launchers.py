@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from builders import merged, spec
-from moejob_api.contract import Environment, LastWord, PodProgress
+from moejob_api.contract.pods import Environment, LastWord, PodProgress
 from moejob_trainer.launcher.launch import launch
 from moejob_trainer.launcher.options import Options
 from moejob_trainer.launcher.stop import StopRequest

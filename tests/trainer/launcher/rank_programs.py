@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from moejob_api.contract import RunProgress
+from moejob_api.contract.pods import RunProgress
 from moejob_trainer.runtime.fencing import Fence, FenceToken
 from moejob_trainer.runtime.heartbeats import Heartbeat
 

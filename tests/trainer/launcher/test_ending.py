@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moejob_api.contract import TERMINATION_BYTES, LastWord, Outcome, RunProgress
+from moejob_api.contract.pods import TERMINATION_BYTES, LastWord, Outcome, RunProgress
 from moejob_api.job.status import HubCommit, RepositoryKind
 from moejob_api.restarts import Cause
 from moejob_trainer.launcher.ending import (

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from builders import spec
-from moejob_api.contract import Environment
-from moejob_api.pod_environment import from_environment, spec_text
+from moejob_api.contract.pod_environment import from_environment, spec_text
+from moejob_api.contract.pods import Environment
 from moejob_trainer.launcher.engine_processes import engine_commands
 from moejob_trainer.launcher.pod import TrainerPod
 from trainer.launcher.launchers import Gang, eventually, gone, lives

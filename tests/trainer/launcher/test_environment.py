@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from moejob_api.contract import LastWord, Outcome
-from moejob_api.pod_environment import BadEnvironment, from_environment
+from moejob_api.contract.pod_environment import BadEnvironment, from_environment
+from moejob_api.contract.pods import LastWord, Outcome
 from moejob_trainer.launcher.pod import TrainerPod
 from trainer.launcher.launchers import Gang
 

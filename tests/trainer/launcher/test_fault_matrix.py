@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from moejob_api.contract import ExitCode, RunPhase
+from moejob_api.contract.pods import ExitCode, RunPhase
 from trainer import random_model
 from trainer.launcher.held_rank import held_note, holding
 from trainer.launcher.launchers import Gang, Launcher, eventually, lives

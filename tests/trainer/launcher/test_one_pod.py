@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from moejob_api.contract import Outcome, PodProgress
+from moejob_api.contract.pods import Outcome, PodProgress
 from moejob_trainer.checkpoints import RunOwner, own_run_folder
 from moejob_trainer.runtime.fencing import Fence
 from trainer.launcher.launchers import Gang, eventually, gone, lives

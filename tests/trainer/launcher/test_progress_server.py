@@ -13,7 +13,7 @@ import pytest
 
 from connections import is_over
 from fuzzing import drawn
-from moejob_api.contract import PodProgress
+from moejob_api.contract.pods import PodProgress
 from moejob_trainer.launcher.http_server import CONNECTIONS, REQUEST_BYTES, ProgressServer, _ProgressHandler
 from trainer.launcher.launchers import eventually
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
-from moejob_api.pod_environment import from_environment
+from moejob_api.contract.pod_environment import from_environment
 from moejob_api.restarts import Cause
 from moejob_trainer.launcher.ending import Ending, FailureOrigin, Fault, ending_by
 from moejob_trainer.launcher.pod import TrainerPod

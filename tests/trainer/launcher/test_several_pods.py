@@ -6,7 +6,7 @@ import os
 import signal
 from collections.abc import Callable
 
-from moejob_api.contract import Outcome, PodProgress
+from moejob_api.contract.pods import Outcome, PodProgress
 from ports import free_port
 from trainer.launcher.launchers import Gang, Launcher, eventually, gone
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
-from moejob_api.addresses import LOOPBACK
-from moejob_api.contract import ExitCode
+from moejob_api.contract.addresses import LOOPBACK
+from moejob_api.contract.pods import ExitCode
 from moejob_api.restarts import Cause
 from moejob_trainer.launcher.ending import Ending
 from moejob_trainer.launcher.store import (

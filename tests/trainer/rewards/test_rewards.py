@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from moejob_api.contract import Environment
+from moejob_api.contract.pods import Environment
 from moejob_api.job.grpo import Reward, RewardFailure
 from moejob_trainer.errors import BadConfiguration, TransientFailure
 from moejob_trainer.rewards.completion import Completion

@@ -13,7 +13,7 @@ from typing import Any
 
 from builders import merged, spec
 from engines import SECRET, Engine
-from moejob_api.contract import Environment, Role
+from moejob_api.contract.pods import Environment, Role
 from moejob_api.job import Spec
 from moejob_api.models import catalog
 from moejob_trainer.data import tiny

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from aiohttp import web
 
-from moejob_api.addresses import LOOPBACK
-from moejob_api.answers import AnswerRequest, EngineAnswer, WeightSpan
-from moejob_api.contract import HttpPath
+from moejob_api.contract.addresses import LOOPBACK
+from moejob_api.contract.answers import AnswerRequest, EngineAnswer, WeightSpan
+from moejob_api.contract.pods import HttpPath
 from moejob_api.publications import PublicationReport
 from moejob_trainer.runtime.channel import BROKEN, LoopThread, introduce, splice
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from moejob_api.answers import AnswerRequest, WeightSpan
+from moejob_api.contract.answers import AnswerRequest, WeightSpan
 from moejob_trainer.rollouts.connection import Connection, RequestRefused
 from moejob_trainer.rollouts.fleet import Fleet, FleetLimits, NoEngine
 from moejob_trainer.rollouts.generator import AnswerFailed, FleetGenerator

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file
 
 from engines import PYTHON, ROOT, Engine
-from moejob_api.contract import ExitCode, HttpPath
+from moejob_api.contract.pods import ExitCode, HttpPath
 from moejob_trainer.checkpoint_export.run import stored_run
 from moejob_trainer.checkpoint_export.run_export import Wanted, export_run
 from moejob_trainer.checkpoints.manifest import EvaluationFacts, read_manifest

@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from builders import merged
 from engines import SECRET, Engine
-from moejob_api.contract import Environment, HttpPath
+from moejob_api.contract.pods import Environment, HttpPath
 from moejob_api.models import catalog
 from moejob_trainer.data import tiny
 from moejob_trainer.rollouts.connection import Connection

@@ -12,7 +12,7 @@ import pytest
 
 from builders import merged
 from engines import SECRET, Engine
-from moejob_api.contract import Environment
+from moejob_api.contract.pods import Environment
 from moejob_api.models import catalog
 from moejob_trainer.data import tiny
 from trainer.rows import rows

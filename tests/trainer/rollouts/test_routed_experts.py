@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 
 from fuzzing import damaged, drawn
-from moejob_api.answers import EngineAnswer, WeightSpan
+from moejob_api.contract.answers import EngineAnswer, WeightSpan
 from moejob_trainer.rollouts.interface import Answer, Request, RoutedLayers, Sampling
 from moejob_trainer.rollouts.routed_experts import BadRouting, routed_experts
 from moejob_trainer.rollouts.wire import BadAnswer, read_answer

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moejob_api.contract import PodProgress, ReportedHeartbeat, RunPhase, RunProgress
+from moejob_api.contract.pods import PodProgress, ReportedHeartbeat, RunPhase, RunProgress
 from moejob_trainer.launcher.metrics import exposition
 from moejob_trainer.runtime.heartbeats import BOARD, BackgroundHeartbeat, Heartbeat, HeartbeatBoard, NoLauncher
 

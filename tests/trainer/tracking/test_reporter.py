@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from builders import spec
-from moejob_api.contract import PodProgress, RunProgress
+from moejob_api.contract.pods import PodProgress, RunProgress
 from moejob_trainer.launcher.metrics import exposition
 from moejob_trainer.runtime.fencing import FenceToken
 from moejob_trainer.runtime.heartbeats import BOARD, Heartbeat, HeartbeatBoard

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from pydantic import TypeAdapter
 
-from moejob_api.contract import ExitCode, RunPhase
+from moejob_api.contract.pods import ExitCode, RunPhase
 from moejob_api.problems import InvalidSpec
 from moejob_trainer.checkpoints.saving import RunCheckpoints, background
 from moejob_trainer.data.hub import HubPins

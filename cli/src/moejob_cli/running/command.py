@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from moejob_api.contract import ExitCode, RunFile
+from moejob_api.contract.pods import ExitCode, RunFile
 from moejob_api.layout.sizes import Layout
 from moejob_cli.inputs import PlannedJob
 from moejob_cli.running.display import RunDisplay

@@ -16,7 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from moejob_api.contract import RunFile, escaped_lines
+from moejob_api.contract.pods import RunFile, escaped_lines
 from moejob_api.job.grpo import Grpo
 from moejob_api.learning_signals import signal_words, weak_signals
 from moejob_cli.running.steps import StepLine, seconds_left, sparkline, tokens_per_second

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from moejob_api.contract import RunFile, RunOwner, claimed
+from moejob_api.contract.pods import RunFile, RunOwner, claimed
 from moejob_cli.running.machine import CannotRun
 
 _LOCK = "run.lock"

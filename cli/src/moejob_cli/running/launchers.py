@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from moejob_api.addresses import LOOPBACK
-from moejob_api.contract import Environment, Role
-from moejob_api.engines import colocated_per_pod, engine_urls, separate_engines
+from moejob_api.contract.addresses import LOOPBACK
+from moejob_api.contract.engines import colocated_per_pod, engine_urls, separate_engines
+from moejob_api.contract.pod_environment import Address, PodOrders, contract_environment
+from moejob_api.contract.pods import Environment, Role
 from moejob_api.job import Spec
 from moejob_api.job.resources import Accelerator
 from moejob_api.layout.sizes import Layout
-from moejob_api.pod_environment import Address, PodOrders, contract_environment
 from moejob_cli.running.machine import LocalMachine, job_variables
 
 # Nothing on this machine is another user's: a namespace only has to be one.

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from moejob_api.contract import Environment
+from moejob_api.contract.pods import Environment
 from moejob_api.derived import rollout_layout
 from moejob_api.job import Spec
 from moejob_api.job.resources import Accelerator, EnvVar

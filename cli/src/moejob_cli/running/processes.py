@@ -15,7 +15,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from moejob_api.contract import HttpPath, LastWord, PodProgress
+from moejob_api.contract.pods import HttpPath, LastWord, PodProgress
 from moejob_cli.running.folder import HeldRunFolder
 from moejob_cli.running.launchers import LauncherOrder
 from moejob_cli.running.recovery import PodReport

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import assert_never
 
-from moejob_api.contract import ExitCode, RunPhase
+from moejob_api.contract.pods import ExitCode, RunPhase
 from moejob_api.learning_signals import SignalKind, weak_signals
 from moejob_api.recovery import RecoveryState
 from moejob_api.restarts import Budget, GiveUp, RecoveryAction, ReplaceGang, ReplacePods, RestartRanks

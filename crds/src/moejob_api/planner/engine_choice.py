@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from moejob_api.arithmetic import divisors
-from moejob_api.engines import colocated_per_pod
+from moejob_api.contract.engines import colocated_per_pod
 from moejob_api.job import Spec
 from moejob_api.job.grpo import Grpo, Placement, Rollout
 from moejob_api.models.shape import ModelShape

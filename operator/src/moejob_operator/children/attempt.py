@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from moejob_api.contract import MANAGED_BY, Label, Role, pod_name
+from moejob_api.contract.pods import MANAGED_BY, Label, Role, pod_name
 from moejob_api.derived import RolloutLayout
 from moejob_api.job import GROUP, KIND, VERSION, Spec
 from moejob_api.job.grpo import Placement

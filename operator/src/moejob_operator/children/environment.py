@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from moejob_api.contract import Environment, Port, Role
-from moejob_api.engines import colocated_per_pod, engine_urls
+from moejob_api.contract.engines import colocated_per_pod, engine_urls
+from moejob_api.contract.pod_environment import Address, PodOrders, contract_environment
+from moejob_api.contract.pods import Environment, Port, Role
 from moejob_api.job import Spec
 from moejob_api.job.resources import EnvSource, EnvVar, KeyReference
-from moejob_api.pod_environment import Address, PodOrders, contract_environment
 from moejob_operator.children.attempt import Attempt
 from moejob_operator.children.shared import SECRET_KEY
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from moejob_api.contract import Label, Role
+from moejob_api.contract.pods import Label, Role
 from moejob_api.job.lifecycle import Gang, Lifecycle
 from moejob_operator.actions import Kind
 from moejob_operator.children.attempt import Attempt, metadata

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from moejob_api.arithmetic import ceil_div
-from moejob_api.contract import Label, Role
+from moejob_api.contract.pods import Label, Role
 from moejob_api.job.lifecycle import Gang
 from moejob_api.job.resources import Toleration
 from moejob_api.layout.sizes import Layout

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from moejob_api.contract import HttpPath, Label, Path, Port, Role
-from moejob_api.engines import colocated_per_pod
+from moejob_api.contract.engines import colocated_per_pod
+from moejob_api.contract.pods import HttpPath, Label, Path, Port, Role
 from moejob_api.job import Spec
 from moejob_api.job.resources import Accelerator
 from moejob_operator.actions import Kind

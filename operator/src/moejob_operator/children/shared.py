@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from moejob_api.contract import Label, Port
+from moejob_api.contract.pods import Label, Port
 from moejob_operator.actions import Kind
 from moejob_operator.children.attempt import Attempt, JobNetwork, metadata
 

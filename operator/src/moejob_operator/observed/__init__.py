@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from types import MappingProxyType
 
-from moejob_api.contract import PodProgress
+from moejob_api.contract.pods import PodProgress
 from moejob_operator.cluster import Children, JobKey, Raw
 from moejob_operator.expiring_cache import ExpiringCache
 from moejob_operator.observed import reading

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from moejob_api.contract import Label, Role, pod_name
+from moejob_api.contract.pods import Label, Role, pod_name
 from moejob_api.job import GROUP, KIND
 from moejob_operator.cluster import Raw
 from moejob_operator.observed import reading

@@ -9,7 +9,7 @@ from enum import StrEnum
 
 from pydantic import ValidationError
 
-from moejob_api.contract import TERMINATION_BYTES, LastWord, Role
+from moejob_api.contract.pods import TERMINATION_BYTES, LastWord, Role
 from moejob_operator.cluster import Raw
 from moejob_operator.observed import reading
 from moejob_operator.observed.ownership import PodPlace

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from moejob_api.contract import printable
+from moejob_api.contract.pods import printable
 from moejob_operator.cluster import Raw
 
 _NOTHING: Raw = {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from moejob_api.contract import Role, StatusMeasure
+from moejob_api.contract.pods import Role, StatusMeasure
 from moejob_api.job.status import ConditionStatus, ConditionType, Phase, Restarts
 from moejob_api.recovery import settled
 from moejob_operator.actions import Action, Delete, Event, EventReason, Kind, Ref, Severity

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import chain, islice
 
-from moejob_api.contract import Label, Role
+from moejob_api.contract.pods import Label, Role
 from moejob_operator.actions import Action, Delete, Ensure, Kind, Manifest, Ref
 from moejob_operator.children.attempt import Attempt
 from moejob_operator.children.gangs import pod_group

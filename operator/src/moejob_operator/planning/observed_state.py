@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from types import MappingProxyType
 
-from moejob_api.contract import Role, RunProgress
+from moejob_api.contract.pods import Role, RunProgress
 from moejob_api.job import Spec
 from moejob_api.job.lifecycle import Gang
 from moejob_api.job.status import Ladder, Phase, Restarts, Status

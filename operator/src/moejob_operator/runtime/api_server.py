@@ -10,7 +10,7 @@ from secrets import token_hex
 from typing import Any
 from uuid import uuid4
 
-from moejob_api.contract import PodProgress
+from moejob_api.contract.pods import PodProgress
 from moejob_api.job import KIND
 from moejob_operator.actions import WRITE_ONLY, Event, Kind, Manifest, Ref
 from moejob_operator.children.shared import SECRET_KEY

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from moejob_api.contract import Label
+from moejob_api.contract.pods import Label
 from moejob_operator.actions import Kind
 from moejob_operator.cluster import Children, JobKey, Raw
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass
 
-from moejob_api.contract import MANAGED_BY, Label
+from moejob_api.contract.pods import MANAGED_BY, Label
 from moejob_api.job import GROUP, PLURAL, VERSION
 from moejob_operator.actions import Kind
 from moejob_operator.children.gangs import GangApi

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from pydantic import ValidationError
 
-from moejob_api.contract import HttpPath, PodProgress, Port
+from moejob_api.contract.pods import HttpPath, PodProgress, Port
 
 # A pod of 16 ranks says 2 kB.
 PROGRESS_BYTES = 64 * 1024

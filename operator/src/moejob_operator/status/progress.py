@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moejob_api.contract import RunProgress, StatusMeasure
+from moejob_api.contract.pods import RunProgress, StatusMeasure
 from moejob_api.job.base import MAX_COUNT
 from moejob_api.job.status import Phase, Progress
 from moejob_operator.planning.decision import Decision

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from moejob_api.contract import Role
+from moejob_api.contract.pods import Role
 from moejob_api.job.status import ReplicaStatus, Status
 from moejob_operator.observed import Pod, PodPhase
 from moejob_operator.planning.decision import Decision

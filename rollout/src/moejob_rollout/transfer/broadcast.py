@@ -18,9 +18,9 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import BroadcastOptions, ProcessGroupGloo
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 
-from moejob_api.addresses import LOOPBACK
-from moejob_api.contract import Environment, weights_key
-from moejob_api.group_rendezvous import arrive
+from moejob_api.contract.addresses import LOOPBACK
+from moejob_api.contract.group_rendezvous import arrive
+from moejob_api.contract.pods import Environment, weights_key
 from moejob_rollout.transfer.buckets import size_bytes, unpacked
 from moejob_rollout.transfer.channel import carried
 from moejob_rollout.transfer.checkpoint import CheckpointTransfer

@@ -1,7 +1,7 @@
 """The way of a worker to the store of rank 0, which lets in only those that prove a key of the job's secret.
 
 torch's TCPStore can prove nothing. So it connects to a port of this process's loopback, whose bytes a connection to
-rank 0 carries after both ends have proved that they know the key, as in moejob_api.handshake.
+rank 0 carries after both ends have proved that they know the key, as in moejob_api.contract.handshake.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from threading import Thread
 
-from moejob_api.addresses import LOOPBACK
-from moejob_api.handshake import NONCE_BYTES, PROOF_BYTES, client_proof, is_equal, server_proof
+from moejob_api.contract.addresses import LOOPBACK
+from moejob_api.contract.handshake import NONCE_BYTES, PROOF_BYTES, client_proof, is_equal, server_proof
 
 _CONNECT_SECONDS = 20.0
 _PART_BYTES = 1 << 16

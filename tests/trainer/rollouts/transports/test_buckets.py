@@ -16,9 +16,9 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import BroadcastOptions, ProcessGroupGloo
 
-from moejob_api.addresses import LOOPBACK
-from moejob_api.contract import weights_key
-from moejob_api.group_rendezvous import arrive
+from moejob_api.contract.addresses import LOOPBACK
+from moejob_api.contract.group_rendezvous import arrive
+from moejob_api.contract.pods import weights_key
 from moejob_trainer.rollouts.connection import Connection
 from moejob_trainer.rollouts.fleet import Fleet, FleetLimits
 from moejob_trainer.rollouts.publisher import Publisher, Trial

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from moejob_api.addresses import LOOPBACK
-from moejob_api.group_rendezvous import RankMissing, arrive, give_up
+from moejob_api.contract.addresses import LOOPBACK
+from moejob_api.contract.group_rendezvous import RankMissing, arrive, give_up
 from moejob_trainer.rollouts.fleet import Fleet
 from moejob_trainer.rollouts.interface import EnginesLost
 from moejob_trainer.rollouts.publisher import Publisher

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from engines import SECRET, Engine
-from moejob_api.contract import weights_key
+from moejob_api.contract.pods import weights_key
 from moejob_api.layout.sizes import layout
 from moejob_api.models.shape import Family
 from moejob_trainer.data.packing import batch_plan

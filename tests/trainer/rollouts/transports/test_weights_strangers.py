@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from moejob_api.addresses import LOOPBACK
-from moejob_api.contract import engine_key, weights_key
+from moejob_api.contract.addresses import LOOPBACK
+from moejob_api.contract.pods import engine_key, weights_key
 from moejob_trainer.rollouts.fleet import Fleet
 from moejob_trainer.rollouts.transports.group_store import GroupStore
 from moejob_trainer.runtime.channel import introduce

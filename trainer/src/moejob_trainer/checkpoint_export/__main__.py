@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from moejob_api.contract import ExitCode
+from moejob_api.contract.pods import ExitCode
 from moejob_api.problems import InvalidSpec
 from moejob_trainer.checkpoint_export.run import BEST, Best, stored_run
 from moejob_trainer.checkpoint_export.run_export import Wanted, export_run

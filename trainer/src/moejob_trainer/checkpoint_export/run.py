@@ -11,13 +11,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Final, Literal
 
-from moejob_api.contract import RunFile
+from moejob_api.contract.pod_environment import read_spec
+from moejob_api.contract.pods import RunFile
 from moejob_api.derived import trained_shape
 from moejob_api.evaluations import measure
 from moejob_api.job import Spec
 from moejob_api.models.families import shape_of
 from moejob_api.models.shape import ModelShape
-from moejob_api.pod_environment import read_spec
 from moejob_trainer.checkpoints.adapter_compatibility import AdapterFacts
 from moejob_trainer.checkpoints.best import best_good
 from moejob_trainer.checkpoints.names import CHECKPOINTS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from moejob_api.contract import RunFile
+from moejob_api.contract.pods import RunFile
 from moejob_trainer.runtime.fencing import FenceToken
 
 _NAME = re.compile(r"step-(0|[1-9]\d*)\.(0|[1-9]\d*)\.(0|[1-9]\d*)")

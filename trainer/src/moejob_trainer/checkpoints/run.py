@@ -10,7 +10,7 @@ from uuid import uuid4
 
 from pydantic import ValidationError
 
-from moejob_api import contract
+from moejob_api.contract import pods
 from moejob_trainer.checkpoints.commit import require_ours
 from moejob_trainer.checkpoints.names import CHECKPOINTS, step_folder
 from moejob_trainer.checkpoints.verification import Found, Refusal, VerificationDepth, checked, latest
@@ -19,9 +19,9 @@ from moejob_trainer.errors import BadConfiguration, TransientFailure
 from moejob_trainer.runtime.disk import TEMPORARY, Disk
 from moejob_trainer.runtime.fencing import FenceToken
 
-RUN = contract.RunFile.OWNER.value
+RUN = pods.RunFile.OWNER.value
 # The job that a run folder belongs to.
-RunOwner = contract.RunOwner
+RunOwner = pods.RunOwner
 _SCHEME = "pvc://"
 # What file systems without hard links answer, such as SMB shares and buckets.
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
@@ -91,7 +91,7 @@ def _owner(written: Path) -> RunOwner:
         ) from error
 
 
-def other_run(resume_from: str, folder: Path, claims: Path = Path(contract.Path.CLAIMS)) -> Path:
+def other_run(resume_from: str, folder: Path, claims: Path = Path(pods.Path.CLAIMS)) -> Path:
     """The folder that checkpoint.resumeFrom names: a job's beside ours, or pvc://claim/path. Pure."""
     if resume_from.startswith(_SCHEME):
         named = claims / resume_from.removeprefix(_SCHEME)

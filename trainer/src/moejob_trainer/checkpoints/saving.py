@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 import torch.distributed as dist
 from pydantic import TypeAdapter
 
-from moejob_api.contract import RunPhase
+from moejob_api.contract.pods import RunPhase
 from moejob_api.job.storage import Resume
 from moejob_api.layout.sizes import Layout
 from moejob_trainer.checkpoints import CheckpointStore, Found, Moment, Pending

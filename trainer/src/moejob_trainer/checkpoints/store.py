@@ -15,7 +15,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from moejob_api.contract import RunFile
+from moejob_api.contract.pods import RunFile
 from moejob_api.job.storage import Checkpoint
 from moejob_trainer.checkpoints.best import best_good
 from moejob_trainer.checkpoints.cleaning import Retention, clean, set_aside

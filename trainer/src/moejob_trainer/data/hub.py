@@ -17,7 +17,7 @@ from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from pydantic import Field, ValidationError
 
-from moejob_api.contract import RunFile
+from moejob_api.contract.pods import RunFile
 from moejob_api.job.base import ApiModel
 from moejob_api.job.status import MOST_HUB_COMMITS, HubCommit, RepositoryKind
 from moejob_trainer.data.hub_files import HubFile, HubFiles, are_there, compared, said_by_hub

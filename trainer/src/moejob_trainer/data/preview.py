@@ -19,11 +19,18 @@ from statistics import median_low
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from moejob_api.contract import ExitCode
-from moejob_api.data_preview import DataPreview, DatasetPreview, Extent, LeftOut, PreviewedExample, PreviewedText
+from moejob_api.contract.data_preview import (
+    DataPreview,
+    DatasetPreview,
+    Extent,
+    LeftOut,
+    PreviewedExample,
+    PreviewedText,
+)
+from moejob_api.contract.pod_environment import read_spec
+from moejob_api.contract.pods import ExitCode
 from moejob_api.job import Spec
 from moejob_api.job.model import DataFormat, Dataset
-from moejob_api.pod_environment import read_spec
 from moejob_trainer.data.encoding import RecordKind, Sample, encoder
 from moejob_trainer.data.preparation import Disposition, Fitted, Recipe, fitted, known, refuse_empty
 from moejob_trainer.data.prompts import fits, read_prompt, refuse_none

@@ -6,13 +6,13 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from moejob_api import contract
 from moejob_api.claims import names_path
+from moejob_api.contract import pods
 from moejob_trainer.data import tiny
 from moejob_trainer.data.links import require_contained
 from moejob_trainer.errors import BadData
 
-CLAIMS = Path(contract.Path.CLAIMS)
+CLAIMS = Path(pods.Path.CLAIMS)
 _CLAIM = "pvc://"
 
 

@@ -12,7 +12,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from moejob_api.contract import StatusMeasure
+from moejob_api.contract.pods import StatusMeasure
 from moejob_api.evaluations import is_better
 from moejob_api.job.base import ApiModel
 

@@ -12,7 +12,7 @@ import sys
 import warnings
 from pathlib import Path
 
-from moejob_api.contract import ExitCode
+from moejob_api.contract.pods import ExitCode
 from moejob_api.problems import InvalidSpec
 from moejob_trainer.interchange.conversion import export_megatron, import_megatron
 

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from moejob_api.addresses import LOOPBACK
-from moejob_api.contract import (
+from moejob_api.contract.addresses import LOOPBACK
+from moejob_api.contract.pods import (
     ExitCode,
     LastWord,
     Outcome,

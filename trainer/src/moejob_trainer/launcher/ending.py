@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from pydantic import BaseModel, ConfigDict
 
-from moejob_api.contract import ExitCode, LastWord, Outcome, RankFault
+from moejob_api.contract.pods import ExitCode, LastWord, Outcome, RankFault
 from moejob_api.restarts import RESTARTS_IN_PLACE, Cause, delay_seconds
 
 FAILED = 1

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
-from moejob_api.contract import ExitCode
+from moejob_api.contract.pods import ExitCode
 from moejob_trainer.launcher.fork_server import SERVER, WARM, die_with_parent
 from moejob_trainer.launcher.log import LauncherLog
 

@@ -17,7 +17,7 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING
 
-from moejob_api.contract import HttpPath, PodProgress
+from moejob_api.contract.pods import HttpPath, PodProgress
 from moejob_trainer.launcher.metrics import CONTENT_TYPE, exposition
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 from collections.abc import Mapping
 
-from moejob_api.contract import ExitCode, LastWord, Outcome
-from moejob_api.pod_environment import BadEnvironment, from_environment
+from moejob_api.contract.pod_environment import BadEnvironment, from_environment
+from moejob_api.contract.pods import ExitCode, LastWord, Outcome
 from moejob_trainer.launcher.agent import Agent
 from moejob_trainer.launcher.ending import ExitReport
 from moejob_trainer.launcher.engine_processes import PodEngines, engine_commands

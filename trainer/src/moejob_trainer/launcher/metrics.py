@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Mapping
 from itertools import groupby
 
-from moejob_api.contract import PodProgress, RunProgress
+from moejob_api.contract.pods import PodProgress, RunProgress
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from moejob_api.contract import escaped_lines
+from moejob_api.contract.pods import escaped_lines
 from moejob_trainer.launcher.log import LauncherLog
 
 log = LauncherLog()

@@ -8,10 +8,10 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
-from moejob_api.addresses import is_loopback
-from moejob_api.contract import Environment, Role
-from moejob_api.engines import colocated_per_pod
-from moejob_api.pod_environment import WrittenSpec, require_secret
+from moejob_api.contract.addresses import is_loopback
+from moejob_api.contract.engines import colocated_per_pod
+from moejob_api.contract.pod_environment import WrittenSpec, require_secret
+from moejob_api.contract.pods import Environment, Role
 from moejob_trainer.runtime.channel import attempt_key
 from moejob_trainer.runtime.fencing import Fence, claim_key
 

@@ -11,7 +11,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 
-from moejob_api.addresses import LOOPBACK
+from moejob_api.contract.addresses import LOOPBACK
 from moejob_trainer.launcher.fork_server import SERVER, die_with_parent
 from moejob_trainer.runtime.channel import listener
 

@@ -19,7 +19,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from moejob_api.addresses import LOOPBACK
+from moejob_api.contract.addresses import LOOPBACK
 from moejob_trainer.runtime.channel import (
     BACKLOG,
     BROKEN,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from moejob_api.contract import TERMINATION_BYTES, LastWord, RunProgress
+from moejob_api.contract.pods import TERMINATION_BYTES, LastWord, RunProgress
 from moejob_trainer.launcher.log import LauncherLog
 
 log = LauncherLog()

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 
-from moejob_api.contract import Environment
+from moejob_api.contract.pods import Environment
 from moejob_api.job.grpo import Reward
 
 INTERRUPT = signal.SIGUSR1

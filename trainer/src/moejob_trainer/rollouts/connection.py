@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 import aiohttp
 
-from moejob_api.contract import engine_key
-from moejob_api.engines import CLIENT_IDLE_SECONDS
+from moejob_api.contract.engines import CLIENT_IDLE_SECONDS
+from moejob_api.contract.pods import engine_key
 
 T = TypeVar("T")
 _CONNECT_SECONDS = 10.0

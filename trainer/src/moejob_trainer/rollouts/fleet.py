@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from moejob_api.contract import HttpPath
+from moejob_api.contract.pods import HttpPath
 from moejob_trainer.rollouts.connection import Connection, EngineLost, RequestRefused
 from moejob_trainer.rollouts.wire import WeightInfo, WeightsLabel, were_given
 from moejob_trainer.runtime.user_lines import to_stderr

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moejob_api.contract import HttpPath
+from moejob_api.contract.pods import HttpPath
 from moejob_trainer.rollouts.connection import EngineLost
 from moejob_trainer.rollouts.fleet import Fleet, RolloutEngine
 from moejob_trainer.rollouts.interface import Answer, Request, Sampling

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
-from moejob_api.contract import HttpPath
+from moejob_api.contract.pods import HttpPath
 from moejob_trainer.rollouts.connection import EngineLost, RequestRefused
 from moejob_trainer.rollouts.fleet import Fleet, RolloutEngine
 from moejob_trainer.rollouts.interface import Floats, Tokens

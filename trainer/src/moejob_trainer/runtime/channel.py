@@ -1,8 +1,8 @@
 """Connections between processes of one job, open only to a peer that knows a key of its secret.
 
-Both prove it as in moejob_api.handshake. Launchers' key is derived from secret, job and attempt, so a launcher of an
-older attempt is a stranger too. What follows is not encrypted: this keeps out those who can connect, not one who can
-rewrite packets between two pods.
+Both prove it as in moejob_api.contract.handshake. Launchers' key is derived from secret, job and attempt, so a launcher
+of an older attempt is a stranger too. What follows is not encrypted: this keeps out those who can connect, not one who
+can rewrite packets between two pods.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from contextlib import suppress
 from threading import Thread
 from typing import Any
 
-from moejob_api.handshake import NONCE_BYTES, PROOF_BYTES, client_proof, is_equal, server_proof
+from moejob_api.contract.handshake import NONCE_BYTES, PROOF_BYTES, client_proof, is_equal, server_proof
 
 # No message of a launcher comes near it; what a length prefix says is not allocated unread.
 FRAME_BYTES = 1 << 18

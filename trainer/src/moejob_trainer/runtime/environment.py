@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from moejob_api.contract import Environment
+from moejob_api.contract.pods import Environment
 from moejob_api.job import Spec
 from moejob_trainer.runtime.fencing import Fence, FenceToken
 

@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from moejob_api.contract import Environment, RunFile, claim_name, claimed
+from moejob_api.contract.pods import Environment, RunFile, claim_name, claimed
 from moejob_trainer.errors import Superseded
 from moejob_trainer.runtime.disk import Disk
 

@@ -21,7 +21,7 @@ from typing import Self
 
 from pydantic import ValidationError
 
-from moejob_api.contract import RunPhase, RunProgress
+from moejob_api.contract.pods import RunPhase, RunProgress
 from moejob_trainer.runtime.activity import activity_of, has_worked
 
 # Folder of a pod's heartbeat board; the launcher sets it for its ranks.

@@ -7,7 +7,7 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import TCPStore
 
-from moejob_api.addresses import LOOPBACK
+from moejob_api.contract.addresses import LOOPBACK
 from moejob_trainer.runtime.channel import listener
 
 

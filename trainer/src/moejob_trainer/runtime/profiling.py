@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from moejob_api.contract import RunFile
+from moejob_api.contract.pods import RunFile
 from moejob_api.job.training import Profile
 from moejob_trainer.runtime.disk import Disk, publish_file
 from moejob_trainer.runtime.environment import RankEnvironment

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from pydantic import TypeAdapter
 
-from moejob_api.contract import StatusMeasure
+from moejob_api.contract.pods import StatusMeasure
 from moejob_api.evaluations import evaluates, loss_sets, measure, set_names
 from moejob_api.job import Spec
 from moejob_trainer.data.corpus import Corpus

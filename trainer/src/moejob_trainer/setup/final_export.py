@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from moejob_api.contract import RunFile
+from moejob_api.contract.pods import RunFile
 from moejob_trainer.conversion.adapters import AdapterTarget, adapter_table, export_adapters
 from moejob_trainer.conversion.model_export import Target, export, unchecked
 from moejob_trainer.megatron.training_engine import MegatronEngine

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import torch
 
-from moejob_api.contract import RunFile
+from moejob_api.contract.pod_environment import spec_text
+from moejob_api.contract.pods import RunFile
 from moejob_api.derived import trained_shape
 from moejob_api.job import Method
 from moejob_api.job.storage import Resume
 from moejob_api.models.families import shape_of
 from moejob_api.models.shape import ModelShape
 from moejob_api.planner.plan import plan
-from moejob_api.pod_environment import spec_text
 from moejob_api.problems import InvalidSpec
 from moejob_trainer.checkpoints.run import folder_of_run, other_run
 from moejob_trainer.conversion.families import Table, table

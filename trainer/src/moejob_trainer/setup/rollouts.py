@@ -9,8 +9,8 @@ from contextlib import ExitStack
 import torch
 import torch.distributed as dist
 
-from moejob_api.contract import Environment, weights_key
-from moejob_api.engines import separate_engines, transport
+from moejob_api.contract.engines import separate_engines, transport
+from moejob_api.contract.pods import Environment, weights_key
 from moejob_api.job import Spec
 from moejob_api.job.grpo import Sync
 from moejob_api.job.resources import Accelerator

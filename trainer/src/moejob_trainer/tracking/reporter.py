@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from moejob_api.contract import MOST_MEASURE_NAME, MOST_MEASURES, RunFile, RunProgress
+from moejob_api.contract.pods import MOST_MEASURE_NAME, MOST_MEASURES, RunFile, RunProgress
 from moejob_api.hardware import TERA, known
 from moejob_api.job.resources import Accelerator, Resources
 from moejob_api.job.status import HubCommit

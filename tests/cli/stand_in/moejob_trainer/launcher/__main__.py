@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from moejob_api.contract import (
+from moejob_api.contract.pods import (
     Environment,
     LastWord,
     Outcome,

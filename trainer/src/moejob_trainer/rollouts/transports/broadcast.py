@@ -21,7 +21,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Backend, PrefixStore, Store
 from torch.distributed import BroadcastOptions
 
-from moejob_api.group_rendezvous import arrive, give_up
+from moejob_api.contract.group_rendezvous import arrive, give_up
 from moejob_trainer.rollouts.connection import EngineLost
 from moejob_trainer.rollouts.fleet import RolloutEngine
 from moejob_trainer.rollouts.publisher import Sent

@@ -10,7 +10,7 @@ import asyncio
 from contextlib import closing, suppress
 from datetime import timedelta
 
-from moejob_api.addresses import LOOPBACK
+from moejob_api.contract.addresses import LOOPBACK
 from moejob_trainer.runtime.channel import BROKEN, Admission, LoopThread, splice
 from moejob_trainer.runtime.loopback_store import loopback_store
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from moejob_api.contract import LastWord, Outcome, PodProgress, RankFault, escaped_lines, printable
+from moejob_api.contract.pods import LastWord, Outcome, PodProgress, RankFault, escaped_lines, printable
 
 
 @pytest.mark.parametrize(

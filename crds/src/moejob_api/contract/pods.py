@@ -136,7 +136,7 @@ class HttpPath(StrEnum):
     METRICS = "/metrics"
     # Answers 200 once every rank of the pod has sent a heartbeat, or an engine has generated a token.
     READY = "/ready"
-    # Of an engine: takes and gives what moejob_api.answers has.
+    # Of an engine: takes and gives what moejob_api.contract.answers has.
     ANSWER = "/answer"
     # Of an engine: reports what moejob_api.publications has, between the last tensor of a publication and its end.
     PUBLICATION = "/publication"

@@ -9,8 +9,8 @@ from typing import Annotated, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ValidationError
 
-from moejob_api.addresses import is_loopback
-from moejob_api.contract import Environment, Role
+from moejob_api.contract.addresses import is_loopback
+from moejob_api.contract.pods import Environment, Role
 from moejob_api.documents.reading import parse_spec
 from moejob_api.job import Spec
 
