@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moejob_api.restarts import Cause
+from moejob_api.recovery.restarts import Cause
 from moejob_operator.planning.decision import Reason
 
 PAGE = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text(encoding="utf-8")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from datetime import datetime
 
 from moejob_api.contract.pods import Role
-from moejob_api.restarts import LAUNCHER_FIRST_SECONDS
+from moejob_api.recovery.restarts import LAUNCHER_FIRST_SECONDS
 from moejob_operator.observed import Observed, Pod, PodPhase
 from moejob_operator.planning.guard_clauses import POLL_AGES, POLL_SECONDS
 from moejob_operator.planning.timestamps import read, seconds_since

@@ -15,8 +15,8 @@ from rich.console import Console
 from builders import spec
 from moejob_api.contract.pods import LastWord, Outcome, PodProgress, ReportedHeartbeat, RunProgress
 from moejob_api.layout.sizes import layout
-from moejob_api.recovery import Recovery, RecoveryState
-from moejob_api.restarts import Budget, GiveUp, ReplaceGang, ReplacePods, RestartRanks
+from moejob_api.recovery.restarts import Budget, GiveUp, ReplaceGang, ReplacePods, RestartRanks
+from moejob_api.recovery.state import Recovery, RecoveryState
 from moejob_cli.running.display import View, duration, ending, is_news, plain_line
 from moejob_cli.running.launchers import Ports, RunOf, engine_orders, launcher_order
 from moejob_cli.running.machine import CannotRun, LocalMachine, must_fit, trainer_python, visible_gpus

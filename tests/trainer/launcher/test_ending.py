@@ -6,7 +6,7 @@ import pytest
 
 from moejob_api.contract.pods import TERMINATION_BYTES, LastWord, Outcome, RunProgress
 from moejob_api.job.status import HubCommit, RepositoryKind
-from moejob_api.restarts import Cause
+from moejob_api.recovery.restarts import Cause
 from moejob_trainer.launcher.ending import (
     Ending,
     FailureOrigin,

@@ -11,7 +11,7 @@ import pytest
 from torch._C._distributed_c10d import TCPStore
 
 from moejob_api.contract.pod_environment import from_environment
-from moejob_api.restarts import Cause
+from moejob_api.recovery.restarts import Cause
 from moejob_trainer.launcher.ending import Ending, FailureOrigin, Fault, ending_by
 from moejob_trainer.launcher.pod import TrainerPod
 from moejob_trainer.launcher.rendezvous import Rendezvous, Round, poll_seconds

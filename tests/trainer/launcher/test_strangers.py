@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from moejob_api.contract.addresses import LOOPBACK
 from moejob_api.contract.pods import ExitCode
-from moejob_api.restarts import Cause
+from moejob_api.recovery.restarts import Cause
 from moejob_trainer.launcher.ending import Ending
 from moejob_trainer.launcher.store import (
     Entries,

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from moejob_api.engine_starts import LOG_BYTES, EngineStarts
+from moejob_api.recovery.engine_starts import LOG_BYTES, EngineStarts
 from moejob_cli.running.launchers import EngineOrder
 
 # An engine that cannot start fails within seconds.

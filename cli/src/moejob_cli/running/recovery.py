@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from moejob_api.contract.pods import ExitCode, LastWord, PodProgress
-from moejob_api.recovery import GangReport, Recovery, RecoveryState, recover, renewed, settled
-from moejob_api.restarts import LAUNCHER_FIRST_SECONDS, Cause, Failure, cause_of_exit, restarted_in_place
+from moejob_api.recovery.restarts import LAUNCHER_FIRST_SECONDS, Cause, Failure, cause_of_exit, restarted_in_place
+from moejob_api.recovery.state import GangReport, Recovery, RecoveryState, recover, renewed, settled
 
 _RANKS_NAMED = 8
 

@@ -17,8 +17,8 @@ from typing import assert_never
 
 from moejob_api.contract.pods import ExitCode, RunPhase
 from moejob_api.learning_signals import SignalKind, weak_signals
-from moejob_api.recovery import RecoveryState
-from moejob_api.restarts import Budget, GiveUp, RecoveryAction, ReplaceGang, ReplacePods, RestartRanks
+from moejob_api.recovery.restarts import Budget, GiveUp, RecoveryAction, ReplaceGang, ReplacePods, RestartRanks
+from moejob_api.recovery.state import RecoveryState
 from moejob_cli.running.display import RunDisplay, View
 from moejob_cli.running.engines import RunEngines
 from moejob_cli.running.launchers import (

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from moejob_api.contract.pods import ExitCode, PodProgress, RankFault, Role, pod_name
-from moejob_api.restarts import LAUNCHER_FIRST_SECONDS, Cause, Failure, cause_of_exit, restarted_in_place
+from moejob_api.recovery.restarts import LAUNCHER_FIRST_SECONDS, Cause, Failure, cause_of_exit, restarted_in_place
 from moejob_operator.observed import TAKEN_BY_TAINT, Pod, PodPhase
 from moejob_operator.planning.observed_state import ObservedState, present_attempt, spec_and_layout
 from moejob_operator.planning.timestamps import later, seconds_since

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from moejob_api.contract.pods import Role, StatusMeasure
 from moejob_api.job.status import ConditionStatus, ConditionType, Phase, Restarts
-from moejob_api.recovery import settled
+from moejob_api.recovery.state import settled
 from moejob_operator.actions import Action, Delete, Event, EventReason, Kind, Ref, Severity
 from moejob_operator.observed import Pod
 from moejob_operator.planning import objects

@@ -12,7 +12,7 @@ from moejob_api.job import Spec
 from moejob_api.job.lifecycle import Gang
 from moejob_api.job.status import Ladder, Phase, Restarts, Status
 from moejob_api.layout.sizes import Layout
-from moejob_api.recovery import renewed
+from moejob_api.recovery.state import renewed
 from moejob_operator.children.attempt import Attempt, Images, JobNetwork, former_service_of, service_of
 from moejob_operator.children.gangs import GangApi, chosen_gang
 from moejob_operator.observed import Observed, Pod, PodPhase

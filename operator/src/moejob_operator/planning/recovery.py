@@ -9,8 +9,8 @@ from typing import assert_never
 
 from moejob_api.job.lifecycle import Gang
 from moejob_api.job.status import LastFailure, Phase, Restarts
-from moejob_api.recovery import GangReport, Recovery, recover
-from moejob_api.restarts import Cause, GiveUp, ReplaceGang, ReplacePods, RestartRanks, culprit
+from moejob_api.recovery.restarts import Cause, GiveUp, ReplaceGang, ReplacePods, RestartRanks, culprit
+from moejob_api.recovery.state import GangReport, Recovery, recover
 from moejob_operator.observed import PodPhase
 from moejob_operator.planning.decision import Decision, Reason
 from moejob_operator.planning.failures import Loss, loss_of_ranks, rank_restarts

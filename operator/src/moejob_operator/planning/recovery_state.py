@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from moejob_api.job.status import Replaced, Restarts
-from moejob_api.recovery import RecoveryState
-from moejob_api.restarts import Budget
+from moejob_api.recovery.restarts import Budget
+from moejob_api.recovery.state import RecoveryState
 
 _NO_UIDS: Mapping[int, str] = MappingProxyType({})
 

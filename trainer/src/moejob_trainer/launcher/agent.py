@@ -27,7 +27,7 @@ from moejob_api.contract.pods import (
     RunProgress,
     StatusMeasure,
 )
-from moejob_api.restarts import Cause
+from moejob_api.recovery.restarts import Cause
 from moejob_trainer.checkpoints import own_run_folder
 from moejob_trainer.errors import BadConfiguration, Superseded
 from moejob_trainer.launcher.ending import (

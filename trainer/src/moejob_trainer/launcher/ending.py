@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pydantic import BaseModel, ConfigDict
 
 from moejob_api.contract.pods import ExitCode, LastWord, Outcome, RankFault
-from moejob_api.restarts import RESTARTS_IN_PLACE, Cause, delay_seconds
+from moejob_api.recovery.restarts import RESTARTS_IN_PLACE, Cause, delay_seconds
 
 FAILED = 1
 

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from moejob_api.contract.engines import colocated_per_pod
 from moejob_api.contract.pods import Environment, Role
-from moejob_api.engine_starts import LOG_BYTES, EngineStarts
 from moejob_api.job.resources import Accelerator
+from moejob_api.recovery.engine_starts import LOG_BYTES, EngineStarts
 from moejob_trainer.launcher.log import LauncherLog
 from moejob_trainer.launcher.pod import TrainerPod
 

@@ -1,7 +1,7 @@
 """The state machine of recovery: actions after failures, and what is kept so that every failure is charged once.
 
 The operator keeps the state in a job's status, `moejob run` in its process; both go through these transitions and none
-of their own. moejob_api.restarts chooses the rung of the ladder. Here failures that belong to a recovery under way are
+of their own. restarts.py chooses the rung of the ladder. Here failures that belong to a recovery under way are
 parted from new ones, and a rung that cannot hold gives way to a larger one. Knows neither pods, processes nor clocks.
 
 A pod that is replaced, of a gang of three with backoffLimit 6:
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from moejob_api.job.status import MAX_REPLACED
-from moejob_api.restarts import (
+from moejob_api.recovery.restarts import (
     Budget,
     Failure,
     GiveUp,

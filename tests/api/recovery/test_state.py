@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moejob_api.job.status import MAX_REPLACED
-from moejob_api.recovery import GangReport, Recovery, RecoveryState, recover, renewed, settled
-from moejob_api.restarts import Budget, Cause, Failure, GiveUp, ReplaceGang, ReplacePods, RestartRanks
+from moejob_api.recovery.restarts import Budget, Cause, Failure, GiveUp, ReplaceGang, ReplacePods, RestartRanks
+from moejob_api.recovery.state import GangReport, Recovery, RecoveryState, recover, renewed, settled
 
 FRESH = RecoveryState(Budget(limit=6))
 RUNNING = GangReport(rank_restarts=0)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moejob_api.contract.pods import ExitCode, Outcome
-from moejob_api.restarts import (
+from moejob_api.recovery.restarts import (
     LONGEST_DELAY_SECONDS,
     Budget,
     Cause,

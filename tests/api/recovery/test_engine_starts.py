@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moejob_api.engine_starts import STARTED_SECONDS, STARTS, EngineStarts
+from moejob_api.recovery.engine_starts import STARTED_SECONDS, STARTS, EngineStarts
 
 
 def ended(*ends: tuple[int, float]) -> EngineStarts:
