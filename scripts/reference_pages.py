@@ -19,7 +19,7 @@ from prometheus_client import generate_latest
 from typer.main import get_command
 
 from moejob_api.contract import pods
-from moejob_api.fields import Field, FieldKind, job_fields
+from moejob_api.job.fields import Field, FieldKind, job_fields
 from moejob_api.job.status import ConditionType, Phase
 from moejob_cli.app import app
 from moejob_operator.actions import EventReason

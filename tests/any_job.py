@@ -14,8 +14,8 @@ from typing import Any
 from builders import GRPO, SFT, merged
 from fake_world import SMALL
 from field_cases import SPEC, TEXTS, Step, places, takes
-from moejob_api.fields import Field, FieldKind, fields_of
 from moejob_api.job import Spec
+from moejob_api.job.fields import Field, FieldKind, fields_of
 from moejob_api.job.status import Status
 
 STATUS = fields_of(Status)

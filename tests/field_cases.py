@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from builders import SFT
-from moejob_api.fields import Field, FieldKind, job_fields
+from moejob_api.job.fields import Field, FieldKind, job_fields
 
 SPEC = job_fields().fields["spec"]
 # Between them they match and break every pattern.

@@ -17,7 +17,7 @@ import uvloop
 
 from benchmarks.hostile.probe import GapProbe, serve_until_told
 from moejob_api.job import GROUP, PLURAL, VERSION
-from moejob_api.limits import DEFAULT_LIMITS
+from moejob_api.rules.limits import DEFAULT_LIMITS
 from moejob_operator.admission import review
 from moejob_operator.admission.certificates import hosts_of, load, made, utc_now
 from moejob_operator.admission.server import AdmissionServer

@@ -14,7 +14,7 @@ import yaml
 from charts import CHART, NAMESPACE, Helm, Rendered, Values
 from limit_cases import ALLOWED
 from moejob_api.contract.pods import MANAGED_BY, Label, Port
-from moejob_api.limits import JobLimits
+from moejob_api.rules.limits import JobLimits
 from moejob_operator.admission import review
 from moejob_operator.admission.certificates import hosts_of
 from moejob_operator.children.shared import OPERATOR_LABELS

@@ -318,7 +318,7 @@ def test_a_word_is_completed_without_what_reads_jobs(words: str, completed: list
 # What a job takes that is refused, or that is to get another layout.
 UNASKED = {
     "moejob_api.documents.wording",
-    "moejob_api.fields",
+    "moejob_api.job.fields",
     "moejob_api.planner.memory.remedies",
     "moejob_api.planner.nearest",
     "moejob_api.planner.search",

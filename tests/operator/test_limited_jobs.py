@@ -10,7 +10,7 @@ import pytest
 from fake_world import World
 from limit_cases import ALLOWED, BEYOND, Limited
 from moejob_api.job.status import ConditionType, Phase
-from moejob_api.limits import JobLimits
+from moejob_api.rules.limits import JobLimits
 from moejob_operator.validation import Validator, validation_of
 
 LIMITS = JobLimits.model_validate(ALLOWED)

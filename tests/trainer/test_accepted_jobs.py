@@ -28,9 +28,9 @@ from moejob_api.job.training import RecomputeModule
 from moejob_api.layout.sizes import gpus
 from moejob_api.models.families import shape_of
 from moejob_api.models.shape import Family
+from moejob_api.models.trainable import UNTRAINED_FAMILIES
 from moejob_api.planner.plan import plan
 from moejob_api.rules import layout_problems
-from moejob_api.trainable import UNTRAINED_FAMILIES
 from moejob_trainer.data import tiny
 from trainer.parity.cells import MODELS
 from trainer.runs import TINY, Runs

@@ -22,9 +22,9 @@ from moejob_api.derived import trained_shape
 from moejob_api.documents.reading import parse_job
 from moejob_api.models.families import shape_of
 from moejob_api.models.shape import Family
+from moejob_api.models.trainable import UNADAPTED_EXPERTS, UNTRAINED_FAMILIES
 from moejob_api.planner.plan import plan
 from moejob_api.problems import InvalidSpec
-from moejob_api.trainable import UNADAPTED_EXPERTS, UNTRAINED_FAMILIES
 from moejob_trainer.conversion.adapters import adapter_table
 from moejob_trainer.conversion.families import ROWS
 

@@ -16,10 +16,10 @@ from moejob_api.contract.pod_environment import LONGEST_VALUE_BYTES, spec_text
 from moejob_api.derived import RolloutLayout
 from moejob_api.job import Spec
 from moejob_api.layout.sizes import Layout
-from moejob_api.limits import DEFAULT_LIMITS, JobLimits, limit_problems
 from moejob_api.models.sources import Unseen, model_shape
 from moejob_api.planner.plan import Plan, plan
 from moejob_api.problems import InvalidSpec, Problem, Rule
+from moejob_api.rules.limits import DEFAULT_LIMITS, JobLimits, limit_problems
 from moejob_operator.cluster import JobKey
 from moejob_operator.expiring_cache import ExpiringCache
 from moejob_operator.observed import Job

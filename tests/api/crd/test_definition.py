@@ -15,8 +15,8 @@ from api_server import CRD, ROOT
 from builders import GRPO, SFT
 from moejob_api.crd.__main__ import FILES, crd_text, main
 from moejob_api.crd.definition import definition
-from moejob_api.fields import FieldKind, job_fields
 from moejob_api.job import Spec
+from moejob_api.job.fields import FieldKind, job_fields
 
 Schema = dict[str, Any]
 

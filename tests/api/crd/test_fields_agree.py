@@ -11,8 +11,8 @@ from api_server import Answer, ApiServer, Body, job_body
 from field_cases import SPEC, Step, places, spec_with, values
 from moejob_api.crd.policy import SEPARATOR, refusal
 from moejob_api.documents import parse_job
-from moejob_api.fields import Field
 from moejob_api.job import MoETrainingJob
+from moejob_api.job.fields import Field
 from moejob_api.problems import InvalidSpec
 from moejob_api.rules.object_rules import OBJECT_RULES
 

@@ -13,7 +13,7 @@ from builders import GRPO, SFT, merged
 from field_cases import SPEC, Step, places, spec_with, values
 from moejob_api.documents import parse_job
 from moejob_api.documents.wording import MAX_PROBLEMS, PATTERNS
-from moejob_api.fields import Field, job_fields
+from moejob_api.job.fields import Field, job_fields
 from moejob_api.problems import InvalidSpec, Problem
 
 PLACES = [pytest.param(place, field, id=".".join(map(str, place))) for place, field in places(SPEC)]

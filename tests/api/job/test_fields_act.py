@@ -14,7 +14,7 @@ PLANNING = (
     "crds/src/moejob_api/documents/",
     "crds/src/moejob_api/planner/",
     "crds/src/moejob_api/rules/",
-    "crds/src/moejob_api/trainable.py",
+    "crds/src/moejob_api/models/trainable.py",
 )
 # Fields that no accepted job may give, each with the reason.
 REFUSED: Mapping[Read, str] = {

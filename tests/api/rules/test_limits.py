@@ -10,8 +10,8 @@ from pydantic import ValidationError
 from builders import spec
 from limit_cases import ALLOWED, BEYOND, REFUSED_BY_DEFAULT, WITHIN, Limited
 from moejob_api.documents import read_file
-from moejob_api.limits import LIMITED, JobLimits, limit_problems
 from moejob_api.problems import Rule
+from moejob_api.rules.limits import LIMITED, JobLimits, limit_problems
 
 EXAMPLES = sorted((Path(__file__).parents[3] / "examples").glob("*.yaml"))
 LIMITS = JobLimits.model_validate(ALLOWED)

@@ -20,7 +20,7 @@ import pytest
 
 from builders import SFT, merged
 from moejob_api.job import GROUP, PLURAL, VERSION
-from moejob_api.limits import DEFAULT_LIMITS, JobLimits
+from moejob_api.rules.limits import DEFAULT_LIMITS, JobLimits
 from moejob_operator.admission import review
 from moejob_operator.admission.certificates import KeyPair, hosts_of, load, made, utc_now
 from moejob_operator.admission.review import ReviewTurns

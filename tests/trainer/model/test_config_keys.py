@@ -16,8 +16,8 @@ from model_configs import config as small_config
 from moejob_api.models.families import shape_of
 from moejob_api.models.families.keys import KEYS, Only, Positive
 from moejob_api.models.shape import Family
+from moejob_api.models.trainable import UNTRAINED_FAMILIES
 from moejob_api.problems import InvalidSpec
-from moejob_api.trainable import UNTRAINED_FAMILIES
 
 TRAINED = [family for family in Family if family not in UNTRAINED_FAMILIES]
 # Set by Transformers itself, and never in a file.

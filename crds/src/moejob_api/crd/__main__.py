@@ -16,14 +16,16 @@ from pathlib import Path
 from moejob_api.crd.definition import definition
 from moejob_api.crd.policy import policy_with_binding
 from moejob_api.documents.writing import yaml_text
-from moejob_api.limits import limits_in_cel
+from moejob_api.rules.limits import limits_in_cel
 
 FILES = (Path("crds/moetrainingjobs.yaml"), Path("charts/moejob/files/moetrainingjobs.yaml"))
 _HEADER = "# Generated from the models in crds/src/moejob_api/job by `make generate`. Change those, not this file.\n"
 RULES_FILES = (Path("crds/rules.yaml"), Path("charts/moejob/files/rules.yaml"))
 _RULES_HEADER = "# Generated from crds/src/moejob_api/rules by `make generate`. Change those, not this file.\n"
 LIMITS_FILE = Path("charts/moejob/files/limits.yaml")
-_LIMITS_HEADER = "# Generated from crds/src/moejob_api/limits.py by `make generate`. Change that, not this file.\n"
+_LIMITS_HEADER = (
+    "# Generated from crds/src/moejob_api/rules/limits.py by `make generate`. Change that, not this file.\n"
+)
 _SHOWN_LINES = 40
 
 

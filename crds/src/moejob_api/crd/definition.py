@@ -12,8 +12,8 @@ from pydantic import JsonValue
 
 from moejob_api.crd.immutability import immutable_sections
 from moejob_api.crd.structural import LIST_KEYS, Schema, schema_of
-from moejob_api.fields import Field, job_fields
 from moejob_api.job import GROUP, KIND, PLURAL, VERSION
+from moejob_api.job.fields import Field, job_fields
 
 # Name, type, path, and whether it takes -o wide to see it. NAME comes first by itself.
 COLUMNS = (

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from moejob_api.fields import Field
+from moejob_api.job.fields import Field
 
 MUTABLE = frozenset(
     {

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from moejob_api.crd.immutability import immutable_fields
 from moejob_api.crd.structural import Schema
-from moejob_api.fields import Field, job_fields
 from moejob_api.job import GROUP, PLURAL, VERSION
+from moejob_api.job.fields import Field, job_fields
 from moejob_api.rules.object_rules import OBJECT_RULES, ObjectRule
 
 NAME = f"{PLURAL}.{GROUP}"

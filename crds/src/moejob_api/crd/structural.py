@@ -7,7 +7,7 @@ from typing import assert_never
 
 from pydantic import JsonValue
 
-from moejob_api.fields import Field, FieldKind
+from moejob_api.job.fields import Field, FieldKind
 
 Schema = dict[str, JsonValue]
 

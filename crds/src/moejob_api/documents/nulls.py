@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import JsonValue
 
-from moejob_api.fields import Field, FieldKind, job_fields
+from moejob_api.job.fields import Field, FieldKind, job_fields
 
 
 def without_dropped_nulls(body: dict[str, JsonValue]) -> JsonValue:

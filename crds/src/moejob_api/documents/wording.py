@@ -10,8 +10,8 @@ from typing import Any
 from pydantic import JsonValue, ValidationError
 
 from moejob_api.documents.scalars import NotFiniteError, resolved
-from moejob_api.fields import Field, FieldKind, job_fields
 from moejob_api.job import GROUP, KIND, VERSION
+from moejob_api.job.fields import Field, FieldKind, job_fields
 from moejob_api.problems import Problem, Rule
 
 MAX_PROBLEMS = 20

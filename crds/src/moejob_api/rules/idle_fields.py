@@ -11,8 +11,8 @@ from pydantic import BaseModel
 from pydantic.alias_generators import to_camel
 
 from moejob_api.derived import balancing, overlaps_gradient_reduction
-from moejob_api.evaluations import prompt_sets
 from moejob_api.job import Method, Spec
+from moejob_api.job.evaluations import prompt_sets
 from moejob_api.job.grpo import BuiltInReward, Grpo, PolicyLoss, Reward
 from moejob_api.job.model import DataFormat, Dataset, is_place
 from moejob_api.job.moe import Balancing

@@ -20,8 +20,8 @@ from moejob_api.models.shape import (
     LinearAttention,
     ModelShape,
 )
+from moejob_api.models.trainable import UNADAPTED_EXPERTS, UNTRAINED_FAMILIES
 from moejob_api.problems import Problem, Rule
-from moejob_api.trainable import UNADAPTED_EXPERTS, UNTRAINED_FAMILIES
 
 
 def model_problems(spec: Spec, shape: ModelShape) -> Iterator[Problem]:

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from moejob_api.derived import multiplies_float8
-from moejob_api.evaluations import prompt_sets
 from moejob_api.job import Method, Spec
 from moejob_api.job.base import Dtype
+from moejob_api.job.evaluations import prompt_sets
 from moejob_api.job.grpo import BuiltInReward, LossAggregation, MismatchMode, Placement, Sync
 from moejob_api.job.lifecycle import Gang
 from moejob_api.job.model import DataFormat, DataShape

@@ -10,8 +10,8 @@ from moejob_api.job.grpo import Grpo, Placement
 from moejob_api.job.resources import Accelerator
 from moejob_api.layout.sizes import Layout
 from moejob_api.models.shape import Experts, Family, GroupedAttention, LatentAttention, ModelShape
+from moejob_api.models.trainable import CPU_ENGINE_COLUMNS, CPU_ENGINE_HEADS, CPU_ENGINE_LATENT
 from moejob_api.problems import Problem, Rule
-from moejob_api.trainable import CPU_ENGINE_COLUMNS, CPU_ENGINE_HEADS, CPU_ENGINE_LATENT
 
 
 def rollout_problems(spec: Spec, layout: Layout, shape: ModelShape | None) -> Iterator[Problem]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from moejob_api.claims import SCHEME, unusable_sources
 from moejob_api.job import Spec
+from moejob_api.job.claims import SCHEME, unusable_sources
 from moejob_api.problems import Problem, Rule
 
 

@@ -15,8 +15,8 @@ from typing import Any
 import kopf
 
 from moejob_api.documents import parse_job
-from moejob_api.limits import DEFAULT_LIMITS, JobLimits
 from moejob_api.problems import InvalidSpec, Problem, Rule
+from moejob_api.rules.limits import DEFAULT_LIMITS, JobLimits
 from moejob_operator.validation import Validation, validation_of
 
 # kopf calls the handler of this name for a review that comes to this path.

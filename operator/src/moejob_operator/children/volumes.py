@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from moejob_api.claims import named_claims
 from moejob_api.contract.pods import Path
+from moejob_api.job.claims import named_claims
 from moejob_operator.children.attempt import Attempt
 
 _STORAGE = "storage"

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import kopf
 
-from moejob_api.limits import JobLimits
+from moejob_api.rules.limits import JobLimits
 from moejob_operator.runtime import health
 from moejob_operator.runtime.assembly import ReplicaParts, assemble
 from moejob_operator.runtime.job_watch import receive

@@ -12,7 +12,7 @@ from uuid import uuid4
 from pydantic import Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from moejob_api.limits import JobLimits
+from moejob_api.rules.limits import JobLimits
 from moejob_operator.runtime.leader_election import LeaseDurations
 
 # Where Kubernetes tells a pod its own namespace.

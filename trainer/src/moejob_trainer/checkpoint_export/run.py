@@ -14,8 +14,8 @@ from typing import Final, Literal
 from moejob_api.contract.pod_environment import read_spec
 from moejob_api.contract.pods import RunFile
 from moejob_api.derived import trained_shape
-from moejob_api.evaluations import measure
 from moejob_api.job import Spec
+from moejob_api.job.evaluations import measure
 from moejob_api.models.families import shape_of
 from moejob_api.models.shape import ModelShape
 from moejob_trainer.checkpoints.adapter_compatibility import AdapterFacts

@@ -8,7 +8,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
 
-from moejob_api.evaluations import falls
+from moejob_api.job.evaluations import falls
 from moejob_api.job.storage import Checkpoint
 from moejob_api.quantities import readable
 from moejob_trainer.checkpoints.manifest import Facts

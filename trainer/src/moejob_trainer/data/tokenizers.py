@@ -6,8 +6,8 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from moejob_api.claims import names_path
 from moejob_api.contract import pods
+from moejob_api.job.claims import names_path
 from moejob_trainer.data import tiny
 from moejob_trainer.data.links import require_contained
 from moejob_trainer.errors import BadData

@@ -13,8 +13,8 @@ from typing import Annotated
 from pydantic import Field
 
 from moejob_api.contract.pods import StatusMeasure
-from moejob_api.evaluations import is_better
 from moejob_api.job.base import ApiModel
+from moejob_api.job.evaluations import is_better
 
 
 class EvaluationScore(ApiModel):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from moejob_api.evaluations import MEAN, prompt_sets
+from moejob_api.job.evaluations import MEAN, prompt_sets
 from moejob_api.job.grpo import Reward
 from moejob_api.job.model import Dataset
 from moejob_api.job.training import EvalAnswers

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from moejob_api.evaluations import loss_sets
+from moejob_api.job.evaluations import loss_sets
 from moejob_trainer.data.blending import blended_dataset
 from moejob_trainer.data.corpus import Corpus
 from moejob_trainer.data.hub import HubPins

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 from pydantic import TypeAdapter
 
 from moejob_api.contract.pods import StatusMeasure
-from moejob_api.evaluations import evaluates, loss_sets, measure, set_names
 from moejob_api.job import Spec
+from moejob_api.job.evaluations import evaluates, loss_sets, measure, set_names
 from moejob_trainer.data.corpus import Corpus
 from moejob_trainer.data.stream import batch_size, evaluation
 from moejob_trainer.distributed.coordination import Coordinator, on_first_rank

@@ -16,8 +16,8 @@ from moejob_api.models.families.mixture_of_experts import glm4_moe, gpt_oss, mix
 from moejob_api.models.families.rotary import refuse_unknown_rotary
 from moejob_api.models.reader import ConfigReader, refused, shown
 from moejob_api.models.shape import Family, ModelShape
+from moejob_api.models.trainable import UNTRAINED_FAMILIES
 from moejob_api.problems import InvalidSpec, Rule
-from moejob_api.trainable import UNTRAINED_FAMILIES
 
 _READERS: Mapping[Family, Callable[[ConfigReader], ModelShape]] = {
     Family.LLAMA: llama,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from builders import spec
-from moejob_api.evaluations import measure, measures, set_names
+from moejob_api.job.evaluations import measure, measures, set_names
 from moejob_api.job.model import DataFormat, Dataset
 from moejob_api.rules import layout_problems
 

@@ -10,8 +10,8 @@ import pytest
 from pydantic import Field
 
 from moejob_api.crd.structural import schema_of
-from moejob_api.fields import FieldKind, UnsupportedFieldError, fields_of, job_fields
 from moejob_api.job.base import ApiModel, Quantity, TextMap
+from moejob_api.job.fields import FieldKind, UnsupportedFieldError, fields_of, job_fields
 
 
 class Inner(ApiModel):

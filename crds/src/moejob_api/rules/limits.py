@@ -14,8 +14,8 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 from pydantic.alias_generators import to_camel
 
-from moejob_api.claims import SCHEME, claims_of_sources
 from moejob_api.job import Spec
+from moejob_api.job.claims import SCHEME, claims_of_sources
 from moejob_api.job.resources import Accelerator
 from moejob_api.problems import Problem, Rule
 
