@@ -32,12 +32,12 @@ from moejob_api.contract.pods import (
 )
 from moejob_api.job.status import HubCommit, RepositoryKind
 from moejob_cli.running.steps import StepLog, tokens_per_second
+from moejob_operator.admission.listener import BoundedServer, ListenerLimits
 from moejob_operator.admission.review import HANDLER, PATH
 from moejob_operator.admission.server import AdmissionServer, NotAReview, read_review
 from moejob_operator.observed.ownership import PodPlace
 from moejob_operator.observed.pods import pod
 from moejob_operator.runtime import health
-from moejob_operator.runtime.listener import BoundedServer, ListenerLimits
 from moejob_operator.runtime.metrics import Metrics
 from moejob_operator.runtime.pod_client import HEAD_BYTES, PROGRESS_BYTES, Mute, answered, parsed
 

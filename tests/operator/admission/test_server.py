@@ -23,12 +23,12 @@ from moejob_api.job import GROUP, PLURAL, VERSION
 from moejob_api.rules.limits import DEFAULT_LIMITS, JobLimits
 from moejob_operator.admission import review
 from moejob_operator.admission.certificates import KeyPair, hosts_of, load, made, utc_now
+from moejob_operator.admission.listener import ListenerLimits
 from moejob_operator.admission.review import ReviewTurns
 from moejob_operator.admission.server import BODY_BYTES, OWN_BYTES, VALUES, AdmissionServer, NotAReview, read_review
 from moejob_operator.handlers import validate
 from moejob_operator.runtime.assembly import REVIEWERS
 from moejob_operator.runtime.kopf_settings import configure
-from moejob_operator.runtime.listener import ListenerLimits
 from stand_in_api import listed, stand_in
 
 HOSTS = hosts_of("moejob-webhook", "moejob-system")

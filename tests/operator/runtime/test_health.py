@@ -10,8 +10,8 @@ from contextlib import suppress
 
 import pytest
 
+from moejob_operator.admission.listener import ListenerLimits
 from moejob_operator.runtime import health
-from moejob_operator.runtime.listener import ListenerLimits
 from moejob_operator.runtime.metrics import Metrics
 
 HOST = "127.0.0.1"

@@ -19,8 +19,8 @@ import kopf
 from aiohttp import web
 
 from moejob_api.job import GROUP, PLURAL, VERSION
+from moejob_operator.admission.listener import BoundedServer, ListenerLimits, listening
 from moejob_operator.admission.review import HANDLER, PATH, ReviewAtHand, ReviewTurns, at_hand
-from moejob_operator.runtime.listener import BoundedServer, ListenerLimits, listening
 
 # Two objects of the most that etcd holds, as JSON in JSON.
 BODY_BYTES = 4 * 1024 * 1024

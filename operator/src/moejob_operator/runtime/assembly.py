@@ -10,6 +10,7 @@ from functools import partial
 
 from moejob_operator.admission.certificate_keeper import CertificateKeeper
 from moejob_operator.admission.certificates import CertificateStore, hosts_of
+from moejob_operator.admission.listener import ListenerLimits
 from moejob_operator.admission.server import AdmissionServer, IdleServer
 from moejob_operator.children.attempt import Images, JobNetwork
 from moejob_operator.cluster import Conflict, Forbidden, JobKey, Retryable
@@ -23,7 +24,6 @@ from moejob_operator.runtime.job_watch import JobWatch
 from moejob_operator.runtime.kopf_session import KopfSession
 from moejob_operator.runtime.leader_duties import Leader
 from moejob_operator.runtime.leader_election import ApiLeaseStore, Election, Leadership, Sole
-from moejob_operator.runtime.listener import ListenerLimits
 from moejob_operator.runtime.live_lists import GangApis, LiveLists
 from moejob_operator.runtime.metrics import Metrics
 from moejob_operator.runtime.pod_client import PodClient

@@ -8,7 +8,7 @@ from http import HTTPStatus
 
 from aiohttp import web
 
-from moejob_operator.runtime.listener import BoundedServer, Handler, ListenerLimits, listening
+from moejob_operator.admission.listener import BoundedServer, Handler, ListenerLimits, listening
 from moejob_operator.runtime.metrics import Metrics
 
 # The kubelet and Prometheus are two.

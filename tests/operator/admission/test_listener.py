@@ -12,8 +12,8 @@ import pytest
 from aiohttp import web
 
 from connections import SentConnection
+from moejob_operator.admission.listener import BoundedServer, Intake, ListenerLimits, listening
 from moejob_operator.runtime.event_loop import EventLoop
-from moejob_operator.runtime.listener import BoundedServer, Intake, ListenerLimits, listening
 
 # Only failures take it.
 DEADLINE_SECONDS = 120.0
