@@ -22,11 +22,11 @@ from moejob_operator.admission import review
 from moejob_operator.admission.certificates import hosts_of, load, made, utc_now
 from moejob_operator.admission.server import AdmissionServer
 from moejob_operator.handlers import validate
+from moejob_operator.kube_api.pod_client import Mute, PodClient
 from moejob_operator.runtime import health
 from moejob_operator.runtime.assembly import REVIEWERS
 from moejob_operator.runtime.kopf_settings import configure
 from moejob_operator.runtime.metrics import Metrics
-from moejob_operator.runtime.pod_client import Mute, PodClient
 from moejob_operator.runtime.process import keep_loop_prompt
 from stand_in_api import listed, stand_in
 

@@ -35,11 +35,11 @@ from moejob_cli.running.steps import StepLog, tokens_per_second
 from moejob_operator.admission.listener import BoundedServer, ListenerLimits
 from moejob_operator.admission.review import HANDLER, PATH
 from moejob_operator.admission.server import AdmissionServer, NotAReview, read_review
+from moejob_operator.kube_api.pod_client import HEAD_BYTES, PROGRESS_BYTES, Mute, answered, parsed
 from moejob_operator.observed.ownership import PodPlace
 from moejob_operator.observed.pods import pod
 from moejob_operator.runtime import health
 from moejob_operator.runtime.metrics import Metrics
-from moejob_operator.runtime.pod_client import HEAD_BYTES, PROGRESS_BYTES, Mute, answered, parsed
 
 COMMIT = HubCommit(kind=RepositoryKind.MODEL, name="team/tiny", commit="a" * 40)
 RUN = RunProgress(step=7, total_steps=100, loss=0.5, last_checkpoint_step=5, hub_commits=(COMMIT,))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from moejob_operator.runtime import logs, process
+from moejob_operator import logs
+from moejob_operator.runtime import process
 from moejob_operator.runtime.event_loop import EventLoop
 from moejob_operator.runtime.settings import read_settings
 

@@ -2,7 +2,7 @@
 
 kopf owns the watch of jobs, the login, the admission server, the settings and the lifecycle. It only tells of events;
 a queue of ours says which job is reconciled when, and only in the replica that leads. Pods, Services and claims have
-watches of their own: moejob_operator.runtime.informers says why.
+watches of their own: moejob_operator.kube_api.informers says why.
 """
 
 from __future__ import annotations

@@ -20,9 +20,9 @@ from moejob_api.job import KIND
 from moejob_operator.actions import Kind
 from moejob_operator.admission.review import HOOK
 from moejob_operator.cluster import Conflict, Forbidden, Retryable
-from moejob_operator.runtime.api_client import Absent, ApiClient, Exists, configuration
+from moejob_operator.kube_api.api_client import Absent, ApiClient, Exists, configuration
+from moejob_operator.kube_api.live_lists import JOBS, collection
 from moejob_operator.runtime.leader_election import ApiLeaseStore, Lease
-from moejob_operator.runtime.live_lists import JOBS, collection
 from moejob_operator.runtime.metrics import Metrics
 
 # What is wrong; None when nothing is.

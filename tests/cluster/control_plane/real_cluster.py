@@ -24,12 +24,12 @@ from fake_cluster import Body, Crash, FakeCluster, Id, at
 from moejob_api.contract.pods import Label, PodProgress, Role
 from moejob_operator.actions import WRITE_ONLY, Event, Kind, Manifest, Ref
 from moejob_operator.cluster import Children, JobKey, Raw
-from moejob_operator.runtime.api_client import ApiClient
-from moejob_operator.runtime.api_server import ApiServer
-from moejob_operator.runtime.cache import Cache
-from moejob_operator.runtime.informers import WATCHED
-from moejob_operator.runtime.live_lists import GangApis, LiveLists, collection
-from moejob_operator.runtime.pod_client import PodClient
+from moejob_operator.kube_api.api_client import ApiClient
+from moejob_operator.kube_api.api_server import ApiServer
+from moejob_operator.kube_api.cache import Cache
+from moejob_operator.kube_api.informers import WATCHED
+from moejob_operator.kube_api.live_lists import GangApis, LiveLists, collection
+from moejob_operator.kube_api.pod_client import PodClient
 
 KINDS = (Kind.JOB, *WATCHED)
 # With what the operator may only create.

@@ -13,7 +13,7 @@ from cluster.control_plane.plane import ControlPlane
 from golden_manifests import FOLDER, GOLDEN
 from moejob_operator.actions import Kind
 from moejob_operator.children.gangs import GangApi
-from moejob_operator.runtime.live_lists import collection
+from moejob_operator.kube_api.live_lists import collection
 
 # Only stand-ins of the others are served.
 SERVED = ("v1", GangApi.NATIVE)

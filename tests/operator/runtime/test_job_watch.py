@@ -14,11 +14,11 @@ import pytest
 from moejob_api.job import GROUP, PLURAL, VERSION
 from moejob_operator.actions import Kind
 from moejob_operator.cluster import JobKey
-from moejob_operator.runtime.cache import Cache
+from moejob_operator.kube_api.cache import Cache
+from moejob_operator.kube_api.live_lists import GangApis, LiveLists
 from moejob_operator.runtime.job_watch import DEAD_SECONDS, JobWatch, receive
 from moejob_operator.runtime.kopf_session import KopfSession
 from moejob_operator.runtime.kopf_settings import configure
-from moejob_operator.runtime.live_lists import GangApis, LiveLists
 from stand_in_api import Answer, StandIn, api_groups, api_resources, listed, refused, stand_in, stored
 
 API = f"{GROUP}/{VERSION}"

@@ -10,8 +10,8 @@ import pytest
 
 from moejob_operator.actions import Kind
 from moejob_operator.cluster import Forbidden, JobKey, Retryable
-from moejob_operator.runtime.api_client import Absent
-from moejob_operator.runtime.cache import Cache
+from moejob_operator.kube_api.api_client import Absent
+from moejob_operator.kube_api.cache import Cache
 from moejob_operator.runtime.leader_duties import Leader
 from moejob_operator.runtime.work_queue import RateLimiter, WorkOutcome, WorkQueue
 from stand_in_api import stored

@@ -10,8 +10,8 @@ from typing import NoReturn
 
 from moejob_operator.admission.certificates import CertificateStore, KeyPair, load, utc_now
 from moejob_operator.cluster import Conflict, Forbidden, Retryable
-from moejob_operator.runtime.api_client import Exists
-from moejob_operator.runtime.logs import Log
+from moejob_operator.kube_api.api_client import Exists
+from moejob_operator.logs import Log
 
 log = Log(__name__)
 

@@ -22,8 +22,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from moejob_operator.cluster import Raw
-from moejob_operator.runtime.api_client import Absent, ApiClient
-from moejob_operator.runtime.logs import Log
+from moejob_operator.kube_api.api_client import Absent, ApiClient
+from moejob_operator.logs import Log
 
 log = Log(__name__)
 

@@ -1,4 +1,4 @@
-"""The runtime of the operator: clients, caches, queue, election, metrics.
+"""The process that runs the operator: kopf, its session and settings, queue, election, metrics.
 
 Knows nothing of how a job is decided about.
 """

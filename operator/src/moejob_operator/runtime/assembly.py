@@ -14,19 +14,19 @@ from moejob_operator.admission.listener import ListenerLimits
 from moejob_operator.admission.server import AdmissionServer, IdleServer
 from moejob_operator.children.attempt import Images, JobNetwork
 from moejob_operator.cluster import Conflict, Forbidden, JobKey, Retryable
+from moejob_operator.kube_api.api_client import ApiClient, configuration
+from moejob_operator.kube_api.api_server import ApiServer
+from moejob_operator.kube_api.cache import Cache
+from moejob_operator.kube_api.informers import WATCHED, Informer, watches
+from moejob_operator.kube_api.live_lists import GangApis, LiveLists
+from moejob_operator.kube_api.pod_client import PodClient
 from moejob_operator.planning.observed_state import Setting
 from moejob_operator.reconcile import Reconciler
-from moejob_operator.runtime.api_client import ApiClient, configuration
-from moejob_operator.runtime.api_server import ApiServer
-from moejob_operator.runtime.cache import Cache
-from moejob_operator.runtime.informers import WATCHED, Informer, watches
 from moejob_operator.runtime.job_watch import JobWatch
 from moejob_operator.runtime.kopf_session import KopfSession
 from moejob_operator.runtime.leader_duties import Leader
 from moejob_operator.runtime.leader_election import ApiLeaseStore, Election, Leadership, Sole
-from moejob_operator.runtime.live_lists import GangApis, LiveLists
 from moejob_operator.runtime.metrics import Metrics
-from moejob_operator.runtime.pod_client import PodClient
 from moejob_operator.runtime.settings import Settings, unique
 from moejob_operator.runtime.work_queue import RateLimiter, WorkQueue
 from moejob_operator.validation import Validator, validation_of

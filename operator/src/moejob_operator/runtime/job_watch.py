@@ -15,11 +15,11 @@ import kopf
 
 from moejob_operator.actions import Kind
 from moejob_operator.cluster import JobKey, Raw
-from moejob_operator.runtime.api_client import Listing
-from moejob_operator.runtime.cache import Cache, slim
-from moejob_operator.runtime.informers import Pauses
-from moejob_operator.runtime.live_lists import LiveLists
-from moejob_operator.runtime.logs import Log
+from moejob_operator.kube_api.api_client import Listing
+from moejob_operator.kube_api.cache import Cache, slim
+from moejob_operator.kube_api.informers import Pauses
+from moejob_operator.kube_api.live_lists import LiveLists
+from moejob_operator.logs import Log
 
 log = Log(__name__)
 

@@ -16,7 +16,7 @@ import kopf
 
 from moejob_api.job import GROUP, PLURAL
 from moejob_operator.cluster import Conflict, Forbidden, Raw, Retryable
-from moejob_operator.runtime.api_client import (
+from moejob_operator.kube_api.api_client import (
     Absent,
     ApiClient,
     Exists,
@@ -29,10 +29,10 @@ from moejob_operator.runtime.api_client import (
     understood,
     watch_event,
 )
-from moejob_operator.runtime.informers import Pauses
+from moejob_operator.kube_api.informers import Pauses
+from moejob_operator.kube_api.live_lists import JOBS
+from moejob_operator.logs import Log
 from moejob_operator.runtime.job_watch import JobWatch
-from moejob_operator.runtime.live_lists import JOBS
-from moejob_operator.runtime.logs import Log
 
 log = Log(__name__)
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 from moejob_operator.actions import Kind
 from moejob_operator.cluster import Forbidden, JobKey, Retryable
-from moejob_operator.runtime.api_client import Absent
-from moejob_operator.runtime.informers import Informer
+from moejob_operator.kube_api.api_client import Absent
+from moejob_operator.kube_api.informers import Informer
+from moejob_operator.kube_api.live_lists import LiveLists
+from moejob_operator.logs import Log
 from moejob_operator.runtime.job_watch import JobWatch
-from moejob_operator.runtime.live_lists import LiveLists
-from moejob_operator.runtime.logs import Log
 from moejob_operator.runtime.work_queue import WorkQueue
 
 log = Log(__name__)

@@ -16,8 +16,8 @@ from datetime import UTC, datetime
 from typing import Any, Protocol, assert_never
 
 from moejob_operator.cluster import Conflict, Forbidden, Raw, Retryable
-from moejob_operator.runtime.api_client import Absent, ApiClient, Exists
-from moejob_operator.runtime.logs import Log
+from moejob_operator.kube_api.api_client import Absent, ApiClient, Exists
+from moejob_operator.logs import Log
 
 log = Log(__name__)
 

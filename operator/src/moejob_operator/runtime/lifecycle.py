@@ -10,12 +10,12 @@ from typing import Any, Self
 import kopf
 
 from moejob_api.rules.limits import JobLimits
+from moejob_operator.logs import Log
 from moejob_operator.runtime import health
 from moejob_operator.runtime.assembly import ReplicaParts, assemble
 from moejob_operator.runtime.job_watch import receive
 from moejob_operator.runtime.kopf_session import KopfSession
 from moejob_operator.runtime.kopf_settings import configure
-from moejob_operator.runtime.logs import Log
 from moejob_operator.runtime.settings import Settings, read_settings
 
 log = Log(__name__)

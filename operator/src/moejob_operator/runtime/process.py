@@ -9,8 +9,8 @@ import sys
 import kopf
 from kopf._core.engines.peering import Identity  # it has no public name
 
+from moejob_operator.logs import Log
 from moejob_operator.runtime.lifecycle import CLOSING_SECONDS, Operator
-from moejob_operator.runtime.logs import Log
 from moejob_operator.runtime.settings import Settings
 
 log = Log(__name__)

@@ -16,7 +16,7 @@ from enum import StrEnum
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
-from moejob_operator.runtime.logs import Log
+from moejob_operator.logs import Log
 
 log = Log(__name__)
 

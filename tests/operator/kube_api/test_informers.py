@@ -13,9 +13,9 @@ import pytest
 from moejob_api.contract.pods import Label
 from moejob_operator.actions import Kind
 from moejob_operator.cluster import JobKey
-from moejob_operator.runtime.cache import Cache
-from moejob_operator.runtime.informers import WATCHED, Informer, receive, watches
-from moejob_operator.runtime.live_lists import GangApis, LiveLists
+from moejob_operator.kube_api.cache import Cache
+from moejob_operator.kube_api.informers import WATCHED, Informer, receive, watches
+from moejob_operator.kube_api.live_lists import GangApis, LiveLists
 from stand_in_api import Answer, StandIn, listed, refused, stand_in, stored
 
 KEY = JobKey("default", "job")

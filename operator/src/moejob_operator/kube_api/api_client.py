@@ -24,7 +24,7 @@ from kubernetes.aio import client, config
 from kubernetes.aio.client.rest import RESTClientObject
 
 from moejob_operator.cluster import Conflict, Forbidden, Raw, Retryable
-from moejob_operator.runtime.logs import Log
+from moejob_operator.logs import Log
 
 log = Log(__name__)
 

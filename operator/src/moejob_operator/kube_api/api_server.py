@@ -15,12 +15,12 @@ from moejob_api.job import KIND
 from moejob_operator.actions import WRITE_ONLY, Event, Kind, Manifest, Ref
 from moejob_operator.children.shared import SECRET_KEY
 from moejob_operator.cluster import Children, Conflict, Forbidden, InTheWay, JobKey, Raw, Retryable
+from moejob_operator.kube_api.api_client import Absent, ApiClient, Exists
+from moejob_operator.kube_api.cache import CHILD_KINDS, Cache
+from moejob_operator.kube_api.live_lists import JOBS, LiveLists, collection
+from moejob_operator.kube_api.pod_client import Mute, PodClient
+from moejob_operator.logs import Log
 from moejob_operator.observed import is_as_made, is_unheard, taken_by_taint
-from moejob_operator.runtime.api_client import Absent, ApiClient, Exists
-from moejob_operator.runtime.cache import CHILD_KINDS, Cache
-from moejob_operator.runtime.live_lists import JOBS, LiveLists, collection
-from moejob_operator.runtime.logs import Log
-from moejob_operator.runtime.pod_client import Mute, PodClient
 
 log = Log(__name__)
 

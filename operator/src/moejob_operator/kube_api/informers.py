@@ -17,10 +17,10 @@ from typing import NoReturn
 
 from moejob_operator.actions import Kind
 from moejob_operator.cluster import Forbidden, JobKey, Raw, Retryable
-from moejob_operator.runtime.api_client import Absent, ApiClient, Expired
-from moejob_operator.runtime.cache import Cache
-from moejob_operator.runtime.live_lists import LiveLists, selected
-from moejob_operator.runtime.logs import Log
+from moejob_operator.kube_api.api_client import Absent, ApiClient, Expired
+from moejob_operator.kube_api.cache import Cache
+from moejob_operator.kube_api.live_lists import LiveLists, selected
+from moejob_operator.logs import Log
 
 log = Log(__name__)
 

@@ -13,8 +13,8 @@ from moejob_api.job import GROUP, PLURAL, VERSION
 from moejob_operator.actions import Kind
 from moejob_operator.children.gangs import GangApi
 from moejob_operator.cluster import JobKey, Raw
-from moejob_operator.runtime.api_client import Absent, ApiClient, Listing
-from moejob_operator.runtime.cache import Cache, owner, slim
+from moejob_operator.kube_api.api_client import Absent, ApiClient, Listing
+from moejob_operator.kube_api.cache import Cache, owner, slim
 
 JOBS = f"{GROUP}/{VERSION}"
 OURS = f"{Label.MANAGED_BY}={MANAGED_BY}"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from moejob_api.contract.pods import Label
 from moejob_operator.actions import Kind
 from moejob_operator.cluster import JobKey
-from moejob_operator.runtime.cache import Cache, slim
+from moejob_operator.kube_api.cache import Cache, slim
 from stand_in_api import stored
 
 KEY = JobKey("default", "job")

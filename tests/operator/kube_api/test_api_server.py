@@ -15,10 +15,10 @@ from moejob_api.contract.pods import Label
 from moejob_operator.actions import Event, Kind, Ref, Severity
 from moejob_operator.children.gangs import GangApi
 from moejob_operator.cluster import Conflict, Forbidden, JobKey, Retryable
-from moejob_operator.runtime.api_server import ApiServer
-from moejob_operator.runtime.cache import Cache
-from moejob_operator.runtime.live_lists import GangApis, LiveLists
-from moejob_operator.runtime.pod_client import PodClient
+from moejob_operator.kube_api.api_server import ApiServer
+from moejob_operator.kube_api.cache import Cache
+from moejob_operator.kube_api.live_lists import GangApis, LiveLists
+from moejob_operator.kube_api.pod_client import PodClient
 from stand_in_api import Answer, StandIn, listed, refused, stand_in, stored
 
 KEY = JobKey("default", "job")

@@ -11,12 +11,12 @@ from fake_world import IMAGES, SMALL
 from moejob_operator.actions import Kind
 from moejob_operator.children.attempt import JobNetwork
 from moejob_operator.cluster import JobKey
+from moejob_operator.kube_api.api_server import ApiServer
+from moejob_operator.kube_api.cache import Cache
+from moejob_operator.kube_api.live_lists import JOBS, GangApis, LiveLists
+from moejob_operator.kube_api.pod_client import PodClient
 from moejob_operator.planning.observed_state import Setting
 from moejob_operator.reconcile import Reconciler, reconcile
-from moejob_operator.runtime.api_server import ApiServer
-from moejob_operator.runtime.cache import Cache
-from moejob_operator.runtime.live_lists import JOBS, GangApis, LiveLists
-from moejob_operator.runtime.pod_client import PodClient
 from moejob_operator.validation import Validator
 from stand_in_api import StandIn, listed, stand_in, stored
 

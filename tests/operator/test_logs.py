@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from moejob_operator.cluster import JobKey
-from moejob_operator.runtime.logs import Log, LogFormat, configure
+from moejob_operator.logs import Log, LogFormat, configure
 
 log = Log("moejob_operator.test")
 

@@ -9,7 +9,7 @@ import pytest
 from kubernetes.aio import client
 
 from moejob_operator.cluster import Conflict, Forbidden, Retryable
-from moejob_operator.runtime.api_client import Absent, ApiClient, Exists, configuration, resource_of
+from moejob_operator.kube_api.api_client import Absent, ApiClient, Exists, configuration, resource_of
 from stand_in_api import Answer, listed, refused, stand_in
 
 POD = "/api/v1/namespaces/default/pods/a"

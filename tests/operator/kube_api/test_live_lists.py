@@ -9,8 +9,8 @@ from moejob_api.contract.pods import Label
 from moejob_operator.actions import Kind
 from moejob_operator.children.gangs import GangApi
 from moejob_operator.cluster import JobKey, Raw
-from moejob_operator.runtime.cache import CHILD_KINDS, Cache
-from moejob_operator.runtime.live_lists import GangApis, LiveLists, collection
+from moejob_operator.kube_api.cache import CHILD_KINDS, Cache
+from moejob_operator.kube_api.live_lists import GangApis, LiveLists, collection
 from stand_in_api import StandIn, listed, refused, stand_in, stored
 
 JOBS = "/apis/moejob.dev/v1alpha1/moetrainingjobs"

@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 
 from moejob_api.contract.pods import PodProgress
-from moejob_operator.runtime.pod_client import HEAD_BYTES, PROGRESS_BYTES, Mute, PodClient, parsed
+from moejob_operator.kube_api.pod_client import HEAD_BYTES, PROGRESS_BYTES, Mute, PodClient, parsed
 
 PROGRESS = json.dumps({"attempt": 2, "index": 0, "ready": True})
 READY = PodProgress(attempt=2, index=0, ready=True)
