@@ -20,7 +20,7 @@ from moejob_operator.decide import Reconciliation, decide
 from moejob_operator.expiring_cache import ExpiringCache
 from moejob_operator.observed import Job, Observed, PodReadings, Specs, observed, with_progress
 from moejob_operator.planning.observed_state import Setting
-from moejob_operator.polling import pods_to_ask
+from moejob_operator.planning.polling import pods_to_ask
 from moejob_operator.validation import Validator
 
 # Objects created at once: a gang of a hundred should not wait for a hundred round trips.
