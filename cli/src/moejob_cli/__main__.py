@@ -1,4 +1,4 @@
-"""Entry point of `moejob`: runs a command and turns whatever goes wrong into one message and an exit code."""
+"""Entry point of `moejob`: runs a command and turns every error into one message and an exit code."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import sys
 
 from moejob_cli.exits import Exit
 
-# Set to anything, a fault of moejob itself ends a command with its traceback.
+# The variable, set to any value, lets an internal error of moejob show its traceback.
 DEBUG = "MOEJOB_DEBUG"
-# Objects made and not yet freed: a plan makes fewer, `moejob run` may make more.
+# Garbage is collected after this many new objects: a plan makes fewer, `moejob run` may make more.
 _COLLECTED_AFTER = 200_000
 
 
 def main() -> None:
     """Run the command line; never lets a traceback through unless MOEJOB_DEBUG is set."""
-    # What is imported lives until the end. Python would look through it for garbage again and again while it is made,
-    # and once more while it ends: a sixth of the time of a plan.
+    # Imported objects live until the end. Python would search them for garbage again and again during the imports, and
+    # once more at the end: a sixth of the time of a plan.
     gc.set_threshold(_COLLECTED_AFTER)
     try:
         _run()

@@ -1,6 +1,6 @@
-"""The commands of `moejob`. Each reads its input, asks moejob_api and prints the answer.
+"""The commands of `moejob`. Each reads its input, asks moejob_api and prints the result.
 
-Annotations are no text, so none are imported from __future__: typer would evaluate those of every command four times.
+Annotations are not imported from __future__: they would be text, which typer evaluates four times for every command.
 """
 
 import json
@@ -41,7 +41,7 @@ class OutputFormat(StrEnum):
 
 
 class Foreign(StrEnum):
-    """A format of others that models are converted from."""
+    """A foreign format from which models are converted."""
 
     MEGATRON = "megatron"
 
@@ -109,7 +109,7 @@ def validate(
 
 
 def _validated(file: str, settings: "Sequence[str]") -> Exit:
-    """Check one job; one that cannot be read does not keep the others from being checked."""
+    """Check one job; an unreadable job is reported, so that the next ones are still checked."""
     from moejob_api.problems import InvalidSpec
     from moejob_cli.inputs import planned
     from moejob_cli.local_files import unreadable_sources
@@ -133,7 +133,7 @@ def _validated(file: str, settings: "Sequence[str]") -> Exit:
 
 
 def _with_file(file: str, text: str) -> str:
-    """Add the file to complaints about the file; those about a field keep their words."""
+    """Put the file's name in front of a problem that does not contain it."""
     return text if file in text else f"{file}: {text}"
 
 
@@ -369,7 +369,7 @@ def show(answer: "RenderableType") -> None:
     """Print for a person; plain and unwrapped when the output is no terminal."""
     from rich.console import Console
 
-    # No answer has an emoji, and the names of all take as long to load as an answer takes to print.
+    # No report has an emoji, and rich takes as long to load their names as to print a report.
     if sys.stdout.isatty():
         Console(highlight=False, emoji=False).print(answer)
         return
@@ -384,7 +384,7 @@ def print_document(value: object, output: OutputFormat) -> None:
     """Print plain values as JSON or YAML."""
     if output is OutputFormat.JSON:
         text = json.dumps(value, indent=2, ensure_ascii=False)
-        # Escapes are how JSON writes what a terminal would obey, so a reader gets the same text.
+        # JSON can escape characters that a terminal would obey, so a reader still gets the same text.
         typer.echo(text if _is_shown(text) else json.dumps(value, indent=2))
         return
     import yaml
@@ -394,5 +394,5 @@ def print_document(value: object, output: OutputFormat) -> None:
 
 
 def _is_shown(text: str) -> bool:
-    """Return whether a terminal shows all of a text and obeys nothing of it but ends of lines."""
+    """Return whether a text has printable characters and line ends only."""
     return text.replace("\n", "").isprintable()

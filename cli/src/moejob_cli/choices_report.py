@@ -13,7 +13,7 @@ from moejob_cli.report import model_words, parallelism_words, problem_line
 
 
 def choices_report(found: Chosen) -> RenderableType:
-    """The whole answer of `moejob plan --auto`."""
+    """Return the whole report of `moejob plan --auto`."""
     name = f"{found.job.spec.method} of {found.job.spec.model.source} ({model_words(found.shape)})"
     head = Text(f"{name} on {found.gpus} {found.hardware.name}")
     if not found.choices:

@@ -1,4 +1,4 @@
-"""`moejob plan --auto`: what a person wishes for, turned into a job, a search and the job with the best layout."""
+"""`moejob plan --auto`: options of the command line become a job, a search and the job with the best layout."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Named = TypeVar("Named", bound=StrEnum)
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """Speeds a person knows better than the table of GPUs; None leaves the table's."""
+    """Measured speeds that replace those of the table of GPUs; None keeps the table's."""
 
     tflops: float | None = None
     nvlink_gigabytes: float | None = None
@@ -41,7 +41,7 @@ class Speeds:
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """Everything said on the command line."""
+    """All options of the command line."""
 
     file: str | None
     model: str | None
@@ -67,7 +67,7 @@ class Chosen:
 
 
 def chosen(wishes: Wishes) -> Chosen:
-    """The best layouts for what was wished for."""
+    """Return the best layouts for the request."""
     job = _job(wishes)
     shape = seen_model(job)
     if isinstance(shape, Unseen):
@@ -152,7 +152,7 @@ def _rollout_fields(rollout: Rollout) -> dict[str, Any]:
 
 
 def _job(wishes: Wishes) -> MoETrainingJob:
-    """The job to start from: the file's, or a new one around the model, with what was said laid over it."""
+    """Return the job to start from: the file's, or a new one for the model, with the options of the command line."""
     if wishes.file is not None and wishes.model is not None:
         raise _misused("--model", f"{wishes.file} names its model already; give one of the two")
     if wishes.file is not None:
@@ -174,7 +174,7 @@ def _job(wishes: Wishes) -> MoETrainingJob:
 
 
 def _on(job: MoETrainingJob, wishes: Wishes) -> MoETrainingJob:
-    """The job on the GPU type that was said, with nothing said about its layout."""
+    """Return the job with the GPU type of the command line, if there is one."""
     resources = job.spec.resources
     if wishes.gpu_type is not None:
         gpu_type = _one_of(GpuType, wishes.gpu_type, "--gpu-type")

@@ -17,7 +17,7 @@ from moejob_cli.running.machine import installed_trainer
 
 @dataclass(frozen=True, slots=True)
 class PreviewFailure:
-    """The exit code of the trainer's Python, and what it says."""
+    """The exit code of the trainer's Python, and its error message."""
 
     exit_code: int
     message: str
@@ -26,7 +26,7 @@ class PreviewFailure:
 def previewed(
     file: str, extent: Extent, settings: Sequence[str] = (), environ: Mapping[str, str] = os.environ
 ) -> DataPreview | PreviewFailure:
-    """The data of the job in a file; CannotRun where there is no trainer to read it."""
+    """Return the data of the job in a file; CannotRun where there is no trainer to read it."""
     job = read_file(file, settings)
     python = installed_trainer(environ)
     command = [str(python), "-W", "ignore", "-m", "moejob_trainer.data.preview"]

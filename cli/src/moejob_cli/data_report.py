@@ -11,7 +11,7 @@ from rich.text import Text
 from moejob_api.contract.data_preview import DataPreview, DatasetPreview, PreviewedExample
 from moejob_api.contract.pods import escaped, printable
 
-# Around what is trained on: colour alone would be lost in a file.
+# Brackets around trained tokens: colour alone would be lost in a file.
 OPEN, CLOSE = "⟦", "⟧"
 
 
@@ -51,7 +51,7 @@ def _example(example: PreviewedExample) -> Iterator[RenderableType]:
     )
     text = Text()
     for part in example.parts:
-        # Data is the world's: what a terminal would obey is shown as a blank, and only lines are kept.
+        # Data comes from anywhere: characters that a terminal would obey become blanks, except line ends.
         shown = "\n".join(map(printable, part.text.split("\n")))
         text.append(f"{OPEN}{shown}{CLOSE}" if part.trained else shown, "green" if part.trained else "")
     yield Padding(text, (0, 0, 0, 4))

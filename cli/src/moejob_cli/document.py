@@ -1,4 +1,4 @@
-"""A plan as the one object that `--output json|yaml` prints. Its keys are an interface: others build on them."""
+"""A plan as the one object that `--output json|yaml` prints. Its keys are an interface for other programs."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class PlannedJob:
 
 
 def planned(file: str, settings: Sequence[str] = (), available_gpus: int | None = None) -> PlannedJob:
-    """The plan of the job in a file, with the fields that --set gives."""
+    """Return the plan of the job in a file, changed by --set."""
     job = read_file(file, settings)
     found = seen_model(job)
     if isinstance(found, Unseen):
@@ -31,5 +31,5 @@ def planned(file: str, settings: Sequence[str] = (), available_gpus: int | None 
 
 
 def seen_model(job: MoETrainingJob) -> ModelShape | Unseen:
-    """The shape of a job's model, or why it cannot be seen."""
+    """Return the shape of a job's model, or the reason that it cannot be read from here."""
     return model_shape(job.spec.model.source, job.spec.model.revision)

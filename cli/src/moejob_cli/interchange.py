@@ -1,7 +1,7 @@
 """`moejob import` and `moejob export`: starts the Python of the environment that knows the formats.
 
-A checkpoint of a run becomes a Hugging Face folder in the trainer's environment, and that a checkpoint of Megatron's in
-the environment of Megatron-Bridge.
+The trainer's environment makes a Hugging Face folder of a run's checkpoint. The environment of Megatron-Bridge makes a
+Megatron checkpoint of that folder.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Conversion:
 
 @dataclass(frozen=True, slots=True)
 class FromCheckpoint:
-    """The choices among what a run has saved; None and False: the newest checkpoint, as the job trains it."""
+    """The choice of a checkpoint and of its form; by default the newest one, as the job trains it."""
 
     step: str | None = None
     merge_adapters: bool = False
@@ -86,7 +86,7 @@ def exported_to_megatron(
     if folder is not None and wanted == FromCheckpoint():
         return converted(["export", folder, "--out", out], environ)
     try:
-        # Before minutes of reading and writing that would be for nothing.
+        # Fail now, and not after minutes of reading and writing.
         megatron_python(environ)
     except CannotRun as refused:
         return Conversion(ExitCode.BAD_CONFIGURATION, str(refused))
@@ -111,7 +111,7 @@ def _ran(command: Sequence[str | Path], environ: Mapping[str, str]) -> Conversio
 def megatron_python(environ: Mapping[str, str], checkout: Path = _CHECKOUT) -> Path:
     """Return the Python that has Megatron-Bridge: the one that was named, else the project's own."""
     named = environ.get(MEGATRON_PYTHON)
-    # Not resolved: a virtual environment is known by the link that is its Python.
+    # The path is not resolved: Python finds its virtual environment by the link that started it.
     found = Path(named) if named else checkout / ".venv/bridge/bin/python"
     fix = (
         f"run `make setup-megatron` in the checkout of moejob, or set {MEGATRON_PYTHON} to the Python of an "

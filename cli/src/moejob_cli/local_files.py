@@ -1,4 +1,4 @@
-"""Files and folders that a job names and a run on this machine reads: those that are not here, or cannot be read."""
+"""Files and folders in a job that a run on this machine would read, and cannot: missing or forbidden ones."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Options that cost nothing until they are given.
+"""Options without validators until the command line has a value for them.
 
-Typer builds a pydantic validator for every option of a command before it looks whether there is a value. Completing a
-word, which asks for no value, would take twice as long as all else that it does.
+Typer builds a pydantic validator for every option of a command, with or without a value. For shell completion, which
+needs no value, that would take twice as long as all other work.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typer.core import TyperArgument, TyperGroup, TyperOption
 
 @dataclass(frozen=True)
 class Unbuilt(RuntimeParam):
-    """Stands for the validator of an option; None passes without it."""
+    """A stand-in for the validator of an option, which is built once there is a value; None needs no validator."""
 
     def _coerce_value(self, value: Any, param: Any, ctx: Context) -> Any:
         # Completing a word runs no command that would read it.
@@ -25,7 +25,7 @@ class Unbuilt(RuntimeParam):
 
 
 class Commands(TyperGroup):
-    """The commands of a program, with options that are built when they are given."""
+    """The commands of a program, whose options get their validators when they have values."""
 
     def get_params(self, ctx: Context) -> list[Parameter]:
         """Return the program's own options."""

@@ -36,7 +36,7 @@ LISTED_RANKS = 8
 
 
 def plan_report(job: MoETrainingJob, plan: Plan, unseen: str | None, all_ranks: bool) -> RenderableType:
-    """The whole answer of `moejob plan`."""
+    """Return the whole report of `moejob plan`."""
     return Group(*_sections(job, plan, unseen, all_ranks))
 
 
@@ -154,7 +154,7 @@ def _with_ends(held: str, stage: int, pipeline: int) -> str:
 
 
 def _shortened(rows: Sequence[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
-    """At most eight rows: the ends of a long pipeline say what the middle looks like."""
+    """Yield at most eight rows: the middle stages of a long pipeline look like those at its ends."""
     if len(rows) <= 8:
         yield from rows
         return

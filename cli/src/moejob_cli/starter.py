@@ -1,4 +1,4 @@
-"""A job for someone who has none yet: what `moejob plan --auto --model ...` starts from."""
+"""The first job of a user who has none: `moejob plan --auto --model ...` starts from it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moejob_api.job.resources import GpuType, Resources
 from moejob_api.job.storage import Storage
 from moejob_api.job.training import Training
 
-# Replaced by the person who edits the job; named so that it is not taken for real data.
+# A placeholder that the user replaces; its name cannot be taken for real data.
 PLACEHOLDER_DATA = "pvc://datasets/train.jsonl"
 
 
@@ -29,7 +29,7 @@ class Wish:
 
 
 def starter_job(wish: Wish) -> MoETrainingJob:
-    """A job that trains the model on placeholder data; its layout is one GPU until one is chosen."""
+    """Return a job that trains the model on placeholder data, on one GPU until a layout is chosen."""
     grpo = Grpo(rewards=(Reward(name=BuiltInReward.MATH),)) if wish.method is Method.GRPO else None
     data_format = DataFormat.PROMPTS if wish.method is Method.GRPO else DataFormat.CHAT
     return MoETrainingJob(

@@ -21,7 +21,7 @@ RUNS = Path("runs")
 def run(
     answer: PlannedJob, layout: Layout, folder: Path | None, display: RunDisplay
 ) -> tuple[Result, list[StepLine], Path]:
-    """Run an accepted job here; how it ended, its steps, and the run folder."""
+    """Run an accepted job on this machine; return its result, its steps and its run folder."""
     name = answer.job.metadata.name
     place = (folder or RUNS / name).absolute()
     try:

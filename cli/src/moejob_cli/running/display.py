@@ -36,7 +36,7 @@ class View:
     total_steps: int | None
     checkpoint_step: int | None
     restarts: int
-    # Before the first step and after the last one: what ranks do, and for how long.
+    # The phase of ranks before the first step and after the last one, and its duration so far.
     doing: str | None = None
     doing_seconds: float = 0.0
 
@@ -56,10 +56,10 @@ class RunDisplay(Protocol):
     ) -> None: ...
 
     def show(self, view: View) -> None:
-        """The run as it is now."""
+        """Show the present view of the run."""
 
     def report(self, event: str) -> None:
-        """Something that happened, which stays on the screen."""
+        """Print an event, which stays on the screen."""
 
 
 def display() -> RunDisplay:
@@ -71,7 +71,7 @@ class Terminal:
     """A bar that moves."""
 
     def __init__(self, console: Console) -> None:
-        # Drawn by the thread that shows something: a thread of its own would be there when launchers are forked.
+        # The thread that shows a view draws it: a thread of rich would be running while launchers are forked.
         self._live = Live(console=console, auto_refresh=False)
 
     def __enter__(self) -> Self:
@@ -93,7 +93,7 @@ class Terminal:
 
 
 class PlainLines:
-    """A line every few seconds, and one for what happens."""
+    """A line every few seconds, and one for each event."""
 
     def __init__(self) -> None:
         self._shown: View | None = None
@@ -105,7 +105,7 @@ class PlainLines:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Nothing is to be put right."""
+        """Do nothing: plain lines change no state of the output."""
 
     def show(self, view: View) -> None:
         """Print when there is something new, and not too often."""
@@ -121,7 +121,7 @@ class PlainLines:
 
 
 def view_now(view: View) -> View:
-    """The view with its lines as they are now; the run continues to add to them."""
+    """Return the view with a copy of its newest line, for the run keeps adding to the list."""
     return replace(view, lines=tuple(view.lines[-1:]))
 
 
@@ -188,7 +188,7 @@ def _score(line: StepLine) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time as people say it."""
+    """Return a duration in words: 59 s, 3 min 5 s, 2 h 10 min."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"

@@ -1,4 +1,4 @@
-"""Separate engines of a run: processes beside the launchers, which come and go without them. Decides nothing else."""
+"""Separate engines of a run: processes that outlive its attempts. Restarts each one that ends; decides nothing else."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class RunEngines:
         self._starts = {order.index: EngineStarts() for order in orders}
 
     def keep_running(self) -> list[str]:
-        """Start engines that do not run; a sentence about each that has ended."""
+        """Start engines that do not run; return a sentence about each engine that has ended."""
         ended = []
         for order in self._orders:
             process = self._processes.get(order.index)
@@ -55,7 +55,7 @@ class RunEngines:
         return ended
 
     def refusal(self) -> FailedStart | None:
-        """Return the reason that an engine cannot start, once it is known: the job would wait for it in vain."""
+        """Return the failed start of an engine that no further try can help; the job would wait for it in vain."""
         for index, starts in self._starts.items():
             if starts.is_hopeless:
                 written = self._log(index).read_bytes()[-LOG_BYTES:]
@@ -63,7 +63,7 @@ class RunEngines:
         return None
 
     def end(self) -> None:
-        """End all engines: asked first, then by force."""
+        """End all engines: SIGTERM first, SIGKILL after a while."""
         for process in self._processes.values():
             process.send_signal(signal.SIGTERM)
         until = time.monotonic() + _END_SECONDS
@@ -81,7 +81,7 @@ class RunEngines:
         self._due[index] = time.monotonic() + self._again_seconds
 
     def _started(self, order: EngineOrder) -> subprocess.Popen[bytes]:
-        # It ends with this process by itself: that is how moejob_rollout starts.
+        # moejob_rollout arranges that it ends with this process.
         self._began[order.index] = time.monotonic()
         with self._log(order.index).open("ab") as log:
             return subprocess.Popen(

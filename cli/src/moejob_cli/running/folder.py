@@ -1,4 +1,4 @@
-"""The run folder as `moejob run` knows it: whose it is, the number of its attempt, and that only one run uses it."""
+"""The run folder as `moejob run` uses it: its owner, the number of the next attempt, and the lock of one run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from moejob_cli.running.machine import CannotRun
 _LOCK = "run.lock"
 _SECRET_BYTES = 32
 _SECRET = re.compile(rf"[0-9a-f]{{{2 * _SECRET_BYTES}}}\n")
-# No run gets there by itself: a file that says more is not of a run's making.
+# No run has this many attempts: a file with a larger number was not made by a run.
 _MOST_ATTEMPTS = 10**9
 
 
@@ -37,14 +37,14 @@ class HeldRunFolder:
         return self.path / RunFile.LOGS
 
     def next_attempt(self) -> int:
-        """A number greater than that of any attempt which has claimed this folder."""
+        """Return a number greater than that of any attempt with a claim in this folder."""
         self._attempt = max(self._attempt, _newest_attempt(self.path)) + 1
         return self._attempt
 
 
 @contextmanager
 def held(path: Path, job: str) -> Iterator[HeldRunFolder]:
-    """The run folder of a job, made or used again. CannotRun when it is another's, or another run is at work in it."""
+    """Make or reuse the run folder of a job, and hold it. CannotRun when it is another job's, or in use."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         _refuse_strange(path)
@@ -67,7 +67,7 @@ def _refuse_strange(path: Path) -> None:
 
 
 def _locked(path: Path) -> int:
-    """Held by the launchers too, which inherit it: a folder is free when the last of them has ended."""
+    """Lock the folder. Launchers inherit the lock, so the folder is free when the last of them has ended."""
     lock = os.open(path / _LOCK, os.O_CREAT | os.O_RDWR, 0o644)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -83,7 +83,7 @@ def _locked(path: Path) -> int:
 
 
 def _keep_from_others(folder: Path) -> None:
-    """Make a folder that its user alone can open, also where one is there already: logs may hold a job's secrets."""
+    """Make the folder private to its user, even one that exists already: logs may hold a job's secrets."""
     folder.mkdir(mode=0o700, exist_ok=True)
     try:
         # A link could lead to a folder that others are meant to read.
@@ -115,7 +115,7 @@ def _owner(path: Path, job: str) -> RunOwner:
 
 
 def _secret(path: Path) -> str:
-    """Kept, for a start must know the claims of those before it; its user's alone, for it opens the rendezvous."""
+    """Return the secret of the run, made once: it opens the rendezvous, and proves claims of earlier starts."""
     file = path / RunFile.SECRET
     if not file.exists():
         _write(file, f"{secrets.token_hex(_SECRET_BYTES)}\n", mode=0o600)
@@ -126,7 +126,7 @@ def _secret(path: Path) -> str:
 
 
 def _kept(file: Path) -> str:
-    """The content of a file, which is its user's alone from now on: a copy of the folder may have lost the mode."""
+    """Make a file private to its user and return its content: a copy of the folder may have lost the file's mode."""
     try:
         # A link could lead to a file that others know.
         with os.fdopen(os.open(file, os.O_RDONLY | os.O_NOFOLLOW), encoding="utf-8", errors="replace") as kept:
@@ -148,7 +148,7 @@ def _newest_attempt(path: Path) -> int:
 
 
 def _write(file: Path, text: str, mode: int = 0o644) -> None:
-    """Whole or not at all, power lost or not: without its owner, no other run could continue this one."""
+    """Write a file completely or not at all, even if the power fails: without its owner file no run could continue."""
     fresh = file.with_name(f".{file.name}.new")
     with os.fdopen(os.open(fresh, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, mode), "w", encoding="utf-8") as target:
         target.write(text)

@@ -15,12 +15,12 @@ from moejob_api.job.resources import Accelerator
 from moejob_api.layout.sizes import Layout
 from moejob_cli.running.machine import LocalMachine, job_variables
 
-# Nothing on this machine is another user's: a namespace only has to be one.
+# Any name would do: this machine has no namespaces of other users.
 NAMESPACE = "local"
 # As in a cluster before the first save has been measured.
 GRACE_SECONDS = 600
-# By themselves gloo listens at the address of the host's name, NCCL and vLLM at one that other machines reach; a shell
-# or a job may name an interface of a cluster. NCCL takes the "=" for an exact name.
+# Keep traffic on loopback. By default gloo listens at the address of the host's name, NCCL and vLLM at an address that
+# other machines reach, and a shell or a job may name a cluster's interface. "=" makes NCCL match the exact name.
 _ON_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo", "VLLM_HOST_IP": LOOPBACK}
 
 
@@ -33,8 +33,8 @@ class RunOf:
     spec: Spec
     layout: Layout
     folder: Path
-    # Opens the rendezvous and engines to this run alone, for ports are for all users of a machine; proves claims on its
-    # folder.
+    # All users of a machine can reach its ports: the secret opens the rendezvous and engines to this run alone, and
+    # proves its claims on the folder.
     secret: str = field(repr=False)
 
 
@@ -115,7 +115,7 @@ def _orders(run: RunOf, role: Role, address: Address, attempt: int, index: int) 
 
 
 def _environment(run: RunOf, machine: LocalMachine, orders: PodOrders, rollout_port: int) -> dict[str, str]:
-    # A contract inherited from elsewhere (a pod that moejob run is typed in) must not mix with this one.
+    # The shell may be in a pod of another job: variables of its contract must not mix with these.
     inherited = {name: value for name, value in machine.environment.items() if name not in set(Environment)}
     contract = contract_environment(orders) | _engines(run, machine, rollout_port)
     said = {name.value: value for name, value in contract.items()}
@@ -155,7 +155,7 @@ def _gpus(run: RunOf, machine: LocalMachine, index: int) -> dict[str, str]:
 
 
 def _share(cores: Sequence[int], index: int, nodes: int) -> frozenset[int]:
-    """The cores of one node: ranks of every node would take all of them."""
+    """Return the cores of one node; without a share, the ranks of every node would use all cores."""
     if nodes == 1 or nodes > len(cores):
         return frozenset()
     return frozenset(cores[index * len(cores) // nodes : (index + 1) * len(cores) // nodes])

@@ -1,4 +1,4 @@
-"""The machine that a run uses: the trainer's Python, GPUs, cores, variables; and what to do where it is missing."""
+"""The machine that a run uses: the trainer's Python, GPUs, cores and variables; errors say how to get a missing one."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class LocalMachine:
 
 
 def this_machine(environ: Mapping[str, str] = os.environ, checkout: Path = _CHECKOUT) -> LocalMachine:
-    """This machine, once there is a trainer that can be started."""
+    """Return this machine; CannotRun where no trainer can be started."""
     python = installed_trainer(environ, checkout)
     named = tuple(path.name for path in Path("/dev").iterdir() if _DEVICE.fullmatch(path.name))
     rollout = Path(environ.get(Environment.ROLLOUT_PYTHON) or checkout / ".venv/rollout/bin/python").absolute()
@@ -55,16 +55,16 @@ def this_machine(environ: Mapping[str, str] = os.environ, checkout: Path = _CHEC
 
 
 def installed_trainer(environ: Mapping[str, str] = os.environ, checkout: Path = _CHECKOUT) -> Path:
-    """The Python of the trainer's environment, which has been seen to hold it."""
+    """Return the Python of the trainer's environment, after a check that the trainer is installed there."""
     python = trainer_python(environ, checkout)
     _must_hold_trainer(python)
     return python
 
 
 def trainer_python(environ: Mapping[str, str], checkout: Path) -> Path:
-    """The Python that the trainer is installed in: the one that was named, else the project's own."""
+    """Return the Python that the trainer is installed in: the configured one, else the project's own."""
     named = environ.get(TRAINER_PYTHON)
-    # Not resolved: a virtual environment is known by the link that is its Python.
+    # The path is not resolved: Python finds its virtual environment by the link that started it.
     found = Path(named) if named else checkout / ".venv/trainer/bin/python"
     if found.is_file() and os.access(found, os.X_OK):
         return found.absolute()
@@ -79,11 +79,11 @@ def trainer_python(environ: Mapping[str, str], checkout: Path) -> Path:
 
 
 def visible_gpus(devices: Sequence[str], environ: Mapping[str, str]) -> tuple[str, ...]:
-    """The GPUs a run may use: all of the driver's, or those that CUDA_VISIBLE_DEVICES leaves."""
+    """Return the GPUs that a run may use: all of the driver's, or those in CUDA_VISIBLE_DEVICES."""
     limited = environ.get("CUDA_VISIBLE_DEVICES")
     if not devices or limited is None:
         return tuple(str(number) for number in range(len(devices)))
-    # CUDA takes no notice of what follows a -1.
+    # CUDA ignores every name behind a -1.
     return tuple(name.strip() for name in limited.partition("-1")[0].split(",") if name.strip())
 
 
@@ -138,7 +138,7 @@ def require_room(need: VolumeNeed, folder: Path) -> None:
 
 
 def job_variables(spec: Spec) -> dict[str, str]:
-    """The variables whose values the job itself says; the others come from this shell."""
+    """Return the variables with a value in the job; the others come from this shell."""
     return {given.name: given.value for given in spec.resources.env if given.value is not None}
 
 

@@ -1,9 +1,9 @@
-"""Ports of this machine that are kept for one run, also while nothing listens on them.
+"""Ports of this machine that are reserved for one run, even while no process listens on them.
 
-A port that was only looked for is free for everyone until a launcher listens on it, seconds later, and again while a
-launcher is replaced. So it is bound here, marked SO_REUSEADDR, and never listened on: Linux then gives it to no other
-program, neither to one that asks for any port nor to a connection that needs one, while a server that sets SO_REUSEADDR
-too, as those of launchers and engines do, may listen on it.
+Another program could take a free port before a launcher listens on it, seconds later, or while a launcher is replaced.
+So each port is bound here, marked SO_REUSEADDR, and never listened on. Linux then gives it to no program that asks for
+any free port, and to no outgoing connection. Servers of launchers and engines set SO_REUSEADDR, too, and so may listen
+on it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _TRIES = 50
 
 
 class ReservedPorts:
-    """Ports in a row, from `first`, on every one of some addresses; none for a count of 0."""
+    """Consecutive ports from `first`, the same on every address; none for a count of 0."""
 
     def __init__(self, hosts: Iterable[str], count: int = 1) -> None:
         addresses = tuple(hosts)
@@ -63,7 +63,7 @@ class AttemptPorts:
 def _bound(stack: ExitStack, address: str, port: int) -> int:
     kept = stack.enter_context(socket.socket())
     kept.bind((address, port))
-    # Set afterwards: two reservations that both had it when they were bound could share a port.
+    # Set after bind: two reservations that set it before could share a port.
     kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     number: int = kept.getsockname()[1]
     return number

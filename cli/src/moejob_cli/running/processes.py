@@ -1,4 +1,4 @@
-"""Launchers as processes of this machine: started, asked, signalled, reaped. Decides nothing."""
+"""Launchers as processes of this machine: starts, asks, signals and reaps them. Decides nothing."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from moejob_cli.running.recovery import PodReport
 
 _ANSWER_SECONDS = 1.0
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
-# Asked a second time a launcher kills its ranks, says its last word and ends.
+# At the second signal a launcher kills its ranks, writes its termination message and ends.
 _ASK_AGAIN_SECONDS, _LONGEST_END_SECONDS = 1.0, 5.0
 _LOOK_SECONDS = 0.05
 
-# Never a proxy: the machine asks itself.
+# Without a proxy: all addresses are on this machine.
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
@@ -49,7 +49,7 @@ class Launcher:
         self.index = order.index
         logs = launching.folder.logs
         self._word = logs / f"pod-{order.index}.json"
-        # What an earlier launcher said last is not this one's.
+        # The termination message of an earlier launcher must not be taken for this one's.
         self._word.unlink(missing_ok=True)
         self._url = f"http://{order.host}:{order.progress_port}{HttpPath.PROGRESS}"
         self._progress: PodProgress | None = None
@@ -67,7 +67,7 @@ class Launcher:
         return self._process.poll() is None
 
     def report(self) -> PodReport:
-        """Return the report of a launcher. Asks it, and waits a moment for the answer."""
+        """Ask the launcher for its progress, wait a moment for the reply, and return its report."""
         code = self._process.poll()
         if code is None:
             self._ask()
@@ -90,7 +90,7 @@ class Launcher:
             with _opener.open(self._url, timeout=_ANSWER_SECONDS) as answer:
                 self._progress = PodProgress.model_validate_json(answer.read())
         except (OSError, HTTPException, ValidationError):
-            # It does not serve yet, never will, or ended in mid-answer: being quiet for too long is what counts.
+            # It does not serve yet, never will, or ended during the reply; recovery acts on a silence that lasts.
             return
         if self._progress.ranks:
             self._reported_at = time.monotonic()
@@ -131,7 +131,7 @@ def _started(order: LauncherOrder, launching: Launching, word: Path) -> subproce
             stdout=log,
             stderr=log,
             pass_fds=(launching.folder.lock,),
-            # Ctrl-C is for this process, which asks launchers once; twice would end them unsaved.
+            # Ctrl-C reaches this process only, which signals launchers once: two signals would end them unsaved.
             start_new_session=True,
             preexec_fn=_save_when_parent_dies,  # noqa: PLW1509  # this process has no threads
         )

@@ -1,4 +1,4 @@
-"""Failures of launchers: ends and silence, as moejob_api.recovery wants them. It says what follows from them.
+"""Failures of launchers, by their exits and their silence; moejob_api.recovery decides the action.
 
 Pure. Knows neither processes nor clocks.
 """
@@ -17,7 +17,7 @@ _RANKS_NAMED = 8
 
 @dataclass(frozen=True, slots=True)
 class PodReport:
-    """One launcher: how it ended, or its last answer. `quiet_seconds`: since one of its ranks reported."""
+    """One launcher: its exit, or its last progress. `quiet_seconds` have passed since one of its ranks reported."""
 
     index: int
     exit_code: int | None = None
@@ -40,13 +40,13 @@ class PodReport:
 
 
 def polled(pods: Sequence[PodReport], nodes: int, state: RecoveryState) -> RecoveryState:
-    """Return the state after a poll: a new checkpoint renews the budget, a whole gang ends its recovery."""
+    """Return the state after a poll: a new checkpoint renews the budget, and a complete gang ends a recovery."""
     state = renewed(state, _saved_step(pods))
     return state if len(pods) < nodes else settled(_gang(pods, nodes), state)
 
 
 def recovery(pods: Sequence[PodReport], nodes: int, state: RecoveryState, deadline_seconds: int) -> Recovery | None:
-    """Return the action on everything that failed since the last decision; None when nothing did."""
+    """Return the action on all failures since the last decision; None without a failure."""
     return recover(_failures(pods, nodes, state, deadline_seconds), _gang(pods, nodes), state)
 
 
@@ -63,7 +63,7 @@ def _failures(
     pods: Sequence[PodReport], nodes: int, state: RecoveryState, deadline_seconds: int
 ) -> tuple[Failure, ...]:
     ended = tuple(_ended(pods))
-    # Who is taken away saves first, and all ranks save together, also where only one launcher was asked.
+    # A preempted launcher saves first, and all ranks save together: wait for the other launchers to end, too.
     if all(failure.cause is Cause.PREEMPTED for failure in ended) and any(pod.is_running for pod in pods):
         ended = ()
     if ended or state.replacing or len(pods) < nodes:
@@ -89,7 +89,7 @@ def _why(pod: PodReport) -> str:
 
 
 def _silent(pods: Sequence[PodReport], limit: float) -> Iterator[Failure]:
-    # No launcher is silent before the last one came, or beside one that has ended.
+    # Ranks wait for each other: silence means nothing before all launchers run long enough, or after one has ended.
     if not all(pod.is_running for pod in pods) or min(pod.seconds for pod in pods) < limit:
         return
     for pod in pods:

@@ -28,7 +28,7 @@ class StepLine(BaseModel):
     best_step: Annotated[int | None, Field(alias="bestStep")] = None
     best_score: Annotated[float | None, Field(alias="bestScore")] = None
     stopped_early: Annotated[bool, Field(alias="stoppedEarly")] = False
-    # Of GRPO, whose loss is near 0 however much is learned.
+    # The mean reward of GRPO, shown instead of its loss, which stays near 0.
     reward: float | None = None
     groups: float = 0.0
     # Groups whose answers have equal rewards, and the share of answers without an end.
@@ -38,12 +38,12 @@ class StepLine(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, line: object) -> object:
-        """Leave out what was no number: a step that has lost one is shown with the others."""
+        """Leave out nulls, so that a step with a number that is not finite is shown, too."""
         return {name: value for name, value in line.items() if value is not None} if isinstance(line, dict) else line
 
 
 class StepLog:
-    """Follows the file; `lines` are the run's steps in order, each as it was done last."""
+    """Follows the file; `lines` are the run's steps in order, each in its newest version."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -51,7 +51,7 @@ class StepLog:
         self.lines: list[StepLine] = []
 
     def read(self) -> None:
-        """Take in what has been added."""
+        """Read the complete lines that were added."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._offset)
@@ -67,9 +67,9 @@ class StepLog:
         try:
             line = StepLine.model_validate_json(text)
         except ValidationError:
-            # Cut off when the machine went down; the step is done again.
+            # The line was cut when the machine went down; the run does the step again.
             return
-        # A run that was resumed does the steps after its checkpoint again.
+        # A resumed run does the steps behind its checkpoint again.
         while self.lines and self.lines[-1].step >= line.step:
             self.lines.pop()
         self.lines.append(line)
@@ -90,7 +90,7 @@ def seconds_left(lines: Sequence[StepLine], total_steps: int | None) -> float | 
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Values as a row of bars, at most `width`; each bar is the mean of its share."""
+    """Return values as a row of at most `width` bars; each bar is the mean of its share."""
     shown = [value for value in values if isfinite(value)]
     if not shown:
         return ""

@@ -1,6 +1,6 @@
-"""A run from its first launcher to its last: polls, does what recovery.py decides, shows it, saves when asked to stop.
+"""A run from its first launcher to its last: polls, performs recovery.py's decisions, and saves on a request to stop.
 
-Owns the launchers of the present attempt. What is shown is a View; how, is display.py's business.
+Owns the launchers of the present attempt. Hands a view of the run to display.py, which alone knows how to show it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Result:
 
     exit_code: int
     message: str
-    # Ended and saved on request: nothing is wrong.
+    # The run was stopped and saved on request: no error.
     is_as_asked: bool = False
 
 
@@ -111,11 +111,11 @@ class Supervision:
     log: StepLog
     requests: Requests = field(default_factory=Requests)
     _launchers: dict[int, Launcher] = field(init=False, default_factory=dict)
-    # Launchers that are to be started, and when.
+    # When to start each launcher that does not run.
     _due: dict[int, float] = field(init=False, default_factory=dict)
     _attempt: int = field(init=False, default=0)
     _ports: AttemptPorts | None = field(init=False, default=None)
-    # Engines of their own outlive attempts, and so does where they are.
+    # Separate engines outlive attempts, and so do their ports.
     _engine_ports: ReservedPorts = field(init=False)
     _engines: RunEngines = field(init=False)
     _state: RecoveryState = field(init=False)
@@ -162,7 +162,7 @@ class Supervision:
             self.requests.wait(_POLL_SECONDS)
 
     def _report_weak_signals(self) -> None:
-        """Report each sign that a run learns nothing once; the last lines of the run say it again if it lasts."""
+        """Report each sign that a run learns nothing once; the closing lines repeat a sign that lasts."""
         grpo = self.of.spec.grpo
         for weak in weak_signals(self.log.lines, grpo) if grpo else ():
             if weak.kind not in self._reported_signals:
@@ -203,7 +203,7 @@ class Supervision:
     def _new_gang(self, after_seconds: float) -> None:
         end(self._launchers.values())
         self._launchers.clear()
-        # Written before any process starts under it: the number of an attempt is never used twice.
+        # The number is written before a process starts under it, so no attempt's number is ever used twice.
         self._attempt = self.launching.folder.next_attempt()
         self._release_ports()
         self._ports = AttemptPorts(self.of.layout.nodes, self._engine_ports.first)
@@ -225,7 +225,7 @@ class Supervision:
     # --- stopping -----------------------------------------------------------------------------------------------------
 
     def _take_requests(self) -> Result | None:
-        """Pass requests to stop on, once each; a third one does not wait for launchers."""
+        """Pass a request to stop on to launchers; a second one ends the run without waiting for them."""
         asked = len(self.requests.signals)
         if asked and self._stopping is None:
             is_keyboard = self.requests.signals[0] == signal.SIGINT
@@ -257,7 +257,7 @@ class Supervision:
             return Result(FAILED, f"{stopping.why}, but launchers had not ended {GRACE_SECONDS} s later")
         if pods and all(pod.exit_code == ExitCode.DONE for pod in pods):
             return Result(0, "done")
-        # A launcher that the signal itself ends has not begun to listen, much less to train.
+        # A launcher that the signal itself kills had not installed its handler, so it had not begun to train.
         stopped_well = (ExitCode.DONE, ExitCode.SAVED_AND_STOPPED, -signal.SIGTERM)
         failed = [pod for pod in pods if pod.exit_code not in stopped_well]
         if failed:
@@ -278,7 +278,7 @@ class Supervision:
     def _view(self, pods: tuple[PodReport, ...]) -> View:
         run = next((pod.progress.run for pod in pods if pod.index == 0 and pod.progress is not None), None)
         if run is not None and run.last_checkpoint_step is not None:
-            # Not the ladder's: that one remembers steps whose checkpoints are damaged by now.
+            # The recovery state would also know steps whose checkpoints are damaged by now.
             self._saved_step = run.last_checkpoint_step
         doing, seconds = _doing(pods)
         return View(
@@ -298,14 +298,14 @@ class Supervision:
             return "waiting"
         if any(pod.exit_code not in (None, ExitCode.DONE) for pod in pods):
             return "ending"
-        # Ranks report before they have read model and data, which may be all that they ever do.
+        # Ranks report before they have read model and data, and may fail there: only a step proves training.
         if pods and all(pod.is_ready for pod in pods) and self.log.lines:
             return "training"
         return "restarting" if self._restarts else "starting"
 
 
 def _doing(pods: tuple[PodReport, ...]) -> tuple[str | None, float]:
-    """Return what the first pod that is not stepping does, and for how long; nothing while steps are shown."""
+    """Return the phase of the first pod that makes no steps, and its duration; None while all make steps."""
     for pod in pods:
         if pod.is_running and pod.progress is not None and pod.progress.phase not in (None, RunPhase.STEPPING):
             return pod.progress.phase, pod.progress.phase_seconds or 0.0

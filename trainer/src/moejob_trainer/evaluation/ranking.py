@@ -1,7 +1,10 @@
 """The order of a run's evaluations: the best so far, whose checkpoints are kept, and how long none was better. Pure.
 
-What is decided here is a function of the scores alone and part of every checkpoint: a run that is killed and resumed
-decides again as it did.
+The ranking depends on scores alone and is part of every checkpoint, so a run that is killed and resumed makes the same
+decisions again.
+
+With patience 2 and a loss to lower, evaluations 3.0, 2.0, 2.5, 2.1 rank 2.0 first, and the fourth is the second in a
+row without an improvement: the run stops early.
 """
 
 from __future__ import annotations
@@ -25,20 +28,20 @@ class EvaluationScore(ApiModel):
 
 
 class Ranking(ApiModel):
-    """Evaluations by one measure, in as much as they count for what is decided next."""
+    """The evaluations by one measure that later decisions need."""
 
     measure: str
     # The best first.
     best: tuple[EvaluationScore, ...] = ()
     newest: EvaluationScore | None = None
-    # Of the newest evaluation, whether or not it has a score.
+    # The step of the newest evaluation, with or without a score.
     step: Annotated[int, Field(ge=0)] = 0
-    # The score that an improvement is measured from, and the evaluations since.
+    # The score that the next improvement has to beat, and the number of evaluations since.
     reference: float | None = None
     without_improvement: Annotated[int, Field(ge=0)] = 0
 
     def kept(self, step: int) -> EvaluationScore | None:
-        """Return the score of the evaluation after a step, should it be among the best."""
+        """Return the score of the evaluation after a step if it is among the best, else None."""
         return next((one for one in self.best if one.step == step), None)
 
     def as_fields(self) -> dict[str, float]:
@@ -63,8 +66,8 @@ class RankingTerms:
 def ranked(before: Ranking, step: int, value: float | None, terms: RankingTerms) -> Ranking:
     """Return the ranking with one evaluation more.
 
-    One without a score, for want of answers that could be judged, says nothing; one that is not finite is no best and
-    no improvement. Of two alike the earlier is the better: nothing has been gained since.
+    An evaluation without a score, because no answer could be scored, changes no rank. A score that is not finite is
+    never among the best and no improvement. Of two equal scores the earlier ranks first: nothing was gained since.
     """
     if value is None:
         return before.model_copy(update={"newest": None, "step": step})
@@ -73,7 +76,7 @@ def ranked(before: Ranking, step: int, value: float | None, terms: RankingTerms)
             update={"newest": None, "step": step, "without_improvement": before.without_improvement + 1}
         )
     score = EvaluationScore(step=step, value=value)
-    # A run that evaluates a step again, because it was resumed before it, has the step once.
+    # A run that was resumed before this step evaluates it again; the ranking has each step once.
     others = [one for one in before.best if one.step != step]
     place = sum(not is_better(before.measure, value, one.value) for one in others)
     best = (*others[:place], score, *others[place:])[: terms.keep]

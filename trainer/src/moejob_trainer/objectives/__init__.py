@@ -9,7 +9,7 @@ from moejob_trainer.training import Engine, LossTerms, MicroBatch, TokenOutputs
 
 
 class Objective(Protocol):
-    """A way of learning. Every rank holds one and asks it the same questions."""
+    """A training method. Every rank holds one and calls its methods in the same order."""
 
     def updates(self, step: int, engine: Engine) -> Iterable[Sequence[MicroBatch]]:
         """This data rank's micro batches of each update of a step."""

@@ -1,8 +1,8 @@
-"""Greedy answers of the model that is being trained: the likeliest token each time, until the end or the bound.
+"""Greedy decoding with the model that is being trained: each answer takes the likeliest token until its end or bound.
 
-Nothing is kept between tokens: each one sends all prompts that are not answered yet through the model again, in the
-micro batches and the layout of training. That needs no memory that training does not need, and is slow: for a few
-short answers. Every rank gets every token, and so all answers.
+There is no cache of keys and values. For each new token all unfinished answers go through the model again, in the
+micro batches and the layout of training. So decoding takes no more memory than training, and suits a few short
+answers only. Every rank gets every token, and so all answers.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def answers(
     share: BatchShare,
     passed: Callable[[], object] = lambda: None,
 ) -> list[list[int]]:
-    """Return the tokens of each prompt's answer, its end included. `passed` is called after each token of all."""
+    """Return the tokens of each prompt's answer, its end included; call back once all answers have one token more."""
     found: list[list[int]] = [[] for _ in prompts]
     asked = [*range(len(prompts))]
     for _ in range(bounds.max_new_tokens):

@@ -1,4 +1,4 @@
-"""Losses as pure functions of tensors. Each is a weighted sum: what it is divided by is known elsewhere."""
+"""Losses as pure functions of tensors: weighted sums, which the training engine divides by the batch's weight."""
 
 from __future__ import annotations
 

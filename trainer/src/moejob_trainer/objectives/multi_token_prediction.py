@@ -9,9 +9,9 @@ from moejob_trainer.training import LossTerms, Mean, MicroBatch, TokenOutputs
 
 
 def mtp_loss(outputs: TokenOutputs, batch: MicroBatch) -> LossTerms:
-    """The mean over modules of the cross-entropy of what each predicts; a label weighs what it weighs as the next one.
+    """Return the mean over modules of their cross-entropies; a label has the weight that it has as the next token.
 
-    All of them are divided by the same weight later, as in DeepSeek-V3's report: that of the next tokens.
+    The engine divides every module's sum by the weight of the next tokens, as in DeepSeek-V3's report.
     """
     if not outputs.mtp:
         return LossTerms(torch.zeros_like(batch.weights[0]))

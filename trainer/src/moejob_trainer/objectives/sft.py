@@ -29,7 +29,7 @@ class SupervisedFineTuning:
         self._source = source
 
     def updates(self, step: int, engine: Engine) -> Iterable[Sequence[MicroBatch]]:  # noqa: ARG002
-        """The next global batch; neither the step nor the model's outputs matter."""
+        """Yield the next global batch: neither the step nor the model's outputs change it."""
         yield self._source.next_batches()
 
     def loss(self, outputs: TokenOutputs, batch: MicroBatch) -> LossTerms:
@@ -45,5 +45,5 @@ class SupervisedFineTuning:
         return self._source.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume with the sample after the last one that was learned from."""
+        """Resume with the sample behind the last trained one."""
         self._source.load_state_dict(state)

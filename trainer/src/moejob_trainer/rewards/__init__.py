@@ -1,1 +1,1 @@
-"""Rewards: what an answer is worth, computed outside the process that trains."""
+"""Rewards: the worth of an answer, computed outside the process that trains."""

@@ -58,7 +58,7 @@ def _math(reference: str) -> Score:
     logging.getLogger("math_verify").setLevel(logging.ERROR)
 
     def verified(right: list[Any], text: str) -> float:
-        # What cannot be parsed is none of its failures: such an answer is wrong. Time is limited from outside.
+        # An answer that cannot be parsed is wrong, and the reward has not failed. Time is limited from outside.
         return float(verify(right, parse(text, parsing_timeout=None), timeout_seconds=None))
 
     def score(completion: Completion) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 
 
 class FailureKind(StrEnum):
-    """The reason of a failure in two words, as logs count it."""
+    """The kind of a failure in two words; logs count failures by kind."""
 
     IMPORT = "import failed"
     RECORD = "record has no reference"
@@ -25,11 +25,11 @@ class FailureKind(StrEnum):
     REFUSED = "service refused"
 
 
-# What no other answer would change: the run ends, whatever rewardFailure says.
+# Failures that every answer would have: the run ends, whatever rewardFailure says.
 FINAL = frozenset({FailureKind.IMPORT, FailureKind.REFUSED})
-# What may be otherwise the next time, though nothing is changed.
+# Failures that may be gone at the next try, though nothing is changed.
 MAY_PASS = frozenset({FailureKind.AWAY, FailureKind.ERROR, FailureKind.TIMEOUT, FailureKind.DIED})
-# What says nothing about a single completion of a batch.
+# Failures of a whole batch, which say nothing about a single completion.
 OF_BATCH = frozenset({*FINAL, FailureKind.AWAY})
 
 

@@ -26,7 +26,7 @@ _BUILT_IN_NEEDS = ("PATH", "HOME", "TMPDIR", "LANG", "LC_ALL", "PYTHONPATH", "PY
 
 
 class Interrupted(BaseException):
-    """The time is up. No Exception, for a user's function may catch all of these."""
+    """The time is up. It is no Exception, because a user's function may catch every Exception."""
 
 
 class Interruption:
@@ -70,7 +70,7 @@ def worker_environment(reward: Reward, environ: Mapping[str, str]) -> dict[str, 
 
 
 def end_with_parent() -> None:
-    """Let the kernel end this process with its parent, which ends one that hangs; and leave no dump of its memory."""
+    """Let the kernel end this process when its parent ends, and write no dump of its memory."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 

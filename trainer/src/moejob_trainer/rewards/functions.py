@@ -60,7 +60,7 @@ class RewardFunction:
         try:
             return self._runner.run(waited())
         except BaseException:
-            # A loop that was interrupted may hold half of a request.
+            # An interrupted loop may hold half of a request, so the next call starts a new one.
             self._runner = None
             raise
 

@@ -1,4 +1,7 @@
-"""The lines between a reward's process and its parent: one JSON object each, over a socket that is no one's output."""
+"""The lines between a reward's process and its parent: one JSON object each.
+
+They pass over a socket of their own, so nothing that a user's function prints can be taken for a reply.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ class WorkerFailure(BaseModel):
     message: str
 
     def error(self) -> RewardFailed:
-        """Return it as what is raised."""
+        """Return the exception to raise for it."""
         return RewardFailed(self.kind, self.message)
 
 
@@ -54,7 +57,7 @@ def requested(line: str) -> tuple[int, list[Completion]]:
 
 
 def answered(line: bytes) -> WorkerAnswer:
-    """Return what a process says; RewardFailed for what is no answer."""
+    """Return the reply in a line; RewardFailed where the line is none."""
     try:
         return WorkerAnswer.model_validate_json(line)
     except ValueError as error:

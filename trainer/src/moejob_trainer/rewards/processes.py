@@ -1,6 +1,6 @@
 """Worker processes of one reward: started ahead of their first batch, interrupted when a batch takes too long.
 
-An import may take half a minute. It has a limit of its own, and a process that can be interrupted keeps it.
+An import may take half a minute. It has a limit of its own, and a process that was interrupted keeps its imports.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class WorkerProcess:
             raise RewardFailed(FailureKind.TIMEOUT, f"it took longer than {self._reward.timeout_seconds} s") from None
 
     async def close(self) -> None:
-        """End the process and all that it has started in its session, whatever they do."""
+        """Kill the process and all processes of its session."""
         worker, self._worker = self._worker, None
         if worker is None:
             return
@@ -102,7 +102,7 @@ class WorkerProcess:
             async with asyncio.timeout(_INTERRUPT_SECONDS):
                 await self._answer(self._request)
         except RewardFailed:
-            # What it reports of the interruption, or that it died of it: then there is no worker any more.
+            # The process has reported the interruption, or died of it, and then there is no worker any more.
             return
         except TimeoutError:
             await self.close()
@@ -115,7 +115,7 @@ class WorkerProcess:
             await self._worker.writer.drain()
 
     async def _answer(self, request: int) -> Sequence[object]:
-        """Return the scores of this request; what else the process has written before is passed over."""
+        """Return the scores of this request; skip replies to earlier ones."""
         while True:
             try:
                 answer = answered(await self._line())

@@ -1,7 +1,7 @@
-"""All rewards of a job: completions are scored as they arrive, in batches of what is waiting.
+"""All rewards of a job: completions are scored as they arrive, in batches of those that wait.
 
-Every completion that waits gets a score or a failure, whatever a backend does: a rank that waits for one that never
-comes stands still with all others.
+Every completion gets a score or a failure, whatever a backend does: rank 0 would wait for a missing score, and all
+other ranks for rank 0.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ _Waiting = tuple[Completion, asyncio.Future[float]]
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """The value of one completion, and of each reward its part. NaN where one has failed."""
+    """The total score of one completion and the score of each reward; NaN where a reward failed."""
 
     total: float
     parts: Mapping[str, float]
 
 
 class Backend(Protocol):
-    """Something that scores batches."""
+    """A scorer of batches: a process, a service, or a function of this process."""
 
     async def begin(self) -> None:
-        """Start what takes long to start, and do not wait for it."""
+        """Start processes, without waiting until they are ready."""
 
     async def ready(self) -> None:
         """Wait until it can score; raises RewardFailed."""
@@ -59,7 +59,7 @@ class Scorer:
     def __init__(self, rewards: Sequence[Reward], failure: RewardFailure) -> None:
         self._rewards, self._failure = rewards, failure
         self.names = reward_names(rewards)
-        # Of each reward, since this was last taken: how often it failed, and for which reasons.
+        # Failures of each reward since they were last forgotten, and their kinds.
         self.failures: Counter[str] = Counter()
         self.kinds: dict[str, Counter[FailureKind]] = {}
         self.last_failure: dict[str, str] = {}
@@ -83,7 +83,7 @@ class Scorer:
         return bool(self._batched)
 
     async def ready(self) -> None:
-        """Wait until every reward can score; BadConfiguration where one cannot, and will not the next time."""
+        """Wait until every reward can score; BadConfiguration where a reward cannot start."""
         outcomes = await asyncio.gather(*(batched.ready() for batched in self._batched), return_exceptions=True)
         for name, outcome in zip(self.names, outcomes, strict=True):
             if isinstance(outcome, RewardFailed):
@@ -92,19 +92,19 @@ class Scorer:
                 raise outcome
 
     def forget_failures(self) -> None:
-        """Count from nothing again."""
+        """Count failures from 0 again."""
         self.failures.clear()
         self.kinds.clear()
 
     def nothing_left(self, what: str) -> Exception:
-        """Return the error for answers that failed rewards have left without any group."""
+        """Return the error for a step in which failed rewards have left no group."""
         reasons = "; ".join(f"{name}: {reason}" for name, reason in self.last_failure.items())
         message = f"{what} was dropped for a failed reward ({reasons})"
         kinds = {kind for counts in self.kinds.values() for kind in counts}
         return TransientFailure(message) if kinds & MAY_PASS else BadConfiguration(message)
 
     async def attempt(self, completion: Completion) -> dict[str, RewardFailed]:
-        """Return the failures of the rewards for a completion that belongs to no step, by their names."""
+        """Return the failures by the name of the reward, for a completion that belongs to no step."""
         outcomes = await asyncio.gather(*(each.score(completion) for each in self._batched), return_exceptions=True)
         for outcome in outcomes:
             if isinstance(outcome, BaseException) and not isinstance(outcome, RewardFailed):
@@ -176,7 +176,7 @@ def _backend(reward: Reward) -> Backend:
 
 
 class _Batched:
-    """One reward: what waits is scored together, by a few backends at a time."""
+    """One reward: completions that wait are scored together, by a few backends at a time."""
 
     def __init__(self, reward: Reward) -> None:
         self._reward = reward
@@ -202,7 +202,7 @@ class _Batched:
         await self._backends[0].ready()
 
     async def close(self) -> None:
-        """End the backends; what still waits is cancelled."""
+        """End the backends, and cancel the completions that still wait."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -228,7 +228,7 @@ class _Batched:
                 await self._settle(backend, batch)
 
     async def _settle(self, backend: Backend, batch: Sequence[_Waiting]) -> None:
-        """Give every future of the batch a score or a failure; one that is no reward's ends the run as any bug."""
+        """Give every future of the batch a score or a failure; any other exception ends the run as a bug."""
         try:
             failed = await self._score(backend, batch)
             if failed is not None:
@@ -253,7 +253,7 @@ class _Batched:
         return None
 
     async def _settle_alone(self, backend: Backend, batch: Sequence[_Waiting], failed: RewardFailed) -> None:
-        """Score each by itself: one may be to blame, and the others must not lose their groups for it."""
+        """Score each completion alone: one may have caused the failure, and must not cost the others their groups."""
         until = time.monotonic() + ALONE_TIMEOUTS * self._reward.timeout_seconds
         is_common = len(batch) == 1 or failed.kind in OF_BATCH
         for waiting in batch:
@@ -270,6 +270,6 @@ class _Batched:
 
 
 def _fail(future: asyncio.Future[float], error: Exception) -> None:
-    # The one who asked may have given up.
+    # A caller that gave up has cancelled its future.
     if not future.done():
         future.set_exception(error)

@@ -1,6 +1,7 @@
 """A reward that an HTTP service computes: POST {prompts, completions, fields} -> {scores}, in batches.
 
-A service that does not answer at all is away, as an engine may be: it is waited for. What it answers is its own.
+A service that does not answer at all is away, and the run waits for it. An error that it answers is a failure of the
+reward; errors of the server and time-outs get further tries first.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from pydantic_core import from_json
 from moejob_api.job.grpo import Reward
 from moejob_trainer.rewards.completion import Completion, FailureKind, RewardFailed
 
-# Errors that may be gone a moment later, whatever was sent.
+# Statuses of a service that is away: they do not depend on the request.
 _AWAY = frozenset({408, 425, 429, 502, 503, 504})
-# What a service may have against one batch. Every other answer below 500 is the same for all.
+# Statuses that reject one batch. Every other status below 500 would reject all batches.
 _OF_BATCH = frozenset({400, 413, 422})
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.25, 10.0
-# More than scores of the largest batch take.
+# More bytes than the scores of the largest batch take.
 _MOST_ANSWER_BYTES = 16 * 2**20
 
 
@@ -90,7 +91,7 @@ class Service:
 
 
 class _Away(RuntimeError):
-    """An answer of what stands before a service."""
+    """The reply of a proxy or balancer in front of a service."""
 
 
 class _ServerError(RuntimeError):
@@ -101,7 +102,7 @@ _PASSING = (httpx.TransportError, TimeoutError, _Away, _ServerError)
 
 
 def _failure(error: Exception, reward: Reward) -> RewardFailed:
-    # A service that took the request and does not answer in time is slow, not away.
+    # A service that accepted the request and did not reply in time is slow, not away.
     if isinstance(error, TimeoutError | httpx.ReadTimeout | httpx.WriteTimeout | httpx.PoolTimeout):
         tries = f"in each of {reward.retries + 1} tries"
         return RewardFailed(FailureKind.TIMEOUT, f"it took longer than {reward.timeout_seconds} s {tries}")

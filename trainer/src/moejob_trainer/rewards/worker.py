@@ -1,6 +1,6 @@
 """A process that scores: `python -m moejob_trainer.rewards.worker SOCKET`. One line of JSON comes in, one goes out.
 
-The first line is the reward of the spec. It may raise, hang or be killed, and hurts its batch alone.
+The first line is the reward of the spec. A reward may raise, hang or be killed, and costs only its own batch.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def load_scoring(reward: Reward) -> ScoreBatch:
 
 
 def serve(lines: TextIO, answers: TextIO) -> None:
-    """Score batch after batch until there are no more."""
+    """Score batch after batch until the parent closes the connection."""
     interruption, started = Interruption(), os.getpid()
     interruption.listen()
     reward = Reward.model_validate_json(lines.readline())

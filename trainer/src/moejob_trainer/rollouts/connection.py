@@ -16,20 +16,20 @@ from moejob_api.contract.pods import engine_key
 
 T = TypeVar("T")
 _CONNECT_SECONDS = 10.0
-# One answer: 128k tokens with the experts of 94 layers, eight of them each, take 130 MB.
+# The largest reply: 128k tokens with the experts of 94 layers, eight of them each, take 130 MB.
 _ANSWER_BYTES = 512 * 1024**2
 
 
 class EngineLost(Exception):
-    """An engine that does not answer, or not as one in service does; what it was asked can be asked elsewhere."""
+    """An engine that does not reply, or replies with an error of its own; another engine can take the request."""
 
 
 class RequestRefused(ValueError):
-    """An engine says that a request is wrong; every other would say so too."""
+    """A request that an engine rejects, as every other engine would."""
 
 
 class Connection:
-    """An event loop in a thread, and the requests that it makes. Close it when there is nothing more to ask."""
+    """An event loop in a thread, and the HTTP requests that it makes until it is closed."""
 
     def __init__(self, secret: str | None) -> None:
         self._headers = {} if secret is None else {"Authorization": f"Bearer {engine_key(secret)}"}
@@ -47,7 +47,7 @@ class Connection:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asked, self._loop))
 
     def close(self) -> None:
-        """Cancel the rest and end the thread."""
+        """Cancel unfinished requests and end the thread."""
         self.run(self._finish())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -58,7 +58,7 @@ class Connection:
         return await self._asked("GET", url, None, seconds)
 
     async def post(self, url: str, body: Mapping[str, Any] | None, seconds: float) -> bytes:
-        """Return the body of the answer."""
+        """Return the body of the response."""
         return await self._asked("POST", url, body or {}, seconds)
 
     async def _asked(self, method: str, url: str, body: Mapping[str, Any] | None, seconds: float) -> bytes:
@@ -90,7 +90,7 @@ class Connection:
 
 
 async def _body(url: str, answer: aiohttp.ClientResponse) -> bytes:
-    """Read an answer to its end, however it is cut, and not beyond all sense."""
+    """Read a response to its end, up to a size that no engine of ours exceeds."""
     content = bytearray()
     async for part in answer.content.iter_any():
         content += part

@@ -15,5 +15,5 @@ from moejob_trainer.runtime.disk import Disk, keep_folder
 
 
 def lay_out(pretrained: Path, folder: Path, shape: ModelShape, dtype: torch.dtype) -> None:
-    """Lay out the model of a job. What an earlier start of the job has laid out stays where it is the same."""
+    """Write config, tokenizer and code of the model; a folder of an earlier start stays if its files are the same."""
     keep_folder(Disk(), folder, lambda unfinished: copy_beside(pretrained, unfinished, shape, dtype))

@@ -1,7 +1,7 @@
-"""The engines of a run: which of them hold the published weights, and which has the least to do.
+"""The engines of a run: which of them hold the published weights, and which has the fewest requests.
 
-Rank 0 alone has a fleet. An engine serves while it answers and says that its weights are those published last; nothing
-is assumed of one that was away. Members of a group go to one engine, whose prefix cache computes their prompt once.
+Rank 0 alone has a fleet. An engine serves while it replies and reports the newest published weights. An engine that was
+away has to prove its weights again. Members of a group go to one engine, whose prefix cache computes their prompt once.
 """
 
 from __future__ import annotations
@@ -30,22 +30,21 @@ class NoEngine(RuntimeError):
 class FleetLimits:
     """Times and numbers of a fleet; the defaults suit models that take minutes to start and to answer."""
 
-    # Engines are awaited for this long, at the start and when none is left.
+    # The longest wait for engines, at the start and when none is left.
     start_seconds: float = 1800.0
-    # At the start of ranks beside engines that earlier ones gave weights, the others are awaited for this long only:
-    # all have loaded the model before, and one that is silent for so long counts as lost in the middle of a run, too.
+    # The longest wait of ranks that were restarted beside running engines. All engines have loaded the model before,
+    # and in the middle of a run an engine that is silent for this long counts as lost, too.
     return_seconds: float = 120.0
-    # An engine that does not say its version for this long hangs.
+    # An engine that has not reported its version for this long hangs.
     silence_seconds: float = 120.0
-    # One that has been lost and is no longer silent says so in less. A publication that waited longer would take as
-    # long for an engine that hangs, at each step.
+    # The longest wait of a publication for an engine that was lost: each step would wait so long for one that hangs.
     lost_seconds: float = 10.0
-    # One answer, from being asked to its last token.
+    # The longest time of one answer, from its request to its last token.
     answer_seconds: float = 7200.0
     # Loading of weights.
     update_seconds: float = 1800.0
     look_seconds: float = 1.0
-    # Requests at one engine; more wait here, where they can still go to another one.
+    # Most requests at one engine; further ones wait here, where they can still go to another engine.
     in_flight: int = 512
 
 
@@ -58,11 +57,11 @@ class RolloutEngine:
     serves: bool = False
     # Why it does not serve.
     reason: str = "has not been heard yet"
-    # It answers, and has other weights than the published ones, which nothing can bring it before the next publication.
+    # It replies, but has other weights, and cannot get the published ones before the next publication.
     is_outdated: bool = False
-    # The weights that it has been proven to compute with. It says their name before it is resumed and probed.
+    # The weights that a probe has proven. An engine reports a new label earlier, before it is resumed and probed.
     proven: WeightsLabel | None = None
-    # Done when it is lost, with everything that is in flight there.
+    # Set when the engine is lost, and with it every request in flight there.
     lost: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -76,7 +75,7 @@ CatchUp = Callable[[RolloutEngine], Awaitable[None]]
 
 
 class Fleet:
-    """The engines, and who is asked next."""
+    """The engines, and the choice of the next one to ask."""
 
     def __init__(self, urls: Sequence[str], connection: Connection, limits: FleetLimits) -> None:
         self.engines = tuple(RolloutEngine(url) for url in urls)
@@ -117,7 +116,7 @@ class Fleet:
             return engine
 
     async def give(self, engine: RolloutEngine, group: int) -> None:
-        """Say that an engine has one request less."""
+        """Count one request less at an engine."""
         async with self._changed:
             engine.in_flight -= 1
             self._members[group] -= 1
@@ -126,13 +125,13 @@ class Fleet:
             self._changed.notify_all()
 
     async def until_outdated(self) -> None:
-        """Return when no engine serves, and one is there that the published weights have to be given again."""
+        """Wait until no engine serves, and at least one replies that needs the published weights again."""
         async with self._changed:
             while self.serving or not any(engine.is_outdated for engine in self.engines):
                 await self._changed.wait()
 
     async def until_lost(self, engine: RolloutEngine, asked: Awaitable[T]) -> T:
-        """Await something of an engine; EngineLost as soon as it is lost."""
+        """Await a request to an engine; EngineLost as soon as the engine is lost."""
         asking, losing = asyncio.ensure_future(asked), asyncio.ensure_future(engine.lost.wait())
         try:
             await asyncio.wait({asking, losing}, return_when=asyncio.FIRST_COMPLETED)
@@ -154,7 +153,7 @@ class Fleet:
         waited = time.monotonic() - self._none_since
         if not self.serving and waited >= self.limits.start_seconds:
             raise NoEngine(f"no engine has served for {waited:.0f} s: {self.reasons()}")
-        # Only a change wakes those who wait; the deadline is none.
+        # A change wakes all waiting tasks, a deadline wakes none: so look at the clock now and then.
         with suppress(TimeoutError):
             await asyncio.wait_for(self._changed.wait(), self.limits.look_seconds)
 
@@ -165,7 +164,7 @@ class Fleet:
     # --- who serves ---------------------------------------------------------------------------------------------------
 
     async def enlist(self, engine: RolloutEngine) -> None:
-        """Let an engine serve that has been proven to have the published weights."""
+        """Let an engine serve, whose probe has proven the published weights."""
         async with self._changed:
             if engine.proven is not None and not engine.serves:
                 to_stderr(f"engine {engine.url} serves again, with weights {self.label}")
@@ -175,7 +174,7 @@ class Fleet:
             self._changed.notify_all()
 
     async def lose(self, engine: RolloutEngine, reason: str, *, is_outdated: bool = False) -> None:
-        """Ask an engine nothing more, and give up what is in flight there."""
+        """Send an engine no more requests, and give up those in flight there."""
         async with self._changed:
             if engine.serves and len(self.serving) == 1:
                 self._none_since = time.monotonic()
@@ -187,7 +186,7 @@ class Fleet:
             self._changed.notify_all()
 
     async def watch(self) -> None:
-        """Begin to look after engines, until `unwatch`."""
+        """Begin to look after engines."""
         if self._watch is None:
             self._watch = asyncio.create_task(self._watched())
 
@@ -199,7 +198,7 @@ class Fleet:
             self._watch = None
 
     async def _watched(self) -> None:
-        # Each by itself: the silence of one delays the return of no other.
+        # One task for each engine: a silent engine does not delay the return of another.
         async with asyncio.TaskGroup() as each:
             for engine in self.engines:
                 each.create_task(self._watched_one(engine))
@@ -239,8 +238,8 @@ class Fleet:
     async def reached(self, seconds: float) -> tuple[RolloutEngine, ...]:
         """Return the engines that are ready: at the start all of them, if they are within this time; later any.
 
-        In the middle of a run those that are away may be away for good, and those that return get the weights then, or
-        with the next publication. Ranks that start in the middle of a run wait a while for all.
+        In the middle of a run an engine that is away may never return; if it does, it gets the weights then, or with
+        the next publication. Ranks that are restarted in the middle of a run wait a while for all engines.
         """
         began, said = time.monotonic(), ""
         while True:
@@ -256,7 +255,7 @@ class Fleet:
             await asyncio.sleep(self.limits.look_seconds)
 
     def _said(self, before: str, ready: Sequence[RolloutEngine]) -> str:
-        """Say which engines are awaited and why, where that is not what was said before."""
+        """Log the engines that are awaited and their problems, if these have changed; return the problems."""
         late = "; ".join(engine.problem for engine in self.engines if engine not in ready)
         if late != before:
             to_stderr(f"{len(ready)} of {len(self.engines)} engines are ready; waiting for {late}")
@@ -269,7 +268,7 @@ class Fleet:
         return self.limits.return_seconds if await _those(ready, self._has_been_given_weights) else seconds
 
     async def _has_been_given_weights(self, engine: RolloutEngine) -> bool:
-        """Return whether ranks before these gave an engine weights: the run has begun, then with every engine."""
+        """Return whether an engine has weights of earlier ranks: then the run has begun, with every engine."""
         try:
             return were_given(await self.label_of(engine))
         except (EngineLost, RequestRefused):
@@ -289,6 +288,6 @@ class Fleet:
 async def _those(
     engines: Sequence[RolloutEngine], are_so: Callable[[RolloutEngine], Awaitable[bool]]
 ) -> tuple[RolloutEngine, ...]:
-    """Ask all engines at once; return those of which it is so."""
+    """Return the engines that satisfy a predicate, all asked at once."""
     found = await asyncio.gather(*(are_so(engine) for engine in engines))
     return tuple(engine for engine, is_so in zip(engines, found, strict=True) if is_so)

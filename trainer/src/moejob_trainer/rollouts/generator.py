@@ -1,4 +1,4 @@
-"""Answers from a fleet of engines: a lost one costs its own unfinished answers, which are asked again elsewhere."""
+"""Answers from a fleet of engines. A lost engine costs its unfinished answers, which other engines generate again."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from moejob_trainer.rollouts.fleet import Fleet, RolloutEngine
 from moejob_trainer.rollouts.interface import Answer, Request, Sampling
 from moejob_trainer.rollouts.wire import BadAnswer, answer_body, read_answer
 
-# A request that this many engines died of would end the others too.
+# A request that has ended this many engines would end the others, too.
 _TRIES = 5
 
 
@@ -27,7 +27,7 @@ class FleetGenerator:
         return await self._fleet.connection.within(self._answered(request, sampling))
 
     async def until_outdated(self) -> None:
-        """Return when no engine has the published weights any more, and one is there to take them again."""
+        """Wait until no engine has the published weights any more, and one is there to take them again."""
         await self._fleet.connection.within(self._fleet.until_outdated())
 
     async def _answered(self, request: Request, sampling: Sampling) -> Answer:
@@ -38,7 +38,7 @@ class FleetGenerator:
                 return await self._fleet.until_lost(engine, self._asked(engine, request, sampling))
             except (EngineLost, BadAnswer) as error:
                 reasons.append(str(error))
-                # The watch lets it serve again once it says that it has the published weights.
+                # The fleet's watch lets it serve again once it reports the published weights.
                 await self._fleet.lose(engine, str(error))
             finally:
                 await self._fleet.give(engine, request.group)

@@ -54,7 +54,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """One answer to one prompt. Members of a group have equal prompts, which an engine's prefix cache computes once."""
+    """A request for one answer. Members of a group have equal prompts, which an engine's prefix cache computes once."""
 
     group: int
     member: int
@@ -65,7 +65,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Answer:
-    """The tokens of one answer, a stop token included, with what the engine says about each. [N]"""
+    """The tokens of one answer, a stop token included, with the engine's numbers of each. [N]"""
 
     request: Request
     tokens: Tokens
@@ -79,11 +79,11 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class SyncReport:
-    """The cost and the proof of one publication of weights."""
+    """The cost of one publication of weights, and the result of its probe."""
 
     version: int
     seconds: float
-    # Sent, over all ranks.
+    # Bytes that all ranks together have sent.
     size_bytes: int
     # Of a probe's tokens, |log-probability of the trainer - of the engine|; the mean and the largest over all engines.
     probe_mean: float
@@ -93,21 +93,21 @@ class SyncReport:
 
 
 class WrongWeights(BadConfiguration):
-    """Engines compute something else than the trainer. Every rank gets it, and can publish the weights once more."""
+    """Engines that compute other numbers than the trainer. Raised on every rank, which can publish once more."""
 
 
 class EnginesLost(RuntimeError):
-    """No engine has kept the weights that were published. Every rank gets it, and can publish them once more."""
+    """A publication after which no engine has the weights. Raised on every rank, which can publish once more."""
 
 
 class Generator(Protocol):
-    """Engines as one source of answers. Rank 0 alone asks it, thousands of requests at a time."""
+    """Engines as one source of answers. Rank 0 alone uses it, with thousands of requests at a time."""
 
     async def generate(self, request: Request, sampling: Sampling) -> Answer:
         """Return an answer, from whichever engine has the least work and holds the published weights."""
 
     async def until_outdated(self) -> None:
-        """Return when no engine has the published weights any more, and one is there to take them again."""
+        """Wait until no engine has the published weights any more, and one is there to take them again."""
 
 
 class WeightPublisher(Protocol):

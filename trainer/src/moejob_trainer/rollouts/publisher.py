@@ -1,9 +1,9 @@
-"""Weights from the ranks of a trainer to its engines, and the proof that they arrived.
+"""Publication of weights from the ranks of a trainer to its engines, and the probe that checks them.
 
-Every rank calls the same methods in the same order; rank 0 speaks to the engines. Before engines compute with what
-they were sent, they report tensors that are missing, exactly and in every type. A publication ends with a probe: the
-log-probabilities of prompts of the run, the trainer's beside each engine's. A tensor that was cut wrongly or laid out
-for another kernel is seen there, and nowhere else: an engine with wrong weights answers as readily as any.
+Every rank calls the same methods in the same order; rank 0 alone sends requests to engines. Before engines compute with
+new weights, they report the tensors that are missing, exactly and in every type. A publication ends with a probe, which
+compares log-probabilities of the run's prompts by the trainer and by each engine. Only the probe notices a tensor that
+was cut wrongly or laid out for another kernel: an engine generates with wrong weights, too.
 """
 
 from __future__ import annotations
@@ -33,37 +33,37 @@ Probe = Callable[[Tokens], Floats]
 
 
 class Room(Protocol):
-    """Memory of the GPU that this rank shares with engines, which sleep while it trains."""
+    """Memory of a GPU that a rank shares with engines; they sleep while the rank trains."""
 
     def tidy(self) -> None:
-        """Give back what no synchronization needs."""
+        """Give back memory that a publication does not need."""
 
     def leave(self) -> None:
-        """Give back what a synchronization needed, while answers are generated."""
+        """Give back the memory of weights, too, while engines generate."""
 
     def enter(self) -> None:
-        """Take all of it again."""
+        """Take all of the memory again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """The work of a transport: the engines that have loaded everything, and the size of it over all ranks."""
+    """The result of a transport: the engines that have loaded all weights, and the bytes over all ranks."""
 
     engines: tuple[RolloutEngine, ...]
     size_bytes: int
-    # Loads the same once more, for an engine that was away.
+    # Loads the same weights once more, into an engine that was away.
     catch_up: Load | None = None
 
 
 class Transport(Protocol):
-    """A way for weights. `sync` is rank 0's; the others have none."""
+    """A transport of weights. Rank 0 alone has a `sync`."""
 
     @property
     def stacked_elements(self) -> int:
         """Return the most elements of a stack of experts that it carries; 0: each expert by itself."""
 
     def send(self, label: WeightsLabel, weights: Iterable[tuple[str, Tensor]], sync: WeightSync | None) -> Sent:
-        """Let engines load all weights, from `WeightSync.begin` to before `WeightSync.finish`. Collective."""
+        """Start an update on all engines and let them load all weights; the caller finishes the update. Collective."""
 
     def close(self) -> None:
         """Remove the files for engines. Collective."""
@@ -71,7 +71,7 @@ class Transport(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """The text of the probe, the trainer's log-probabilities, and the distance that an engine's mean may have."""
+    """The text of the probe, the trainer's log-probabilities, and the largest mean distance of an engine."""
 
     tokens: Tokens
     probe: Probe
@@ -96,7 +96,7 @@ class _Proof:
     mean: float
     maximum: float
     problem: str | None = None
-    # No engine has come so far as to be asked.
+    # No engine has taken the weights, so none was probed.
     is_lost: bool = False
 
 
@@ -119,7 +119,7 @@ class Publisher:
         self._room = room
         self._bound: float | None = None
         self._sync = None if fleet is None else WeightSync(fleet, sleeps=room is not None)
-        # Versions of an earlier start of the trainer are other weights of the same number.
+        # An earlier start of the trainer gave the same version numbers to other weights.
         self._run = messages.broadcast(uuid4().hex[:8], TEXT, world)
 
     @property
@@ -148,7 +148,7 @@ class Publisher:
             return SyncReport(version, time.monotonic() - began, sent.size_bytes, proof.mean, proof.maximum, bound)
         if proof.is_lost:
             raise EnginesLost(proof.problem)
-        # Of weights that have been trained for long, rounding may make more than of the first ones.
+        # Rounding may change trained weights more than the first ones: measure the bound again.
         self._bound = None
         raise WrongWeights(proof.problem)
 
@@ -170,7 +170,7 @@ class Publisher:
             self._fleet.connection.close()
 
     def _proven(self, sent: Sent, label: WeightsLabel, expected: Expected) -> _Proof:
-        """Compare engines with the trainer, or say what is wrong: for an exception the other ranks would wait."""
+        """Compare engines with the trainer. Return a problem and raise nothing: the other ranks wait for the result."""
         if self._fleet is None or self._sync is None:
             raise ValueError("rank 0 alone proves a publication")
         sync, tokens = self._sync, self.trial.tokens
@@ -203,7 +203,7 @@ class Publisher:
         return _Proof(float(apart.mean()), float(apart.max()))
 
     def _again(self, sent: Sent, label: WeightsLabel, expected: Expected) -> Load | None:
-        """Load and prove the same weights in an engine that was away."""
+        """Return the function that loads and probes the same weights in an engine that was away."""
         load, sync = sent.catch_up, self._sync
         if load is None or sync is None:
             return None
@@ -217,7 +217,7 @@ class Publisher:
         return again
 
     def _problem(self, expected: Expected, found: Sequence[tuple[RolloutEngine, Floats]]) -> str | None:
-        """Return what is wrong with engines; with Warn, write it to the log instead."""
+        """Return the problem of engines; with onMismatch Warn, log it and return None."""
         problem = wrong(expected, [(engine.url, theirs) for engine, theirs in found])
         if problem is None or not self.trial.only_warns:
             return problem

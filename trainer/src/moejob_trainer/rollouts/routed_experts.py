@@ -1,7 +1,7 @@
-"""Routed experts as an engine returns them: a .npy file in base64, of which nothing is believed unchecked. Pure.
+"""Routed experts as an engine returns them: a .npy file in base64, checked before it is read. Pure.
 
-vLLM writes [tokens, layers, k], with zeros in layers that have no experts. numpy's reader allocates whatever a header
-claims before it looks at the data; here the header has to claim what was asked for.
+vLLM writes [tokens, layers, k], with zeros in layers that have no experts. numpy's reader allocates the size in the
+header before it looks at the data; here the header has to have the expected size.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def routed_experts(text: str, tokens: int, of: RoutedLayers) -> Array:
 
 
 def smallest_type(experts: int) -> type[np.uint8 | np.int16]:
-    """Return the type of a choice of experts, with room for one number more than there are."""
+    """Return the smallest type for the number of an expert, with room for one number more than there are experts."""
     return np.uint8 if choice_bytes(experts) == 1 else np.int16
 
 

@@ -33,22 +33,22 @@ class WeightSync:
         self._fleet, self._sleeps = fleet, sleeps
 
     def run(self, asked: Coroutine[Any, Any, T]) -> T:
-        """Do something with engines, and wait until it is done."""
+        """Run requests to engines in their thread, and wait for the result."""
         return self._fleet.connection.run(asked)
 
     async def begin(self, seconds: float) -> tuple[RolloutEngine, ...]:
-        """Stop generating everywhere; what is in flight waits. Returns the engines that take part."""
+        """Pause all engines, with their requests in flight, and start an update. Returns the engines that take part."""
         await self._fleet.unwatch()
-        # Until there are others that it could read, an engine that comes back has to wait.
+        # An engine that returns now waits: there are no weights yet that it could load.
         self._fleet.catch_up = None
         engines = await self._fleet.reached(seconds)
         for engine in {*self._fleet.engines} - {*engines}:
-            # It may return in the middle, with the weights of before.
+            # It may return in the middle of the update, with the previous weights.
             await self._fleet.lose(engine, engine.reason)
         return await self.each(engines, self._started)
 
     async def check(self, engines: Sequence[RolloutEngine]) -> tuple[tuple[RolloutEngine, ...], str | None]:
-        """Ask engines for what they lack; those that have answered, or a problem, with which all discard the update."""
+        """Return the engines that have all tensors, or a problem, after which all engines discard the update."""
         problems: list[str] = []
 
         async def checked(engine: RolloutEngine) -> None:
@@ -63,23 +63,23 @@ class WeightSync:
         return (), problems[0]
 
     async def find_problem(self, engine: RolloutEngine) -> str | None:
-        """Return what an engine lacks of the weights that it was sent. Asked before they are given their name."""
+        """Return the problem of an engine that lacks tensors, else None. Call it before the weights get their label."""
         report = await self._fleet.post(engine, HttpPath.PUBLICATION, seconds=self._fleet.limits.update_seconds)
         return publication_problem(engine.url, read_publication(report))
 
     async def discard(self, engines: Sequence[RolloutEngine]) -> None:
-        """Let engines end an update that is no version, and rest until the next one."""
+        """Let engines end an update whose weights are no version, and sleep until the next one."""
 
         async def discarded(engine: RolloutEngine) -> None:
             await self._end_unfinished(engine)
             if self._sleeps:
-                # An engine that is half asleep cannot fall asleep.
+                # An engine that has woken for weights only cannot be put to sleep.
                 await self._fleet.post(engine, "/wake_up?tags=kv_cache")
 
         await self.rest(await self.each(engines, discarded))
 
     async def finish(self, engines: Sequence[RolloutEngine], label: WeightsLabel) -> tuple[RolloutEngine, ...]:
-        """Name the weights that engines have got, and let them generate."""
+        """Label the loaded weights, and let engines generate."""
         self._fleet.label = label
 
         async def finished(engine: RolloutEngine) -> None:
@@ -88,14 +88,14 @@ class WeightSync:
         return await self.each(engines, finished)
 
     async def serve(self, engines: Sequence[RolloutEngine], catch_up: Load | None) -> None:
-        """Give engines work again, and look after them; `catch_up` brings one that was away to these weights."""
+        """Send engines requests again, and watch them; `catch_up` loads these weights into an engine that was away."""
         self._fleet.catch_up = catch_up
         for engine in engines:
             await self._fleet.enlist(engine)
         await self._fleet.watch()
 
     async def each(self, engines: Sequence[RolloutEngine], step: Load) -> tuple[RolloutEngine, ...]:
-        """Do a step on all engines at once; those on which it has worked. An engine refuses nothing that is right."""
+        """Run a step on all engines at once; return those that did it. An engine that refuses our request is lost."""
 
         async def tried(engine: RolloutEngine) -> bool:
             try:
@@ -109,16 +109,16 @@ class WeightSync:
         return tuple(engine for engine, has_worked in zip(engines, worked, strict=True) if has_worked)
 
     async def sleep(self) -> None:
-        """Let engines give back their memory; weights and keys and values come with the next synchronization."""
+        """Let engines give back their memory; the next publication brings weights, and room for keys and values."""
         await self.each(self._fleet.serving, self._asleep)
 
     async def rest(self, engines: Sequence[RolloutEngine]) -> None:
-        """Let engines that have been woken for nothing give back their memory, where they share the trainer's."""
+        """Let engines on the trainer's GPUs that woke and do not serve give back their memory."""
         if self._sleeps:
             await self.each([engine for engine in engines if not engine.serves], self._asleep)
 
     async def _asleep(self, engine: RolloutEngine) -> None:
-        # Level 1 would move weights to the host's memory; the trainer has them.
+        # Level 1 would copy weights to the host's memory; the trainer has them anyway.
         await self._fleet.post(engine, "/sleep?level=2")
 
     async def label_of(self, engine: RolloutEngine) -> str:
@@ -126,7 +126,7 @@ class WeightSync:
         return await self._fleet.label_of(engine)
 
     async def join(self, engine: RolloutEngine, where: Mapping[str, Any]) -> None:
-        """Let one engine join the group that its weights will come by."""
+        """Let one engine join the process group that carries its weights."""
         seconds = self._fleet.limits.update_seconds
         await self._fleet.post(engine, "/init_weight_transfer_engine", {"init_info": dict(where)}, seconds)
 
@@ -137,7 +137,7 @@ class WeightSync:
         )
 
     async def whole(self, engine: RolloutEngine, label: WeightsLabel, load: Load) -> None:
-        """Bring one engine to weights from start to finish."""
+        """Load weights into one engine: a whole update, from start to finish."""
         await self._started(engine)
         await load(engine)
         problem = await self.find_problem(engine)
@@ -151,13 +151,13 @@ class WeightSync:
 
     async def _started(self, engine: RolloutEngine) -> None:
         if self._sleeps:
-            # Before it is paused: one that is awake anyway would begin to generate.
+            # Wake it before the pause: behind it, the wake-up of an engine that is awake anyway would let it generate.
             await self._fleet.post(engine, "/wake_up?tags=weights")
         await self._fleet.post(engine, "/pause?mode=keep")
         try:
             await self._fleet.post(engine, "/start_weight_update")
         except EngineLost:
-            # It may wait for the end of an update by a trainer that was killed. What that left is no version.
+            # The engine may still be in an update of a trainer that was killed. End it; its weights are no version.
             await self._end_unfinished(engine)
             await self._fleet.post(engine, "/start_weight_update")
 

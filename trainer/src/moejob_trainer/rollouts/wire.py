@@ -1,7 +1,7 @@
-"""Requests to an engine and its answers: the JSON of the path of vLLM that takes and gives token ids. Pure.
+"""Requests to an engine and its replies: the JSON of the path of vLLM that takes and gives token ids. Pure.
 
-A label names weights: their version and the start of the trainer that published them. After a trainer has gone back to
-a checkpoint, its version 12 is another one than before.
+A label names weights by their version and the trainer's start that published them, such as `12.3f9a01bc`. After a
+restart from a checkpoint, version 12 has other weights than before, and another label.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from moejob_api.publications import PublicationReport
 from moejob_trainer.rollouts.interface import Answer, FinishReason, Floats, Request, Sampling, Tokens
 from moejob_trainer.rollouts.routed_experts import Array, BadRouting, routed_experts
 
-# vLLM's own path, which says the log-probabilities of a prompt too.
+# vLLM's own path, which returns log-probabilities of a prompt, too.
 PROBE = "/inference/v1/generate"
-# The name of weights that a trainer did not give to the end; vLLM calls those that it started with `default`.
+# The label of weights whose trainer ended in the middle of an update. vLLM calls the weights of its start `default`.
 UNFINISHED = "unfinished"
 # Names in one sentence; a model without all of its experts lacks thousands.
 _NAMED = 8
@@ -27,7 +27,7 @@ _FINISHED = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
 
 class BadAnswer(ValueError):
-    """An answer that is not what was asked for."""
+    """A reply that does not fit its request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,18 +53,18 @@ class _LogProbability(_Model):
 
 
 class _Probed(_Model):
-    # By token, for each token of the prompt; of the first nothing can be said.
+    # For each token of the prompt, by token; None for the first one, which nothing predicts.
     prompt_logprobs: tuple[dict[int, _LogProbability] | None, ...]
 
 
 class WeightInfo(_Model):
-    """The answer of /weight_info."""
+    """The reply of /weight_info."""
 
     weight_version: str
 
 
 def were_given(name: str) -> bool:
-    """Return whether weights of this name are a trainer's, whichever start of it they are of."""
+    """Return whether weights of this name came from a trainer, at any start of it."""
     return name == UNFINISHED or name.partition(".")[0].isdigit()
 
 

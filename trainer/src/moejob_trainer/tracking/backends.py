@@ -13,10 +13,10 @@ from moejob_trainer.runtime.fencing import FenceToken
 
 @dataclass(frozen=True, slots=True)
 class TrackedRun:
-    """The run as others know it."""
+    """The facts of a run that trackers receive."""
 
     job: str
-    # The same in every attempt: the tracker's run is resumed.
+    # The same in every attempt, so each attempt resumes the tracker's run.
     uid: str
     spec: Spec
     folder: Path
@@ -34,7 +34,7 @@ class Numbers:
 
 
 class TrackerBackend(Protocol):
-    """A place that numbers are sent to. It may raise whatever it likes, and take as long as it likes."""
+    """A receiver of numbers. It may raise any exception and take any time: neither reaches the training loop."""
 
     def write(self, numbers: Numbers) -> None:
         """Send the numbers of a step. After a restart, steps come a second time."""

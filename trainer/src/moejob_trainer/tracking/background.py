@@ -15,7 +15,7 @@ MOST_WAITING = 10_000
 
 
 class Background:
-    """Sends to one backend. `opened` makes it, in the thread: that may already import packages and ask servers."""
+    """Sends to one backend. The thread opens the backend, too: that imports packages and asks servers."""
 
     def __init__(
         self,
@@ -25,7 +25,7 @@ class Background:
         most_waiting: int = MOST_WAITING,
     ) -> None:
         self.name, self._opened, self._publish, self._most_waiting = name, opened, write_line, most_waiting
-        # Steps of which the backend does not have the numbers.
+        # Steps whose numbers the backend did not get.
         self.lost = 0
         self._waiting: deque[Numbers] = deque()
         self._changed = threading.Condition()
@@ -45,13 +45,13 @@ class Background:
             self._lose(f"it is {self._most_waiting} steps behind")
 
     def begin_close(self, *, has_failed: bool) -> None:
-        """Nothing more will come."""
+        """Announce the end: no numbers follow."""
         with self._changed:
             self._is_closing, self._has_failed = True, has_failed
             self._changed.notify()
 
     def wait(self, deadline: float) -> None:
-        """Until everything is sent, or that moment of the monotonic clock. Says what is missing."""
+        """Wait until all numbers are sent, or until the deadline of the monotonic clock; report lost steps."""
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
             with self._changed:

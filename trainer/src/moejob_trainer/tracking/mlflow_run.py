@@ -12,15 +12,15 @@ from moejob_api.job.lifecycle import MLflow
 from moejob_trainer.tracking.backends import Numbers, TrackedRun
 
 _UID = "moejob.uid"
-# What the server takes at once, and of one value.
+# The server's limits: parameters of one request, and characters of one value.
 _MOST_PARAMETERS, _MOST_CHARACTERS = 100, 500
 
 
 class MLflowRun:
-    """One run there for one job, found again by the job's uid."""
+    """One MLflow run for one job, found again by the job's uid."""
 
     def __init__(self, run: TrackedRun, mlflow: MLflow) -> None:
-        # It would print a link behind the line of rank 0 that is quoted when a run fails.
+        # The client would print a link at the end, and the last line of rank 0 is quoted when a run fails.
         os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
         # The client has no state that other code in the process would share.
         self._client = importlib.import_module("mlflow").MlflowClient(tracking_uri=mlflow.tracking_uri)
@@ -29,7 +29,7 @@ class MLflowRun:
         self._id = self._known(experiment, run.uid) or self._created(experiment, run)
 
     def write(self, numbers: Numbers) -> None:
-        """One request for all numbers of a step."""
+        """Send all numbers of a step in one request."""
         milliseconds = int(numbers.time * 1000)
         self._client.log_batch(
             self._id,
@@ -66,7 +66,7 @@ class MLflowRun:
 
 
 def metric_name(name: str) -> str:
-    """Return the name as a server takes it, which refuses a whole step for an `@` or an empty part between slashes."""
+    """Return a name that servers take: they refuse a whole step for an `@` or an empty part between slashes."""
     return re.sub(r"/{2,}|[^\w\-. :/]", "-", name)
 
 

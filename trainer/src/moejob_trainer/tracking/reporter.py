@@ -30,7 +30,7 @@ STEP_LOG = RunFile.STEPS.value
 
 @dataclass(frozen=True, slots=True)
 class RankHardware:
-    """The divisors of a step's speed. `peak_flops_per_second` is of one GPU, where the job names its type."""
+    """The divisors of a step's speed: ranks, and the peak of one GPU where the job names its type."""
 
     count: int
     has_gpus: bool = False
@@ -38,7 +38,7 @@ class RankHardware:
 
 
 def rank_hardware(resources: Resources, count: int) -> RankHardware:
-    """The ranks of a job. A peak is never guessed: a share of the wrong one would look like a measurement."""
+    """Return the ranks of a job. A peak is never guessed: an MFU of a wrong peak would look like a measurement."""
     if resources.accelerator is Accelerator.CPU:
         return RankHardware(count)
     gpu_type = resources.gpu_type
@@ -56,7 +56,7 @@ class ProgressWriter:
     is_first: bool
 
     def mend_step_log(self) -> None:
-        """Cut the half line that a full disk or a loss of power has left: the next one would be joined to it."""
+        """Cut the half line that a full disk or a power cut has left: the next line would be joined to it."""
         if not self.is_first:
             return
         path = self.folder / STEP_LOG
@@ -66,7 +66,7 @@ class ProgressWriter:
             sys.stderr.write(f"{path} ended in half a line: its last {len(cut)} bytes were cut\n")
 
     def write_step(self, step: int, line: Mapping[str, Any]) -> None:
-        """Add a line to the step log, whole or not at all: a reader never sees half of one. Send it to the tracker."""
+        """Add a line to the step log, whole or not at all, and send its numbers to the tracker."""
         if not self.is_first:
             return
         path = self.folder / STEP_LOG
@@ -77,7 +77,7 @@ class ProgressWriter:
 
 @dataclass(slots=True)
 class Reporter:
-    """Reports every step. `saved` and `epoch` are asked when there is something to report."""
+    """Reports every step. The callables are read at each report."""
 
     writer: ProgressWriter
     total_steps: int
@@ -86,11 +86,11 @@ class Reporter:
     epoch: Callable[[], float | None]
     waited: Callable[[], float]
     evaluate: Callable[[int], Mapping[str, float]]
-    # Of the last step, beside what its updates measured.
+    # Metrics of the last step beside those of its updates.
     measured: Callable[[], Mapping[str, float]] = dict
-    # Of each line, on the first rank.
+    # Called with each line, on the first rank.
     note: Callable[[Mapping[str, Any]], None] = lambda _line: None
-    # Keeps what is asked for of a step and its updates; before its line is there, so that a reported step is recorded.
+    # Called with a step and its updates before its line is written, so that a reported step has its record.
     record: Callable[[int, Sequence[UpdateResult]], None] = lambda *_: None
     hub_commits: tuple[HubCommit, ...] | None = None
     clock: Callable[[], float] = time.monotonic
@@ -98,13 +98,13 @@ class Reporter:
     _begun: float = field(init=False, default=0.0)
     _last_progress: RunProgress | None = field(init=False, default=None)
     _start: StartTiming | None = field(init=False, default=None)
-    # Numbers that not every line has: they are shown until there are newer ones.
+    # Numbers that only some lines have; progress shows the newest of them.
     _lasting: dict[str, Any] = field(init=False, default_factory=dict)
 
     def begin(self, start: StartTiming | None = None, known: Mapping[str, float] | None = None) -> None:
-        """The first step begins now: the time to get there is reported beside it, not in it.
+        """Start the clock of the first step; the time before it is reported separately.
 
-        `known` are numbers of earlier evaluations, shown until there are newer ones.
+        Numbers of earlier evaluations are shown until there are newer ones.
         """
         self.writer.mend_step_log()
         self._since, self._start = self.clock(), start
@@ -112,7 +112,7 @@ class Reporter:
         self._begun = self._since
 
     def report(self, step: int, results: Sequence[UpdateResult]) -> None:
-        """One step: its line, its beat, and an evaluation when one is due."""
+        """Report one step: its line, its heartbeat, and an evaluation when one is due."""
         now = self.clock()
         seconds, self._since = now - self._since, now
         self.record(step, results)
@@ -130,25 +130,25 @@ class Reporter:
             last = replace(results[-1], loss=means["loss"], metrics=metrics)
             progress = self._run_progress(step, last, speed, now - self._begun)
             self._publish(progress.model_copy(update={"measures": _measures({**self._lasting, **line})}))
-        # What evaluating took is no part of the next step.
+        # The time of an evaluation belongs to no step.
         self._since = self.clock()
 
     def finish(self, stopped_at: int | None = None) -> None:
-        """The last checkpoint is complete: the last progress of the run names it.
+        """Report the last progress, once the last checkpoint is complete.
 
-        A run that stopped early has no more steps than it has done: there is no time left, and no bar to fill.
+        A run that stopped early reports the steps done as its total, so its bar is full and no time is left.
         """
         step, save_seconds, _ = self.saved()
         if not self.writer.is_first or step is None:
             return
-        # A run that has nothing left to do but its export has reported no step.
+        # A run that only had to export has reported no step.
         last = self._last_progress or RunProgress(
             step=step,
             total_steps=self.total_steps,
             measures=_measures(self._lasting),
             hub_commits=self.hub_commits,
         )
-        # It may have saved nothing itself either, and then does not know how long that took.
+        # A run that has saved nothing itself does not know how long a save took.
         took = last.save_seconds if save_seconds is None else save_seconds
         total = self.total_steps if stopped_at is None else stopped_at
         known = {"total_steps": total, "last_checkpoint_step": step, "save_seconds": took}
@@ -199,7 +199,7 @@ class Reporter:
 
 
 def means_of_updates(results: Sequence[UpdateResult]) -> dict[str, float]:
-    """Return the loss and the metrics of a step: means over its updates, by weight; what has no weight is the last's.
+    """Return the loss and metrics of a step: weighted means over its updates; without a weight, the last update's.
 
     Two updates on 1 and 3 tokens with entropies 2.0 and 1.0 have (1 x 2.0 + 3 x 1.0) / 4 = 1.25.
     """
@@ -215,7 +215,7 @@ def means_of_updates(results: Sequence[UpdateResult]) -> dict[str, float]:
 _NAMED = frozenset(
     ("step", "epoch", "loss", "mtpLoss", "reward", "gradNorm", "learningRate", "tokensPerSecondPerGpu", "mfu")
 ) | {"time", "attempt", "restart", "applied"}
-# Beyond it the contract takes no number.
+# The contract takes no larger number.
 _LARGEST = 1e39
 
 

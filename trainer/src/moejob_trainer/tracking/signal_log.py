@@ -1,4 +1,4 @@
-"""Warnings in rank 0's log that a GRPO run learns nothing, each once for a start of the ranks."""
+"""Warnings in rank 0's log that a GRPO run learns nothing, each at most once in a start of the ranks."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class SignalLog:
     _warned: set[SignalKind] = field(init=False, default_factory=set)
 
     def note(self, line: Mapping[str, Any]) -> None:
-        """Take in the line of a step, and warn of what it shows for the first time."""
+        """Add the line of a step, and log each kind of warning the first time that it applies."""
         if self.grpo is None:
             return
         reward, groups = line.get("reward", nan), line.get("groups", 0)
         flat, cut = line.get("groupsWithoutSignal", 0), line.get("truncated", 0)
         self._steps.append(LoggedRewards(reward, groups, flat, cut))
-        # The first steps, which later ones are compared with, and the last ones.
+        # Keep the first steps, with which later ones are compared, and the last ones.
         del self._steps[WINDOW_STEPS:-WINDOW_STEPS]
         for signal in weak_signals(self._steps, self.grpo):
             if signal.kind not in self._warned:

@@ -15,14 +15,14 @@ FOLDER = "tensorboard"
 
 
 class TensorBoardEvents:
-    """One file for each start of the ranks; its first step hides what an earlier start wrote of later ones."""
+    """One file for each start of the ranks; its session log hides the later steps that an earlier start wrote."""
 
     def __init__(self, run: TrackedRun) -> None:
         self._run = run
         self._writer: Any = None
 
     def write(self, numbers: Numbers) -> None:
-        """One event, readable at once."""
+        """Write one event and flush it."""
         if self._writer is None:
             self._writer = self._opened(numbers)
         values = [Summary.Value(tag=name, simple_value=value) for name, value in numbers.values.items()]

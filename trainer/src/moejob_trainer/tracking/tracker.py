@@ -22,7 +22,7 @@ PATIENCE_SECONDS = 5.0
 class Tracker:
     """Sends the step log's metrics to every backend. Used in a `with`, whose end closes the backends.
 
-    Explicitly, for what is registered with atexit does not run in ranks.
+    The end has to be explicit: functions registered with atexit do not run in ranks.
     """
 
     def __init__(self, backends: Sequence[Background], patience_seconds: float = PATIENCE_SECONDS) -> None:
@@ -41,7 +41,7 @@ class Tracker:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # Being asked to stop is no failure.
+        # A requested stop raises no Exception but a BaseException, and is no failure.
         has_failed = kind is not None and issubclass(kind, Exception)
         deadline = time.monotonic() + self._patience_seconds
         for backend in self._sinks:

@@ -9,7 +9,7 @@ from moejob_trainer.tracking.backends import Numbers, TrackedRun
 
 
 class WandbRun:
-    """One run there for one job, whatever attempts it takes."""
+    """One W&B run for one job, which all attempts resume."""
 
     def __init__(self, run: TrackedRun, wandb: Wandb) -> None:
         package = importlib.import_module("wandb")
@@ -22,17 +22,17 @@ class WandbRun:
             group=wandb.group,
             config=run.spec.model_dump(mode="json", by_alias=True, exclude_none=True),
             dir=str(run.folder),
-            # What ranks print is the launcher's, and the last line of it is quoted when one fails.
+            # The launcher has the output of ranks, and quotes its last line when a rank fails.
             settings=package.Settings(console="off", silent=True),
         )
-        # Its own counter of steps never goes back; ours does, to the last checkpoint.
+        # Its own step counter never decreases; ours does, after a restart from a checkpoint.
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
 
     def write(self, numbers: Numbers) -> None:
-        """One row."""
+        """Log one row."""
         self._run.log({"step": numbers.step, **numbers.values})
 
     def close(self, *, has_failed: bool) -> None:
-        """Wait for what is on its way."""
+        """Wait until all rows are sent."""
         self._run.finish(exit_code=int(has_failed))

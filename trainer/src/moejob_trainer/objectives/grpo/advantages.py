@@ -1,4 +1,4 @@
-"""Advantages: an answer's reward compared with others, so that only what is better than usual is learned.
+"""Advantages: an answer's reward compared with others, so that only answers better than usual become likelier.
 
 Rewards are [groups, members], of the answers to one prompt in a row. Worked example, rewards 1, 0, 0, 0 of one group,
 mean 1/4: DrGRPO gives 0.75 and -0.25; GRPO divides these by the deviation 0.5; RLOO compares with the mean of the three
@@ -24,8 +24,8 @@ EPSILON = 1e-4
 def advantages(kind: Advantage, rewards: Floats, answers: Sequence[Floats]) -> list[Floats]:
     """Return the advantage of each token of each answer.
 
-    rewards [groups, members] are of whole answers; `answers` holds for each of them, in the same order, what each token
-    is rewarded by itself ([tokens], zeros where there is no such penalty).
+    rewards [groups, members] belong to whole answers. The second array of each answer, in the same order, has a reward
+    of each token, such as a KL penalty: [tokens], zeros where there is none.
     """
     lengths = [len(answer) for answer in answers]
     whole = rewards.astype(np.float64) + np.array([answer.sum() for answer in answers]).reshape(rewards.shape)
@@ -58,11 +58,11 @@ def _spread(values: Floats, lengths: Sequence[int]) -> list[Floats]:
 
 
 def _to_go(own: Floats) -> Floats:
-    """Of each token, what it and those behind it are rewarded."""
+    """Return for each token its own reward and those of all tokens behind it."""
     return own.astype(np.float64)[::-1].cumsum()[::-1]
 
 
 def _whitened(values: Sequence[Floats]) -> list[Floats]:
-    """Mean 0 and deviation 1 over all tokens of the step, as REINFORCE++ has it: there is no baseline of a group."""
+    """Return values of mean 0 and deviation 1 over all tokens of the step: REINFORCE++ has no baseline of a group."""
     every = np.concatenate(values)
     return [(value - every.mean()) / (every.std() + EPSILON) for value in values]

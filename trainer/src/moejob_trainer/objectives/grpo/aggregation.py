@@ -1,4 +1,4 @@
-"""Weights that make one number of the losses of all tokens of an update.
+"""Weights of tokens, by which the losses of an update become one number.
 
 The engine divides a sum of weighted losses by the sum of their weights over the whole update, whatever the layout. With
 answers of 2 and 6 tokens, weights of each token are

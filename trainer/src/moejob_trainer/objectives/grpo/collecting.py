@@ -1,4 +1,4 @@
-"""Rank 0's part of a step: prompts in, rewarded rollouts out, and what is noted of them."""
+"""Rank 0's part of a step: prompts in, rewarded rollouts out, and their metrics and samples."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ _EVALUATION = -(2**31)
 
 @dataclass(frozen=True, slots=True)
 class PromptSets:
-    """The prompts of training, asked in turn, and those of an evaluation, all asked at once."""
+    """The prompts of training, which are drawn in turn, and those of an evaluation, which engines get all at once."""
 
     training: PromptLoader
     evaluation: Sequence[Prompt] = ()
 
 
 class Collector:
-    """Rank 0's Rollouts. One event loop for the whole run: engines and rewards keep their connections."""
+    """Rank 0's source of rollouts. One event loop lasts the whole run: engines and rewards keep their connections."""
 
     def __init__(self, grpo: Grpo, asker: Asker, prompts: PromptSets, sampling: Sampling, folder: Path) -> None:
         self._grpo, self._asker, self._prompts, self._folder = grpo, asker, prompts, folder
         self._sampling = sampling
         self._runner = asker.runner or asyncio.Runner()
-        # What engines were asked, when they lost the weights.
+        # The request that was under way when engines lost the weights.
         self._unfinished: asyncio.Task[Any] | None = None
         self._sampled = Sampled(())
         self._metrics: dict[str, float] = {}
@@ -61,7 +61,7 @@ class Collector:
 
     @property
     def sampled(self) -> Sampled:
-        """Return the groups of the last step, those among them that are left out too."""
+        """Return the groups of the last step, with the groups that it leaves out."""
         return self._sampled
 
     @property
@@ -70,7 +70,7 @@ class Collector:
         return self._prompts.training.epoch
 
     def collect(self, step: int) -> Experience | None:
-        """Return the rollouts of a step; answers whose rewards failed have taken their groups along."""
+        """Return the rollouts of a step, without groups of failed rewards; None when engines lost the weights."""
         scorer = self._asker.scorer
         if self._unfinished is None:
             scorer.forget_failures()
@@ -79,7 +79,7 @@ class Collector:
             return None
         if not sampled.groups:
             raise scorer.nothing_left(f"every group of step {step + 1}")
-        # The rest of the step knows the experience; kept here, too, the experts would be in memory twice.
+        # The batch has the experts of all tokens; a second copy in these groups would double their memory.
         self._sampled = sampled.without_routing()
         self._metrics = of_rewards(sampled, scorer.names) | of_versions(sampled.groups, step)
         self._metrics |= {f"rewardFailures/{name}": float(count) for name, count in scorer.failures.items()}
@@ -112,7 +112,7 @@ class Collector:
 
     def learned(self, step: int, advantages: Sequence[float]) -> None:
         """Write the answers of a step to samples/step-N.jsonl, and a few to the log."""
-        # By the number that its line in the step log will have: the steps done with it.
+        # The step log numbers a step by the steps that are done at its end.
         number = step + 1
         lines = list(sample_lines(self._sampled, advantages, number, max(self._grpo.logged_answers, _SHOWN)))
         for line in lines[:_SHOWN]:
@@ -126,15 +126,15 @@ class Collector:
         return self._metrics
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the place in the prompts: every answer before is learned from, none behind is asked."""
+        """Return the place in the prompts: the run has trained on all before it, and drawn none behind it."""
         return self._prompts.training.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on behind the last prompt that was asked."""
+        """Continue behind the last prompt that was drawn."""
         self._prompts.training.load_state_dict(state)
 
     def _asked(self, asking: Callable[[], Coroutine[Any, Any, T]]) -> T | None:
-        """Return what engines answer; None when they lost the weights, and the next call takes up what is left."""
+        """Return the reply of engines; None when they lost the weights: the next call waits for the same request."""
         if self._unfinished is None:
             self._unfinished = self._runner.get_loop().create_task(asking())
         if not self._runner.run(self._is_finished(self._unfinished)):

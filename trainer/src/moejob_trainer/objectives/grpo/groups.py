@@ -1,4 +1,4 @@
-"""Groups and answers that a step does not learn from, and what long answers cost."""
+"""Groups without a signal, groups without all rewards, and the penalty of long answers."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Booleans = npt.NDArray[np.bool_]
 
 
 def has_signal(rewards: Floats) -> Booleans:
-    """Return the groups with rewards that differ: others have no advantage. [groups, members] -> [groups]"""
+    """Return the groups whose rewards differ; in all others every advantage is 0. [groups, members] -> [groups]"""
     found: Booleans = np.ptp(rewards, axis=1) > 0
     return found
 
 
 def is_complete(rewards: Floats) -> Booleans:
-    """Return the groups with a reward for every answer; one that failed is NaN. [groups, members] -> [groups]"""
+    """Return the groups with a reward for every answer; a failed reward is NaN. [groups, members] -> [groups]"""
     found: Booleans = np.isfinite(rewards.sum(axis=1))
     return found
 

@@ -1,4 +1,7 @@
-"""The loss of a micro batch of answers, put together of its parts. docs/grpo.md has the formula."""
+"""The loss of a micro batch of rollouts, in its order: ratios, policy loss, mismatch weights, KL, entropy, weights.
+
+docs/grpo.md has the formula.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +16,15 @@ from moejob_trainer.objectives.grpo.ratios import log_ratios
 from moejob_trainer.training.interface import LossTerms, Mean, TokenOutputs
 from moejob_trainer.training.micro_batch import MicroBatch
 
-# Extras of a document that the loss reads: of each token the advantage and log-probabilities, and of the whole the
-# factor that its aggregation asks for. OLD is absent when the step makes one update: then nothing is older.
+# Extras of a document that the loss reads: an advantage and log-probabilities of each token, and one factor of the
+# aggregation. OLD is absent when a step makes one update: the model itself sampled the answers.
 ADVANTAGE, ENGINE, OLD, REFERENCE, SCALE = "advantage", "engine", "old", "reference", "scale"
 
 
 def grpo_loss(grpo: Grpo, outputs: TokenOutputs, batch: MicroBatch) -> LossTerms:
     """Return the weighted sum of the losses of the answers' tokens."""
     own, clipping = answers(batch), Clipping(grpo.clip_low, grpo.clip_high, grpo.dual_clip)
-    # Before anything is computed: a ratio that overflows on a prompt would make the gradient of its whole answer NaN.
+    # Prompts are masked first: a ratio that overflows there would make the gradient of the whole answer NaN.
     new, old = own.only(outputs.log_probabilities), own.only(sampled_with(outputs, batch))
     advantages = own.only(batch.extras[ADVANTAGE])
     ratios = log_ratios(grpo.importance, new, old, own)
@@ -47,15 +50,15 @@ def grpo_loss(grpo: Grpo, outputs: TokenOutputs, batch: MicroBatch) -> LossTerms
 
 
 def sampled_with(outputs: TokenOutputs, batch: MicroBatch) -> Tensor:
-    """Return the log-probabilities of the version that answered, by the trainer's own arithmetic. [T]"""
+    """Return the trainer's log-probabilities by the weights that sampled the answers. [T]"""
     return batch.extras.get(OLD, outputs.log_probabilities.detach())
 
 
 def mismatch(outputs: TokenOutputs, batch: MicroBatch) -> Tensor:
-    """Return the distance of the engine's log-probabilities from the trainer's of the same weights. [T]"""
+    """Return |log-probability of the trainer - of the engine|, both by the weights that sampled the answers. [T]"""
     return (sampled_with(outputs, batch) - batch.extras[ENGINE]).abs()
 
 
 def _mean(values: Tensor, own: Answers) -> Mean:
-    """Return the mean over all tokens of answers, however these are weighted."""
+    """Return the mean over all tokens of answers, whatever their weights."""
     return Mean(own.only(values.detach()).sum(), own.mask.sum())

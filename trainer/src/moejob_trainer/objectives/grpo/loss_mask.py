@@ -1,4 +1,10 @@
-"""The answers of a packed micro batch: which document each token belongs to, and sums over documents."""
+"""The loss mask of a packed micro batch: the tokens of answers, and sums and means over each document's answer.
+
+Values of documents [D] and of tokens [T] meet here. Two documents of 3 and 2 tokens whose last 2 and 1 are answers:
+
+    mask    0 1 1 0 1        document 0 0 0 1 1
+    values  9 1 3 9 5        sums     4 5        means  2 5
+"""
 
 from __future__ import annotations
 
@@ -12,7 +18,7 @@ from moejob_trainer.training.micro_batch import MicroBatch
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Answers:
-    """Tokens that are learned from, among prompts and padding."""
+    """The tokens that carry loss weight, among prompts and padding."""
 
     # bool [T]: the label is a token of an answer that counts.
     mask: Tensor
@@ -21,7 +27,7 @@ class Answers:
     count: int
 
     def only(self, values: Tensor) -> Tensor:
-        """Return the values of answers' tokens and 0 for others, whatever these are; so is their gradient. [T]"""
+        """Return values in answers and 0 elsewhere, even where a value is infinite; the gradient there is 0 too. [T]"""
         return torch.where(self.mask, values, 0)
 
     def sums(self, values: Tensor) -> Tensor:
@@ -34,12 +40,12 @@ class Answers:
         return self.sums(values) / self.sums(torch.ones_like(values)).clamp(min=1)
 
     def of_tokens(self, values: Tensor) -> Tensor:
-        """Return a value of each document for each of its tokens. [D] -> [T]"""
+        """Repeat the value of each document for each of its tokens. [D] -> [T]"""
         return values[self.owner]
 
 
 def answers(batch: MicroBatch) -> Answers:
-    """Return the answers of a micro batch: what carries weight."""
+    """Return the mask of a micro batch: the tokens that carry weight."""
     lengths = batch.cu_lengths.diff().to(torch.int64)
     owner = torch.arange(len(lengths)).repeat_interleave(lengths).to(batch.weights.device, non_blocking=True)
     return Answers(batch.weights > 0, owner, len(lengths))

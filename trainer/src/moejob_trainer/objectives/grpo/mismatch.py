@@ -1,7 +1,7 @@
 """Importance sampling against the mismatch of trainer and engine, which give the same token different probabilities.
 
-An answer is sampled with the engine's probabilities and learned from with the trainer's. Weights p_trainer / p_engine
-make up for it; they are bounded, for a single one may be huge.
+The engine samples an answer by its probabilities, and the trainer differentiates its own. Weights p_trainer / p_engine
+correct this; they are bounded, because a single one may be huge.
 """
 
 from __future__ import annotations

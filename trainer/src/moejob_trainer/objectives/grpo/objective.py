@@ -67,10 +67,10 @@ _GENERATE, _LEARN = "generateSeconds", "learnSeconds"
 
 
 class Rollouts(Protocol):
-    """Rank 0's source of experience, which knows engines, prompts and rewards.
+    """Rank 0's source of rollouts, which knows engines, prompts and rewards.
 
-    What asks engines returns None when they have lost the weights. Called again after these were published once more,
-    it continues with what is answered already.
+    A method that asks engines returns None once they have lost the weights. The caller publishes the weights again and
+    calls the method again, which keeps the answers that it already has.
     """
 
     def collect(self, step: int) -> Experience | None:
@@ -89,7 +89,7 @@ class Rollouts(Protocol):
         """Return the place in the prompts."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on behind them."""
+        """Continue behind that place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,9 +136,9 @@ class GroupRelativePolicyOptimization:
     def __init__(self, settings: GrpoSettings, parts: StepServices) -> None:
         self.settings, self.parts, self._grpo = settings, parts, settings.grpo
         self._phases, self._sync = Phases(), SyncReport(0, 0.0, 0, 0.0, 0.0, 0.0)
-        # Of this rank, since the step began; on the device, for reading it would wait.
+        # The largest mismatch on this rank in the step. It stays on the device: reading it would wait for the GPU.
         self._mismatch: torch.Tensor | None = None
-        # Through the updates of the step, over all ranks.
+        # Tokens that went through the updates of the step, on all ranks.
         self._tokens = 0
         self._metrics: Mapping[str, float] = {}
         self._learning: StepLearning | None = None
@@ -157,7 +157,7 @@ class GroupRelativePolicyOptimization:
         is_learned = False
         for members in rollout_batch.updates(len(collected.rewards), self._grpo, parts, seed):
             documents = rollout_batch.documents(self._grpo, collected, members, extras)
-            # Answers without an end may be all that an update has: a step on nothing would still move the weights.
+            # overlong.filter may leave an update without any weight; an optimizer step on it would still move weights.
             if any(document.loss_weight for document in documents):
                 is_learned = True
                 self._learning.updates.append(members)
@@ -172,7 +172,7 @@ class GroupRelativePolicyOptimization:
         self._measure()
 
     def record(self, step: int, results: Sequence[UpdateResult]) -> None:
-        """Write what is asked for of a step, by its number in the step log, once its updates are made."""
+        """Record a step under its number in the step log once its updates are made, where the job asks for it."""
         if self.parts.recorder is not None and self._learning is not None:
             self.parts.recorder.record(step, self._learning, results)
         self._learning = None
@@ -191,11 +191,11 @@ class GroupRelativePolicyOptimization:
             self._published(step, engine)
             found = self._asked(step, engine, None if rollouts is None else rollouts.evaluate)
             self.parts.publisher.release()
-        # The others have only waited; the numbers are reported by rank 0.
+        # Rank 0 alone reports the numbers; the other ranks have only waited.
         return {} if found is None else found
 
     def metrics(self) -> Mapping[str, float]:
-        """Return the numbers of the last step beside those of its updates."""
+        """Return the metrics of the last step, without those of its updates."""
         return self._metrics
 
     def waited_seconds(self) -> float:
@@ -203,17 +203,17 @@ class GroupRelativePolicyOptimization:
         return self._phases.seconds.get(_GENERATE, 0.0)
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the place in the prompts: rank 0 knows."""
+        """Return the place in the prompts, which rank 0 alone knows."""
         return {} if self.parts.rollouts is None else self.parts.rollouts.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on behind the last prompt that was asked."""
+        """Continue behind the last prompt that engines answered."""
         if self.parts.rollouts is not None:
             self.parts.rollouts.load_state_dict(state)
 
     def _collected(self, step: int, engine: Engine) -> Experience:
         rollouts = self.parts.rollouts
-        # However long engines and rewards take, a rank that waits is no rank that hangs.
+        # Heartbeats continue, however long engines and rewards take: a rank that waits does not hang.
         with self.parts.waiting(step):
             with self._phases.timed("syncSeconds"):
                 self._sync = self._published(step, engine)
@@ -225,7 +225,7 @@ class GroupRelativePolicyOptimization:
         return Experience(**arrays)
 
     def _asked(self, step: int, engine: Engine, ask: Callable[[], T | None] | None) -> T | None:
-        """Return on rank 0 what it asks engines for, which is None while the weights have to be published again."""
+        """Return the reply of engines on rank 0, None elsewhere; publish the weights again when engines lose them."""
         while not self.parts.peers.agreed((found := None if ask is None else ask()) is not None):
             self._tell(f"no engine has the weights of step {step} any more; they are given to them again")
             self.parts.publisher.release()
@@ -238,7 +238,7 @@ class GroupRelativePolicyOptimization:
             try:
                 return publisher.publish(step, engine.weights(publisher.stacked_elements))
             except (EnginesLost, WrongWeights) as failure:
-                # What is wrong twice is no accident, and no start of this job can mend it.
+                # Two wrong publications in a row are no accident, and another start of the job would repeat them.
                 if isinstance(failure, WrongWeights) and have_been_wrong:
                     raise
                 have_been_wrong |= isinstance(failure, WrongWeights)
@@ -251,7 +251,7 @@ class GroupRelativePolicyOptimization:
             to_stderr(line)
 
     def _outputs(self, collected: Experience, engine: Engine) -> tuple[Array | None, Array | None]:
-        """Return log-probabilities of all tokens, of the trainer and of the reference model, where they are needed."""
+        """Return the log-probabilities of all tokens by trainer and reference model, None where not needed."""
         kl, share = self._grpo.kl, None
         needs_old = self.settings.updates * self._grpo.epochs_per_step > 1 or (
             kl.coefficient > 0 and kl.apply_to is KlTarget.REWARD
@@ -272,7 +272,7 @@ class GroupRelativePolicyOptimization:
             self.parts.rollouts.learned(step, means)
 
     def _measure(self) -> None:
-        """All ranks: the last stage of a pipeline alone has seen how far the engines were off."""
+        """Gather the metrics of the step on all ranks: only last pipeline stages have measured mismatches."""
         largest = self.parts.peers.maximum(0.0 if self._mismatch is None else float(self._mismatch))
         told = {} if self.parts.rollouts is None else dict(self.parts.rollouts.metrics())
         seconds = self._phases.seconds

@@ -1,4 +1,4 @@
-"""Exchanges between the ranks of a run about a step: numbers, never objects."""
+"""Exchanges between the ranks of a run about a step. They carry numbers, never pickled objects."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Peers:
         return self.rank == 0
 
     def agreed(self, is_so: bool) -> bool:
-        """Return on every rank what rank 0 says."""
+        """Return rank 0's flag on every rank."""
         return messages.broadcast(is_so, BOOLEAN, self.control)
 
     def broadcast(self, arrays: Mapping[str, Array] | None) -> Mapping[str, Array]:

@@ -1,4 +1,4 @@
-"""A rollout: spans of tokens one after another, each with its author. What the model wrote is learned from.
+"""A rollout: spans of tokens one after another, each with its author. Training learns from the model's spans only.
 
 Today a rollout is one prompt and one answer; with tools or several turns it has more spans and nothing else changes.
 """
@@ -15,7 +15,7 @@ from moejob_trainer.training.micro_batch import Array
 
 
 class Author(StrEnum):
-    """The one who wrote a span."""
+    """The author of a span."""
 
     PROMPT = "Prompt"
     MODEL = "Model"
@@ -33,11 +33,11 @@ class TokenSpan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trajectory:
-    """All that was said, and whether it has no end."""
+    """The spans of one conversation; truncated where the last one reached maxNewTokens before its end."""
 
     spans: tuple[TokenSpan, ...]
     is_truncated: bool
-    # Experts of each token that the engine has read, which is all but the last. [N - 1, routed layers, k]
+    # Experts of each token but the last one, which the engine sampled and never read. [N - 1, routed layers, k]
     routing: Array | None = None
 
     @property

@@ -1,4 +1,10 @@
-"""The rollouts of a step as arrays that every rank has, and the documents that updates are made of. Pure."""
+"""The rollouts of a step as arrays that every rank has, and the documents of its updates. Pure.
+
+Arrays lie one rollout after another. Two rollouts of prompts p, q and answers a b, c are
+
+    tokens  p a b q c        lengths 3 2
+    mask    0 1 1 0 1        rewards one for each rollout
+"""
 
 from __future__ import annotations
 
@@ -24,7 +30,7 @@ from moejob_trainer.training.micro_batch import ROUTING
 
 @dataclass(frozen=True)
 class Experience:
-    """The answers that a step learns from. Groups are complete, and lie one after another."""
+    """The rollouts that a step trains on. Groups are complete, and lie one after another."""
 
     # Of all rollouts in a row: tokens int32, 1 where the model wrote, the engine's log-probabilities float32. [T]
     tokens: Array
@@ -53,7 +59,7 @@ class Experience:
         return [{ROUTING: part} for part in self.cut(self.routing)]
 
     def of_answers(self, values: Array) -> list[Array]:
-        """Return the part of each rollout that the model wrote."""
+        """Return the part of each rollout that the model wrote. [T] -> N times [length of the answer]"""
         return [part[mask > 0] for part, mask in zip(self.cut(values), self.cut(self.mask), strict=True)]
 
 
@@ -78,7 +84,7 @@ def _routing(rollouts: Sequence[Trajectory]) -> Array | None:
 
 
 def _replayed(known: Sequence[Array]) -> Array:
-    """Return routing as ROUTING has it; the last token of each, which the engine has not read, routes by itself."""
+    """Return routings as inputs; the last token of each rollout, which no engine has read, routes by itself."""
     first = known[0]
     found = np.zeros((sum(len(each) + 1 for each in known), *first.shape[1:]), first.dtype)
     end = 0
@@ -89,7 +95,7 @@ def _replayed(known: Sequence[Array]) -> Array:
 
 
 def learned(grpo: Grpo, step: Experience, old: Array | None, reference: Array | None) -> list[Array]:
-    """Return the advantage of each token of each rollout, 0 where the model did not write. N times [length]"""
+    """Return the advantage of each token of each rollout, 0 in prompts. N times [length]"""
     own = [np.zeros(len(answer)) for answer in step.of_answers(step.engine)]
     if grpo.kl.apply_to is KlTarget.REWARD and old is not None and reference is not None:
         own = [-grpo.kl.coefficient * answer for answer in step.of_answers(_divergence(grpo, old, reference))]
@@ -109,7 +115,7 @@ def _placed(answer: Array, mask: Array) -> Array:
 
 
 def documents(grpo: Grpo, step: Experience, members: Sequence[int], extras: Mapping[str, Array]) -> list[Document]:
-    """Return the documents of one update, of these rollouts. `extras` are of all tokens of the step. [T]"""
+    """Return the documents of one update, of the rollouts in `members`. `extras` hold all tokens of the step. [T]"""
     masks = step.cut(step.mask)
     is_left_out = grpo.overlong.filter * step.truncated
     counted = [0 if is_left_out[number] else int(masks[number].sum()) for number in members]
@@ -136,7 +142,7 @@ def documents(grpo: Grpo, step: Experience, members: Sequence[int], extras: Mapp
 def extras(
     step: Experience, of_tokens: Sequence[Array], old: Array | None, reference: Array | None
 ) -> dict[str, Array]:
-    """Return the inputs of the loss for each token beside its label. [T]"""
+    """Return the inputs of the loss: a number for each token of the step. [T]"""
     found = {ADVANTAGE: np.concatenate(of_tokens), ENGINE: step.engine}
     if old is not None:
         found[OLD] = old
@@ -148,7 +154,7 @@ def extras(
 def updates(count: int, grpo: Grpo, parts: int, seed: Sequence[int]) -> list[list[int]]:
     """Return the rollouts of each update of a step: equal parts, groups together, in another order in each epoch.
 
-    Groups that were dropped leave parts that are not equal; a mean over groups never sees a part of one.
+    Dropped groups make parts unequal. With lossAggregation Group no group is divided: its mean needs all its answers.
     """
     together = grpo.group_size if grpo.loss_aggregation is LossAggregation.GROUP else 1
     orders = [np.arange(count)]
@@ -161,7 +167,7 @@ def updates(count: int, grpo: Grpo, parts: int, seed: Sequence[int]) -> list[lis
 
 @dataclass(frozen=True)
 class Own:
-    """This data rank's share of all rollouts, to ask the model about."""
+    """This data rank's share of all rollouts, for a forward pass without an update."""
 
     step: Experience
     batches: Sequence[MicroBatch]
@@ -173,7 +179,7 @@ class Own:
         for batch, said in zip(self.batches, outputs, strict=True):
             for start, length, number in zip(batch.cu_lengths.tolist(), batch.lengths, batch.documents, strict=False):
                 if length:
-                    # Position i says something of its label, which is token i + 1.
+                    # The output at position i is about its label, token i + 1.
                     first = int(self.step.starts[number]) + 1
                     found[first : first + length - 1] = said.log_probabilities[start : start + length - 1]
         return found

@@ -1,6 +1,7 @@
-"""Groups of answers with their rewards: what rank 0 does while the others wait.
+"""Groups of answers with their rewards, which rank 0 samples while the other ranks wait.
 
-Answers are asked for all at once and each is scored as soon as it arrives. Knows a Generator, no engine behind it.
+All requests of a step are sent at once, and each answer is scored as soon as it arrives. Knows the interface of a
+generator and no engine behind it.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from moejob_trainer.rollouts.interface import Answer, Generator, Request, Sampli
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScoredAnswer:
-    """An answer, its text and what it is worth."""
+    """An answer with its text and its reward."""
 
     answer: Answer
     text: str
     score: Score
     # The weighted sum of rewards, less the penalty of an overlong answer.
     reward: float
-    # On the monotonic clock, before it was scored.
+    # When the answer arrived, before it was scored; by the monotonic clock.
     answered_at: float
 
 
@@ -45,7 +46,7 @@ class AnswerGroup:
 
     @property
     def rewards(self) -> tuple[float, ...]:
-        """Return the reward of each answer, NaN where one has failed."""
+        """Return the reward of each answer, NaN where a reward failed."""
         return tuple(answer.reward for answer in self.answers)
 
     def without_routing(self) -> AnswerGroup:
@@ -63,7 +64,7 @@ class LeftOutReason(StrEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LeftOutGroup:
-    """A group that was answered and is not learned from; without the experts of its tokens."""
+    """A group whose answers the step does not train on, without the experts of its tokens."""
 
     group: AnswerGroup
     reason: LeftOutReason
@@ -71,16 +72,16 @@ class LeftOutGroup:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sampled:
-    """The groups of a step, and what became of the others."""
+    """The groups of a step, and the groups that it leaves out, with the reasons."""
 
     groups: tuple[AnswerGroup, ...]
-    # With an answer that has no reward.
+    # Groups in which an answer has no reward.
     dropped: int = 0
-    # Asked, and replaced for want of a signal.
+    # Groups that dynamic sampling replaced because they had no signal.
     replaced: int = 0
-    # Tokens of all answers, also of groups that are left out.
+    # Tokens of all answers, also of those in groups that are left out.
     tokens: int = 0
-    # In which no answer was missing, but rewards were.
+    # Seconds in which all answers had arrived and rewards were still computed.
     reward_seconds: float = 0.0
     left_out: tuple[LeftOutGroup, ...] = ()
 
@@ -91,13 +92,13 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class Asker:
-    """Asks a generator and scores what comes. `decode` makes text of an answer's tokens, its end left out."""
+    """Samples answers from a generator and scores them. `decode` makes the text of an answer, without its end."""
 
     generator: Generator
     scorer: Scorer
     decode: Callable[[Sequence[int]], str]
     seed: int
-    # The event loop in which the scorer was started, if it was.
+    # The event loop in which the scorer was started; None: it has not been started.
     runner: asyncio.Runner | None = None
 
     async def group(self, prompt: NumberedPrompt, members: int, sampling: Sampling, grpo: Grpo) -> AnswerGroup:
@@ -124,7 +125,7 @@ async def sample(asker: Asker, prompts: PromptLoader, grpo: Grpo, sampling: Samp
     """Return the groups of a step.
 
     With dynamic sampling, groups without signal are replaced until promptsPerStep have one or overSampling is reached;
-    then those without fill the step. Each prompt is drawn when it is asked: none is asked and thrown away unseen.
+    then those without fill the step. A prompt is drawn only when it is sent: no drawn prompt is thrown away.
     """
     most = grpo.prompts_per_step
     if grpo.dynamic_sampling is not None:

@@ -37,7 +37,7 @@ def of_rewards(sampled: Sampled, names: Sequence[str]) -> dict[str, float]:
 
 
 def of_versions(groups: Sequence[AnswerGroup], version: int) -> dict[str, float]:
-    """Return the version of the weights that was published, and how far behind it the oldest token is."""
+    """Return the published version of the weights, and its distance from the version of the oldest token."""
     oldest = min(int(answer.answer.versions.min()) for group in groups for answer in group.answers)
     return {"version": float(version), "staleness": float(version - oldest)}
 

@@ -1,9 +1,9 @@
-"""A whole step as arrays that others can compute it from again: `tokens/step-N.safetensors` of the run folder.
+"""A whole step as arrays from which others can compute it again: `tokens/step-N.safetensors` of the run folder.
 
-samples/ shows people some answers as text. A step is computed from token ids, from what the engine said of each, and
-from who took part in which update; docs/grpo.md names every array. Safetensors keeps each number to the bit, needs no
-compression to be smaller than text of nine digits, and is read by whatever reads the model. A file is of one step: it
-is written once, at its end, and read without any other. Rank 0 alone has a recorder.
+samples/ shows people some answers as text. A step needs more: token ids, the engine's log-probabilities, and the
+members of each update; docs/grpo.md names every array. Safetensors keeps each number to the bit, is smaller than text
+of nine digits even without compression, and every program that reads the model can read it. A file has one step: it is
+written once, at the step's end, and needs no other file. Rank 0 alone has a recorder.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from moejob_trainer.runtime.disk import Disk, explained, replace
 from moejob_trainer.training import UpdateResult
 
 FOLDER, FORMAT = "tokens", "moejob-grpo-step-1"
-# Of a group, in `group.outcome`.
+# The outcomes of a group; `group.outcome` has their places here.
 OUTCOMES = ("Learned", *LeftOutReason)
 _NAME = re.compile(r"step-(\d+)\.safetensors")
 
@@ -49,14 +49,14 @@ class StepLearning:
 
 @dataclass(frozen=True, slots=True)
 class StepRecorder:
-    """Writes the file of each step, and removes those of steps long past. `settings` are JSON texts."""
+    """Writes the file of each step, and removes the files of old steps. `settings` are JSON texts."""
 
     folder: Path
     settings: Mapping[str, str]
     sampled: Callable[[], Sampled]
 
     def record(self, step: int, learning: StepLearning, results: Sequence[UpdateResult]) -> None:
-        """Write a step, by the number of its line in the step log."""
+        """Write a step under the number of its line in the step log."""
         sampled = self.sampled()
         content = save(step_arrays(sampled, learning, results), self._facts(step, sampled))
         folder, disk = self.folder / FOLDER, Disk()
@@ -73,7 +73,7 @@ class StepRecorder:
 
 
 def outdated_records(paths: Iterator[Path], step: int) -> list[Path]:
-    """Return the files of steps so long before this one that they are not kept."""
+    """Return the files of steps that are too old to keep."""
     named = ((path, _NAME.fullmatch(path.name)) for path in paths)
     return [path for path, found in named if found and int(found[1]) <= step - RECORDED_STEPS]
 
@@ -81,7 +81,7 @@ def outdated_records(paths: Iterator[Path], step: int) -> list[Path]:
 def step_arrays(
     sampled: Sampled, learning: StepLearning, results: Sequence[UpdateResult]
 ) -> dict[str, np.ndarray[Any, Any]]:
-    """Return the arrays of a step by name: groups that are learned from first, in the order of their rollouts."""
+    """Return the arrays of a step by name: trained groups first, in the order of their rollouts."""
     groups = [*sampled.groups, *(each.group for each in sampled.left_out)]
     outcomes = [0] * len(sampled.groups) + [OUTCOMES.index(each.reason) for each in sampled.left_out]
     return {
@@ -128,7 +128,7 @@ def _token_arrays(answers: Sequence[ScoredAnswer]) -> dict[str, Array]:
 
 
 def _learned_arrays(learning: StepLearning) -> dict[str, Array]:
-    """Return the trainer's numbers of each token of the answers that are learned from."""
+    """Return the trainer's numbers of each token of the trained answers."""
     step = learning.experience
     advantages = [values[mask > 0] for values, mask in zip(learning.advantages, step.cut(step.mask), strict=True)]
     known = {"token.old": learning.old, "token.reference": learning.reference}

@@ -1,1 +1,1 @@
-"""Ways for weights from ranks to engines."""
+"""Transports of weights from ranks to engines."""

@@ -1,7 +1,8 @@
 """Weights by broadcast from rank 0 to the workers of each engine: over Gloo between CPUs, over NCCL between GPUs.
 
 An engine has a process group of its own with rank 0, so one that dies in the middle ends its own group and no other.
-Its address and name travel over HTTP, which asks for a key of the job's secret; the store at that address does so, too.
+The engine learns the group's address and name over HTTP. HTTP and the store at that address both ask for a key, which
+is derived from the job's secret.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ T = TypeVar("T")
 # Makes a group of a store, a rank and a size.
 MakeGroup = Callable[[Store, int, int], Backend]
 
-# An engine whose worker is gone is noticed by its HTTP long before.
+# Only the last resort: HTTP notices an engine whose worker is gone long before.
 _PATIENCE = timedelta(minutes=10)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineRendezvous:
-    """Terms on which engines join rank 0: its address, the key that both prove, and the workers of each engine."""
+    """The address of rank 0, the key that both sides prove, and the workers of each engine."""
 
     host: str
     key: bytes
@@ -55,12 +56,12 @@ class _Joined:
 
     group: Backend
     store: GroupStore
-    # The weights that the engine had last; one that has others has been started since, and knows no group.
+    # The weights that the engine had last. An engine with other weights was started since, and knows no group.
     label: str
 
 
 class BroadcastTransport:
-    """Sends bucket by bucket. Engines that were away wait for the next publication: no rank keeps whole weights."""
+    """Sends bucket by bucket. No rank keeps whole weights, so engines that were away wait for the next publication."""
 
     def __init__(self, ranks: Ranks, rendezvous: EngineRendezvous, most_elements: int = BUCKET_ELEMENTS) -> None:
         self._ranks, self._rendezvous, self._most_elements = ranks, rendezvous, most_elements
@@ -68,11 +69,11 @@ class BroadcastTransport:
 
     @property
     def stacked_elements(self) -> int:
-        """Return as many as a bucket has: engines take as long for a tensor as for a stack of them."""
+        """Return the elements of a bucket: engines take as long for one tensor as for a stack of them."""
         return self._most_elements
 
     def send(self, label: WeightsLabel, weights: Iterable[tuple[str, Tensor]], sync: WeightSync | None) -> Sent:
-        """Let engines load all weights, from `WeightSync.begin` to before `WeightSync.finish`. Collective."""
+        """Start an update on all engines and let them load all weights; the caller finishes the update. Collective."""
         engines = () if sync is None else sync.run(self._begun(sync))
         size_bytes = 0
         for part in parts(weights, self._most_elements, self._ranks.device):
@@ -116,7 +117,7 @@ class BroadcastTransport:
             group = await _both(sync.join(engine, where), made, engine)
         except BaseException as error:
             with suppress(RuntimeError):
-                # By a connection of its own: the thread that waits holds the other one.
+                # Over a second connection: the waiting thread holds the first one.
                 again = named.clone()  # type: ignore[attr-defined]  # not in torch's stubs
                 give_up(again, f"rank 0 has given the engine up: {error!r}")
             store.close()
@@ -136,7 +137,7 @@ class BroadcastTransport:
             try:
                 await _both(sync.update(engine, bucket.description), sending, engine)
             except BaseException:
-                # What still waits for the engine ends with a group of NCCL. A thread in one of Gloo waits out its time.
+                # Aborting an NCCL group ends a thread that still sends; in a Gloo group it waits until its timeout.
                 self._leave(engine.url)
                 raise
 
@@ -184,14 +185,14 @@ def _broadcast(group: Any, data: Tensor) -> None:
 
 
 async def _both(asking: Any, working: asyncio.Future[T], engine: RolloutEngine) -> T:
-    """Wait for an engine and for this side of what it takes part in; EngineLost when either fails."""
+    """Wait for an engine's reply and for this side of the same transfer; EngineLost when either fails."""
     asked = asyncio.ensure_future(asking)
     await asyncio.wait({asked, working}, return_when=asyncio.FIRST_EXCEPTION)
     if asked.done():
-        # The engine's own reason says more than a broken connection, which follows from it.
+        # The engine's own error says more than the broken connection that follows from it.
         asked.result()
     if not asked.done():
-        # An engine that is gone breaks both, this one first.
+        # A dead engine breaks both, and this side first.
         with suppress(asyncio.CancelledError):
             asked.cancel()
             await asked
@@ -202,7 +203,7 @@ async def _both(asking: Any, working: asyncio.Future[T], engine: RolloutEngine) 
 
 
 def _in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
-    """Work in a thread that does not keep the process from ending, as those of an executor do."""
+    """Work in a daemon thread: threads of an executor would keep the process from ending."""
     done: Future[T] = Future()
 
     def worked() -> None:
@@ -215,6 +216,6 @@ def _in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
 
     threading.Thread(target=worked, name="weights", daemon=True).start()
     found = asyncio.wrap_future(done)
-    # Once its engine is lost it has no awaiter.
+    # No task awaits it once its engine is lost; asyncio warns of exceptions that are never read.
     found.add_done_callback(lambda one: one.cancelled() or one.exception())
     return found

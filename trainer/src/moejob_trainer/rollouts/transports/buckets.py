@@ -1,7 +1,11 @@
 """Weights in buckets: many tensors as one flat tensor of bytes, put together from the parts that ranks own.
 
-Every rank sees the names and shapes of all tensors in one order, so all of them end a bucket after the same name
-without a word. No rank ever holds more of the model than its own share and two buckets.
+Every rank sees the names and shapes of all tensors in one order, so all ranks end a bucket after the same name without
+any message. No rank ever holds more of the model than its own share and two buckets.
+
+Two ranks, which own w1, w3 and w2 of one bucket: each packs its own tensors, and rank 0 gets the parts by rank.
+
+    rank 0   [ w1 | w3 ]        rank 1   [ w2 ]        bucket   [ w1 | w3 | w2 ]
 """
 
 from __future__ import annotations
@@ -56,7 +60,7 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """All ranks: `control` carries words, `tensors` carries bytes on `device`. None for a rank that is alone."""
+    """All ranks: `control` carries messages, `tensors` carries bytes on `device`. None for a rank that is alone."""
 
     control: ProcessGroup | None
     tensors: ProcessGroup | None

@@ -55,10 +55,10 @@ class DiskTransport:
         return 0
 
     def send(self, label: WeightsLabel, weights: Iterable[tuple[str, Tensor]], sync: WeightSync | None) -> Sent:
-        """Write everything, then let engines read it."""
+        """Write all weights, then start an update on all engines and let them read the files. Collective."""
         place = self._folder / str(label)
         if self._rank == 0:
-            # What a trainer left that was killed, and what lies there under this name.
+            # Files of a trainer that was killed, also under this label.
             self._remove()
             place.mkdir(parents=True)
         messages.barrier(self._world)
@@ -102,7 +102,7 @@ def _written(weights: Iterable[tuple[str, Tensor]], folder: Path, rank: int) -> 
             path = folder / f"rank-{rank:05}-{number:05}.safetensors"
             problem = _saved(bucket, path, size)
             paths.append(str(path))
-    # The others need this rank's parts, whatever becomes of its own files: the weights are run to their end.
+    # The weights are read to their end even after a failure: other ranks need this rank in their collectives.
     return _Written(tuple(paths), size, problem)
 
 

@@ -29,7 +29,7 @@ Export = Callable[[Tensor], tuple[str, Handle]]
 
 
 class IpcTransport:
-    """Lends bucket by bucket. Engines that were away wait for the next publication: no rank keeps whole weights."""
+    """Lends bucket by bucket. No rank keeps whole weights, so engines that were away wait for the next publication."""
 
     def __init__(
         self, ranks: Ranks, export: Export, start_seconds: float, most_elements: int = BUCKET_ELEMENTS
@@ -39,11 +39,11 @@ class IpcTransport:
 
     @property
     def stacked_elements(self) -> int:
-        """Return as many as a bucket has: engines take as long for a tensor as for a stack of them."""
+        """Return the elements of a bucket: engines take as long for one tensor as for a stack of them."""
         return self._most_elements
 
     def send(self, label: WeightsLabel, weights: Iterable[tuple[str, Tensor]], sync: WeightSync | None) -> Sent:  # noqa: ARG002
-        """Let engines load all weights, from `WeightSync.begin` to before `WeightSync.finish`. Collective."""
+        """Start an update on all engines and let them load all weights; the caller finishes the update. Collective."""
         engines = () if sync is None else sync.run(sync.begin(self._start_seconds))
         size_bytes = 0
         for part in parts(weights, self._most_elements, self._ranks.device):
@@ -59,7 +59,7 @@ class IpcTransport:
         return Sent(engines, size_bytes)
 
     def close(self) -> None:
-        """Nothing is left for engines."""
+        """Do nothing: no memory stays lent."""
 
 
 async def _lent(
@@ -75,7 +75,7 @@ async def _lent(
 
 def export(data: Tensor) -> tuple[str, Handle]:
     """Return this GPU's UUID and the handle of a flat tensor of bytes on it."""
-    # What wrote it has to be done before another process reads it.
+    # Kernels that write the bucket have to end before another process reads it.
     torch.cuda.current_stream(data.device).synchronize()
     _, arguments = reduce_tensor(data)
     return str(torch.cuda.get_device_properties(data.device).uuid), handle(arguments)
