@@ -124,7 +124,7 @@ def _through(
     text = np.arange(48, dtype=np.int32) * 7919 % model.config.vocab_size
     trial = Trial(text, lambda tokens: _log_probabilities(model, tokens), lambda: 1e-3)
     weights = _tensors(model)
-    with closing(Publisher(fleet, None, transport, trial)) as publisher:
+    with closing(Publisher(fleet=fleet, world=None, transport=transport, trial=trial)) as publisher:
         reports = [publisher.publish(version, iter(weights.items())) for version in range(SYNCS)]
         generator = FleetGenerator(fleet)
         if alone is None:

@@ -126,7 +126,7 @@ def _ours(case: _Case, counts: Sequence[int]) -> Iterator[tuple[int, list[float]
         text = np.arange(48, dtype=np.int32) * 7919 % int(case.config["vocab_size"])
         trial = Trial(text, unknown, lambda: float("inf"))
         transport = DiskTransport(case.folder / "weights", None, LIMITS.start_seconds)
-        with closing(Publisher(fleet, None, transport, trial)) as publisher:
+        with closing(Publisher(fleet=fleet, world=None, transport=transport, trial=trial)) as publisher:
             # Answers are of weights that were published; one tensor is enough for a name.
             one = torch.ones(int(case.config["hidden_size"]), dtype=torch.bfloat16)
             publisher.publish(0, iter([("model.norm.weight", one)]))

@@ -112,7 +112,7 @@ def _measured(url: str, weights: _Weights) -> None:
         text = np.arange(48, dtype=np.int32) * 7919 % weights.shape.vocabulary
         trial = Trial(text, unknown, lambda: float("inf"))
         transport = IpcTransport(Ranks(None, None, device), export, LIMITS.start_seconds, way.bucket)
-        with closing(Publisher(fleet, None, transport, trial)) as publisher:
+        with closing(Publisher(fleet=fleet, world=None, transport=transport, trial=trial)) as publisher:
             reports = [publisher.publish(version, weights.named(way.stack)) for version in range(ROUNDS)]
         alone = [_packed_seconds(weights, way, device) for _ in range(ROUNDS)]
         _say(way, reports[0].size_bytes, [report.seconds for report in reports], alone, reports[-1].probe_mean)

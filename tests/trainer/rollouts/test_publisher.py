@@ -48,7 +48,7 @@ class Run:
     def start(self, limits: FleetLimits) -> None:
         self.connection = Connection("secret")
         self.fleet = Fleet([engine.url for engine in self.engines], self.connection, limits)
-        self.publisher = Publisher(self.fleet, None, self.transport, trial(self.trainers))
+        self.publisher = Publisher(fleet=self.fleet, world=None, transport=self.transport, trial=trial(self.trainers))
 
     def restart(self, limits: FleetLimits) -> None:
         """Start the trainer again beside its engines."""
@@ -289,11 +289,11 @@ def published_by_ranks(folder: Path) -> SyncReport:
     world, rank = dist.new_group(backend="gloo"), dist.get_rank()
     transport = DiskTransport(folder, world, 60)
     if rank:
-        return Publisher(None, world, transport, trial(SAID)).publish(4, weights(rank))
+        return Publisher(fleet=None, world=world, transport=transport, trial=trial(SAID)).publish(4, weights(rank))
     engine, connection = StandIn(probe=SAID), Connection(None)
     fleet = Fleet([engine.url], connection, LIMITS)
     try:
-        return Publisher(fleet, world, transport, trial(SAID)).publish(4, weights(rank))
+        return Publisher(fleet=fleet, world=world, transport=transport, trial=trial(SAID)).publish(4, weights(rank))
     finally:
         connection.run(fleet.unwatch())
         connection.close()

@@ -268,7 +268,9 @@ def asked(engines: tuple[Engine, Engine], tmp_path: Path) -> Iterator[Asked]:
     fleet = Fleet([engine.url for engine in engines], Connection(SECRET), LIMITS)
     trained = model(5)
     trial = Trial(PROBE, lambda tokens: log_probabilities(trained, tokens), lambda: 1e-3)
-    publisher = Publisher(fleet, None, DiskTransport(tmp_path / "weights", None, LIMITS.start_seconds), trial)
+    publisher = Publisher(
+        fleet=fleet, world=None, transport=DiskTransport(tmp_path / "weights", None, LIMITS.start_seconds), trial=trial
+    )
     try:
         assert publisher.publish(1, iter(weights(trained, tmp_path / "first").items())).probe_mean < 1e-4
         yield Asked(fleet, trained)
@@ -303,7 +305,9 @@ def test_an_engine_that_is_killed_while_it_takes_weights_is_left_out(
     other = StandIn(updated=lambda _: os.killpg(engines[1].pid, signal.SIGKILL))
     fleet = Fleet([engines[1].ready().url, other.url], Connection(SECRET), LIMITS)
     trial = Trial(PROBE, lambda tokens: np.full(len(tokens) - 1, other.probe, np.float32), lambda: 1e-3)
-    publisher = Publisher(fleet, None, DiskTransport(tmp_path / "weights", None, LIMITS.start_seconds), trial)
+    publisher = Publisher(
+        fleet=fleet, world=None, transport=DiskTransport(tmp_path / "weights", None, LIMITS.start_seconds), trial=trial
+    )
     try:
         publisher.publish(1, iter(weights(model(6), tmp_path / "first").items()))
         assert [engine.url for engine in fleet.serving] == [other.url]

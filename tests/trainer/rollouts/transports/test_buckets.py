@@ -165,7 +165,12 @@ TRIAL = Trial(np.arange(48, dtype=np.int32), lambda tokens: np.full(len(tokens) 
 
 
 def broadcasting(fleet: Fleet) -> Publisher:
-    return Publisher(fleet, None, BroadcastTransport(ALONE, EngineRendezvous("127.0.0.1", KEY, 1, gloo, 60), 12), TRIAL)
+    return Publisher(
+        fleet=fleet,
+        world=None,
+        transport=BroadcastTransport(ALONE, EngineRendezvous("127.0.0.1", KEY, 1, gloo, 60), 12),
+        trial=TRIAL,
+    )
 
 
 def test_every_engine_gets_every_bucket_and_joins_once(receivers: list[Receiver], fleet: Fleet) -> None:
@@ -214,7 +219,13 @@ def test_engines_open_buckets_by_their_handles(receivers: list[Receiver], fleet:
         one.engine.updated = lambda update, one=one: one.buckets.append(
             unpacked_update(update, lent[int(update["handles"]["GPU-0"]["storage"])])
         )
-    publisher = Publisher(fleet, None, IpcTransport(ALONE, export, 60, 12), TRIAL, SharedRoom(receivers[0]))
+    publisher = Publisher(
+        fleet=fleet,
+        world=None,
+        transport=IpcTransport(ALONE, export, 60, 12),
+        trial=TRIAL,
+        room=SharedRoom(receivers[0]),
+    )
     publisher.publish(1, weights())
     for one in receivers:
         assert_whole(one.buckets)
@@ -255,7 +266,9 @@ def test_weights_leave_the_gpu_before_engines_take_memory_for_keys_and_come_back
     for one in receivers:
         one.engine.updated = lambda _: None
     room = SharedRoom(receivers[0])
-    publisher = Publisher(fleet, None, IpcTransport(ALONE, lambda _: ("GPU-0", {}), 60), TRIAL, room)
+    publisher = Publisher(
+        fleet=fleet, world=None, transport=IpcTransport(ALONE, lambda _: ("GPU-0", {}), 60), trial=TRIAL, room=room
+    )
     publisher.publish(1, weights())
     publisher.release()
     weights_awake, keys_awake, asleep = "/wake_up?tags=weights", "/wake_up?tags=kv_cache", "/sleep?level=2"
@@ -271,7 +284,7 @@ def test_engines_on_the_trainers_gpus_wake_for_weights_and_sleep_while_it_trains
     for one in receivers:
         one.engine.updated = lambda _: None
     transport = IpcTransport(ALONE, lambda _: ("GPU-0", {}), 60)
-    publisher = Publisher(fleet, None, transport, TRIAL, SharedRoom(receivers[0]))
+    publisher = Publisher(fleet=fleet, world=None, transport=transport, trial=TRIAL, room=SharedRoom(receivers[0]))
     publisher.publish(1, weights())
     publisher.release()
     for one in receivers:

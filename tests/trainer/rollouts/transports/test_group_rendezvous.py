@@ -93,7 +93,7 @@ def test_no_rank_of_a_group_waits_for_a_worker_that_could_not_join(receivers: li
     # The other one has refused before anyone waits for it.
     receivers[1].engine.failing["/init_weight_transfer_engine"] = 500
     rendezvous = EngineRendezvous(LOOPBACK, KEY, 2, gloo, 60)
-    publisher = Publisher(fleet, None, BroadcastTransport(ALONE, rendezvous, 12), TRIAL)
+    publisher = Publisher(fleet=fleet, world=None, transport=BroadcastTransport(ALONE, rendezvous, 12), trial=TRIAL)
     with pytest.raises(EnginesLost, match="no engine has kept the weights"):
         publisher.publish(1, weights())
     until(lambda: half.reason != "", "a worker waits for one that has failed")

@@ -147,7 +147,7 @@ def _publisher(control: dist.ProcessGroup, url: str, trial: Trial) -> Publisher:
     fleet = Fleet([url], Connection(SECRET), LIMITS) if control.rank() == 0 else None
     ranks = Ranks(control, control if control.size() > 1 else None, torch.device("cpu"))
     meeting = EngineRendezvous("127.0.0.1", weights_key(SECRET), 1, gloo, LIMITS.start_seconds)
-    return Publisher(fleet, control, BroadcastTransport(ranks, meeting, ELEMENTS), trial)
+    return Publisher(fleet=fleet, world=control, transport=BroadcastTransport(ranks, meeting, ELEMENTS), trial=trial)
 
 
 def _size_bytes(name: str) -> int:

@@ -108,6 +108,7 @@ class Publisher:
 
     def __init__(
         self,
+        *,
         fleet: Fleet | None,
         world: ProcessGroup | None,
         transport: Transport,

@@ -41,8 +41,13 @@ def connect_engines(
     """Connect rank 0 to the engines; every rank takes part in giving them weights."""
     limits, is_first = FleetLimits(), context.environment.rank == 0
     fleet = Fleet(_urls(os.environ), Connection(os.environ.get(Environment.SECRET)), limits) if is_first else None
-    ways = _transport(context, limits.start_seconds), build_trial(context, engine, prompts), _room(context.spec, engine)
-    publisher = Publisher(fleet, context.control, *ways)
+    publisher = Publisher(
+        fleet=fleet,
+        world=context.control,
+        transport=_transport(context, limits.start_seconds),
+        trial=build_trial(context, engine, prompts),
+        room=_room(context.spec, engine),
+    )
     stack.callback(publisher.close)
     generator = None if fleet is None else FleetGenerator(fleet)
     return RolloutEngines(generator, publisher, routed_layers(context.spec, engine.model.shape))
