@@ -13,7 +13,7 @@ from typing import Any, TextIO
 
 # The name a record carries its fields under.
 _FIELDS = "moejob_fields"
-# Each says every request or event at INFO; what they refuse to swallow arrives here as WARNING.
+# Loggers with a line for each request or event at INFO; only their warnings are written.
 _TALKATIVE = ("aiohttp", "asyncio", "kopf.objects", "kopf.activities")
 
 
@@ -63,7 +63,7 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "event": record.getMessage(),
         }
-        # What an event is called is not for its fields to change.
+        # No field may replace the time, level, logger or name of an event.
         line |= {name: value for name, value in _fields(record).items() if name not in line}
         if record.exc_info and record.exc_info[0] is not None:
             line["traceback"] = "".join(traceback.format_exception(*record.exc_info))
@@ -96,7 +96,7 @@ def configure(level: str, form: LogFormat, stream: TextIO = sys.stdout) -> None:
 
 
 def _denied(record: logging.LogRecord) -> bool:
-    """Call a denial what it is: for kopf a handler that refuses a job has failed, as an error."""
+    """Log a denial at INFO: kopf logs a handler that refuses a job as an error."""
     if record.name == "kopf.objects" and " failed permanently: " in str(record.msg):
         record.levelno, record.levelname = logging.INFO, "INFO"
     return True

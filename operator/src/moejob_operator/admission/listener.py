@@ -1,7 +1,7 @@
-"""A listener for HTTP that strangers may reach: it bounds connections and closes those that only wait.
+"""An HTTP listener that strangers may reach: it bounds connections and closes those that only wait.
 
-When there is no room for another, the one that has waited longest for the end of its handshake, for a request or for
-the rest of one gives way: connections that say nothing, or little, keep neither an API server nor a probe out.
+When all places are taken, the connection gives way that has waited longest for its handshake, a request or the rest of
+a request: silent and slow connections keep out neither an API server nor a probe.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _BACKLOG = 128
 # API servers, kubelets and Prometheus send a kilobyte.
 _HEAD_BYTES = 16 * 1024
 _END_OF_HEAD = b"\r\n\r\n"
-# Bodies in chunks have no length, and no client that is served here sends any.
+# Bodies in chunks have no length, and no client of this listener sends any.
 _BODY_LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d{1,10})[ \t]*\r\n", re.IGNORECASE)
 _CLOSING_SECONDS = 2.0
-# One that sends no HTTP, and one that leaves before the end.
+# The client sends no HTTP, or leaves before the end.
 _FAULTS_OF_CLIENTS = (HttpProcessingError, ConnectionError)
-# What a client that means to ask has for handshake and request, however many others come meanwhile.
+# The least time that a client has for handshake and request, however many others come.
 _REQUEST_SECONDS = 0.25
 
 
@@ -45,7 +45,7 @@ class ListenerLimits:
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """A connection that has not asked anything, or not to the end, since a time, and how to end it."""
+    """A connection without a whole request, since when, and how to end it."""
 
     since: float
     end: Callable[[], object]
@@ -54,13 +54,13 @@ class _Waiting:
 class Intake:
     """Takes the bytes of one request at a time: a head of bounded length, and a body of the length that it says.
 
-    What an HTTP parser raises holds what it was given, ten times over, until Python's collector comes by. So it is
-    given the bytes of requests alone, and the connection of a client that sends others is ended.
+    An error of an HTTP parser holds ten times the parser's input until Python's collector runs. So the parser gets the
+    bytes of expected requests alone, and a client that sends others is disconnected.
     """
 
     def __init__(self) -> None:
         self._head = b""
-        # Of the body of the request at hand; None while its head is awaited.
+        # Bytes of the body that are still to come; None while the head is awaited.
         self._left: int | None = None
         self._is_answered = False
 
@@ -70,7 +70,7 @@ class Intake:
         return self._left is not None and self._left > 0
 
     def answered(self) -> None:
-        """Expect the next request, behind what is left of this one's body: some are answered before it is read."""
+        """Expect the next request after the rest of this body: some requests are answered before it is read."""
         self._is_answered = True
         self._begin_again()
 
@@ -97,10 +97,10 @@ class Intake:
 
 
 class _BoundedHandler(web.RequestHandler):
-    """aiohttp's, which is given no more than one request at a time."""
+    """aiohttp's handler, which gets no more than one request at a time."""
 
     def __init__(self, server: BoundedServer) -> None:
-        # A body that no handler reads is not waited for: what arrives of it meanwhile takes a megabyte a connection.
+        # No wait for a body that no handler reads: its bytes would take a megabyte a connection.
         super().__init__(
             server,
             loop=asyncio.get_running_loop(),
@@ -120,13 +120,13 @@ class _BoundedHandler(web.RequestHandler):
             self._server.received_body(self)
 
     def log_exception(self, *arguments: Any, **options: Any) -> None:
-        """Log what is wrong with us, and not what a client did: strangers could fill the log with that."""
+        """Log our own faults alone: strangers could fill the log with those of clients."""
         if not isinstance(options.get("exc_info"), _FAULTS_OF_CLIENTS):
             super().log_exception(*arguments, **options)
 
 
 class BoundedServer(web.Server):
-    """Hands requests on, and closes connections on which nothing is asked."""
+    """Hands requests on, and closes connections without a request."""
 
     def __init__(self, handler: Handler, limits: ListenerLimits) -> None:
         super().__init__(self._handled)
@@ -136,7 +136,7 @@ class BoundedServer(web.Server):
         # Connections that have taken room.
         self._inside: set[web.RequestHandler] = set()
         self._deadlines: dict[web.RequestHandler, asyncio.TimerHandle] = {}
-        # Connections that have not asked anything, or not to the end, the oldest first.
+        # Connections without a whole request, the oldest first.
         self._waiting: dict[web.RequestHandler, _Waiting] = {}
 
     def __call__(self) -> web.RequestHandler:
@@ -154,8 +154,8 @@ class BoundedServer(web.Server):
         self._give_room(handler)
 
     def received_body(self, handler: web.RequestHandler) -> None:
-        """Let one whose request is whole and not answered keep its place."""
-        # One with a deadline has its answer: its body came behind that, and it waits for another request.
+        """Let a connection with a whole, unanswered request keep its place."""
+        # A connection with a deadline was answered before its body came: it waits for another request.
         if handler not in self._deadlines:
             self._waiting.pop(handler, None)
 
@@ -168,7 +168,7 @@ class BoundedServer(web.Server):
         self._wait(handler, greeting.cancel)
 
         def ended(_: object) -> None:
-            # One that is served gives its room when the connection is lost; one that was reset at once has done so.
+            # A served connection frees its place when it is lost; a connection that was reset at once has done so.
             if handler.transport is None:
                 connection.close()
                 self._give_room(handler)
@@ -176,7 +176,7 @@ class BoundedServer(web.Server):
         greeting.add_done_callback(ended)
 
     def _give_room(self, handler: web.RequestHandler) -> None:
-        """Let another in, once for each connection: strangers may not make room that there is not."""
+        """Free the place of a connection, once only: a second time would raise the bound."""
         self._stop_waiting(handler)
         if handler in self._inside:
             self._inside.remove(handler)
@@ -213,7 +213,7 @@ class BoundedServer(web.Server):
         self._wait(handler, partial(_abort, handler))
 
     def _wait(self, handler: web.RequestHandler, end: Callable[[], object]) -> None:
-        # Since it came: the end of its handshake is no request yet.
+        # Counted from its arrival: the end of the handshake is no request yet.
         before = self._waiting.get(handler)
         since = asyncio.get_running_loop().time() if before is None else before.since
         self._waiting[handler] = _Waiting(since, end)

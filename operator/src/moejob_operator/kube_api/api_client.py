@@ -1,7 +1,7 @@
 """Requests to the API server as JSON, and what its refusals mean. Knows paths and verbs, no kinds and no jobs.
 
-Of the client library only two parts are used: how it finds and renews credentials, and what TLS follows from them. Its
-generated models would parse every pod into objects, only to be dumped again.
+Only two parts of the client library are used: it finds and renews credentials, and sets up TLS. Its generated models
+would parse every pod into objects, only to be dumped again.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ log = Log(__name__)
 PAGE = 250
 JSON = "application/json"
 _MERGE_PATCH = "application/merge-patch+json"
-# Of what we wrote ourselves all but the metadata is known; parsing it again would cost more than the request.
+# A reply to our own write is needed for its metadata only; parsing all of it would cost more than the request.
 METADATA = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
-# Looking for fields that it does not know takes the API server a second decoding; those of ours are held against the
-# published types by tests.
+# To find unknown fields the API server decodes an object a second time. Tests hold our fields against the published
+# types instead.
 _AS_GIVEN = "fieldValidation=Ignore"
 _SHOWN_CHARACTERS = 500
-# The API server's own choice, at most this long; not all watches of all replicas at once.
+# A watch ends at random after half of this time or more: not all watches of all replicas end at once.
 _WATCH_SECONDS = 600.0
 _SILENCE_SECONDS = 75.0
 _USER_AGENT = "moejob-operator"
@@ -54,7 +54,7 @@ class Exists(Exception):
 
 
 class Expired(Retryable):
-    """The version that was asked for is too old to continue from: list again."""
+    """The requested version is too old to continue from: list again."""
 
 
 class Verb(StrEnum):
@@ -84,25 +84,25 @@ class RequestMetrics(Protocol):
     """The counters of requests."""
 
     def requested(self, verb: str, resource: str, code: str, seconds: float) -> None:
-        """One request, with the code of its answer or a word for why there is none."""
+        """Count one request, with the code of its response, or a word for the reason that there is none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """Some of the objects in a collection, and the version of the whole."""
+    """One page of a collection, and the version of the collection."""
 
     items: tuple[Raw, ...]
     version: str
 
 
 def listing_of(page: Raw) -> Listing:
-    """Return a page of a list. Lists leave out what is the same for all their items."""
+    """Return a page of a list. It adds API version and kind, which lists leave out of their items."""
     common = {"apiVersion": page["apiVersion"], "kind": page["kind"].removesuffix("List")}
     return Listing(tuple(common | item for item in page.get("items") or ()), page["metadata"]["resourceVersion"])
 
 
 async def configuration(kubeconfig: Path | None) -> client.Configuration:
-    """Return the way to the API server: the given file, else as a pod, else as kubectl would."""
+    """Find the API server: by the given file, else as a pod does, else as kubectl does."""
     found = client.Configuration()
     if kubeconfig is None and "KUBERNETES_SERVICE_HOST" in os.environ:
         config.load_incluster_config(client_configuration=found)  # type: ignore[no-untyped-call]
@@ -141,7 +141,7 @@ class ApiClient:
         return str(self._settings.host)
 
     def session(self, middleware: aiohttp.ClientMiddlewareType) -> aiohttp.ClientSession:
-        """Return another session with the same server and credentials, for who closes it."""
+        """Return another session with the same server and credentials; the caller closes it."""
 
         async def sign(request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
             bearer = await self._settings.get_api_key_with_prefix("BearerToken")
@@ -161,11 +161,11 @@ class ApiClient:
         )
 
     async def get(self, path: str) -> Raw:
-        """The object at a path; Absent when there is none."""
+        """Get the object at a path; it is an error when there is none."""
         return await self._call(_Request(Verb.GET, path))
 
     async def create(self, path: str, body: Raw, within: float | None = None) -> Raw:
-        """Add to the collection at a path; Exists when there is one of that name. Answers with the metadata."""
+        """Create an object in the collection at a path; a taken name is an error. Returns the metadata."""
         return await self._call(_Request(Verb.CREATE, _as_given(path), body, accept=METADATA), within)
 
     async def try_to_create(self, path: str, body: Raw) -> None:
@@ -173,15 +173,15 @@ class ApiClient:
         await self._call(_Request(Verb.CREATE, f"{_as_given(path)}&dryRun=All", body, accept=METADATA))
 
     async def replace(self, path: str, body: Raw, within: float | None = None) -> Raw:
-        """Put an object in place of the one whose version it carries, else Conflict. Answers with the metadata."""
+        """Replace the object whose version the body carries, else Conflict. Returns the metadata."""
         return await self._call(_Request(Verb.UPDATE, _as_given(path), body, accept=METADATA), within)
 
     async def merge(self, path: str, body: Raw, content_type: str = _MERGE_PATCH) -> Raw:
-        """Lay a part over the object at a path; Conflict when it carries another resourceVersion."""
+        """Patch the object at a path; Conflict when the body carries another resourceVersion."""
         return await self._call(_Request(Verb.PATCH, path, body, content_type))
 
     async def delete(self, path: str, options: Raw, within: float | None = None) -> Raw:
-        """Delete the object at a path; Conflict when its UID is another. Answers with the metadata, or a Status."""
+        """Delete the object at a path; Conflict when its UID is another. Returns the metadata, or a Status."""
         return await self._call(_Request(Verb.DELETE, path, options, accept=METADATA), within)
 
     async def pages(self, path: str, query: Mapping[str, str]) -> AsyncIterator[Listing]:
@@ -200,7 +200,7 @@ class ApiClient:
     async def watch(self, path: str, query: Mapping[str, str], version: str) -> AsyncIterator[Raw]:
         """Events of the collection at a path from a version on, until the connection ends; Expired if that is too old.
 
-        A silence of more than a minute is a dead connection: there is a bookmark in each.
+        A silence of more than a minute means a dead connection: a bookmark comes every minute.
         """
         lasting = random.uniform(0.5, 1.0) * _WATCH_SECONDS
         asked = dict(query) | {
@@ -227,7 +227,7 @@ class ApiClient:
         seconds = self.seconds if within is None else min(self.seconds, within)
         async with self._measured(request) as answer:
             try:
-                # The wait for a free connection counts: the caller has until then, not longer.
+                # The deadline covers the wait for a free connection, too.
                 async with asyncio.timeout(seconds), self._free:
                     answer.code, content = await self._sent(request)
             except (TimeoutError, aiohttp.ClientError, OSError) as error:
@@ -292,7 +292,7 @@ def resource_of(path: str) -> str:
 
 
 async def lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """Yield whole lines, however long; the reader's own have a limit. What a broken connection leaves is no line."""
+    """Yield whole lines of any length, which the reader's own method cannot. An unfinished last line is dropped."""
     held = b""
     async for chunk in content.iter_any():
         *lines, held = (held + chunk).split(b"\n")
@@ -301,12 +301,12 @@ async def lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
 
 
 def _as_given(path: str) -> str:
-    """Return the query of a write: a caller that asks for a validation of its own has it in the path."""
+    """Add the query of a write, unless the path has a query with a field validation already."""
     return path if "?" in path else f"{path}?{_AS_GIVEN}"
 
 
 def watch_event(line: bytes) -> Raw:
-    """Return the event that a line of a watch is; Expired, or another refusal, when it is an error."""
+    """Parse one line of a watch; an error in it is raised as Expired or another refusal."""
     try:
         event = orjson.loads(line)
         kind, raw = event["type"], event["object"]
@@ -319,7 +319,7 @@ def watch_event(line: bytes) -> Raw:
 
 
 def understood(code: str, content: bytes, asked: str) -> Raw:
-    """Return the object in an answer, or raise what the refusal means."""
+    """Return the object in a response, or raise the error that its refusal means."""
     number = int(code)
     try:
         answer = orjson.loads(content)

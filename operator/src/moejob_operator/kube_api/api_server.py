@@ -1,4 +1,4 @@
-"""The Cluster that is a real one: reads from the cache, everything else through the API server and the pods' HTTP."""
+"""The real Cluster: reads come from the cache, everything else goes through the API server and the pods' HTTP."""
 
 from __future__ import annotations
 
@@ -34,8 +34,7 @@ _REPORTER = "moejob.dev/operator"
 class ApiServer:
     """Implements moejob_operator.cluster.Cluster.
 
-    `remaining_seconds` says for how long this process may still write; `clock` tells
-    the time in UTC.
+    `remaining_seconds` returns for how long this process may still write, `clock` the time in UTC.
     """
 
     api: ApiClient
@@ -54,7 +53,7 @@ class ApiServer:
         return self.cache.job(key)
 
     async def children(self, key: JobKey, *, live: bool) -> Children:
-        """From the cache; or listed now, which the cache then knows as well."""
+        """Return them from the cache, or list them now, which also updates the cache."""
         if live:
             pods, services, claims, groups = await asyncio.gather(
                 *(self.lists.of_job(kind, key) for kind in CHILD_KINDS)
@@ -67,7 +66,7 @@ class ApiServer:
         return replace(found, lost_nodes=frozenset(lost))
 
     async def _is_lost(self, node: str) -> bool:
-        """Return whether a node is gone, or has not been heard of for so long that the cluster says so."""
+        """Return whether a node is gone, or has been silent for so long that the cluster reports it."""
         try:
             found = await self.api.get(f"/api/v1/nodes/{node}")
         except Absent:
@@ -80,7 +79,7 @@ class ApiServer:
         return any(condition["type"] == "Ready" and condition["status"] == "Unknown" for condition in conditions)
 
     async def progress(self, pod: Raw) -> PodProgress | None:
-        """Return the pod's answer on its progress port. Its author may be anyone: nothing in it is believed unread."""
+        """Return the reply on the pod's progress port. Its author may be anyone, so every field is validated."""
         address = (pod.get("status") or {}).get("podIP")
         if not address:
             return None
@@ -93,7 +92,7 @@ class ApiServer:
     # --- writing --------------------------------------------------------------------------------------------------
 
     async def ensure(self, manifest: Manifest) -> None:
-        """Create; one that is there counts when it looks as it was created, or when its name can be no other's."""
+        """Create an object. An existing one counts when it looks as created, or when no other job can have its name."""
         kind, metadata = Kind(manifest["kind"]), manifest["metadata"]
         path = collection(kind, metadata["namespace"], manifest["apiVersion"])
         try:
@@ -104,17 +103,17 @@ class ApiServer:
             self.cache.seen(kind, await self._ours(f"{path}/{metadata['name']}", manifest))
             return
         except Conflict as conflict:
-            # A quota that was used by two at once, not an object that changed.
+            # Two clients used a quota at once; no object has changed.
             raise Retryable(str(conflict)) from conflict
         except Absent as absent:
             raise Forbidden(f"{kind} {metadata['name']} cannot be created: {absent}") from absent
         if kind in WRITE_ONLY:
             return
-        # What its kubelet or a controller adds, the watch will tell.
+        # The watch brings what a kubelet or a controller adds.
         self.cache.seen(kind, {**manifest, "metadata": created["metadata"]})
 
     async def lacks(self, manifest: Manifest) -> bool:
-        """Ask by a creation that changes nothing: a right to read Secrets would be one to read all there are."""
+        """Check by a dry run of the creation: a right to read Secrets would cover all Secrets."""
         kind, metadata = Kind(manifest["kind"]), manifest["metadata"]
         try:
             await self.api.try_to_create(collection(kind, metadata["namespace"], manifest["apiVersion"]), manifest)
@@ -145,8 +144,8 @@ class ApiServer:
             except (Absent, Conflict):
                 # Gone, or another object by now, which is none of our business.
                 continue
-            # An object that ends slowly comes back marked as ending; one that is gone is reported by the watch. One
-            # that another client took away at the same moment comes back without its version.
+            # An object that ends slowly comes back with its deletion time; the watch reports one that is gone. An
+            # object that another client deleted at the same moment comes back without its version.
             known = self.cache.find(ref.kind, ref.namespace, ref.name)
             metadata = left.get("metadata") or {}
             if known is not None and metadata.get("uid") == ref.uid and metadata.get("resourceVersion"):
@@ -159,9 +158,9 @@ class ApiServer:
         return self.lists.gangs.with_objects if known is None else (known["apiVersion"],)
 
     async def write_status(self, job: Raw, status: Raw) -> None:
-        """Replace the status. PUT, not a patch: what the new status does not say must be gone from the old one.
+        """Replace the status. PUT, not a patch: fields that the new status lacks must go.
 
-        The API server takes only the status from such a body, so the spec need not be sent; version and UID lock it.
+        The API server takes only the status from this body, so it needs no spec; version and UID detect a changed job.
         """
         metadata = job["metadata"]
         body = {
@@ -208,7 +207,7 @@ class ApiServer:
             log.info("an event was not posted", job=metadata["name"], reason=event.reason, error=str(error))
 
     def _within(self) -> float:
-        """Seconds that a write may take. Not one may be on its way when another replica can lead."""
+        """Return the seconds that a write may take: none may be under way when another replica can lead."""
         remaining = self.remaining_seconds()
         if remaining <= 0:
             raise Retryable("this replica does not lead any more")
@@ -223,7 +222,7 @@ def _filled(manifest: Manifest) -> Manifest:
 
 
 def _event_name(job: str, now: datetime) -> str:
-    """Names in the order of time: kubectl lists events of this API by their names, `describe` too."""
+    """Return a name that sorts by time: kubectl lists events of this API, also in `describe`, by name."""
     return f"{job}.{round(now.timestamp() * 1e6):014x}{uuid4().hex[:8]}"
 
 

@@ -1,7 +1,7 @@
 """The cache of the watches: the newest known state of every job and of what belongs to it. Never asks, never waits.
 
-Fed by watches, by lists and by the answers to our own writes, in any order: of two versions the newer stays, and a UID
-that was deleted does not come back.
+Watches, lists and replies to our own writes feed it in any order: the newer of two versions stays, and a deleted UID
+does not come back.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from moejob_operator.actions import Kind
 from moejob_operator.cluster import Children, JobKey, Raw
 
 CHILD_KINDS = (Kind.POD, Kind.SERVICE, Kind.CLAIM, Kind.POD_GROUP)
-# Longer than an answer is on its way, and waits to be read where much has come at once.
+# Longer than a response takes to arrive and to be read, also under load.
 _LATE_SECONDS = 60.0
 
 # The rest of a pod's spec is what we wrote ourselves; kept for 10,000 pods it would be most of our memory.
@@ -35,7 +35,7 @@ class Cache:
     """Objects by kind, and which job they belong to."""
 
     def __init__(self, request_seconds: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:
-        """`request_seconds` is how long a request may take: later, and a minute, no answer tells of what is gone."""
+        """`request_seconds` bounds a request: that and a minute later, no response can bring a deleted object back."""
         self._late, self._clock = request_seconds + _LATE_SECONDS, clock
         self._objects: dict[Kind, dict[JobKey, dict[str, Raw]]] = {kind: {} for kind in (Kind.JOB, *CHILD_KINDS)}
         self._owners: dict[tuple[Kind, str, str], JobKey] = {}
@@ -51,11 +51,11 @@ class Cache:
         return [job for held in self._objects[Kind.JOB].values() for job in held.values()]
 
     def all_keys(self) -> list[JobKey]:
-        """Every job, and every name of a job that some object says it belongs to."""
+        """Return every job, and every job name in the labels of some object."""
         return list(dict.fromkeys(key for held in self._objects.values() for key in held))
 
     def children(self, key: JobKey) -> Children:
-        """All that says it belongs to a job of this name."""
+        """Return all objects with the label of this job."""
         pods, services, claims, pod_groups = (tuple(self._objects[kind].get(key, {}).values()) for kind in CHILD_KINDS)
         return Children(pods, services, claims, pod_groups)
 
@@ -65,9 +65,9 @@ class Cache:
         return None if key is None else self._objects[kind][key][name]
 
     def seen(self, kind: Kind, raw: Raw) -> JobKey | None:
-        """An object as it was at some time. Returns whose it is, unless that or something newer was known.
+        """Record an object; return its job, unless this version or a newer one was known.
 
-        What we wrote ourselves comes back as an event, whole: it is kept, and no reason to reconcile again.
+        Our own writes come back as events with the whole object: these are recorded, and cause no reconcile.
         """
         key = owner(kind, raw)
         if key is None or raw["metadata"]["uid"] in self._deleted:
@@ -85,7 +85,7 @@ class Cache:
         return None if known is not None and version(known) == version(raw) else key
 
     def gone(self, kind: Kind, raw: Raw) -> JobKey | None:
-        """An object was deleted for good. Returns whose it was."""
+        """Record the end of an object; return its job."""
         key = owner(kind, raw)
         if key is None:
             return None
@@ -97,7 +97,7 @@ class Cache:
         return key
 
     def listed(self, kind: Kind, key: JobKey, raws: Iterable[Raw], at_version: int) -> None:
-        """All objects of a kind that a job had at a version: what is older and not among them is gone."""
+        """Record all objects of a kind that a job had at a version; older ones that are not among them are gone."""
         raws = list(raws)
         there = {raw["metadata"]["uid"] for raw in raws}
         for name, known in list(self._objects[kind].get(key, {}).items()):
@@ -107,9 +107,9 @@ class Cache:
             self.seen(kind, raw)
 
     def complete(self, namespace: str | None, at_version: int) -> None:
-        """Note that at a version all jobs were listed, of a namespace or of all: one that is older and unknown is gone.
+        """Note that all jobs, of a namespace or of all, were listed at a version: an older unknown job is gone.
 
-        kopf tells of events one job at a time: one from before the list may come after it.
+        kopf reports events one at a time: an event from before the list may come after it.
         """
         self._complete_at[namespace] = at_version
 
@@ -128,7 +128,7 @@ class Cache:
 
 
 def owner(kind: Kind, raw: Raw) -> JobKey | None:
-    """Return the job that an object is or belongs to; None when it says nothing about that."""
+    """Return the job that an object is or belongs to; None for an object without the label."""
     metadata = raw["metadata"]
     name = metadata["name"] if kind is Kind.JOB else (metadata.get("labels") or {}).get(Label.JOB)
     return None if name is None else JobKey(metadata["namespace"], name)

@@ -24,7 +24,7 @@ from moejob_operator.logs import Log
 
 log = Log(__name__)
 
-# Of pod groups only that they are there matters, and who made them was us.
+# Not pod groups: only their existence matters, and the operator creates them itself.
 WATCHED = (Kind.POD, Kind.SERVICE, Kind.CLAIM)
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.1, 3.0
 
@@ -47,7 +47,7 @@ class Pauses:
 
 @dataclass
 class Informer:
-    """The watch of one kind, in one namespace or in all. `listed` is set once the cache holds all there is of it."""
+    """The watch of one kind, in one namespace or in all. `listed` is set once the cache holds all its objects."""
 
     kind: Kind
     api: ApiClient
@@ -82,7 +82,7 @@ class Informer:
         return str(version)
 
     async def _follow(self, version: str) -> str:
-        """Watch until the connection ends. Returns the version from which to go on."""
+        """Watch until the connection ends; return the version to continue from."""
         [path] = self.lists.paths(self.kind, self.lists.namespace)
         begun = version
         try:
@@ -101,7 +101,7 @@ class Informer:
 
 
 def receive(kind: Kind, event: Raw, cache: Cache, reconcile: Callable[[JobKey], None]) -> None:
-    """Take in one event. A bookmark says only that there was nothing else up to a version."""
+    """Record one event. A bookmark only says that there was no other event up to its version."""
     raw = event["object"]
     match event["type"]:
         case "DELETED":
@@ -115,5 +115,5 @@ def receive(kind: Kind, event: Raw, cache: Cache, reconcile: Callable[[JobKey], 
 
 
 def watches(api: ApiClient, lists: LiveLists, reconcile: Callable[[JobKey], None]) -> tuple[Informer, ...]:
-    """One for each kind. `api` is theirs alone: each holds a connection for as long as it lives."""
+    """Return an informer for each kind. `api` serves no other part: each informer holds a connection all the time."""
     return tuple(Informer(kind, api, lists, reconcile) for kind in WATCHED)

@@ -1,6 +1,6 @@
-"""Objects as the API server has them now: to begin a watch, and for acts that cannot be taken back.
+"""Objects as the API server has them now: to begin a watch, and before actions that cannot be undone.
 
-Every list ends in the cache as well.
+Every list also updates the cache.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class GangApis:
 
     @property
     def with_objects(self) -> tuple[GangApi, ...]:
-        """Those of which pod groups can be listed."""
+        """Return the served APIs that have pod groups to list."""
         return tuple(gang for gang in _WITH_OBJECTS if gang in self.served)
 
     async def _has_pod_groups(self, gang: GangApi) -> bool:
@@ -75,7 +75,7 @@ class LiveLists:
     gangs: GangApis
 
     async def of_job(self, kind: Kind, key: JobKey) -> tuple[Raw, ...]:
-        """All objects of a kind that say they belong to a job of this name, as they are now."""
+        """List all objects of a kind with the label of this job."""
         query = {"labelSelector": f"{OURS},{Label.JOB}={key.name}"}
         found: list[Raw] = []
         versions = []
@@ -88,7 +88,7 @@ class LiveLists:
         return tuple(found)
 
     async def fill(self, kind: Kind) -> int:
-        """Make the cache hold exactly what there is of a kind now. Returns the version that this is true of."""
+        """List a kind into the cache, which then holds exactly these objects; return the version of the list."""
         found, versions = list[Raw](), list[int]()
         for path in self.paths(kind, self.namespace):
             async for page in self._pages(kind, path, selected(kind)):
@@ -114,7 +114,7 @@ class LiveLists:
             key = owner(kind, raw)
             if key is not None:
                 found.setdefault(key, []).append(raw)
-        # What is in a namespace of other lists, these have not seen.
+        # Objects in other namespaces belong to other lists.
         known = {key for key in self.cache.all_keys() if self.namespace in (None, key.namespace)}
         for key in known | set(found):
             self.cache.listed(kind, key, found.get(key, ()), version)
@@ -132,5 +132,5 @@ class LiveLists:
 
 
 def selected(kind: Kind) -> Mapping[str, str]:
-    """Return the selector of a list or a watch: only ours of kinds that everybody has."""
+    """Return the query of a list or a watch: all jobs, and of other kinds only the operator's own objects."""
     return {} if kind is Kind.JOB else {"labelSelector": OURS}

@@ -1,7 +1,7 @@
-"""Asks a pod how it is, over HTTP/1.0 and with a bound on everything: its author may be anyone.
+"""Asks a pod for its progress, over HTTP/1.0 and with a bound on everything: the author of the reply may be anyone.
 
-Not aiohttp: its client reads interim answers (1xx) without end, and counts neither them nor headers. HTTP/1.0 knows
-neither interim answers nor chunks: the answer is one head and one body, and ends with the connection.
+Not aiohttp: its client reads interim responses (1xx) without end, and bounds neither their number nor headers. HTTP/1.0
+has neither interim responses nor chunks: a response is one head and one body, and ends with the connection.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _CONVERSATIONS = 256
 
 
 class Mute(Exception):
-    """A pod does not answer, or says nothing that can be read."""
+    """A pod gives no readable reply."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class PodClient:
     conversations: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_CONVERSATIONS))
 
     async def progress(self, address: str) -> PodProgress:
-        """Return the progress that the pod at an address reports; Mute when it reports none."""
-        # Waiting for one's turn is not the pod's silence.
+        """Return the progress that the pod at an address reports; it is an error when it reports none."""
+        # The wait for a turn does not count as the pod's silence.
         async with self.conversations:
             try:
                 async with asyncio.timeout(self.seconds):
@@ -54,7 +54,7 @@ class PodClient:
 
 
 async def answered(reader: asyncio.StreamReader) -> bytes:
-    """Return the body of an answer; Mute when it is none of HTTP, too long, or no success."""
+    """Return the body of a response; it is an error when it is no HTTP, too long, or no success."""
     try:
         head = await reader.readuntil(b"\r\n\r\n")
         _, status, *_ = head.partition(b"\r\n")[0].split(b" ")
@@ -75,7 +75,7 @@ async def _body(reader: asyncio.StreamReader) -> bytes:
 
 
 def parsed(content: bytes) -> PodProgress:
-    """Return the progress in a body, bounded and printable as the contract has it; Mute when there is none."""
+    """Parse the progress in a body, bounded and printable as the contract has it; without any it is an error."""
     try:
         return PodProgress.model_validate_json(content)
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""Builds the parts of a replica, once each, and says which knows which. Starts none of them."""
+"""Builds the parts of a replica, once each, and connects them. Starts none of them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from moejob_operator.runtime.settings import Settings, unique
 from moejob_operator.runtime.work_queue import RateLimiter, WorkQueue
 from moejob_operator.validation import Validator, validation_of
 
-# One for each connection: most of them only wait for their turn, of which there is one for each part of a review.
+# A thread for each connection: most of them only wait for their turn to validate or to search for layouts.
 REVIEWERS = ListenerLimits().connections
 
 
@@ -53,7 +53,7 @@ class ReplicaParts:
 
 
 async def assemble(stack: AsyncExitStack, settings: Settings) -> ReplicaParts:
-    """Build everything; what has to be closed is closed by the stack."""
+    """Build everything; the stack closes what has to be closed."""
     metrics, cache = Metrics(), Cache(settings.request_seconds)
     api = await _client(stack, settings, metrics, settings.request_concurrency)
     leadership = await _leadership(stack, settings, metrics)
@@ -117,7 +117,7 @@ async def _client(stack: AsyncExitStack, settings: Settings, metrics: Metrics, c
 async def _leadership(stack: AsyncExitStack, settings: Settings, metrics: Metrics) -> Leadership:
     if not settings.leader_election:
         return Sole()
-    # A client of its own: no other request may stand in the way of a renewal.
+    # The election has its own client: no other request may delay a renewal.
     api = await _client(stack, settings, metrics, concurrency=1)
     store = ApiLeaseStore(api, settings.own_namespace, settings.lease_name)
     return Election(store, unique(settings.identity), settings.terms)

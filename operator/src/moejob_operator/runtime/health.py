@@ -14,12 +14,12 @@ from moejob_operator.runtime.metrics import Metrics
 # The kubelet and Prometheus are two.
 LIMITS = ListenerLimits()
 
-# What is not yet so is said in words: {"certificate": "the Secret x has none yet"}.
+# Unmet conditions in words: {"certificate": "the Secret x has none yet"}.
 Lacks = Callable[[], Mapping[str, str]]
 
 
 def answers(metrics: Metrics, troubles: Lacks, missing: Lacks) -> Handler:
-    """Return the answers of a replica: not alive with troubles that stay, ready when no part is missing."""
+    """Return the handler of a replica's probes: not alive with lasting troubles, ready when no part is missing."""
 
     async def answer(request: web.BaseRequest) -> web.Response:
         match request.path:

@@ -1,7 +1,7 @@
 """The watch of jobs, which is kopf's: what its events and lists mean for the cache, and whether it is alive.
 
-kopf tells of every event, but after a watch has expired it lists again and does not tell what vanished meanwhile. So
-every list is taken in here as a whole as well: the cache then holds exactly the jobs that the list holds.
+kopf reports every event, but after an expired watch it lists again and reports no job that vanished meanwhile. So this
+module records every list as a whole, too: the cache then holds exactly the listed jobs.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from moejob_operator.logs import Log
 
 log = Log(__name__)
 
-# kopf begins a watch again that has been silent for this long: there is a bookmark each minute.
+# kopf restarts a watch that was silent for this long; a bookmark comes every minute.
 INACTIVITY_SECONDS = 75.0
-# Longer than that, the deadline of a request and the longest pause together: kopf asks nothing any more.
+# More than that, the deadline of a request and the longest pause together: kopf has stopped asking.
 DEAD_SECONDS = 120.0
 
 
@@ -57,15 +57,15 @@ class JobWatch:
 
     @property
     def is_dead(self) -> bool:
-        """True when kopf has neither asked nor been answered for longer than it ever waits."""
+        """True when kopf has sent and received nothing for longer than it ever waits."""
         return self.clock() - self._active_at > DEAD_SECONDS
 
     def touch(self) -> None:
-        """Note that kopf asks, or is answered."""
+        """Note that kopf sends a request or receives a response."""
         self._active_at = self.clock()
 
     def take(self, page: Listing, *, is_first: bool, is_last: bool) -> None:
-        """Take in a page of a list; with the last one, all that the list holds and no other job is known."""
+        """Record a page of a list; after the last one the cache holds exactly the listed jobs."""
         if is_first:
             self._pages = []
         self._pages += (slim(Kind.JOB, raw) for raw in page.items)
@@ -79,7 +79,7 @@ class JobWatch:
 
 
 def receive(event: kopf.RawEvent, cache: Cache, reconcile: Callable[[JobKey], None]) -> None:
-    """Take in an event that kopf tells of; one without a type is of a list."""
+    """Record an event from kopf; an event without a type comes from a list."""
     raw = event["object"]
     key = cache.gone(Kind.JOB, raw) if event["type"] == "DELETED" else cache.seen(Kind.JOB, raw)
     log.debug("event of a job", type=event["type"], job=raw["metadata"]["name"], is_news=key is not None)

@@ -1,4 +1,4 @@
-"""The HTTP session through which kopf watches jobs. It shows kopf only answers that kopf can live with.
+"""The HTTP session through which kopf watches jobs. It passes on only responses that kopf survives.
 
 A refusal (401 to 410), a line that is cut or no JSON, and an error in the stream other than 410 each end a watch of
 kopf 1.45, and with it the operator; a watch that ends at once is begun again without a pause. So trouble is waited out
@@ -89,7 +89,7 @@ class KopfSession:
             try:
                 _object(response, await response.read())
             except Expired:
-                # kopf lists again when a line says so; of a status it would die.
+                # A line with the code 410 makes kopf list again; the status 410 would end kopf.
                 response.status, lines_of = 200, _Events(None, watch)
         response.content = lines_of  # type: ignore[assignment]
         return response
@@ -97,7 +97,7 @@ class KopfSession:
     async def _discover(
         self, request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
     ) -> aiohttp.ClientResponse:
-        """Ask until jobs are served: of a later definition kopf learns only with the right to watch all of them."""
+        """Ask until jobs are served: kopf notices a later definition only with the right to watch all definitions."""
         path = request.url.path
         while True:
             for watch in self._watches.values():
@@ -124,7 +124,7 @@ class KopfSession:
             async with asyncio.timeout(self._api.seconds):
                 response = await handler(request)
                 if verb is not Verb.WATCH:
-                    # Kept in the response: a second read waits for nothing.
+                    # The response keeps its body: a second read returns at once.
                     await response.read()
             code = str(response.status)
         finally:
@@ -180,7 +180,7 @@ def _object(response: aiohttp.ClientResponse, content: bytes) -> Raw:
 
 
 def _lack(path: str, answer: Raw) -> str | None:
-    """Return the part that an answer lacks and without which kopf would never begin to watch jobs."""
+    """Return the missing API without which kopf never begins to watch jobs; None when it is served."""
     if path == "/apis" and not any(group["name"] == GROUP for group in answer["groups"]):
         return f"the API server knows no group {GROUP}: install the CustomResourceDefinition"
     if path == f"/apis/{JOBS}" and not any(resource["name"] == PLURAL for resource in answer["resources"]):

@@ -23,7 +23,7 @@ _RETRY_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Leader:
-    """Leads for as long as it is let. All lists are of one cache and know the same gang schedulers."""
+    """Leads until stopped or cancelled. All lists share one cache and one record of gang schedulers."""
 
     queue: WorkQueue[JobKey]
     lists: Sequence[LiveLists]
@@ -57,14 +57,13 @@ class Leader:
     async def _look_again(self) -> None:
         while True:
             for key in self._all_keys():
-                # Later than half a period: all have just been reconciled. Never together: none has to wait for the
-                # rest.
+                # Not before half a period: all have just been reconciled. At random: no job has to wait for all others.
                 self.queue.add(key, random.uniform(0.5, 1.5) * self.resync_seconds)
             await asyncio.sleep(self.resync_seconds)
             await self._listed(Kind.POD_GROUP)
 
     async def _listed(self, *kinds: Kind) -> bool:
-        """Return whether these kinds, and which gang schedulers there are, were read again."""
+        """List these kinds and find gang schedulers again; return whether that succeeded."""
         try:
             await self.lists[0].gangs.refresh()
             for lists in self.lists:

@@ -26,7 +26,7 @@ _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
 def boot_clock() -> float:
-    """Seconds that no one sets, sleep of the machine included."""
+    """Return the seconds of a clock that cannot be set and counts the machine's sleep."""
     return time.clock_gettime(_CLOCK)
 
 
@@ -54,7 +54,7 @@ class Lease:
 
     @classmethod
     def of(cls, raw: Raw) -> Lease:
-        """The Lease in an API object; what is missing in it counts for no replica."""
+        """Read the Lease from an API object; missing fields mean that no replica holds it."""
         spec: Mapping[str, Any] = raw.get("spec") or {}
         return cls(
             holder=spec.get("holderIdentity") or "",
@@ -74,21 +74,21 @@ class LeaseObservation:
 
 @dataclass(frozen=True, slots=True)
 class Acquire:
-    """Put our name in; `over` is the Lease as seen, None when it has to be created."""
+    """Put our name into the Lease as it was read, or create it where there is none."""
 
     over: Lease | None
 
 
 @dataclass(frozen=True, slots=True)
 class Renew:
-    """The Lease is ours: say that we live."""
+    """Renew the Lease, which is ours."""
 
     lease: Lease
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Another replica leads, at least until then unless it says otherwise."""
+    """Wait: another replica leads until then, unless it releases the Lease before."""
 
     until: float
 
@@ -110,7 +110,7 @@ def move(seen: LeaseObservation, identity: str, terms: LeaseDurations, now: floa
         return Acquire(lease)
     if lease.holder == identity:
         return Renew(lease)
-    # A leader that was promised more, by an older or newer release, keeps it.
+    # A longer lease, as an older or newer release may write it, stays valid.
     until = seen.since + max(lease.seconds, terms.lease_seconds)
     return Acquire(lease) if now >= until else Wait(until)
 
@@ -141,16 +141,16 @@ class LeaseStore(Protocol):
 
 
 class Leadership(Protocol):
-    """Return whether this process leads."""
+    """The leadership of this process."""
 
     def remaining_seconds(self) -> float:
-        """The seconds for which we certainly lead; not above zero: we may not act."""
+        """Return for how many seconds this process certainly leads; it may act only above zero."""
 
     def stop(self) -> None:
         """Lead no more once the work in hand has ended, and campaign no more."""
 
     async def run(self, lead: Callable[[], Awaitable[None]]) -> None:
-        """Lead whenever that is ours to do, until stopped."""
+        """Run `lead` whenever this process leads, until stopped."""
 
 
 class Sole:
@@ -189,7 +189,7 @@ class Election:
         self._is_stopping = asyncio.Event()
 
     def remaining_seconds(self) -> float:
-        """The seconds for which we certainly lead; not above zero: we may not act."""
+        """Return for how many seconds this process certainly leads; it may act only above zero."""
         return self._until - self._clock()
 
     def stop(self) -> None:
@@ -209,7 +209,7 @@ class Election:
         if self._seen is not None:
             match move(self._seen, self._identity, self._terms, self._clock()):
                 case Wait(until):
-                    # On the second: what is waited for after it is time without a leader.
+                    # Wake up exactly then: a longer wait would be time without a leader.
                     seconds = min(seconds, max(0.0, until - self._clock()))
                 case Acquire() | Renew():
                     pass
@@ -220,7 +220,7 @@ class Election:
             return
 
     async def _attempt(self) -> bool:
-        """Read the Lease and do what follows; whether we lead now."""
+        """Read the Lease and make the next move; return whether this process leads now."""
         try:
             async with asyncio.timeout(self._terms.renew_deadline_seconds / 2):
                 match move(await self._look(), self._identity, self._terms, self._clock()):
@@ -253,14 +253,14 @@ class Election:
         work = asyncio.ensure_future(lead())
         renewals = asyncio.ensure_future(self._renew())
         try:
-            # Not the renewals decide that time is up: they may be stuck in a call to an API server that is silent.
+            # The clock decides that time is up, not the renewals: they may hang in a call to a silent API server.
             while not work.done() and not renewals.done() and self.remaining_seconds() > 0:
                 await asyncio.wait(
                     {work, renewals}, timeout=self.remaining_seconds(), return_when=asyncio.FIRST_COMPLETED
                 )
         finally:
             if not work.done():
-                # First of all, so that work which is slow to end can write nothing.
+                # Before the cancellation, so that work that ends slowly can write nothing.
                 self._until = float("-inf")
             renewals.cancel()
             work.cancel()
@@ -286,7 +286,7 @@ class Election:
         try:
             await self._put(lease)
         except Conflict:
-            # Ours, when the answer to a renewal was lost; another's, when we slept for too long.
+            # Still ours where only the reply to a renewal was lost; another's after too long a sleep of this process.
             await self._look()
             if (found := self._own()) is not None:
                 await self._put(found)
@@ -321,7 +321,7 @@ def _micro_time(now: datetime) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ApiLeaseStore:
-    """A Lease in the API server. Its client is its own: no other request may stand in the way of a renewal."""
+    """A Lease in the API server. `api` serves no other part: no other request may delay a renewal."""
 
     api: ApiClient
     namespace: str
@@ -343,7 +343,7 @@ class ApiLeaseStore:
             "spec": spec,
         }
         try:
-            # What was created is what was sent; the answer adds its version.
+            # The reply has the metadata only; the spec is as it was sent.
             return {**await self.api.create(self._leases, lease), "spec": spec}
         except Exists as exists:
             raise Conflict(str(exists)) from exists

@@ -59,6 +59,8 @@ class Operator:
         self._is_stopping = True
         self._parts.leader.queue.stop()
         self._parts.leadership.stop()
+        # The election ends once the work in hand has ended and the Lease is released. Until then the watches run, for
+        # that work reads what they bring.
         await asyncio.wait({self._tasks["election"]}, timeout=self._parts.settings.stop_seconds)
         for task in self._tasks.values():
             task.cancel()
@@ -80,7 +82,7 @@ class Operator:
         receive(event, self._parts.cache, self._parts.leader.queue.add)
 
     def troubles(self) -> Mapping[str, str]:
-        """Return the troubles that no waiting mends: parts that have ended, watches that kopf has given up."""
+        """Return the lasting troubles: parts that have ended, watches that kopf has given up."""
         ended = {name: "has ended" for name, task in self._tasks.items() if task.done() and not self._is_stopping}
         return ended | {watch.name: "kopf asks nothing any more" for watch in self.job_watches if watch.is_dead}
 

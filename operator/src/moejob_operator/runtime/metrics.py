@@ -21,7 +21,7 @@ from moejob_operator.runtime.work_queue import WorkOutcome
 
 _FAST = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _UNKNOWN = "Unknown"
-# What restarts are counted by, and the field of status.restarts that counts them.
+# The label of each kind of restart, and its counter in status.restarts.
 _RESTARTS = {"gang": "total", "pod": "pods", "rank": "ranks", "preemption": "preemptions"}
 
 
@@ -71,7 +71,7 @@ class Metrics:
         return generate_latest(self.registry)
 
     def count(self, jobs: Callable[[], Iterable[Raw]]) -> None:
-        """Count jobs whenever asked; none where this replica does not lead, or two would count them twice."""
+        """Count jobs at each scrape; `jobs` returns none on a follower, or two replicas would count the same jobs."""
         self.registry.register(_JobCollector(jobs))
 
     # --- the work queue -------------------------------------------------------------------------------------------
@@ -93,7 +93,7 @@ class Metrics:
     # --- the rest -------------------------------------------------------------------------------------------------
 
     def requested(self, verb: str, resource: str, code: str, seconds: float) -> None:
-        """The API server answered (or did not: code is then a word)."""
+        """Count a request to the API server; without a response the code is a word."""
         self._requests.labels(verb, resource, code).observe(seconds)
 
     def leads(self, is_leading: bool) -> None:
@@ -109,7 +109,7 @@ class Metrics:
         self._expiry.set(timestamp)
 
     def status_written(self, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
-        """A status replaced another: what grew in it is counted."""
+        """Count what grew from one status to the next."""
         reason = _at(after, "lastFailure", "reason") or _UNKNOWN
         for what, field in _RESTARTS.items():
             grown = _number(after, "restarts", field) - _number(before, "restarts", field)
@@ -122,7 +122,7 @@ class Metrics:
 
 
 class _JobCollector(Collector):
-    """Counts jobs when it is asked: a gauge kept up to date would go on counting jobs that are deleted."""
+    """Counts jobs at each scrape: a gauge would keep counting deleted jobs."""
 
     def __init__(self, jobs: Callable[[], Iterable[Raw]]) -> None:
         self._jobs = jobs

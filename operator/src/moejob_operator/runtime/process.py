@@ -1,4 +1,4 @@
-"""One operator process: runs kopf with our handlers, and says how it ended."""
+"""One operator process: runs kopf with our handlers, and reports how it ended."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from moejob_operator.runtime.settings import Settings
 
 log = Log(__name__)
 
-# kopf's task that ends when it is asked to stop, by a signal or by a flag.
+# kopf's task that ends at a request to stop, by a signal or by a flag.
 _STOPPING = "stop-flag checker"
-# Objects made and not yet freed before young ones are looked through, which takes some 10 ms where all are garbage; and
-# how often that is done before all objects are looked through: every five million.
+# Thresholds of Python's collector. 10,000 new objects start a young collection, which takes some 10 ms where all are
+# garbage; 10 times 50 of these, so five million objects, start a full one.
 _COLLECTED_AFTER, _YOUNG, _OLD = 10_000, 10, 50
 # How long the event loop waits for a thread that validates jobs, each time that it has let go of the interpreter: with
 # Python's 5 ms, and dozens of connections in one turn of the loop, half a second passes in which nothing is answered.
@@ -26,10 +26,10 @@ _SWITCH_SECONDS = 0.0005
 
 
 def keep_loop_prompt() -> None:
-    """Let the interpreter hold up the event loop for moments only, however many pods there are or strangers ask.
+    """Keep the interpreter from holding up the event loop, however many pods there are or strangers ask.
 
-    Nothing here is made of cycles but what frameworks leave; going through 10,000 pods to find none takes seconds.
-    What is imported stays, and need not be gone through.
+    Only frameworks leave cycles behind; a full collection over 10,000 pods takes seconds and finds next to nothing.
+    Imported objects stay, so collections skip them.
     """
     gc.freeze()
     gc.set_threshold(_COLLECTED_AFTER, _YOUNG, _OLD)
@@ -41,7 +41,7 @@ async def run(settings: Settings) -> int:
     memo, before = kopf.Memo(settings=settings, stopping=asyncio.Event()), asyncio.all_tasks()
     parts = await kopf.spawn_tasks(
         memo=memo,
-        # By itself kopf asks for the name of the user, and in an image the user has a number only.
+        # kopf's default needs the name of the user, and the user of an image has a number only.
         identity=Identity(settings.identity),
         clusterwide=not settings.namespaces,
         namespaces=settings.namespaces,
@@ -52,9 +52,9 @@ async def run(settings: Settings) -> int:
     names = sorted(task.get_name() for task in ended)
     if names != [_STOPPING]:
         log.error("a part of kopf has ended", part=", ".join(names))
-    # Whatever it was that ended: kopf's task that waits for this would hold up the end by five seconds.
+    # After any end: kopf's task that waits for this flag would delay the exit by five seconds.
     memo.stopping.set()
-    # Left alone, kopf waits for each of its parts for as long as that takes.
+    # kopf itself waits for each of its parts without a limit.
     await asyncio.wait({whole}, timeout=settings.stop_seconds + 2 * CLOSING_SECONDS)
     if not whole.done():
         lasting = (task.get_name() for task in parts if not task.done())

@@ -22,7 +22,7 @@ Port = Annotated[int, Field(ge=0, le=65_535)]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 
 
-# Literals, not StrEnum: --help shows the names of an enumeration, but what one writes are its values.
+# Literals, not StrEnum: --help shows the names of an enumeration, but a user writes its values.
 LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
 # Who makes the webhook's certificate.
 Certificates = Literal["SelfSigned", "CertManager"]

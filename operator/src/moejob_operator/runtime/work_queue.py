@@ -21,7 +21,7 @@ from moejob_operator.logs import Log
 log = Log(__name__)
 
 Key = TypeVar("Key", bound=Hashable)
-# Returns after how many seconds to work on the key again, if nothing happens before; None: only then.
+# Returns the seconds until the next work on the key, if no event comes before; None waits for an event.
 Work = Callable[[Key], Awaitable[float | None]]
 
 # Entries that an earlier time has replaced stay in the heap; this many are not worth clearing away.
@@ -41,10 +41,10 @@ class QueueMetrics(Protocol):
     """The metrics of the queue."""
 
     def queued(self, depth: int) -> None:
-        """Return the number of keys that wait, those for later included."""
+        """Set the number of waiting keys, those for later included."""
 
     def started(self, waited_seconds: float) -> None:
-        """A key is worked on, so long after it was due."""
+        """Observe how long after it was due the work on a key begins."""
 
     def ended(self, seconds: float, outcome: WorkOutcome) -> None:
         """The work on a key ended."""
@@ -78,7 +78,7 @@ class Schedule(Generic[Key]):
     """Keys and when each is due. A key is held once, and never handed out while it is being worked on."""
 
     def __init__(self, spacing_seconds: float = 0.0) -> None:
-        """`spacing_seconds` lie between two starts of one key: what happens meanwhile is seen in one reconcile."""
+        """`spacing_seconds` lie between two starts of one key: one reconcile sees all events in between."""
         self._spacing = spacing_seconds
         self._heap: list[tuple[float, int, Key]] = []
         self._due: dict[Key, tuple[float, int]] = {}
@@ -108,7 +108,7 @@ class Schedule(Generic[Key]):
             heapq.heapify(self._heap)
 
     def take(self, now: float) -> tuple[Key, float] | None:
-        """The key that has been due for longest, and since when; it counts as worked on until `done`."""
+        """Take the key that has been due for longest, with its due time; it counts as worked on until its work ends."""
         at = self.next_at()
         if at is None or at > now:
             return None
@@ -170,7 +170,7 @@ class WorkQueue(Generic[Key]):
         self._is_stopping = False
 
     def add(self, key: Key, after_seconds: float = 0.0) -> None:
-        """Look at a key, now or later; of several times the earliest counts."""
+        """Make a key due, now or later; of several times the earliest counts."""
         self._agenda.add(key, _now() + after_seconds)
         self._metrics.queued(len(self._agenda))
         self._news.set()
@@ -226,7 +226,7 @@ class WorkQueue(Generic[Key]):
     def _ended(self, key: Key, task: asyncio.Task[float | None]) -> None:
         self._tasks.discard(task)
         self._agenda.done(key, _now())
-        # One that was cancelled before its first step took no time.
+        # Work that was cancelled before its first step took no time.
         seconds, outcome = self._seconds.pop(key, 0.0), self._settle(task, key)
         self._metrics.ended(seconds, outcome)
         log.debug("reconcile ends", key=key, seconds=round(seconds, 6), outcome=outcome)
@@ -235,7 +235,7 @@ class WorkQueue(Generic[Key]):
 
     def _settle(self, task: asyncio.Task[float | None], key: Key) -> WorkOutcome:
         if task.cancelled():
-            # Work half done is not done: the next leader begins with it.
+            # Cancelled work is due again: the next leader begins with it.
             self._agenda.add(key, _now())
             return WorkOutcome.CANCELLED
         error = task.exception()
