@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from http import HTTPStatus
 
-from moejob_api.publications import PublicationReport
+from moejob_api.contract.publications import PublicationReport
 from moejob_rollout.asgi import Reply, Scope, Send
 
 

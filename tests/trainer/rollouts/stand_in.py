@@ -16,7 +16,7 @@ from aiohttp import web
 from moejob_api.contract.addresses import LOOPBACK
 from moejob_api.contract.answers import AnswerRequest, EngineAnswer, WeightSpan
 from moejob_api.contract.pods import HttpPath
-from moejob_api.publications import PublicationReport
+from moejob_api.contract.publications import PublicationReport
 from moejob_trainer.runtime.channel import BROKEN, LoopThread, introduce, splice
 
 # Says what to answer a request for tokens.

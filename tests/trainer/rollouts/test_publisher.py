@@ -15,7 +15,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 
-from moejob_api.publications import PublicationReport
+from moejob_api.contract.publications import PublicationReport
 from moejob_trainer.rollouts.connection import Connection
 from moejob_trainer.rollouts.fleet import Fleet, FleetLimits, NoEngine, RolloutEngine
 from moejob_trainer.rollouts.interface import SyncReport, WrongWeights

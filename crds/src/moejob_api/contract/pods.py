@@ -138,7 +138,7 @@ class HttpPath(StrEnum):
     READY = "/ready"
     # Of an engine: takes and gives what moejob_api.contract.answers has.
     ANSWER = "/answer"
-    # Of an engine: reports what moejob_api.publications has, between the last tensor of a publication and its end.
+    # Of an engine: reports what contract/publications.py has, between the last tensor of a publication and its end.
     PUBLICATION = "/publication"
 
 

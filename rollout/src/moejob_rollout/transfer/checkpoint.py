@@ -15,7 +15,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from moejob_api.publications import PublicationReport
+from moejob_api.contract.publications import PublicationReport
 from moejob_rollout.transfer.completeness import LoadedNames, find_missing_tensors, tied_parameters
 from moejob_rollout.transfer.stacks import Stack, WholeStacks, layers_of_experts, load_stack
 

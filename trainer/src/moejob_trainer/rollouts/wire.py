@@ -13,7 +13,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from moejob_api.contract.answers import AnswerRequest, EngineAnswer, WeightSpan
-from moejob_api.publications import PublicationReport
+from moejob_api.contract.publications import PublicationReport
 from moejob_trainer.rollouts.interface import Answer, FinishReason, Floats, Request, Sampling, Tokens
 from moejob_trainer.rollouts.routed_experts import Array, BadRouting, routed_experts
 
