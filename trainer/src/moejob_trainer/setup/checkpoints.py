@@ -28,7 +28,7 @@ def build_writer(context: RankContext, model: RunModel, state: StateFiles, learn
 def build_checkpoints(
     context: RankContext, model: RunModel, writer: RunWriter, heartbeat: Heartbeat, checks: Checks | None
 ) -> RunCheckpoints:
-    """Build the checkpoints that the loop restores from and saves to; no `checks` where only they have weights."""
+    """Build the checkpoints that the loop restores and saves; `checks` is None where only checkpoints have weights."""
     environment = context.environment
     place = RunFolder(
         folder=environment.folder,
@@ -51,7 +51,7 @@ def build_checkpoints(
 
 
 def _begun(model: RunModel, checks: Checks | None) -> Callable[[], None] | None:
-    """Return the check of weights to begin with. Those of a checkpoint have been trained since: it has none."""
+    """Return the check of published weights; trained weights of a checkpoint have no reference."""
     if checks is None:
         return _refuse_nothing
     return partial(checks.imported, model.pretrained.folder) if model.pretrained.has_weights else None
@@ -64,6 +64,6 @@ def _refuse_nothing() -> None:
 
 
 def last_save(store: CheckpointStore) -> tuple[int | None, float | None, float]:
-    """Return the last committed step, the seconds its save took, and those that training waited for it."""
+    """Return the last committed step, the seconds of its save, and the seconds that training waited for it."""
     last = store.last
     return store.last_step, None if last is None else last.seconds, 0.0 if last is None else last.stalled_seconds

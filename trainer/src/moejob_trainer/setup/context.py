@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class RankContext:
-    """This rank among the others, and what it computes on."""
+    """This rank among the others, with its layout and its device."""
 
     environment: RankEnvironment
     layout: Layout
@@ -50,14 +50,14 @@ class RankContext:
 
     @property
     def control(self) -> dist.ProcessGroup:
-        """All ranks, for small messages and decisions."""
+        """The group of all ranks, for small messages and decisions."""
         if self.placement.control is None:
             raise RuntimeError("ranks of a run always have a control group")
         return self.placement.control
 
     @property
     def ranks(self) -> GlooCoordinator:
-        """All ranks, to agree with."""
+        """All ranks, for decisions that they take together."""
         return GlooCoordinator(self.control)
 
     def on_first_rank(self, act: Callable[[], T], kind: TypeAdapter[T]) -> T:

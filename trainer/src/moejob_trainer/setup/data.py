@@ -33,7 +33,7 @@ class RunData:
 
 
 def load_data(context: RankContext, model: RunModel) -> RunData:
-    """Tokenize once, for all ranks, what is not on the volume yet."""
+    """Load the data; the first rank tokenizes data sets that are not on the volume yet, for all ranks."""
     data, spec = context.spec.data, context.spec
     pins = HubPins(context.environment.folder)
     recipe = Recipe(model.pretrained.located, data, vocabulary=model.architecture.shape.vocabulary, pins=pins)

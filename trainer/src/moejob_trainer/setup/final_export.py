@@ -29,7 +29,7 @@ def export_finished_model(
             export(whole_weights(engine.stages), model.table, groups, target, checks.exported)
             return
         adapters, declared = whole_adapters(engine.stages), adapter_table(model.architecture.shape, lora)
-        # On weights that have never been published, or that another job has trained since, there is nothing to read.
+        # The check reads adapters beside published weights; weights that another job has trained are not published.
         check = unchecked
         if model.pretrained.has_weights and is_beside_pretrained:
             check = partial(checks.exported_adapters, base=pretrained, scale=lora.alpha / lora.rank)

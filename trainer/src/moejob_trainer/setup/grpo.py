@@ -25,11 +25,11 @@ from moejob_trainer.setup.rewards import RunRewards
 
 @dataclass(frozen=True, slots=True)
 class RolloutEngines:
-    """The engines of a run: as a source of answers, which rank 0 alone has, and as readers of weights."""
+    """The engines of a run: the generator of answers, which rank 0 alone has, and the publisher of weights."""
 
     generator: Generator | None
     publisher: WeightPublisher
-    # Whose routing is replayed; None where none is.
+    # The layers whose routing is replayed; None: none.
     routed: RoutedLayers | None = None
 
 
@@ -49,7 +49,7 @@ class GrpoRun:
 def build_grpo(
     context: RankContext, prompts: RunPrompts, engines: RolloutEngines, rewards: RunRewards | None, stack: ExitStack
 ) -> GrpoRun:
-    """Build the objective; what it needs ends with the stack."""
+    """Build the objective; the stack ends its collector."""
     spec, peers = context.spec, _peers(context)
     if spec.grpo is None:
         raise ValueError("only a job of method GRPO has this objective")

@@ -29,7 +29,7 @@ from moejob_trainer.setup.context import RankContext
 
 @dataclass(frozen=True, slots=True)
 class RunModel:
-    """The model of the run: what it computes, and where its weights come from."""
+    """The model of the run: its architecture, its pretrained files, and the table of their names."""
 
     architecture: Architecture
     pretrained: PretrainedModel
@@ -39,12 +39,12 @@ class RunModel:
 def load_model(context: RankContext) -> RunModel:
     """Fetch the model's files once for all ranks, and check that the job can train it."""
     spec = context.spec
-    # Downloads and files are made once for the volume, not once a rank.
+    # The first rank downloads and writes files, for all ranks share the volume.
     folder = context.on_first_rank(lambda: str(_fetched(context)), TEXT)
     found = read_pretrained(Path(folder), spec.model)
     origin = f"{folder}/config.json"
-    # The plan has been checked before, unless the model could not be seen from there. It comes first: what is built
-    # afterwards relies on it.
+    # The plan was checked before the start, unless the model could not be read there. Check it first: all that is
+    # built below relies on it.
     if problems := plan(spec, trained_shape(shape_of(found.config, origin), spec)).problems:
         raise InvalidSpec(problems)
     model = as_trained(architecture(found.config, origin), spec)
@@ -57,7 +57,7 @@ def load_model(context: RankContext) -> RunModel:
 def _fetched(context: RankContext) -> Path:
     spec, folder = context.spec, context.environment.folder
     if spec.checkpoint.resume_from is not None and spec.checkpoint.resume is Resume.RUN:
-        # Its place in the data, and the base below its adapters, are those of its own commits.
+        # The place in the data and the base of adapters belong to the Hub commits that the other run has used.
         HubPins(folder).go_on_with(folder_of_run(other_run(spec.checkpoint.resume_from, folder)))
     return fetch(spec.model, folder)
 

@@ -1,9 +1,10 @@
 """The text that engines are compared on after each publication, and the distance that rounding may put them at.
 
-The bound is measured, for nothing that is known beforehand gives it: of SmolLM2-135M in bfloat16, trainer and engine
-are 0.07 apart in the mean over a token's log-probability, of a model with small logits 0.004. Each layer rounds its
-sums, so the trainer's own answer to an embedding that was rounded once more is as far from its first one as that of an
-engine that rounds in other places: 0.07 for that model, too, dense or as a mixture whose tokens change experts by it.
+The bound is measured, because no formula gives it. In bfloat16 the mean distance of trainer and engine, over the
+log-probabilities of tokens, is 0.07 for SmolLM2-135M and 0.004 for a model with small logits. Each layer rounds its
+sums, and an engine rounds in other places. The trainer can imitate this: it rounds its embedding once more, and its
+log-probabilities move as far as an engine's are away. For SmolLM2-135M that is 0.07 again, dense or as a mixture, in
+which rounding sends some tokens to other experts.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from moejob_trainer.setup.context import RankContext
 from moejob_trainer.setup.prompts import RunPrompts
 from moejob_trainer.training import Document
 
-# Enough for a mean that is within a tenth of that of a longer text.
+# With this many tokens the mean is within a tenth of the mean over a longer text.
 PROBE_TOKENS = 256
 _PROMPTS = 32
-# Never less, where a short text or a shallow model happens to round alike.
+# The least bound: a short text or a shallow model may happen to round alike.
 _LEAST = {torch.float32: 1e-3, torch.bfloat16: 0.01}
 # Right engines were seen 0.5 to 2.2 times as far away, over whole runs of three trained models in bfloat16
 # (docs/grpo.md): a few tokens that change experts are most of the mean, and an engine rounds in each layer. A layer's
@@ -41,7 +42,7 @@ _TOKEN_IDS = TypeAdapter(list[int])
 
 
 def build_trial(context: RankContext, engine: MegatronEngine, prompts: RunPrompts) -> Trial:
-    """Build the comparison that ends a publication. All ranks call it together."""
+    """Build the probe that ends each publication. All ranks call this together."""
     if context.spec.grpo is None:
         raise ValueError(f"method {context.spec.method} has no engines")
     settings = context.spec.grpo.rollout.probe
@@ -56,18 +57,18 @@ def build_trial(context: RankContext, engine: MegatronEngine, prompts: RunPrompt
 
 
 def probe_bound(dtype: torch.dtype, rounding: float) -> float:
-    """Return the largest mean distance of an engine, given what rounding does to the trainer's own answer."""
+    """Return the largest mean distance of an engine, given the distance that rounding makes in the trainer."""
     return max(_LEAST[dtype], _ROUNDINGS * rounding)
 
 
 def probe_text(prompts: Sequence[Sequence[int]], length: int) -> list[int]:
-    """Return the prompts one after another, cut, or said again, to this length."""
+    """Return the prompts one after another, cut or repeated to this length."""
     tokens = [token for prompt in prompts for token in prompt]
     return [int(token) for token in np.resize(tokens, length)]
 
 
 def _probe_tokens(context: RankContext, prompts: RunPrompts) -> Tokens:
-    # An engine that reads a text says one more token.
+    # An engine that reads a text generates one more token.
     length = max(2, min(PROBE_TOKENS, context.spec.data.max_length - 1))
 
     def read() -> list[int]:
@@ -79,7 +80,7 @@ def _probe_tokens(context: RankContext, prompts: RunPrompts) -> Tokens:
 
 
 class EngineProbe:
-    """The trainer's log-probabilities of a text; every data rank asks its own copy of the model."""
+    """The trainer's log-probabilities of a text; every data rank computes them with its own copy of the model."""
 
     def __init__(self, engine: MegatronEngine, plan: BatchPlan) -> None:
         self._engine, self._plan, self._data = engine, plan, engine.groups.data
@@ -91,7 +92,7 @@ class EngineProbe:
             for number in range(self._data.size)
         ]
         batches = batch_of_rank(copies, self._plan, self._data.rank)
-        # Engines say what their weights make of a text, before any temperature.
+        # Engines return log-probabilities of a prompt at temperature 1.
         with self._engine.at_temperature(1.0):
             outputs = self._engine.outputs(batches)
         for batch, said in zip(batches, outputs, strict=True):
@@ -121,7 +122,7 @@ class EngineProbe:
 
 
 def rounded_once_more(unit: float, seed: int, _: nn.Module, __: Any, embedded: Tensor) -> Tensor:
-    """Change each number by up to one rounding, alike on ranks that hold the same numbers."""
+    """Change each number by up to one rounding; ranks with the same numbers make the same changes."""
     generator = torch.Generator(embedded.device).manual_seed(seed)
     shares = torch.rand(embedded.shape, generator=generator, device=embedded.device) * 2 - 1
     return (embedded.float() * (1 + unit * shares)).to(embedded.dtype)

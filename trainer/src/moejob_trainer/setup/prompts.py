@@ -1,4 +1,4 @@
-"""The prompts of a GRPO run: read by rank 0 alone, which asks them."""
+"""The prompts of a GRPO run, which rank 0 alone reads and sends to engines."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from moejob_trainer.setup.model import RunModel
 
 @dataclass(frozen=True, slots=True)
 class RunPrompts:
-    """The prompts of a run, and the steps that it has. `sets` is rank 0's alone."""
+    """The prompts of a run, and its number of steps. Rank 0 alone has `sets`."""
 
     total_steps: int
     sets: PromptSets | None
@@ -31,7 +31,7 @@ class RunPrompts:
 
 
 def load_prompts(context: RankContext, model: RunModel) -> RunPrompts:
-    """Prepare all prompts; what is wrong with them is every rank's failure."""
+    """Prepare all prompts on rank 0; an error in them is raised on every rank."""
     spec, found = context.spec, list[PromptSets]()
     if spec.grpo is None:
         raise ValueError("only GRPO has prompts")
@@ -53,7 +53,7 @@ def load_prompts(context: RankContext, model: RunModel) -> RunPrompts:
 
 
 def stop_tokens(recipe: Recipe, model: RunModel) -> tuple[int, ...]:
-    """Return the tokens that end an answer: the tokenizer's, and those that the model was published with."""
+    """Return the tokens that end an answer: the tokenizer's, and those in the model's generation_config.json."""
     return tuple(sorted({end_of_text(recipe.tokenizer()), *published_end_tokens(model.pretrained.folder)}))
 
 

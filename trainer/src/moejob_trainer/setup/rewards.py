@@ -1,6 +1,6 @@
-"""The rewards of a run, on rank 0: started before the model is loaded, tried before engines are waited for.
+"""The rewards of a run, on rank 0: they start before the model is loaded, and score once before the wait for engines.
 
-A module that cannot be imported ends the run after seconds, and not after engines have started and answered.
+So a module that cannot be imported ends the run after seconds, and not after engines have started and generated.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from moejob_trainer.rewards.scorer import Scorer
 from moejob_trainer.runtime.heartbeats import BackgroundHeartbeat, Heartbeat
 from moejob_trainer.setup.context import RankContext
 
-# Failures that another answer would not change. An exception may be this answer's, which no model has written.
+# Failures that every answer would have. An exception may belong to the made-up answer, which no model has written.
 _CERTAIN = frozenset({*FINAL, FailureKind.RECORD, FailureKind.WRONG_TYPE, FailureKind.WRONG_COUNT})
 
 
@@ -41,7 +41,7 @@ class RunRewards:
 
 @contextmanager
 def started_rewards(context: RankContext) -> Iterator[RunRewards | None]:
-    """Start the rewards of a GRPO run on rank 0 and wait for what they import; a failure is every rank's."""
+    """Start the rewards of a GRPO run on rank 0 and wait for their imports; a failure is raised on every rank."""
     grpo = context.spec.grpo
     if grpo is None:
         yield None
@@ -49,7 +49,7 @@ def started_rewards(context: RankContext) -> Iterator[RunRewards | None]:
     rewards = RunRewards(asyncio.Runner(), Scorer(grpo.rewards, grpo.reward_failure))
 
     def start() -> int:
-        # Imports have a limit of their own: this rank waits, and does not hang.
+        # Heartbeats continue, because imports have a limit of their own: a rank that waits does not hang.
         with BackgroundHeartbeat(Heartbeat.for_rank()):
             rewards.runner.run(rewards.scorer.__aenter__())
             rewards.runner.run(rewards.scorer.ready())
@@ -63,7 +63,7 @@ def started_rewards(context: RankContext) -> Iterator[RunRewards | None]:
 
 
 def try_rewards(context: RankContext, rewards: RunRewards | None, sets: PromptSets | None) -> None:
-    """Score a made-up answer to the first prompt on rank 0: what fails for every answer fails before engines start."""
+    """Score a made-up answer to the first prompt on rank 0: a reward that always fails does so before engines start."""
     grpo = context.spec.grpo
     if grpo is None or rewards is None:
         return
@@ -82,7 +82,7 @@ def try_rewards(context: RankContext, rewards: RunRewards | None, sets: PromptSe
 
 
 def made_up_answer(grpo: Grpo, prompt: Prompt) -> Completion:
-    """Return the reference as an answer to a prompt, for want of one that the model has written."""
+    """Return the reference as the answer to a prompt: the model has not written one yet."""
     text = str(prompt.fields.get(_reference(grpo.rewards), ""))
     return Completion(prompt.text, text, 1, grpo.max_new_tokens, prompt.fields, prompt.messages)
 
@@ -92,7 +92,7 @@ def _reference(rewards: Sequence[Reward]) -> str:
 
 
 def tolerated_failures(failures: dict[str, RewardFailed], policy: RewardFailure) -> list[str]:
-    """Return a line for each failure that only this answer may have; raises for the others."""
+    """Return a line for each failure that other answers may not have; raise for a failure that all have."""
     lines = []
     for name, failed in failures.items():
         text = f"reward {name} failed for a made-up answer to the first prompt ({failed.kind}): {failed}"

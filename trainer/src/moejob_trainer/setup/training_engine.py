@@ -17,7 +17,7 @@ from moejob_trainer.training.learning_rate import learning_rate
 
 
 def build_engine(context: RankContext, model: RunModel, total_steps: int, *, awaits_checkpoint: bool) -> MegatronEngine:
-    """Build this rank's stages and load or initialise their weights; those that a checkpoint has are left to it."""
+    """Build this rank's stages and load or initialise their weights, except weights that a checkpoint will bring."""
     spec, device = context.spec, context.placement.device
     stages = built(model.architecture, spec, context.layout, context.groups, device)
     if awaits_checkpoint:
@@ -38,9 +38,9 @@ def build_engine(context: RankContext, model: RunModel, total_steps: int, *, awa
 
 
 def awaits_checkpoint(context: RankContext, model: RunModel) -> bool:
-    """Return whether published weights stay unread: a run that has checkpoints resumes from one of them or not at all.
+    """Return whether published weights stay unread, because the run has checkpoints and resumes from one of them.
 
-    Adapters and a reference model need the published ones beside it.
+    Adapters and a reference model need published weights beside a checkpoint.
     """
     spec = context.spec
     if not model.pretrained.has_weights or spec.training.lora is not None or has_reference(spec):
