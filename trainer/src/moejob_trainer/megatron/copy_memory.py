@@ -1,7 +1,7 @@
 """Host memory for copies of a rank's state: taken before the first save, and page-locked where a GPU copies into it.
 
-A system hands out new memory more slowly than a bus fills it, and a copy into memory that is not locked keeps the host
-busy: training would wait for the first save as long as that takes.
+The system hands out new pages more slowly than PCIe fills them, and a copy into pageable memory keeps the host busy:
+without this module the first save would make training wait for both.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class CopySize:
 
     @property
     def bytes(self) -> int:
-        """The bytes up to where the next may begin."""
+        """Bytes of the copy, rounded up to where the next copy may begin."""
         return -(-self.elements * self.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
 
 
 class CopyMemory:
-    """Memory for copies of these sizes. The system hands it out when it is first written, or by `take`."""
+    """Memory for copies of these sizes. The system hands out its pages when they are first written."""
 
     def __init__(self, sizes: Sequence[CopySize], device: torch.device) -> None:
         self.sizes, self._device = tuple(sizes), device
@@ -49,24 +49,24 @@ class CopyMemory:
             self._blocks.append(block)
             self.copies += _cut(block, together)
         self._locked: list[int] = []
-        # The driver keeps locked pages although nothing maps them any more. At the end of the process it lets go.
+        # The driver keeps pages locked after the last mapping is gone. When the process ends, it unlocks them itself.
         weakref.finalize(self, _unlock, self._locked).atexit = False
         self._taking: Thread | None = None
 
     def take(self) -> None:
-        """Begin to take it, beside whatever else happens."""
+        """Start to write every page, in a thread beside the training."""
         self._taking = Thread(target=self._take, args=(torch.get_num_threads(),), name="copy-memory", daemon=True)
         self._taking.start()
 
     def wait(self) -> None:
-        """Wait until it is taken, where that was begun."""
+        """Wait until every page is written, if the thread was started."""
         if self._taking is not None:
             self._taking.join()
             self._taking = None
 
     def _take(self, threads: int) -> None:
         begun = time.monotonic()
-        # Threads that the rank may use; a new one would take all cores.
+        # A new thread of the host would use all cores; this one uses as many as its rank may.
         torch.set_num_threads(threads)
         for block in self._blocks:
             block.zero_()
@@ -76,7 +76,7 @@ class CopyMemory:
         log.debug("took host memory for saves", extra=taken | {"seconds": round(time.monotonic() - begun, 1)})
 
     def lock(self) -> None:
-        """Lock it for the GPU, as far as the system does."""
+        """Page-lock the blocks for the GPU, until the system refuses one."""
         torch.cuda.set_device(self._device)
         runtime = torch.cuda.cudart()
         for block in filter(Tensor.numel, self._blocks):
@@ -91,7 +91,7 @@ class CopyMemory:
 
 
 def _blocks(sizes: Sequence[CopySize]) -> Iterator[list[CopySize]]:
-    """Yield the copies of each block: as many, one behind the other, as reach its size."""
+    """Yield the copies of each block: copies in their order, until together they reach the size of a block."""
     together: list[CopySize] = []
     taken_bytes = 0
     for size in sizes:

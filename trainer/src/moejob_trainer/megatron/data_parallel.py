@@ -1,7 +1,10 @@
-"""Ranks that hold the same weights and see other documents: the part that each updates, and the sums of gradients.
+"""Data parallelism: ranks with the same weights and other documents, the part that each updates, sums of gradients.
 
-Two ways: Megatron's buffers, in which every replica holds all weights and gradients and updates a share (ZeRO-1), and
-shares of everything (ZeRO-2 and ZeRO-3). Nothing outside knows which one it is.
+Two implementations: Megatron's buffers, in which every replica holds all weights and gradients and updates a share
+(ZeRO-1), and shares of everything (ZeRO-2 and ZeRO-3). No other module knows which of them runs.
+
+A parameter of 6 elements on 2 replicas: with buffers both hold [6] and update [0, 3) or [3, 6) of it; with shares each
+holds [3], and [6] exists only while a layer computes.
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ class DataParallel(Protocol):
         """The stages as Megatron's schedules call them."""
 
     def begin(self) -> None:
-        """Gradients of zero."""
+        """Set all gradients to zero."""
 
     def sum(self) -> None:
         """Sum this rank's part of each gradient over all replicas."""
@@ -55,17 +58,17 @@ class DataParallel(Protocol):
         """Yield the parts that this rank updates."""
 
     def gather(self) -> None:
-        """Every replica gets to know the others' updated shares, at the latest when a layer computes with them."""
+        """Give every replica the updated shares of the others, at the latest when a layer computes with them."""
 
     def finish_gather(self) -> None:
-        """Wait for what is still on its way: weights are read outside of their layers."""
+        """Wait for all gathers: the caller reads weights outside of their layers."""
 
     def rest(self) -> None:
-        """Nothing is computed for now."""
+        """Free gathered weights: no pass follows at once."""
 
 
 def replicas(stages: Sequence[Stage], spec: Spec) -> DataParallel:
-    """The way that the job asks for. Weights may move, so this comes before any optimizer."""
+    """Return the implementation that the job asks for. It may move weights, so make it before the optimizer."""
     if spec.memory.sharding.divides_weights:
         return ShardedDataParallel(stages)
     return BufferedDataParallel(_buffered(stages, spec))
@@ -84,19 +87,19 @@ class BufferedDataParallel:
             chunk.zero_grad_buffer()
 
     def sum(self) -> None:
-        """Sums those that were not summed beside the backward pass."""
+        """Sum the buckets that the backward pass has not summed beside itself."""
         self.finish_gather()
         for chunk in self.chunks:
             for buckets in _summed(chunk):
                 buckets.finish_grad_sync()
 
     def gradient(self, parameter: nn.Parameter) -> Tensor:
-        """All of it; what is right after the sum is the share of this rank."""
+        """Return the whole gradient; after the sum only the share of this rank is right."""
         gradient: Tensor = parameter.main_grad  # type: ignore[attr-defined]
         return gradient
 
     def shards(self) -> Iterator[ParameterShard]:
-        """Pieces of parameters, cut out of the buffers where these lie one after another."""
+        """Yield pieces of parameters: in the buffers parameters lie one behind the other."""
         for chunk in self.chunks:
             names = {parameter: name for name, parameter in chunk.module.named_parameters()}
             for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
@@ -105,26 +108,26 @@ class BufferedDataParallel:
                     yield ParameterShard(names[parameter], parameter, low - begin, weight, gradient)
 
     def gather(self) -> None:
-        """Shares of weights travel as they lie in the buffers."""
+        """Start to gather the shares of weights, straight out of the buffers."""
         for gather in self._gathers:
             gather.begin()
 
     def finish_gather(self) -> None:
-        """All layers have their weights."""
+        """Wait until all layers have their weights."""
         for gather in self._gathers:
             gather.finish()
 
     def rest(self) -> None:
-        """Whole weights stay."""
+        """Do nothing: whole weights stay."""
 
 
 class ShardedDataParallel:
-    """Shares alone: of weights, which are whole while they compute, and of gradients, summed in the backward pass."""
+    """Shares alone: of weights, gathered while a layer computes, and of gradients, summed in the backward pass."""
 
     def __init__(self, stages: Sequence[Stage]) -> None:
         self.chunks = stages
         for parameter in self._trained().values():
-            # Torch adds to what is there already, so that gradients lie still like everything that is updated.
+            # Torch adds to a gradient that exists: gradients stay at one address, as weights and moments do.
             parameter.grad = torch.zeros_like(parameter)
 
     def begin(self) -> None:
@@ -133,12 +136,12 @@ class ShardedDataParallel:
             self.gradient(parameter).zero_()
 
     def sum(self) -> None:
-        """Every micro batch is summed in its backward pass; the last sums may be on their way."""
+        """Wait for the last sums: the backward pass of each micro batch has started its own."""
         for stage in self.chunks:
             finish_sums(stage)
 
     def gradient(self, parameter: nn.Parameter) -> Tensor:
-        """The share of it."""
+        """Return this rank's share of a gradient."""
         if parameter.grad is None:
             raise RuntimeError("gradients of a divided parameter exist as long as it is trained")
         return own_part(parameter.grad)
@@ -151,10 +154,10 @@ class ShardedDataParallel:
                 yield ParameterShard(name, parameter, sharded.start, weight, self.gradient(parameter))
 
     def gather(self) -> None:
-        """Shares are gathered when they are needed."""
+        """Do nothing: a layer gathers its shares when it needs them."""
 
     def finish_gather(self) -> None:
-        """Nothing is on its way between the layers."""
+        """Do nothing: outside of the passes no gather runs."""
 
     def rest(self) -> None:
         """Free the buffers for further passes."""
@@ -167,7 +170,7 @@ class ShardedDataParallel:
 
 
 def _buffered(stages: Sequence[Stage], spec: Spec) -> list[DistributedDataParallel]:
-    """The stages with contiguous gradients. Their weights move into buffers."""
+    """Wrap the stages in Megatron's buffers; their weights move into these."""
     config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=spec.training.precision.gradients is Dtype.FLOAT32,
         use_distributed_optimizer=True,
@@ -184,13 +187,17 @@ def _buffered(stages: Sequence[Stage], spec: Spec) -> list[DistributedDataParall
 
 
 def _summed(chunk: DistributedDataParallel) -> list[Any]:
-    """The bucket groups that replicas sum. gloo copies those of a lone replica to and fro, a tenth of a step."""
+    """Return the bucket groups to sum. For a lone replica gloo would copy them to and fro, a tenth of a step."""
     is_begun = chunk.ddp_config.overlap_grad_reduce
     return [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups] if is_begun else exchanged_buckets(chunk)
 
 
 def _cut(buffer: Any) -> Iterator[tuple[nn.Parameter, int, int, int]]:
-    """Parameters of which a part falls to this rank: where they and their part begin, and where it ends."""
+    """Yield each parameter that this rank updates a part of: where the parameter begins, the part begins and ends.
+
+    Two ranks, a bucket of 12 elements, parameters A [0, 8) and B [8, 12): rank 0 updates A [0, 6), rank 1 A [6, 8) and
+    B [8, 12).
+    """
     ranks, rank = buffer.data_parallel_group.size(), buffer.data_parallel_group.rank()
     for bucket in buffer.buckets:
         size = bucket.grad_data.numel() // ranks

@@ -1,7 +1,8 @@
 """A matrix of which every replica keeps a share: gathered into the memory that products read, its gradients summed over
 replicas from the memory that products wrote.
 
-torch's fully_shard copies both once more, on the stream of the products. Knows nothing of layers and passes.
+Of a matrix [e, n, k] on r replicas each keeps about e n k / r elements, whole rows of k. torch's fully_shard would copy
+weights and gradients once more, on the stream of the products. Knows nothing of layers and passes.
 """
 
 from __future__ import annotations
@@ -21,21 +22,21 @@ class DividedMatrix:
     """One matrix: `share` is the parameter that is trained, `whole` the one that computes while it has memory."""
 
     def __init__(self, padded: Tensor, sharded: Sharded, *, is_trained: bool, peers: Sequence[Tensor] = ()) -> None:
-        """Padded is the memory of this rank's share, as long as any other's; peers are those of all, if in reach."""
+        """padded: memory of this rank's share, as long on every rank. peers: the shares of all ranks, if in reach."""
         self.sharded, self._padded, self._peers = sharded, padded, peers
         held = padded[: sharded.stop - sharded.start]
         width = sharded.shape[-1]
         self.share = nn.Parameter(held.view(held.numel() // width, width), requires_grad=is_trained)
         self._gathered = padded.new_empty(sharded.group.size * sharded.each, dtype=sharded.dtype)
         self._bytes = self._gathered.nbytes
-        # Another tensor in the same memory: autograd would take one that is written to again for a mistake.
+        # A second tensor in the same memory: autograd raises an error for a saved tensor that is written again.
         storage = self._gathered.untyped_storage()
         whole = self._gathered.new_empty(0).set_(storage, 0, sharded.shape, _strides(sharded.shape))
         self.whole = nn.Parameter(whole, requires_grad=is_trained)
         self.free()
 
     def gather(self, stream: SideStream) -> Finish:
-        """Give the whole matrix memory, and begin to fill it."""
+        """Allocate the whole matrix, and start to fill it."""
         self._gathered.untyped_storage().resize_(self._bytes)
         return stream.begin(self._begun, _nothing)
 
@@ -53,17 +54,17 @@ class DividedMatrix:
         return PendingCollective(self._gathered.copy_(share), share, None)
 
     def _copied(self) -> PendingCollective:
-        """Copies between GPUs leave their multiprocessors to the products."""
+        """Copy the shares of all ranks: the copy engines of a GPU leave its multiprocessors to the products."""
         size, own = self.sharded.group.size, self.sharded.group.rank
         parts = self._gathered.view(size, -1)
-        # No two ranks read from one at first.
+        # Each rank begins with itself and continues with the next: no two ranks read from the same rank at a time.
         for rank in (*range(own, size), *range(own)):
             parts[rank].copy_(self._peers[rank])
         return PendingCollective(self._gathered, self._padded, None)
 
 
 class _LentGradient:
-    """The gradient of one matrix in one micro batch. A product writes all of it at once, and then it leaves."""
+    """The gradient of one matrix in one micro batch. One product writes all of it, then replicas sum it."""
 
     is_new = True
 
@@ -72,12 +73,12 @@ class _LentGradient:
         self._lent: Tensor | None = None
 
     def like(self, weight: Tensor) -> Tensor:
-        """Memory in the shape in which a product sees the weight."""
+        """Return memory for the gradient, in the shape in which the product has the weight."""
         self._lent = self._sums.lend(self._sharded.group.size * self._sharded.each)
         return self._lent[: self._sharded.elements].view(weight.shape)
 
     def added(self, _: Tensor) -> None:
-        """Begin to sum it over replicas."""
+        """Start to sum it over replicas."""
         if self._lent is None:
             raise RuntimeError("a product has written a gradient that nothing was lent for; report this")
         if self._share.grad is None:
@@ -86,7 +87,7 @@ class _LentGradient:
         self._lent = None
 
     def take(self, whole: Tensor) -> None:
-        """Sum what autograd made of a use that knew no sum."""
+        """Sum a gradient that autograd computed itself, for a product that does not write into lent memory."""
         if whole.grad is not None:
             self.like(whole).copy_(whole.grad)
             self.added(whole)
@@ -94,7 +95,7 @@ class _LentGradient:
 
 
 def sum_into(matrix: DividedMatrix, sums: ReplicaSums) -> None:
-    """Let gradients of the whole matrix be summed over replicas, wherever they are computed."""
+    """Sum gradients of the whole matrix over replicas, whether a product or autograd computes them."""
     lent = _LentGradient(matrix, sums)
     matrix.whole.gradient_sum = lent  # type: ignore[attr-defined]
     matrix.whole.register_post_accumulate_grad_hook(lent.take)
@@ -105,4 +106,4 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _nothing(_: Tensor) -> None:
-    """A gather is done when it has arrived."""
+    """Ignore gathered rows: they already lie in the matrix."""

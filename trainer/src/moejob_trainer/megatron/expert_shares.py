@@ -1,11 +1,11 @@
-"""Experts of which every replica keeps a share: the layers that are whole, and when their matrices travel.
+"""Experts of which every replica keeps a share: which layers are whole, and when their matrices are gathered.
 
     computed   | experts 3   |  ...  | experts 4   |  ...        or backward, from 4 to 3
     on its way | layer 4 ------->    | layer 5 ------->
     freed      | layer 2             | layer 3
 
-What a graph has kept of a matrix is its memory, which is freed and filled again: before the backward pass of its layer
-it has to be there.
+The autograd graph keeps the memory of a matrix, not its values: the memory is freed after the forward pass, and has to
+be filled again before the backward pass of its layer.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Taken = tuple[LocalExperts, Mapping[str, nn.Parameter]]
 MATRICES = ("gate_up", "down")
 # Layers that may be whole at a time: the one that is computed, and the next.
 MOST_WHOLE = 2
-# Gradients of a matrix that are whole at a time: one that is added to, and one that is being summed.
+# Whole gradients of a matrix at a time: one that a product writes, and one that replicas sum.
 MOST_GRADIENTS = 2
 
 
@@ -46,7 +46,7 @@ class DividedExperts:
     matrices: Mapping[str, DividedMatrix]
 
     def gather(self, stream: SideStream) -> list[Finish]:
-        """Begin to make them whole."""
+        """Start to gather the matrices."""
         for name, matrix in self.matrices.items():
             setattr(self.module, name, matrix.whole)
         return [matrix.gather(stream) for matrix in self.matrices.values()]
@@ -68,16 +68,16 @@ class ExpertShares:
         stream: SideStream,
         meet: Callable[[], None] | None = None,
     ) -> None:
-        """`meet` waits on the device for all replicas, where these read one another's shares."""
+        """The last argument waits on the device for all replicas, where they read one another's shares."""
         self._layers, self._sums, self._stream, self._meet = layers, sums, stream, meet
-        # Shares change between the passes, and are read in them.
+        # Updates change shares between the passes; peers read them during the passes.
         self._are_read = False
         self._most = MOST_WHOLE
-        # Those that are, with what is on its way; the one that was needed last is the last.
+        # Gathered layers, each with its unfinished gathers, in the order of their last use.
         self._whole: dict[int, list[Finish]] = {}
 
     def watch(self, stage: nn.Module) -> None:
-        """From now on layers are whole when they compute."""
+        """Register the hooks that gather each layer before it computes."""
         stage.register_forward_pre_hook(lambda *_: self._begin(0))
         for index, layer in enumerate(self._layers):
             layer.module.register_forward_pre_hook(partial(self._before_forward, index))
@@ -96,13 +96,13 @@ class ExpertShares:
         for index in [*self._whole]:
             self._free(index)
         if self._meet is not None and self._are_read:
-            # No update before all replicas have read.
+            # No update before all replicas have read these shares.
             self._stream.run(self._meet)()
         self._are_read = False
 
     def _before_forward(self, index: int, *_: object) -> None:
         self._need(index)
-        # The backward pass asks for the layer before by itself.
+        # Recomputation runs inside the backward pass, whose hooks gather the layer before.
         if not computes_again():
             self._begin(index + 1)
 
@@ -111,7 +111,7 @@ class ExpertShares:
             return
         output.register_hook(partial(self._before_backward, index))
         if index == len(self._layers) - 1 and not computes_again():
-            # The loss needs the most memory of a step.
+            # Memory of the gradients is freed here: the loss needs the most memory of a step.
             self._sums.finish()
 
     def _before_backward(self, index: int, _: Tensor) -> None:
@@ -119,19 +119,19 @@ class ExpertShares:
         self._begin(index - 1)
 
     def _need(self, index: int) -> None:
-        """Let what is computed from now on find this layer whole."""
+        """Wait until this layer is whole, before anything computes with it."""
         self._begin(index)
         for finish in self._whole.pop(index):
             finish()
         self._whole[index] = []
 
     def _begin(self, index: int) -> None:
-        """Begin to gather a layer, in the place of the one that was needed longest ago."""
+        """Start to gather a layer; the least recently used one is freed for it."""
         if index in self._whole or not 0 <= index < len(self._layers):
             return
         self._make_room(self._most - 1)
         if self._meet is not None and not self._are_read:
-            # None reads before all replicas have updated.
+            # No replica reads before all of them have updated.
             self._stream.run(self._meet)
         self._are_read = True
         self._whole[index] = self._layers[index].gather(self._stream)
@@ -141,19 +141,19 @@ class ExpertShares:
             self._free(next(iter(self._whole)))
 
     def _free(self, index: int) -> None:
-        # Memory is not used again before what fills it has ended.
+        # A gather that still fills this memory has to end before the memory is used again.
         for finish in self._whole.pop(index):
             finish()
         self._layers[index].free()
 
 
 def take_matrices(stage: nn.Module) -> list[Taken]:
-    """Take the matrices out of all experts of a stage, so that nothing else divides them."""
+    """Take the matrices out of all experts of a stage, so that fully_shard does not divide them."""
     taken: list[Taken] = []
     for experts in [module for module in stage.modules() if isinstance(module, LocalExperts)]:
         matrices = {name: getattr(experts, name) for name in MATRICES}
         for name in MATRICES:
-            # The name keeps its place among the parameters.
+            # None keeps the name at its place in the order of parameters.
             setattr(experts, name, None)
         taken.append((experts, matrices))
     return taken
@@ -164,7 +164,8 @@ def divide_experts(
 ) -> ExpertShares | None:
     """Put this rank's shares in the place of matrices on the meta device; their values are not set.
 
-    None where all that computes lies still. reads: replicas copy from one another's memory, where that is in reach.
+    None where nothing has to be gathered: without replicas, and with shares in the type of weights. reads: replicas
+    copy from one another's memory, where that is in reach.
     """
     given = [matrix for _, matrices in taken for matrix in matrices.values()]
     if not given or (group.size == 1 and all(matrix.dtype == types.weights for matrix in given)):
@@ -185,7 +186,7 @@ def divide_experts(
 
 
 def _place_whole(taken: Sequence[Taken], device: torch.device) -> None:
-    """Put matrices that have no replicas into their places: what computes with them is what is trained."""
+    """Put back matrices that no other rank holds: products compute with the trained parameter itself."""
     for module, matrices in taken:
         for name, given in matrices.items():
             own = nn.Parameter(torch.zeros_like(given, device=device), requires_grad=given.requires_grad)

@@ -1,7 +1,7 @@
 """Weights and gradients that leave the GPU while engines on it generate answers (memory.offloadParameters, -Gradients).
 
-Tensors stay the same objects with the same views: their storage shrinks to nothing and grows again, so that buffers,
-pieces of the optimizer and torch's shards notice nothing. Knows nothing of engines or phases.
+Tensors stay the same objects with the same views: only their storage shrinks to 0 bytes and grows again, so that
+Megatron's buffers, the optimizer's shards and torch's DTensors stay valid. Knows nothing of engines or phases.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from moejob_trainer.model.stage import Stage
 
 
 class GenerationOffload:
-    """The tensors of one rank that leave: weights with their values, gradients without."""
+    """The offloaded tensors of one rank: weights with their values, gradients without."""
 
     def __init__(self, weights: Iterable[Tensor], gradients: Iterable[Tensor]) -> None:
         self._weights, self._gradients = _storages(weights), _storages(gradients)
@@ -27,7 +27,7 @@ class GenerationOffload:
         self._is_away = False
 
     def leave(self) -> None:
-        """Free the memory."""
+        """Copy weights to the host, and free the memory of weights and gradients."""
         if self._is_away:
             return
         for storage, copy in zip(self._weights, self._copies, strict=True):
@@ -38,7 +38,7 @@ class GenerationOffload:
         self._is_away = True
 
     def enter(self) -> None:
-        """Take it again. Gradients have any values until an update begins, which sets them to zero."""
+        """Allocate the memory again, and fill the weights. Gradients are undefined until an update zeroes them."""
         if not self._is_away:
             return
         for storage, copy in zip(self._weights, self._copies, strict=True):
@@ -61,7 +61,7 @@ def generation_offload(
 
 
 def _storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
-    """The distinct memory of all tensors: many are views of one buffer."""
+    """Return the distinct storages of all tensors: many tensors are views of one buffer."""
     storages = [tensor.untyped_storage() for tensor in tensors]
     return [*{storage.data_ptr(): storage for storage in storages if storage.nbytes()}.values()]
 

@@ -16,8 +16,11 @@ from moejob_trainer.model.stage import Stage
 
 
 def finish_gradients(stages: Sequence[Stage], replicas: DataParallel, groups: Groups) -> None:
-    """Sums gradients over replicas, over tensor ranks where each saw a part, and over both ends of a model that
-    share its embedding."""
+    """Sum gradients over replicas, over tensor ranks that each computed a part, and over the ends of a tied model.
+
+    The tied embedding lies on the first stage, and a copy of it on the last as the output layer: both get the sum of
+    their two gradients, and so stay equal.
+    """
     replicas.sum()
     _sum_parts(stages, replicas, groups.tensor, of_experts=False)
     _sum_parts(stages, replicas, groups.expert_tensor, of_experts=True)
@@ -33,7 +36,7 @@ def _sum_parts(stages: Sequence[Stage], replicas: DataParallel, group: Group, *,
     ]
     if not parts or group.size == 1:
         return
-    # Parameters of all tensor ranks are divided alike, so each sums the share that its replica group left to it.
+    # All tensor ranks divide their parameters over replicas alike, so their shares are of the same elements.
     together = torch.cat([part.flatten() for part in parts])
     dist.all_reduce(together, group=group.handle)
     for part, whole in zip(parts, together.split([part.numel() for part in parts]), strict=True):

@@ -1,14 +1,14 @@
-"""Master weights: the float32 numbers that the optimizer moves, of weights that are kept in less.
+"""Master weights: the float32 numbers that the optimizer updates, of weights in a lower precision.
 
-A weight in bfloat16 is the upper half of a float32 number, rounded. Beside it lies what it lacks, in two bytes where a
+A weight in bfloat16 is the upper half of a float32 number, rounded. The remainder beside it takes two bytes where a
 float32 copy takes four, and no bit is lost:
 
     master      0x3F80C123
     weight      0x3F81      (master + 0x8000) >> 16
     remainder  -0x3EDD      master - (weight << 16), which fits into 16 bits with its sign
 
-A master half-way between two weights goes to the larger one, where torch rounds to the even one: the other remainder,
-0x8000, would not fit.
+A master half-way between two weights is rounded up, while torch rounds to even: rounded down, its remainder would be
++0x8000, and 16 bits with a sign end at +0x7FFF.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ from torch import Tensor
 from moejob_api.planner.memory.constants import UPDATE_ELEMENTS
 
 _HALF, _NOT_A_NUMBER = 0x8000, 0x7FC00000
-# What is made on the way is small enough for its memory to be used again. Else the system hands out new pages each
-# time, and splitting takes 3.5 times as long.
+# Temporary tensors of this many elements are small enough for their memory to be used again. For larger ones the system
+# hands out new pages each time, and splitting takes 3.5 times as long.
 _AT_ONCE = 2**20
 
 
 class Values(Protocol):
-    """Flat float32 numbers or moments of the optimizer, in whatever they are kept in."""
+    """Flat float32 numbers or moments of the optimizer, however they are stored."""
 
     @property
     def storage(self) -> Tensor:
-        """The tensor that is kept: the numbers, or the part of them that the weights lack."""
+        """The stored tensor: the numbers, or their remainder beside the weights."""
 
     @property
     def dtype(self) -> torch.dtype:
         """The type of the numbers."""
 
     def read(self) -> Tensor:
-        """Return the numbers: the tensor that keeps them, or a new one."""
+        """Return the numbers: the stored tensor, or a new one."""
 
     def buffer(self) -> Tensor:
-        """Return a tensor to fill and `write`: the one that keeps the numbers, or a new one without any."""
+        """Return a tensor to fill and `write`: the stored tensor, or a new one without values."""
 
     def write(self, values: Tensor) -> None:
         """Set the numbers, and the weights rounded from them."""
 
     def part(self, start: int, stop: int) -> Values:
-        """Return some of them; writing to it sets these."""
+        """Return a range of the numbers; writing to it sets them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,7 +82,7 @@ class Whole:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Copied:
-    """A float32 copy of lower weights: where these are out of reach, in another memory."""
+    """A float32 copy of weights in a lower precision, in another memory than theirs: the host's."""
 
     weight: Tensor
     main: Tensor
@@ -112,7 +112,7 @@ class Copied:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Split:
-    """Weights in bfloat16, and what they lack of float32."""
+    """Weights in bfloat16, and their remainders."""
 
     weight: Tensor
     remainder: Tensor
@@ -149,7 +149,7 @@ class Split:
 
 
 def master_of(weight: Tensor) -> Values:
-    """The master of these weights, as they are now."""
+    """Return the master of these weights, with their present values."""
     if weight.dtype is torch.float32:
         return Whole(weight)
     if weight.dtype is not torch.bfloat16:
@@ -158,7 +158,7 @@ def master_of(weight: Tensor) -> Values:
 
 
 def copied_to_host(values: Values) -> Tensor:
-    """Return a copy in host memory, beside which few of the numbers exist in float32 on the GPU."""
+    """Copy the numbers to host memory in parts, so that few of them exist in float32 on the GPU."""
     count = values.storage.numel()
     if not isinstance(values, Split) or count <= UPDATE_ELEMENTS:
         return values.read().detach().to("cpu", copy=True)
@@ -170,7 +170,7 @@ def copied_to_host(values: Values) -> Tensor:
 
 
 def split(master: Tensor) -> tuple[Tensor, Tensor]:
-    """Return float32 numbers as the nearest bfloat16, and as int16 what these lack."""
+    """Split float32 numbers into the nearest bfloat16 and the int16 remainder."""
     # The largest payloads of `not a number` would overflow into another number.
     bits = torch.where(master.isnan(), _NOT_A_NUMBER, master.view(torch.int32))
     upper = (bits + _HALF) >> 16
@@ -178,5 +178,5 @@ def split(master: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def joined(weight: Tensor, remainder: Tensor) -> Tensor:
-    """Return the float32 numbers that were split."""
+    """Return the float32 numbers of bfloat16 weights and their remainders."""
     return ((weight.view(torch.int16).to(torch.int32) << 16) + remainder).view(torch.float32)

@@ -1,7 +1,7 @@
 """AdamW over this rank's share of the weights: every replica updates a part, then all gather the whole.
 
-A piece is the part of one parameter that fell to this rank. Pieces know the name of their parameter and where in it
-they lie, so that a checkpoint saved in one layout is read in any other.
+A piece is the part of one parameter that this rank updates. Pieces know the name of their parameter and their range of
+it, so that a checkpoint saved in one layout can be read in any other.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from moejob_trainer.model.linear import is_expert, is_tensor_replica, is_tied_co
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OptimizerShard(ParameterShard):
-    """The part of one parameter that this rank updates, with the optimizer's state of it."""
+    """The part of one parameter that this rank updates, with its optimizer state."""
 
     # The float32 numbers that `weight` is rounded from.
     master: Values
@@ -44,7 +44,7 @@ class OptimizerShard(ParameterShard):
         return self.start + self.weight.numel()
 
 
-# Main weights, gradients and both moments, each as torch takes them.
+# Lists of main weights, gradients and both moments, as torch's adamw takes them.
 _Lists = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]
 
 
@@ -69,7 +69,7 @@ class ShardedAdamW:
         self.steps = 0
 
     def gradient_norm(self) -> float:
-        """The norm of the gradient of the whole model; every parameter counts once, however many ranks hold it."""
+        """Return the norm of the whole model's gradient; a parameter counts once, however many ranks hold it."""
         own = [piece.gradient for piece in self.pieces if counts_here(piece.parameter, self.groups)]
         square = torch.zeros((), dtype=torch.float64)
         if own:
@@ -82,7 +82,7 @@ class ShardedAdamW:
         return math.sqrt(square.item())
 
     def update(self, learning_rate: float, gradient_scale: float) -> None:
-        """One step with the gradients scaled, then every replica gathers the new weights."""
+        """Make one step with scaled gradients, then gather the new weights on every replica."""
         self.steps += 1
         others = []
         for piece in self.pieces:
@@ -93,13 +93,13 @@ class ShardedAdamW:
         for decayed in (True, False):
             for group in _grouped([piece for piece in others if piece.is_decayed is decayed]):
                 self._update(group, learning_rate, gradient_scale)
-        # Last: a GPU works on what it was given above meanwhile.
+        # Last: while the host computes, the GPU still runs the kernels launched above.
         chunks = [_chunk(piece) for piece in self.pieces if _is_on_host(piece)]
         self._on_host.update(chunks, gradient_scale, partial(self._step_on_host, learning_rate))
         self.replicas.gather()
 
     def gather_weights(self) -> None:
-        """Every replica gets to know the weights that others hold."""
+        """Gather the weights on every replica."""
         self.replicas.gather()
 
     @property
@@ -144,7 +144,7 @@ class ShardedAdamW:
             firsts,
             seconds,
             max_exp_avg_sqs=[],
-            # The function counts the step before it uses it.
+            # adamw adds 1 to the step before it uses it.
             state_steps=[torch.tensor(float(self.steps - 1), device=main.device) for main in mains],
             fused=True,
             amsgrad=False,
@@ -214,7 +214,7 @@ def _chunk(piece: OptimizerShard) -> Chunk:
 
 
 def counts_here(parameter: nn.Parameter, groups: Groups) -> bool:
-    """Return whether this rank, of those that hold the same, counts and saves a parameter."""
+    """Return whether this rank counts and saves a parameter: one does among all ranks with the same one."""
     if is_tied_copy(parameter):
         return False
     holders = groups.expert_tensor if is_expert(parameter) else groups.tensor
@@ -228,9 +228,10 @@ def is_decayed(name: str) -> bool:
 
 
 def moved_to_host(sizes: Sequence[int], share: float) -> frozenset[int]:
-    """Return the pieces that hold `share` of all elements, as near as whole pieces come from below.
+    """Return the indices of pieces with `share` of all elements at most, the largest that fit first.
 
-    The largest that still fits goes first. One piece goes whatever the share: a fraction that is asked for acts.
+    Sizes 50, 30, 20 and a share of 0.6: 50 fits into 60, of the remaining 10 nothing fits, so piece 0 moves. Where no
+    piece fits, the smallest one moves: a share above 0 always has an effect.
     """
     if not share or not sizes:
         return frozenset()
@@ -243,7 +244,7 @@ def moved_to_host(sizes: Sequence[int], share: float) -> frozenset[int]:
 
 
 def _grouped(pieces: Sequence[OptimizerShard]) -> Iterator[list[OptimizerShard]]:
-    """Yield pieces, few enough elements that copies of them fit anywhere."""
+    """Yield groups of pieces, each with few enough elements for float32 copies of all of them."""
     group: list[OptimizerShard] = []
     elements = 0
     for piece in pieces:

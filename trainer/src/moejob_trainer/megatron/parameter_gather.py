@@ -1,8 +1,8 @@
 """Updated weights on their way to all replicas: before the next pass begins, or beside it, layer by layer.
 
-Megatron waits in front of every module that is called, for the parameters of that module alone; a matrix that another
-module reads would be computed with before it is there. Here a layer waits for all that is inside of it, and code that
-reads weights without calling a layer asks for `finish` first.
+Megatron waits before the call of every module for the parameters of that module alone. Where a module reads the matrix
+of another one, it would compute with old weights. Here a layer waits for all parameters inside it, and code that reads
+weights without calling a layer waits for all gathers first.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import nn
 
 
 class ParameterGather:
-    """The weights of one stage, as they travel from the replicas that updated them."""
+    """The gathers of one stage's weights from the replicas that updated them."""
 
     def __init__(self, chunk: DistributedDataParallel) -> None:
         self._is_overlapped = chunk.ddp_config.overlap_param_gather
@@ -25,36 +25,36 @@ class ParameterGather:
         chunk.disable_forward_pre_hook(param_sync=False)
         exchanged = exchanged_buckets(chunk)
         of_units = {unit: _groups(chunk, unit, exchanged) for unit in _units(chunk.module)}
-        # In the order in which they are needed; the same on all replicas, which hold the same stage.
+        # In the order of the forward pass, and so the same on all replicas: they hold the same stage.
         self._groups = [*dict.fromkeys(group for groups in of_units.values() for group in groups)]
         for unit, groups in of_units.items():
             unit.register_forward_pre_hook(lambda *_, groups=groups: _finish(groups))
 
     def begin(self) -> None:
-        """Send this rank's shares and take the others'; return when all are here, or at once if they are overlapped."""
+        """Gather the shares of all ranks; return when all have arrived, or at once if gathers are overlapped."""
         self.finish()
         for group in self._groups:
             group.start_param_sync(force_sync=not self._is_overlapped)
 
     def finish(self) -> None:
-        """Wait for all of them."""
+        """Wait for all gathers."""
         _finish(self._groups)
 
 
 def exchanged_buckets(chunk: DistributedDataParallel) -> list[Any]:
-    """Megatron's groups of buckets that have more than one replica."""
+    """Return Megatron's bucket groups that have more than one replica."""
     groups = (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)
     return [group for group in groups if group.intra_distributed_optimizer_instance_size > 1]
 
 
 def _units(stage: nn.Module) -> Iterator[nn.Module]:
-    """The parts of a stage that are called one after another: its layers, and what stands before and behind them."""
+    """Yield the modules that a stage calls one after another: embedding, each layer, norm, output layer."""
     for child in stage.children():
         yield from child.children() if isinstance(child, (nn.ModuleDict, nn.ModuleList)) else (child,)
 
 
 def _groups(chunk: DistributedDataParallel, unit: nn.Module, exchanged: Sequence[Any]) -> list[Any]:
-    """The groups that bring a unit's parameters; frozen ones never travel."""
+    """Return the bucket groups of a unit's parameters; frozen parameters are in none."""
     of_parameters = chunk.param_to_bucket_group
     found = dict.fromkeys(of_parameters[each] for each in unit.parameters() if each in of_parameters)
     return [group for group in found if group in exchanged]

@@ -1,4 +1,4 @@
-"""Sends micro batches through the stages of the pipeline, in Megatron's order."""
+"""Micro batches through the stages of the pipeline, in the order of Megatron's schedules."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def forward_backward(
     forward_only: bool,
     shapes: Sequence[HiddenShape],
 ) -> None:
-    """Run every micro batch through every stage; on the last one `finish` gets its number and what came out.
+    """Run every micro batch through every stage; the last stage calls `finish` with its number and outputs.
 
-    shapes: of the hidden states of each micro batch.
+    shapes: of the hidden states of each micro batch, [tokens, 1, hidden].
     """
     iterators: list[Iterator[tuple[int, StageInput]]] = [iter(enumerate(batches)) for _ in chunks]
     is_one = len(chunks) == 1
@@ -47,7 +47,7 @@ def forward_backward(
         data_iterator=iterators[0] if is_one else iterators,
         model=chunks[0] if is_one else [*chunks],
         num_microbatches=len(batches),
-        # Shapes are those of micro batches; these are not looked at.
+        # The exchange knows the shape of each micro batch: the schedule does not use these two.
         seq_length=1,
         micro_batch_size=1,
         forward_only=forward_only,
@@ -75,7 +75,11 @@ def _step(finish: Callable[[int, StageOutput], Tensor]) -> Callable[..., Any]:
 def stage_input(
     batch: MicroBatch, model: Architecture, groups: Groups, layers: Sequence[int], *, sequence_parallel: bool
 ) -> StageInput:
-    """This rank's part of a micro batch that is on its device already; it holds these layers of the model."""
+    """Return this rank's part of a micro batch on its device, for the layers that it holds.
+
+    A row of 16 tokens on 2 context ranks is cut into 4 chunks of 4: rank 0 has chunks 0 and 3, rank 1 has 1 and 2.
+    Under sequence parallelism 2 tensor ranks then have 4 of these 8 tokens each.
+    """
     boundaries = batch.cu_lengths.tolist()
     lengths = tuple(stop - start for start, stop in pairwise(boundaries))
     documents = Documents(batch.cu_lengths.to(batch.tokens.device), lengths, groups.context.rank, groups.context.size)
@@ -94,7 +98,7 @@ def stage_input(
         replayed = _of_layers(routing, model.shape, layers, batch.tokens.device)
     local = LocalTokens(own(is_real), cut(documents.segments()), replayed)
     packed = make_packed_batch(documents, model.rotary, groups.context.handle, local)
-    # Taken from the whole row: the token behind the last of a chunk is another rank's.
+    # Shifted in the whole row: the token behind the last one of a chunk lies on another rank.
     mtp = [
         MTPInput(
             batch.ahead(batch.tokens, by)[held], batch.ahead(batch.labels, by)[held], own(batch.ahead(is_real, by))
@@ -105,14 +109,14 @@ def stage_input(
 
 
 def _of_layers(routing: Tensor, shape: ModelShape, layers: Sequence[int], device: torch.device) -> Mapping[int, Tensor]:
-    """Return the choices of those layers that have experts. [t, routed layers, k] -> each [t, k]
+    """Return the replayed choices of the layers that have experts. [t, routed layers, k] -> each [t, k]
 
-    They stay on the host until their layer is computed: those of all micro batches would fill gigabytes of a device.
+    They stay on the host until their layer computes: choices of all micro batches would fill gigabytes of a GPU.
     """
     routed = shape.routed_layers
     held = [index for index in layers if index in routed]
     choices = routing[:, [routed.index(index) for index in held]].transpose(0, 1).contiguous()
-    # From pinned memory they come without stopping the device.
+    # A copy from pinned memory does not stop the GPU.
     choices = choices.pin_memory() if device.type == "cuda" else choices
     return dict(zip(held, choices.unbind(0), strict=True))
 

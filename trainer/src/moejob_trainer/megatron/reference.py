@@ -1,7 +1,7 @@
-"""The reference model of GRPO: the weights as they were before training, in host memory while they are not asked.
+"""The reference model of GRPO: the weights before training, in host memory between its passes.
 
-Only what is trained is kept. Under LoRA these are the adapters, which add nothing at first: the reference is the model
-without them. While the reference answers, the weights of the moment are kept beside it, on the device.
+Only tensors that training changes are kept. Under LoRA these are the adapters, whose product is zero at first: the
+reference is the base model. While the reference computes, a copy of the current weights stays on the device.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from moejob_trainer.model.stage import Stage
 
 
 class ReferenceWeights:
-    """This rank's part of the weights as they are when this is made."""
+    """A copy of this rank's weights, made by the constructor."""
 
     def __init__(self, stages: Sequence[Stage]) -> None:
         self._stages = stages
@@ -25,7 +25,7 @@ class ReferenceWeights:
 
     @contextmanager
     def loaded(self) -> Iterator[None]:
-        """Let the model be the reference; afterwards it is what it was, to the bit."""
+        """Let the model compute with the reference weights; afterwards its own are restored bit for bit."""
         current = [own_part(tensor) for tensor in _changing(self._stages)]
         kept = [part.clone() for part in current]
         try:
@@ -43,6 +43,7 @@ def _changing(stages: Sequence[Stage]) -> Iterator[Tensor]:
 
 
 def _host_copy(part: Tensor) -> Tensor:
+    # A copy from pinned memory runs at the speed of PCIe: the reference is loaded in every step.
     copied = part.to("cpu", copy=True)
     return copied.pin_memory() if part.is_cuda else copied
 

@@ -1,6 +1,7 @@
-"""Whole gradients on their way to the shares of replicas: summed from the memory that products wrote, beside others.
+"""Whole gradients, reduced to the shares of replicas while further products run.
 
-Knows no layers and no matrices.
+A gradient of 8 elements on 2 replicas: each writes all 8, rank 0 gets the sum of elements 0 to 3, rank 1 that of 4 to
+7, and both add it to what earlier micro batches left in their shares. Knows no layers and no matrices.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from moejob_trainer.megatron.share_memory import ShareMemory
 
 
 class ReplicaSums:
-    """Sums over a group, of each size of gradient a few at a time, in memory that is used again."""
+    """Sums over a group: a few gradients of each size at a time, in memory that is used again."""
 
     def __init__(self, group: Group, stream: SideStream, memory: GradientMemory) -> None:
         self.group, self._stream, self._memory = group, stream, memory
         self._sent: dict[int, deque[tuple[Tensor, Finish]]] = {}
 
     def lend(self, elements: int) -> Tensor:
-        """Memory for a gradient to be written to."""
+        """Return memory for a gradient; wait for the oldest sum if all memory of this size is in use."""
         sent = self._sent.setdefault(elements, deque())
         if len(sent) < self._memory.most:
             return self._memory.new(elements)
@@ -36,12 +37,12 @@ class ReplicaSums:
         return gradient
 
     def send(self, gradient: Tensor, total: Tensor) -> None:
-        """Begin to sum what was lent over replicas, and to add this rank's share of it to the gradient of the share."""
+        """Start to sum a lent gradient over replicas, and to add this rank's share of the sum to `total`."""
         finish = self._memory.sum_into(total, gradient, self.group, self._stream)
         self._sent[gradient.numel()].append((gradient, finish))
 
     def finish(self) -> None:
-        """Wait for all sums, and keep no memory that others could use."""
+        """Wait for all sums, and give memory back to the allocator, unless peers read it."""
         for elements, sent in self._sent.items():
             for _, finish in sent:
                 finish()
@@ -50,7 +51,7 @@ class ReplicaSums:
 
 
 class GradientMemory:
-    """Memory of the allocator, `most` tensors of a size, which NCCL or gloo sums."""
+    """Tensors of the allocator, at most a given number of each size, which NCCL or gloo sums."""
 
     is_fixed = False
 
@@ -58,16 +59,16 @@ class GradientMemory:
         self.most, self._dtype, self._device = most, dtype, device
 
     def new(self, elements: int) -> Tensor:
-        """One more of them."""
+        """Allocate one more tensor."""
         return torch.empty(elements, dtype=self._dtype, device=self._device)
 
     def sum_into(self, total: Tensor, gradient: Tensor, group: Group, stream: SideStream) -> Finish:
-        """Begin to add to `total` what all replicas have of this rank's share. The share of the last may be shorter."""
+        """Start to add the sum of all replicas' gradients to `total`, this rank's share; the last may be shorter."""
         return stream.begin(partial(_summed, gradient, group), partial(_add_to, total))
 
 
 class ReadGradientMemory(GradientMemory):
-    """Memory that all replicas read, for as long as the model: they copy their rows, without a multiprocessor."""
+    """Memory that all replicas read, kept as long as the model: copies of it need no multiprocessor."""
 
     is_fixed = True
 
@@ -77,13 +78,13 @@ class ReadGradientMemory(GradientMemory):
         self._everyones: dict[int, Sequence[Tensor]] = {}
 
     def new(self, elements: int) -> Tensor:
-        """One more of them."""
+        """Take one more tensor from the shared memory."""
         own, everyones = self._memory.take(elements, self._dtype)
         self._everyones[own.data_ptr()] = everyones
         return own
 
     def sum_into(self, total: Tensor, gradient: Tensor, group: Group, stream: SideStream) -> Finish:
-        """Begin to add to `total` what all replicas have of this rank's share, read from their memory."""
+        """Start to add the sum of all replicas' gradients to `total`, read from their memory."""
         meet, everyones = self._memory.barrier, self._everyones[gradient.data_ptr()]
         if meet is None or not everyones:
             return super().sum_into(total, gradient, group, stream)
@@ -102,13 +103,14 @@ def _add_to(total: Tensor, share: Tensor) -> None:
 
 
 def _read_into(total: Tensor, shares: Sequence[Tensor], own: int, meet: Callable[[], None]) -> None:
-    """Add all shares to a total, the next rank's first: no two ranks read from one."""
+    """Add all shares to a total, the next rank's first: no two ranks read from the same rank at a time."""
     meet()
     first, *others = (*range(own + 1, len(shares)), *range(own))
     read = torch.empty_like(shares[first]).copy_(shares[first])
     for rank in others:
         read.add_(torch.empty_like(read).copy_(shares[rank]))
-    # No product writes before all have read. This rank's own waits for what comes next as well.
+    # No product may write before all ranks have read. This rank's own share is read after this barrier: its next
+    # product waits for the end of this function.
     meet()
     fast = kernels("sums", total)
     if fast is None:

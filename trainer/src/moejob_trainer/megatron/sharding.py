@@ -1,10 +1,10 @@
 """Stages of which every replica keeps a share only (ZeRO-3): torch's fully_shard over the groups of the layout, beside
 shares of experts' matrices that travel without being copied.
 
-Weights are divided over the ranks that see other documents; a layer is whole, in the model's type, while it is
-computed, or from its first pass to the update (ZeRO-2). Shares have that type too where gradients are summed in it, for
-torch gives a share gradients of its own type; else they are float32, and rounded whenever they are gathered. Knows
-nothing of steps, optimizers or files.
+Weights are divided over the ranks that see other documents. A layer is whole, in the model's type, while it computes
+(ZeRO-3), or from its first pass to the update (ZeRO-2). torch gives a share gradients in the type of the share: shares
+have the model's type where gradients are summed in it, else they are float32 and rounded at every gather. Knows nothing
+of steps, optimizers or files.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def precision(weights: Dtype, gradients: Dtype) -> WeightTypes:
 def fully_sharded(
     stage: Stage, types: WeightTypes, groups: Groups, device: torch.device, *, reads: bool = False
 ) -> Stage:
-    """A stage made on the meta device, as this rank's shares on a real one; their values are not set.
+    """Return a stage from the meta device as this rank's shares on a real device, with undefined values.
 
     reads: replicas copy experts' shares from one another's memory, where that is in reach.
     """
@@ -47,7 +47,7 @@ def fully_sharded(
     _divide(stage, types, device)
     _materialise(stage, device)
     for module in _divided(stage):
-        # Torch moves padded shares when they are first gathered; from now on they have to lie still.
+        # Torch moves padded shares at the first gather. Gather once now: later the optimizer keeps views of them.
         module.unshard()
         module.reshard()
     experts = divide_experts(matrices, types, groups.expert_replicas, device, reads=reads)
@@ -62,7 +62,7 @@ def fully_sharded(
 
 
 def keep_gathered(stage: Stage) -> None:
-    """Gather each layer once a step: it stays whole through all passes, until `reshard` (ZeRO-2)."""
+    """Gather each layer once a step: it stays whole through all passes until the update (ZeRO-2)."""
     for module in _divided(stage):
         _keep(module)
     if (experts := _expert_shares(stage)) is not None:
@@ -70,9 +70,9 @@ def keep_gathered(stage: Stage) -> None:
 
 
 def keep_beside_experts(stage: Stage, layers: int) -> None:
-    """Let the vocabulary's matrices stay whole until `reshard`, and of the first layers all but their experts.
+    """Keep the embedding, the output layer and the first layers without their experts whole until the update.
 
-    The vocabulary's matrices are whole anyway when a step needs the most memory: behind the last layer.
+    The matrices of the vocabulary are whole anyway at the peak of memory, behind the last layer.
     """
     for module in (stage, *[*stage.layers.values()][:layers]):
         if isinstance(module, FSDPModule):
@@ -85,7 +85,7 @@ def _keep(module: FSDPModule) -> None:
 
 
 def reshard(stage: nn.Module) -> None:
-    """Free whole weights; what is left is the share of this rank."""
+    """Free gathered weights, and keep the shares of this rank."""
     for module in _divided(stage):
         module.reshard()
     if (experts := _expert_shares(stage)) is not None:
@@ -93,7 +93,7 @@ def reshard(stage: nn.Module) -> None:
 
 
 def finish_sums(stage: nn.Module) -> None:
-    """Wait for the gradients of experts; torch's own are summed when the backward pass has ended."""
+    """Wait for the sums of experts' gradients; torch finishes its own at the end of the backward pass."""
     if (experts := _expert_shares(stage)) is not None:
         experts.finish_sums()
 
@@ -103,9 +103,9 @@ def _expert_shares(stage: nn.Module) -> ExpertShares | None:
 
 
 def _flatten(stage: Stage) -> None:
-    """Matrices of many axes become matrices of many rows: 2 (gate and up) rows would divide over two ranks only.
+    """Flatten parameters of more than two axes to matrices: fully_shard divides the first axis.
 
-    What computes with them gives them their axes back.
+    gate_up [2, f, h] would divide over two ranks only, [2 f, h] divides over any number. Layers restore the axes.
     """
     for module in stage.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -115,10 +115,10 @@ def _flatten(stage: Stage) -> None:
 
 
 def _divide(stage: Stage, types: WeightTypes, device: torch.device) -> None:
-    """Each layer travels alone, its experts apart from it: their replicas are other ranks."""
+    """Shard each layer by itself, and its experts apart from it: their replicas are other ranks."""
     replicas = _mesh(parallel_state.get_data_parallel_group(with_context_parallel=True), device)
     expert_replicas = _mesh(parallel_state.get_expert_data_parallel_group(), device)
-    # Rows of documents are integers, rotations stay float32.
+    # No cast of inputs: document boundaries are integers, and angles stay float32.
     policy = MixedPrecisionPolicy(types.weights, types.gradients, cast_forward_inputs=False)
     for layer in [module for module in stage.modules() if isinstance(module, TransformerLayer)]:
         for experts in [module for module in layer.modules() if isinstance(module, LocalExperts)]:
@@ -128,7 +128,7 @@ def _divide(stage: Stage, types: WeightTypes, device: torch.device) -> None:
         fully_shard(layer, mesh=replicas, mp_policy=policy)
     fully_shard(stage, mesh=replicas, mp_policy=policy)
     for module in _divided(stage):
-        # The loss is divided by the weight of the whole batch: gradients are sums. gloo knows no scaled ones.
+        # Gradients are sums, since the loss is divided by the weight of the global batch. gloo has no scaled sum.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(enable=True)
 
@@ -142,7 +142,7 @@ def _mesh(group: dist.ProcessGroup, device: torch.device) -> DeviceMesh:
 
 
 def _materialise(stage: Stage, device: torch.device) -> None:
-    """Memory for the shares, of the share alone. A matrix with two names stays one; counters begin at zero."""
+    """Allocate the shares, and zero the buffers. A tied matrix stays one parameter under two names."""
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in stage.modules():
         for name, parameter in module._parameters.items():  # noqa: SLF001 named_parameters names a tied one once

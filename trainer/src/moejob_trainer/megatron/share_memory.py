@@ -1,7 +1,7 @@
-"""Memory for shares of experts' matrices: this rank's own, or one that the replicas of a node read.
+"""Memory for shares of experts' matrices: this rank's own memory, or memory that the replicas of a node read.
 
-What others read is copied between GPUs by engines that no product needs. Nothing but the barrier of that memory orders
-what its ranks do, so shares change in its sight alone.
+Copy engines of the GPUs, which no product needs, read the shares of other ranks. Only the barrier of the memory orders
+reads and writes: a share may change only between two barriers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from moejob_trainer.distributed.groups import Group
 from moejob_trainer.distributed.peer_mapping import FOR_SHARES, peer_memory
 from moejob_trainer.distributed.peer_memory import PeerMemory
 
-# Copies are fastest from whole lines of memory.
+# Copies are fastest at addresses that are multiples of it.
 ALIGNMENT_BYTES = 256
 
 
@@ -27,7 +27,7 @@ class ShareMemory:
 
     @property
     def barrier(self) -> Callable[[], None] | None:
-        """Wait on the device until all that read this memory are here; None where no other does."""
+        """Return the barrier, on the device, of all ranks that read this memory; None where no other rank does."""
         return None if self._peers is None else self._peers.barrier
 
     def take(self, elements: int, dtype: torch.dtype) -> tuple[Tensor, Sequence[Tensor]]:
@@ -41,7 +41,7 @@ class ShareMemory:
 
 
 def memory_in_reach(elements: Sequence[int], dtype: torch.dtype, group: Group, device: torch.device) -> ShareMemory:
-    """Memory for shares of these sizes that all ranks of the group read, or this rank's own where they do not."""
+    """Return memory for shares of these sizes, readable by all ranks of the group if they reach each other."""
     size_bytes = sum(_aligned(count * dtype.itemsize) for count in elements)
     return ShareMemory(peer_memory(size_bytes, group.handle, device, FOR_SHARES) if group.size > 1 else None, device)
 

@@ -1,7 +1,8 @@
-"""Shares of parameters that replicas divide: the part that a rank holds, as shards, and the whole put together again.
+"""Shares of parameters that replicas divide: the part of a rank, its shards, and the gathered whole.
 
-A share is a range of a flat parameter, as in Megatron's buffers, so that everything which knows pieces and shards knows
-these too. Knows nothing of what divides parameters, and of when they are whole.
+A share is a range of a flat parameter, as in Megatron's buffers, so that checkpoints treat both alike. A parameter
+[5, 4] on 2 replicas has shares of 12 elements, whole rows: rank 0 has [0, 12), rank 1 has [12, 20). Does not know which
+code divides parameters, or when.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from moejob_trainer.distributed.groups import Group
 
 @dataclass(frozen=True, slots=True)
 class Sharded:
-    """A divided parameter beside its share: its whole shape on this rank, and the type it computes in.
+    """The division of a parameter over replicas: its shape without them, and the type that it computes in.
 
-    Every rank of the group has a share of `each` elements; the last ones have fewer or none.
+    Every rank of the group has a share of `each` elements; the last ranks have fewer or none.
     """
 
     shape: tuple[int, ...]
@@ -34,7 +35,7 @@ class Sharded:
 
     @property
     def elements(self) -> int:
-        """Of all shares."""
+        """Elements of all shares."""
         return math.prod(self.shape)
 
     @property
@@ -44,26 +45,26 @@ class Sharded:
 
     @property
     def stop(self) -> int:
-        """Behind its last element."""
+        """The end of this rank's share: one behind its last element."""
         return min(self.start + self.each, self.elements)
 
 
 @dataclass(frozen=True, slots=True)
 class WeightTypes:
-    """The type that weights compute in, and the one that their gradients are summed in."""
+    """The type that weights compute in, and the type that their gradients are summed in."""
 
     weights: torch.dtype
     gradients: torch.dtype
 
 
 def share_elements(shape: tuple[int, ...], group: Group) -> int:
-    """Elements of a share. Rows of the last axis are divided as evenly as whole rows allow."""
+    """Return the elements of a share: as evenly divided as whole rows of the last axis allow."""
     width = shape[-1] if len(shape) > 1 else 1
     return math.ceil(math.prod(shape) // width / group.size) * width
 
 
 def sharded_as(tensor: Tensor) -> Sharded | None:
-    """Return the sharding of a tensor over replicas; None when each of them holds it whole."""
+    """Return the division of a tensor over replicas; None where each replica holds all of it."""
     return getattr(tensor, "sharded", None)
 
 
@@ -74,7 +75,7 @@ def own_part(tensor: Tensor) -> Tensor:
 
 
 def local_shards(tensor: Tensor) -> Iterator[tuple[ShardSpec, Tensor]]:
-    """Yield it as shards of what this rank would hold without replicas, each with its view."""
+    """Yield the local part of a tensor as shards of its shape without replicas, each with its view."""
     sharded, flat = sharded_as(tensor), own_part(tensor)
     shape, start = (tuple(tensor.shape), 0) if sharded is None else (sharded.shape, sharded.start)
     begin = 0
@@ -84,7 +85,7 @@ def local_shards(tensor: Tensor) -> Iterator[tuple[ShardSpec, Tensor]]:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A tensor as it computes. Of a divided one all replicas call this together."""
+    """Return a tensor as it computes. All replicas call this together where they divide it."""
     sharded = sharded_as(tensor)
     if sharded is None:
         return tensor.detach()

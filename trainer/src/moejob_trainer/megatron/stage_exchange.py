@@ -1,8 +1,8 @@
 """Hidden states between the stages of a pipeline, of shapes that every stage knows.
 
-Rows of a global batch have different lengths. Megatron then sends the shape of each tensor before it, and waits for the
-whole GPU on both sides to read it: the host never runs ahead, and starts every micro batch with an idle GPU. But all
-stages have the same micro batches, so nothing needs to be said.
+Rows of a global batch have different lengths. Megatron then sends the shape of each tensor before the tensor, and both
+sides wait for their GPU to read it: the host never runs ahead, and every micro batch starts with an idle GPU. But all
+stages have the same micro batches: each looks the shape up, [tokens, 1, hidden], and sends none.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NONE = [0, 0, 0]
 
 
 class StageExchange(P2PCommunicator):
-    """Megatron's exchange, which asks for the shapes of what it receives."""
+    """Megatron's exchange, with shapes from a list instead of from the other stage."""
 
     def __init__(self, config: ModelParallelConfig, shapes: Sequence[HiddenShape]) -> None:
         """Shapes are those of this pass's micro batches, in their order."""
@@ -55,7 +55,7 @@ class StageExchange(P2PCommunicator):
 
 
 def schedule_groups() -> ProcessGroupCollection:
-    """Return the groups that a schedule wants to have beside an exchange of one's own: those that it takes itself."""
+    """Return the groups that a schedule needs with a custom exchange; without one it looks up the same."""
     groups = ProcessGroupCollection()
     groups.tp = parallel_state.get_tensor_model_parallel_group()
     groups.cp = parallel_state.get_context_parallel_group()

@@ -1,4 +1,4 @@
-"""This rank's stages, and what Megatron's schedules want to know about them."""
+"""The stages of this rank, and their configuration for Megatron's schedules."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class ScheduleConfig(ModelParallelConfig):
 
 
 def built(model: Architecture, spec: Spec, layout: Layout, groups: Groups, device: torch.device) -> list[Stage]:
-    """The stages of this rank, one unless the schedule is interleaved; their weights are not set."""
+    """Build the stages of this rank, one unless the schedule is interleaved; weights are undefined."""
     dtype = getattr(torch, spec.model.dtype.value)
     schedule = _schedule_config(model, layout, dtype)
     groups = replace(groups, expert_memory=_expert_memory(model, spec, layout, groups, device))
@@ -86,18 +86,18 @@ def named_parameters(stages: Sequence[Stage]) -> Iterator[tuple[str, nn.Paramete
 def _expert_memory(
     model: Architecture, spec: Spec, layout: Layout, groups: Groups, device: torch.device
 ) -> PeerMemory | None:
-    """The memory through which all layers of this rank exchange tokens, if dispatcher Flex has one here."""
+    """Map the memory through which layers exchange tokens; None without dispatcher Flex or peers in reach."""
     of_rank = share(spec, model.shape, layout, batch(spec, layout).micro_tokens)
     writers = groups.expert if groups.expert_across.size == 1 else groups.expert_inside
     return peer_memory(peer_memory_bytes(of_rank, spec.moe.dispatcher), writers.handle, device, FOR_TOKENS)
 
 
 def _placed(make: Callable[[], Stage], spec: Spec, groups: Groups, device: torch.device) -> Stage:
-    """The stage with memory for what this rank keeps of it."""
+    """Make a stage, with memory for this rank's part of its weights only."""
     if not spec.memory.sharding.divides_weights:
         with torch.device(device):
             return _typed(make(), getattr(torch, spec.model.dtype.value))
-    # No rank may need the memory of a whole stage, not even to begin.
+    # On the meta device first: a whole stage may not fit into the memory of a rank.
     with torch.device("meta"):
         stage = make()
     shares = getattr(torch, share_dtype(spec).value)
@@ -107,9 +107,9 @@ def _placed(make: Callable[[], Stage], spec: Spec, groups: Groups, device: torch
 
 
 def _typed(stage: Stage, dtype: torch.dtype, trained: torch.dtype | None = None) -> Stage:
-    """Weights in the model's type, those that are trained in another one if that is given.
+    """Cast weights to the model's type, or trained weights to their own type if one is given.
 
-    Buffers keep theirs: the bias on the choice of experts is float32 everywhere.
+    Buffers keep their type: the selection bias of experts is always float32.
     """
     for parameter in stage.parameters():
         parameter.data = parameter.data.to(trained if trained and parameter.requires_grad else dtype)

@@ -1,8 +1,8 @@
-"""The state of model and optimizer in files: every rank writes what it holds as it lies, and reads what it needs.
+"""The state of model and optimizer in files: every rank writes the shards that it holds, and reads those it needs.
 
-A file holds shards of whole tensors and names them: nothing is gathered to save, and any layout reads what any other
-wrote. Not Megatron's own format, which gathers the whole optimizer at every save and loses its moments when the size of
-the expert group changes to or from one. Knows nothing of steps, markers or retention.
+A file holds shards and their places in the whole tensors: a save gathers nothing, and any layout reads the files of any
+other. Megatron's own format gathers the whole optimizer at every save, and loses its moments when the expert group's
+size changes to or from one. Knows nothing of steps, markers or retention.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from moejob_trainer.runtime.read_ahead import read_ahead
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A shard of one tensor of the whole model, and where this rank keeps it."""
+    """A shard of one tensor of the whole model, with this rank's memory of it."""
 
     kind: TensorRole
     name: str
@@ -50,7 +50,7 @@ class Held:
     is_own: bool
 
 
-# On two cores four read as fast as two; hosts of GPUs have more cores, and several ranks that read.
+# Two cores read as fast with four threads as with two; hosts of GPUs have more cores, and several ranks.
 _READERS = 4
 _SHARE = TypeAdapter(list[StoredShard])
 
@@ -60,7 +60,7 @@ def saved_parameters(declared: Sequence[Parameter], spec: Spec) -> tuple[Paramet
     lora = spec.training.lora
     if lora is None:
         return tuple(declared)
-    # Weights that another job trained are published nowhere; the bias on the choice of experts moves.
+    # No published model has the weights of another job; the selection bias changes even beside frozen weights.
     is_published = spec.checkpoint.resume_from is None
     kept = (parameter for parameter in declared if parameter.is_buffer or not is_published)
     return (*kept, *adapters(declared, lora))
@@ -74,14 +74,14 @@ class StateFiles:
         self.parameters = {parameter.name: parameter for parameter in parameters}
 
     def prepare(self) -> None:
-        """Begin to take the memory that saves beside the training need."""
+        """Start to allocate the host memory for saves beside the training."""
         if self.engine.spec.checkpoint.asynchronous:
             self.engine.copies.prepare([held.values for held in self._owned()])
 
     def begin(self, folder: Path) -> PendingFiles:
-        """Begin to write this rank's part: a copy of it, made and written beside the training, if the job says so.
+        """Start to write this rank's part: with an asynchronous save, a copy of it that is made beside the training.
 
-        Where training waits instead, no more than one tensor of it is ever copied.
+        In a synchronous save training waits, and no more than one tensor is copied at a time.
         """
         owned = self._owned()
         values = [held.values for held in owned]
@@ -91,7 +91,7 @@ class StateFiles:
         return PendingFiles(file.path.name, self.background.submit(_write, tensors, file), copy)
 
     def read(self, folder: Path, *, weights_only: bool) -> None:
-        """Set this rank's state, or only its weights, from what the ranks of any layout wrote."""
+        """Set this rank's state, or only its weights, from files of any layout."""
         kinds = frozenset({TensorRole.WEIGHT}) if weights_only else frozenset(TensorRole)
         self.engine.copies.finish()
         stored = _index(folder, self.engine.groups.world)
@@ -112,7 +112,7 @@ class StateFiles:
         self.engine.optimizer.gather_weights()
 
     def leave_published(self) -> None:
-        """From now on neither writes nor reads frozen weights that the published model has."""
+        """Leave frozen weights of the published model out of all later saves and reads."""
         self.parameters = {
             name: parameter for name, parameter in self.parameters.items() if parameter.is_buffer or is_adapter(name)
         }
@@ -197,12 +197,12 @@ class PendingFiles:
 
     name: str
     writing: Future[None]
-    # What is written, where training does not wait for it.
+    # The copy that is written; None where training waits for the file.
     copy: StateCopy | None
 
     @property
     def waited_seconds(self) -> float:
-        """For as long an update has waited until its copy was made."""
+        """Seconds for which an update has waited for the copy."""
         return 0.0 if self.copy is None else self.copy.waited_seconds
 
     def finished(self) -> bool:
@@ -231,7 +231,7 @@ def _one_by_one(values: Sequence[Values]) -> Iterator[Tensor]:
 
 
 def _write(tensors: Callable[[], Iterable[Tensor]], file: _StateFile) -> None:
-    # At first: an update waits for the copy, which must be made where there is no room for the file, too.
+    # Before the file is opened: an update waits for the copy, which has to be made even if the disk is full.
     copied = tensors()
     with shard_writer(file.path, file.tensors, file.metadata) as writer:
         for entry, tensor in zip(file.tensors, copied, strict=True):
@@ -256,10 +256,10 @@ def _index(folder: Path, world: Group) -> Mapping[tuple[TensorRole, str], list[S
 
 
 def _may_be_absent(ours: Iterable[str], stored: Iterable[tuple[TensorRole, str]]) -> frozenset[str]:
-    """Return the parameters that another job's checkpoint need not hold for one with adapters.
+    """Return the parameters that may be missing in another job's checkpoint, for a job with adapters.
 
-    Beside adapters, the weights that it trained none of: they are the published ones. Where there are none, adapters
-    begin again.
+    A checkpoint with adapters may lack all other weights: those are the published ones. A checkpoint without adapters
+    lacks the adapters, which then start from zero.
     """
     named = {name for name in ours if is_adapter(name)}
     if not named:

@@ -1,10 +1,10 @@
-"""Copies of a rank's state that leave for the host beside the training: it changes in updates alone.
+"""Copies of a rank's state to the host, beside the training: the state changes in updates only.
 
     stream of the training   update n | forward and backward of n + 1 | wait | update n + 1
     stream of the copies              | part, part, part, part ------------> |
 
-A part goes straight into its place where that is page-locked. Where the system does not lock so much, it crosses
-through locked memory that is used again, and a thread of the host puts it into its place beside the next part.
+A part is copied straight to its destination if that is page-locked. Where the system refuses to lock more, the part is
+copied to a small locked buffer, and a host thread moves it on to its destination while the next part is copied.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from torch import Tensor
 from moejob_trainer.megatron.copy_memory import CopyMemory, CopySize
 from moejob_trainer.megatron.master_weights import Values
 
-# Large enough for the speed of the bus, and small beside the activations that share the GPU with a part while its
-# float32 numbers are put together: 96 MiB.
+# Large enough for the full speed of PCIe, and small beside the activations on the GPU: joining 2^23 weights and their
+# remainders to float32 there takes up to 96 MiB, 12 bytes each.
 PART_ELEMENTS = 1 << 23
 
 
 class StateCopies:
-    """The copy that is under way, if any. What is about to change the state calls `finish` first."""
+    """The unfinished copy, if any. Wait for it before any change of the state."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -35,20 +35,20 @@ class StateCopies:
         self._memory: CopyMemory | None = None
 
     def prepare(self, values: Sequence[Values]) -> None:
-        """Begin to take the memory that copies of these values will lie in."""
+        """Start to allocate memory for copies of these values."""
         known, room = self._memory, self._room(values)
         if room is not known:
             room.take()
 
     def prepared(self) -> None:
-        """Wait until it is taken."""
+        """Wait until the memory is allocated."""
         if self._memory is not None:
             self._memory.wait()
 
     def begin(self, values: Sequence[Values]) -> StateCopy:
-        """Return a copy of the values as they are now, for another thread to make.
+        """Return a copy of the present values, for another thread to make.
 
-        It lies where the last one did, which must not be needed any more.
+        It takes the memory of the copy before, which must not be in use any more.
         """
         self.finish()
         room = self._room(values)
@@ -66,7 +66,7 @@ class StateCopies:
             self._copy = None
 
     def _room(self, values: Sequence[Values]) -> CopyMemory:
-        """Return memory for copies of these values; what there is serves for others of the same sizes."""
+        """Return memory for copies of these values: the present memory, if its sizes are the same."""
         sizes = tuple(CopySize(of.storage.numel(), of.dtype) for of in values)
         if self._memory is None or self._memory.sizes != sizes:
             self._memory = CopyMemory(sizes, self._device)
@@ -78,13 +78,13 @@ class StateCopy:
 
     def __init__(self, values: Sequence[Values], copies: Sequence[Tensor], crossing: Crossing | None) -> None:
         self._values, self._copies, self._crossing, self._ended = values, copies, crossing, Event()
-        # Threads of the host that copy are those that the rank may use; a new thread would take all cores.
+        # Copies use as many host threads as the rank may; a new thread would use all cores.
         self._threads = torch.get_num_threads()
-        # For as long the training has waited for it.
+        # For which the training has waited for this copy.
         self.waited_seconds = 0.0
 
     def made(self) -> Sequence[Tensor]:
-        """Make the copy. What changes the values waits until it is made or has failed."""
+        """Make the copy. The next update waits until this has returned or failed."""
         try:
             torch.set_num_threads(self._threads)
             self._fill()
@@ -110,7 +110,7 @@ class StateCopy:
 
 
 class Crossing:
-    """A stream of its own from a GPU to the host, straight into locked memory or through parts of it."""
+    """A separate stream from a GPU to the host, straight to locked memory or through two locked buffers."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
@@ -118,7 +118,7 @@ class Crossing:
         self._next = cycle(self._slots)
 
     def follow(self) -> None:
-        """Let what is sent from now on be what the training has computed by now."""
+        """Order later copies behind everything that the training has launched so far."""
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
 
     def send(self, values: Values, into: Tensor) -> None:
@@ -130,14 +130,14 @@ class Crossing:
                 next(self._next).send(values.read(), into)
 
     def arrive(self) -> None:
-        """Wait until all are in their places."""
+        """Wait until all copies are at their destinations."""
         for slot in self._slots:
             slot.arrive()
         self._stream.synchronize()
 
 
 class PinnedPart:
-    """Locked memory for one part on its way. One fills while the last is put into its place."""
+    """A locked buffer for one part. One of two fills while the host empties the other."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(torch.float32.itemsize * PART_ELEMENTS, dtype=torch.uint8, pin_memory=True)
@@ -145,14 +145,14 @@ class PinnedPart:
         self._into: Tensor | None = None
 
     def send(self, numbers: Tensor, into: Tensor) -> None:
-        """Send numbers to the host, and those before them to their place."""
+        """Move the part before to its destination, and start to copy the next one to the buffer."""
         self.arrive()
         self._pinned(into).copy_(numbers, non_blocking=True)
         self._sent.record()
         self._into = into
 
     def arrive(self) -> None:
-        """Wait for the numbers, and put them into their place."""
+        """Wait for the numbers in the buffer, and move them to their destination."""
         if self._into is None:
             return
         self._sent.synchronize()

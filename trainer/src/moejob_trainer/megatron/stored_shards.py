@@ -1,6 +1,6 @@
-"""The shards in the files of a checkpoint: what they say about themselves, and any part of a tensor out of them.
+"""The shards in the files of a checkpoint: their descriptions, and any part of a tensor read out of them.
 
-Knows no engine and no ranks, so that a checkpoint can be read where nothing is trained.
+Knows no ranks and no training engine, so that an export can read a checkpoint without training.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from moejob_trainer.errors import BadConfiguration
 from moejob_trainer.model.parameters import Parameter
 from moejob_trainer.runtime.read_ahead import FilePart
 
-# What makes files of another kind unreadable here, and the other way round.
+# A reader refuses files of any other format.
 STATE_FORMAT = "boxes-2"
 SHARDS = "boxes"
 # Rows are read through memory that is used again: new memory costs as much as reading.
@@ -53,11 +53,11 @@ class StoredShard:
     file: str
     kind: TensorRole
     name: str
-    # Of the whole tensor.
+    # The shape of the whole tensor.
     shape: tuple[int, ...]
     shard: ShardSpec
     dtype: Dtype
-    # Of its numbers in the file.
+    # Where its numbers begin in the file.
     offset: int
 
     @property
@@ -76,7 +76,7 @@ def shards_in(folder: Path, file: str) -> Iterator[StoredShard]:
     path = folder / file
     with safe_open(path, framework="pt") as opened:
         described = json.loads(opened.metadata()[SHARDS])
-    # Checked by the library above, which does not say where tensors lie.
+    # The library above has checked the header, but does not tell the offsets of tensors.
     with path.open("rb") as header:
         length = int.from_bytes(header.read(8), "little")
         entries = json.loads(header.read(length))
@@ -105,7 +105,7 @@ def require_shape(parameter: Parameter, stored: Sequence[StoredShard], folder: P
 
 @dataclass(frozen=True, slots=True)
 class ShardFiles:
-    """The files of one checkpoint. Rows of them are read into a buffer: pages of a file that is mapped cost more."""
+    """The files of one checkpoint. Rows are read into a buffer, which costs less than mapping the files."""
 
     folder: Path
     # Threads that read one large part. Each copies what it has read to the device, while others read.
@@ -136,19 +136,19 @@ class ShardFiles:
                 yield FilePart(self.folder / one.file, one.offset + first * one.row_bytes, count * one.row_bytes)
 
     def _read(self, target: Tensor, one: StoredShard, common: ShardSpec) -> None:
-        """Copy what a stored shard has in common with the one that is read."""
+        """Copy the overlap of a stored shard and the requested one."""
         _, count = _rows(one, common)
         share = -(-count // self.readers)
         if self.readers == 1 or share * one.row_bytes < _BUFFER_BYTES:
             self._read_rows(target, one, common, range(count))
             return
         shares = [range(begin, min(begin + share, count)) for begin in range(0, count, share)]
-        # Each on one core, as threads that hash: a thread that copies would begin a team of threads of its own.
+        # One core each: else every thread that copies would start its own team of torch threads.
         with ThreadPoolExecutor(len(shares), "shards", torch.set_num_threads, (1,)) as pool:
-            # Asked for its results, so that what failed is raised.
+            # list() collects the results, and so raises the error of a thread that failed.
             list(pool.map(partial(self._read_rows, target, one, common), shares))
 
-    # Not in `fill`: each thread has a switch of its own.
+    # Here, in the function that threads run: grad mode is a switch of each thread.
     @torch.no_grad()
     def _read_rows(self, target: Tensor, one: StoredShard, common: ShardSpec, of_common: range) -> None:
         columns = common.moved([-start for start in one.shard.start]).slices[1:]
@@ -168,7 +168,7 @@ class ShardFiles:
 
 
 def _rows(one: StoredShard, common: ShardSpec) -> tuple[int, int]:
-    """Return the first row of a stored shard that has a part of the common one, and how many have."""
+    """Return the first row of the overlap, counted in the stored shard, and its number of rows."""
     return (common.start[0] - one.shard.start[0], common.size[0]) if common.size else (0, 1)
 
 

@@ -1,4 +1,8 @@
-"""Process groups of a layout: Megatron makes them, moejob's own arithmetic checks them."""
+"""Process groups of a layout: Megatron makes them, and the layout's own arithmetic checks them.
+
+8 GPUs with tensor 2, pipeline 2, so data 2: ranks 0 and 1 are a tensor group, 0 and 2 a data group, 0 and 4 a pipeline
+group. Megatron numbers tensor ranks first, then data ranks, then stages.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ from moejob_api.layout.ranks import RankPlace, place
 from moejob_api.layout.sizes import Layout
 from moejob_trainer.distributed.groups import Group, Groups
 
-# Longer than the slowest rank takes to read its part of a large model before it meets the others.
+# Longer than the slowest rank reads its part of a large model, before the first collective.
 _PATIENCE = timedelta(minutes=30)
 
 
@@ -64,7 +68,7 @@ def _groups() -> Groups:
 
 
 def _over_nodes(groups: Groups, layout: Layout, dispatcher: Dispatcher) -> Groups:
-    """The groups with those of tokens that visit nodes first, which Megatron does not know."""
+    """Add the groups for tokens that visit nodes first, which Megatron does not know."""
     nodes = expert_nodes(layout, dispatcher)
     if nodes is None:
         return groups
@@ -84,7 +88,7 @@ def _group(handle: dist.ProcessGroup) -> Group:
 
 
 def _expect(groups: Groups, planned: RankPlace) -> None:
-    """A rank map that differs would train a wrong model without an error."""
+    """Raise WrongTopology for other ranks than planned: training would give a wrong model without an error."""
     places = (
         ("tensor", groups.tensor.rank, planned.tensor),
         ("context", groups.context.rank, planned.context),

@@ -1,4 +1,4 @@
-"""The engine on Megatron: adapts its schedules, buffers and groups to what the loop asks for."""
+"""The training engine on Megatron: its schedules, buffers and groups behind the interface that the loop calls."""
 
 from __future__ import annotations
 
@@ -47,18 +47,18 @@ class Diverged(RuntimeError):
     """The gradient was not finite several times in a row."""
 
 
-# One bad batch is survived; a model that no longer computes is not.
+# One bad batch only skips an update. Three in a row mean that the weights no longer give finite numbers.
 _MOST_SKIPPED = 3
 _NAMES = TypeAdapter(list[str])
 
 
 @dataclass(frozen=True, slots=True)
 class EnginePlacement:
-    """The groups, device and control group that the engine runs on."""
+    """The groups, device and control group of this rank."""
 
     groups: Groups
     device: torch.device
-    # All ranks, for words; None for a rank that is alone.
+    # Of all ranks, for messages; None for a rank that is alone.
     control: dist.ProcessGroup | None = None
 
     @property
@@ -82,35 +82,35 @@ class MegatronEngine:
         self.placement, self.groups, self.device = placement, placement.groups, placement.device
         self.learning_rate = learning_rate
         self.measures = UpdateMetrics(model, spec.moe, self._stages, placement.groups, placement.device)
-        # Of the state, for a save: what changes weights or moments waits for them.
+        # Copies of the state for a save: before weights or moments change, the copies have to be made.
         self.copies = StateCopies(placement.device)
         self.updates = self.step = 0
         self._skipped = 0
-        # The last loss that was asked for, whether forward only, and the names of what it measures.
+        # The last loss function, whether its pass was forward only, and the names of its metrics.
         self._told: tuple[tuple[Loss, bool], list[str]] | None = None
         self._freeze()
         self.replicas = replicas(self._stages, spec)
-        # Weights have moved into buffers, and nothing has been learned or resumed.
+        # At this point weights have moved into buffers, and are still those that training starts from.
         self.reference = ReferenceWeights(self._stages) if has_reference(spec) else None
         self.optimizer = ShardedAdamW(self.replicas, self.groups, spec.training.optimizer, moments(spec))
 
     @property
     def stages(self) -> Sequence[Stage]:
-        """The stages of this rank, with all their weights: none is on its way from a replica any more."""
+        """Return the stages of this rank when all their weights have arrived from the replicas."""
         self.replicas.finish_gather()
         return self._stages
 
-    # --- what the loop asks for ------------------------------------------------------------------------------------
+    # --- the interface of the loop ---------------------------------------------------------------------------------
 
     def begin_step(self, step: int) -> None:
         """Take the learning rate of a step for the updates that follow.
 
-        Updates that were made do not say which step it is: GRPO leaves out what it has nothing to learn from.
+        A count of updates is no count of steps: GRPO makes no update from groups that it cannot learn from.
         """
         self.step = step
 
     def update(self, batches: Sequence[MicroBatch], loss: Loss) -> UpdateResult:
-        """One update of the weights from this data rank's micro batches of a global batch."""
+        """Update the weights once, from this data rank's micro batches of a global batch."""
         with named_range("forward and backward"):
             self._begin_balancing(batches)
             self.replicas.begin()
@@ -129,7 +129,7 @@ class MegatronEngine:
         return replace(result, gradient_norm=norm, learning_rate=rate, is_applied=is_applied)
 
     def evaluate(self, batches: Sequence[MicroBatch], loss: Loss) -> UpdateResult:
-        """The loss without an update."""
+        """Return the loss, without an update."""
         with named_range("evaluation"), torch.no_grad():
             return self._run(batches, loss, forward_only=True)
 
@@ -158,12 +158,13 @@ class MegatronEngine:
 
         with named_range("answers"), torch.no_grad():
             self._through_stages([self._here(batch) for batch in asked], kept, forward_only=True, is_asked=True)
-        # Ranks that hold other documents, or no last stage, have zeros. Tensor and context ranks all hold the same.
+        # A sum collects them: ranks with other documents or without the last stage have zeros, and tensor and context
+        # ranks, over which nothing is summed, all hold the same.
         return [int(token) for token in total(total(found, self.groups.data), self.groups.pipeline).tolist()]
 
     @contextmanager
     def at_temperature(self, temperature: float) -> Iterator[None]:
-        """Let outputs be those of another temperature than the job's."""
+        """Compute outputs at another temperature than the job's."""
         heads = [stage.output for stage in self._stages if stage.place.is_last]
         trained = [head.temperature for head in heads]
         for head in heads:
@@ -175,16 +176,16 @@ class MegatronEngine:
                 head.temperature = own
 
     def reference_outputs(self, batches: Sequence[MicroBatch]) -> list[TokenOutputs]:
-        """The same of the reference model: the weights that the engine was built with."""
+        """Return the outputs of the reference model: the weights before the first update."""
         if self.reference is None:
             raise ValueError("there is no reference model; grpo.kl.coefficient is 0")
         self.copies.finish()
-        # It routes by itself: experts that a trained router chose are no part of the model as it was.
+        # The reference's own router chooses: experts that the trained router chose are no part of the reference.
         with self.reference.loaded():
             return self.outputs([batch.without(ROUTING) for batch in batches])
 
     def weights(self, stacked_elements: int = 0) -> Iterator[tuple[str, Tensor]]:
-        """The weights under their Hugging Face names, whole and one at a time; each on one rank, on the others meta."""
+        """Yield weights by Hugging Face name, one whole tensor at a time: values on one rank, meta on the others."""
         stacking = Stacking(self.groups.expert.size, stacked_elements) if stacked_elements else None
         named = table(self.model.shape, stacking)
         return hugging_face_tensors(merged_weights(self.stages), named, self.placement.model_groups)
@@ -253,7 +254,10 @@ class MegatronEngine:
         return replace(made, packed=packed)
 
     def _totals(self, batches: Sequence[MicroBatch]) -> _Totals:
-        """Known before the backward pass, so that no layout changes the loss."""
+        """Sum weights and tokens before the backward pass: gradients are divided by them alike in every layout.
+
+        The mean token stands in a document of sum(n^2) / sum(n) tokens: 182 / 18 = 10.1 for documents of 2, 3, 13.
+        """
         weight = sum(float(batch.weights.double().sum()) for batch in batches)
         tokens = sum(sum(batch.lengths) for batch in batches)
         squares = sum(length * length for batch in batches for length in batch.lengths)
@@ -268,18 +272,21 @@ class MegatronEngine:
     def _summed(
         self, sums: Mapping[str, tuple[Tensor, Tensor]], names: Sequence[str]
     ) -> dict[str, tuple[float, float]]:
-        """Return totals and weights over all ranks, on every rank, of what only the last stages saw."""
+        """Sum the metrics of the last stages over all ranks. Every rank gets the total and weight of each name."""
         zero = torch.zeros((), device=self.device)
         pairs = [sums.get(name, (zero, zero)) for name in names]
         flat = torch.stack([value.double() for pair in pairs for value in pair])
         # Context and tensor ranks hold the same sums.
         values = total(total(flat, self.groups.data), self.groups.pipeline).tolist()
         totals = zip(names, values[::2], values[1::2], strict=True)
-        # The loss has none of its own: its weight was known before.
+        # The loss comes without a weight: it is divided by that of the global batch.
         return {name: (summed, weight) for name, summed, weight in totals if weight or name == "loss"}
 
     def _names(self, asked: tuple[Loss, bool], sums: Mapping[str, object]) -> list[str]:
-        """Return the last stage's metrics: all take part in summing them. Sent once for a loss and a pass."""
+        """Return the names of the last stage's metrics, which every stage needs to take part in their sum.
+
+        The last stage sends them once for each loss function and kind of pass.
+        """
         group = self.groups.pipeline
         if group.size == 1:
             return [*sums]
@@ -300,20 +307,20 @@ class MegatronEngine:
         return TokenOutputs(both[0], both[1])
 
     def _here(self, batch: MicroBatch) -> MicroBatch:
-        """The micro batch on this device; its boundaries stay on the host too, where they are looked at."""
+        """Move a micro batch to this device; its boundaries stay on the host, which reads them."""
         return replace(
             batch,
             tokens=batch.tokens.to(self.device, non_blocking=True),
             labels=batch.labels.to(self.device, non_blocking=True),
             weights=batch.weights.to(self.device, non_blocking=True),
             extras={
-                # A routing is of all layers and tokens: this rank's part of it follows, once it is known.
+                # A replayed routing is of all layers and tokens: only this rank's part of it goes to the device, later.
                 name: value if name == ROUTING else value.to(self.device, non_blocking=True)
                 for name, value in batch.extras.items()
             },
         )
 
-    # --- what an update is made of ----------------------------------------------------------------------------------
+    # --- parts of an update -----------------------------------------------------------------------------------------
 
     def _freeze(self) -> None:
         if router_is_frozen(self.spec):
@@ -333,7 +340,11 @@ class MegatronEngine:
             self._count_choices(batches)
 
     def _seen_by_routers(self, batches: Sequence[MicroBatch]) -> list[GlobalBatch]:
-        """Tokens and documents over all data ranks: of the layers, then of each MTP module, which looks further on."""
+        """Count tokens and documents over all data ranks, for the layers and for each MTP module.
+
+        Module d predicts d tokens further on, so a document of n tokens has n - d for it: lengths 5 and 1 count as
+        (6 tokens, 2 documents) for the layers and (4, 1) for the first module.
+        """
         lengths = torch.tensor([length for batch in batches for length in batch.lengths], device=self.device)
         seen = [(lengths - ahead).clamp(min=0) for ahead in range(len(self.model.shape.mtp_layers) + 1)]
         counts = torch.stack([torch.stack([left.sum(), (left > 0).sum()]) for left in seen])
@@ -349,7 +360,7 @@ class MegatronEngine:
             balance.finish_counting()
 
     def _move_selection_bias(self) -> None:
-        """Make experts that got too much less likely to be chosen, and the others more."""
+        """Lower the selection bias of experts with more tokens than the mean, and raise that of the others."""
         if self.spec.moe.balancing is not Balancing.EXPERT_BIAS:
             return
         for moe in self._moe_layers():
@@ -360,7 +371,7 @@ class MegatronEngine:
             bias.copy_(updated_selection_bias(bias, self.load(moe.balance), rate))
 
     def load(self, balance: Balance) -> Tensor:
-        """Tokens that each expert of a layer got since the last update, over all ranks. [E]"""
+        """Return the tokens of each expert of a layer since the last update, over all ranks. [E]"""
         return total(total(balance.load.clone(), self.groups.tensor), self.groups.replicas)
 
     def _count(self, is_applied: bool, norm: float, loss: float) -> None:
@@ -376,7 +387,7 @@ class MegatronEngine:
         return (module for stage in self._stages for module in stage.modules() if isinstance(module, MoELayer))
 
     def _balances(self) -> Iterator[tuple[int, Balance]]:
-        """Those of this rank, each with how many tokens further on its module looks: 0 for the model's own layers."""
+        """Yield the balance of each MoE layer of this rank, with its MTP depth: 0 for the model's own layers."""
         layers = len(self.model.shape.layers)
         for stage in self._stages:
             for index, layer in stage.numbered_layers():
@@ -388,12 +399,12 @@ class MegatronEngine:
 
 
 def _nothing(_: int, outputs: TokenOutputs, __: MicroBatch) -> Tensor:
-    """The loss of a pass that only counts."""
+    """Return any loss: the pass only counts choices."""
     return outputs.log_probabilities.sum()
 
 
 def _ends(batch: MicroBatch) -> Tensor:
-    """Labels that ask for the token behind each document, and for no other. [T]"""
+    """Return labels that ask for the token behind each document, and for no other. [T]"""
     labels = torch.full_like(batch.labels, -1)
     for start, length in zip(batch.cu_lengths.tolist(), batch.lengths, strict=False):
         if length:
@@ -407,7 +418,7 @@ class _Totals:
 
     weight: float
     tokens: int
-    # The length of its document, for the mean token: attention costs as much as if all documents had this length.
+    # The document length of the mean token: attention costs as much as with all documents of this length.
     document_tokens: float
 
 

@@ -1,6 +1,6 @@
 """Metrics of an update beside its loss: the spread of tokens over experts, and the peak memory.
 
-Every number is the same on every rank and in every layout. All of them travel in one sum and are read once an update.
+Every number is the same on every rank and in every layout. One sum over all ranks collects them, once an update.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from moejob_trainer.model.moe_layer import MoELayer
 from moejob_trainer.model.stage import Stage
 from moejob_trainer.runtime.devices import peak_memory_bytes
 
-# Of each layer, behind the tokens of each of its experts.
+# Columns of a layer's counters, behind the tokens of each of its E experts.
 _LOSS, _DROPPED, _ENTROPY, _REPLAYED, _DIFFERING = -5, -4, -3, -2, -1
 _SUMS = 5
 
@@ -38,7 +38,7 @@ class UpdateMetrics:
     device: torch.device
 
     def of(self) -> dict[str, float]:
-        """The numbers of the update that has just run."""
+        """Return the metrics of the last update."""
         counters, memory = self._counters(), self._memory()
         # Every rank counts its own tokens in its own layers.
         flat = total(torch.cat([counters.flatten(), memory]), self.groups.world).cpu()
@@ -47,10 +47,10 @@ class UpdateMetrics:
         return peak if self.model.routing is None else peak | self._routing(layers, self.model.routing)
 
     def _routing(self, layers: Tensor, routing: Routing) -> dict[str, float]:
-        """Of [layers, E + sums]."""
+        """Return the metrics of routing from counters [layers, E + sums]."""
         found = load(layers[:, :-_SUMS])
         worst = int(found.imbalance.argmax())
-        # MTP modules see fewer tokens.
+        # Counted, not tokens times layers: MTP modules have fewer tokens.
         decisions = layers[:, :-_SUMS].sum().item() / routing.per_token
         numbers = {
             "balancingLoss": layers[:, _LOSS].sum().item(),
@@ -77,7 +77,7 @@ class UpdateMetrics:
         return counters
 
     def _memory(self) -> Tensor:
-        """A place for each rank; this one fills its own."""
+        """Return one place for each rank, of which this rank fills its own: the sum then has all of them."""
         memory = torch.zeros(self.groups.world.size, dtype=torch.float64, device=self.device)
         memory[self.groups.world.rank] = peak_memory_bytes(self.device)
         return memory

@@ -1,4 +1,4 @@
-"""Weights of this rank's stages: where they lie in the whole model, and how they are set before training."""
+"""Weights of this rank's stages: their places in the whole model, and their values before training."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _HOST = torch.device("cpu")
 
 
 def model_groups(groups: Groups, control: ProcessGroup | None = None) -> ModelGroups:
-    """The groups that divide parameters, as conversion wants them; `control` carries its words."""
+    """Return the groups that divide parameters, for conversion; `control` carries its messages."""
     return ModelGroups(control, groups.tensor.handle, groups.expert.handle, groups.expert_tensor.handle)
 
 
@@ -32,11 +32,11 @@ def coordinates(groups: Groups) -> Coordinates:
 
 
 def named_weights(stages: Sequence[Stage]) -> dict[str, Tensor]:
-    """Everything of this rank that a model is made of, under its name in the whole model."""
+    """Return all parameters and buffers of this rank, under their names in the whole model."""
     named = {}
     for stage in stages:
         tied = stage.model.shape.tied_embeddings
-        # Parameters themselves: only they know how they are divided.
+        # keep_vars returns the parameters themselves, which carry their division over replicas.
         for name, tensor in stage.state_dict(keep_vars=True).items():
             # The last stage of a tied model holds a copy of the first one's embedding.
             named[_EMBEDDING if tied and name == _OUTPUT else name] = tensor
@@ -49,7 +49,7 @@ def load_pretrained(stages: Sequence[Stage], source: Source, groups: Groups) -> 
 
 
 def forget_weights(stages: Sequence[Stage]) -> None:
-    """Set all weights to no number: a checkpoint that leaves one of them out is found in the first step."""
+    """Set all weights to nan: if a checkpoint leaves one out, the first step fails."""
     with torch.no_grad():
         for tensor in named_weights(stages).values():
             if tensor.is_floating_point():
@@ -67,7 +67,7 @@ def read_weights(weights: Mapping[str, Tensor], source: Source, groups: Groups) 
             origin = [part.start for part in local_slices(parameter, here)]
             for shard, part in local_shards(tensor):
                 source.fill(part, parameter, shard.moved(origin).slices)
-                # Trained weights begin as what is computed with, whatever replicas divide.
+                # A float32 share starts from the rounded weight, like the whole weight of other layouts.
                 part.copy_(part.to(sharded.dtype))
 
 
@@ -89,24 +89,24 @@ def adapter_weights(stages: Sequence[Stage]) -> dict[str, Tensor]:
 
 
 def whole_weights(stages: Sequence[Stage]) -> Mapping[str, Tensor]:
-    """The weights as they compute, each put together when it is asked for: by all replicas, in the same order."""
+    """Return the weights as they compute. All replicas read them in the same order: each read is a gather."""
     return _Whole(base_weights(stages))
 
 
 def whole_adapters(stages: Sequence[Stage]) -> Mapping[str, Tensor]:
-    """The adapters alone, in the same way."""
+    """Return the adapters alone, in the same way."""
     return _Whole(adapter_weights(stages))
 
 
 def merged_weights(stages: Sequence[Stage]) -> Mapping[str, Tensor]:
-    """The same with their adapters added."""
+    """Return the weights with their adapters added, in the same way."""
     base = whole_weights(stages)
     products = {name: adapter for stage in stages for name, adapter in _adapters(stage)}
     return _Merged(base, products) if products else base
 
 
 class _Whole(Mapping[str, Tensor]):
-    """Of a model whose replicas divide it, there is room for one whole weight at a time."""
+    """Gathers a weight when it is read: memory has room for one whole weight at a time."""
 
     def __init__(self, held: Mapping[str, Tensor]) -> None:
         self._held = held
@@ -122,7 +122,7 @@ class _Whole(Mapping[str, Tensor]):
 
 
 class _Merged(Mapping[str, Tensor]):
-    """Adds an adapter when its weight is asked for; of a model, there is room for one sum at a time."""
+    """Adds an adapter when its weight is read: memory has room for one sum at a time."""
 
     def __init__(self, base: Mapping[str, Tensor], products: Mapping[str, Adapter]) -> None:
         self._base, self._adapters = base, products
@@ -183,9 +183,9 @@ def initialise(
 
 
 def _begin(tensor: Tensor, everything: Tensor) -> None:
-    """Set what a rank holds of a tensor to begin with what it computes with, whatever replicas divide.
+    """Set a rank's part of a tensor to values rounded to the type that computes.
 
-    Else the first steps of a bfloat16 model would depend on that: a share has bits that a whole weight has not yet.
+    Else the first steps would depend on the layout: a float32 share would keep bits that a bfloat16 weight lacks.
     """
     sharded = sharded_as(tensor)
     rounded = everything if sharded is None else everything.to(sharded.dtype)

@@ -1,7 +1,7 @@
 """The first import of Megatron, without the compiler of torch.
 
-Megatron compiles functions where it defines them, for layers that no rank uses here. Torch imports its compiler as soon
-as a function is to be compiled, which takes a fifth of the time in which a launcher starts.
+Megatron decorates functions with torch.compile, for layers that no rank uses here. The decorator imports torch's
+compiler, a fifth of the time in which a launcher starts.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ Compiled = TypeVar("Compiled", bound=Callable[..., Any])
 
 
 def import_megatron() -> None:
-    """Import Megatron. Later imports find what this one has left."""
-    # Of packages that our layers and updates never use, at later imports too. Megatron's other warnings are shown.
+    """Import Megatron. Later imports find its modules in sys.modules."""
+    # Apex and Transformer Engine are never used here, at later imports either. Other warnings of Megatron stay.
     warnings.filterwarnings("ignore", r"(Transformer Engine and )?Apex (is|are) not installed", UserWarning)
     with _nothing_compiled(), _absent("wandb"):
         import megatron.core  # noqa: F401, PLC0415
@@ -41,7 +41,7 @@ def _nothing_compiled() -> Iterator[None]:
 
 @contextmanager
 def _absent(name: str) -> Iterator[None]:
-    """Let a package that is looked for on the way not be found, unless it is there already."""
+    """Make the import of a package fail meanwhile, unless it is imported already."""
     if name in sys.modules:
         yield
         return
