@@ -1,6 +1,6 @@
 """The export of a stored run: the model, merged with its adapters where it is asked for, or the adapters alone.
 
-What is being written lies under another name until it has been read back, and is removed when anything fails.
+The export has another name until every tensor has been read back, and is removed when anything fails.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Wanted:
 
 @dataclass(slots=True)
 class BoundedMemory:
-    """Bytes that threads may hold together. One that needs more than all of them holds them alone."""
+    """Bytes that threads may hold together. A thread that needs more than all of them runs alone."""
 
     most_bytes: int
     _held_bytes: int = 0
@@ -68,7 +68,7 @@ class BoundedMemory:
 
     @contextmanager
     def of(self, needed_bytes: int) -> Iterator[None]:
-        """Hold as many bytes while the block runs, as soon as others have let go of enough."""
+        """Hold these bytes while the block runs; wait until other threads have released enough."""
         with self._changed:
             self._changed.wait_for(lambda: not self._held_bytes or self._held_bytes + needed_bytes <= self.most_bytes)
             self._held_bytes += needed_bytes

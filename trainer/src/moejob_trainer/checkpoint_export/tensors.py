@@ -1,4 +1,4 @@
-"""Published tensors, one at a time, out of what a checkpoint holds, and of published weights beside its adapters."""
+"""Published tensors, one at a time, from a checkpoint, or from published weights and the adapters beside them."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ class PublishedTensors(Protocol):
 
     @property
     def bytes_beside(self) -> int:
-        """Memory that an element of a tensor takes on its way, beside what it is returned as."""
+        """The bytes that an element takes while its tensor is made, in addition to the tensor that is returned."""
 
     def tensor(self, piece: Piece, dtype: torch.dtype) -> Tensor:
-        """Return one tensor, whole, as this type."""
+        """Return one whole tensor in this type."""
 
 
 @dataclass(frozen=True)
 class CheckpointTensors:
-    """Those of a checkpoint's weights, each read when it is asked for."""
+    """The tensors of a checkpoint's weights, each read on request."""
 
     table: Table
     stored: Mapping[str, Sequence[StoredShard]]
@@ -53,11 +53,11 @@ class CheckpointTensors:
         return cls(table, stored, ShardFiles(folder))
 
     def holds(self, piece: Piece) -> bool:
-        """Return whether the checkpoint has the parameter of a tensor: beside adapters it need not."""
+        """Return whether the checkpoint has the parameter of a tensor: one with adapters may lack it."""
         return piece.parameter in self.stored
 
     def tensor(self, piece: Piece, dtype: torch.dtype) -> Tensor:
-        """Return one tensor; it is stored in float32 as the optimizer keeps it, or as it was frozen."""
+        """Return one tensor: stored in float32 if the optimizer updates it, in its own type if it was frozen."""
         shard = ShardSpec(tuple(part.start for part in piece.region), sizes(piece.region))
         stored = self.stored.get(piece.parameter, ())
         for part in self.files.parts(shard, stored):
@@ -74,7 +74,7 @@ class MergedTensors:
     weights: CheckpointTensors
     adapters: CheckpointTensors
     scale: float
-    # The published weights, where the checkpoint holds those that it trained alone.
+    # The published weights, if the checkpoint holds the trained parameters alone.
     base: Source | None
     # The weight, the product and their sum.
     bytes_beside: int = 3 * torch.float32.itemsize

@@ -1,6 +1,6 @@
 """Compatibility of adapters from another job: they belong to the weights that they were trained beside.
 
-Pure. Every checkpoint names its adapters; a job that begins with another's asks here first.
+Pure. Every checkpoint names its adapters; a job checks them here before it starts from another job's checkpoint.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ def adapter_facts(spec: Spec, *, has_weights: bool) -> AdapterFacts:
     """Return the facts of a job's checkpoints. A model without published weights is made from the seed."""
     model = spec.model.source if spec.model.revision is None else f"{spec.model.source} ({spec.model.revision})"
     named = model if has_weights else f"{model} made from seed {spec.training.seed}"
+    # The published model, or the seed, gives the frozen weights again: such a job saves its adapters alone.
     is_apart = spec.training.lora is not None and spec.checkpoint.resume_from is None
     return AdapterFacts(lora=spec.training.lora, beside=named, holds_weights=not is_apart)
 
 
 def refuse_other_adapters(theirs: AdapterFacts, ours: AdapterFacts, where: Path, *, goes_on: bool = False) -> None:
-    """Raise if this job would lose the adapters of another, or take them for something else.
+    """Raise if this job would lose another job's adapters, or misread them.
 
-    A job that resumes the run of another, and does not only begin with its weights, cannot have adapters of its own.
+    A job that continues another's run, rather than only starting from its weights, cannot add adapters of its own.
     """
     if theirs.lora is None and ours.lora is not None and goes_on:
         raise BadConfiguration(

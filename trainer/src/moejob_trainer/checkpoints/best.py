@@ -25,7 +25,7 @@ from moejob_trainer.errors import BadConfiguration
 
 @dataclass(frozen=True, slots=True)
 class _Ranked:
-    """The checkpoints with an evaluation, the best first, and those of which it could not be read."""
+    """The checkpoints with an evaluation, best first, and the refusals of checkpoints that could not be read."""
 
     folders: tuple[StepFolder, ...]
     unread: tuple[Refusal, ...]
@@ -35,10 +35,10 @@ _RANKED = TypeAdapter(_Ranked)
 
 
 def best_good(checkpoints: Path, measure: str, ranks: Coordinator | None = None) -> Search:
-    """The good checkpoint with the best evaluation, and better ones that were refused. Every rank calls this."""
+    """Find the good checkpoint with the best evaluation; report better ones as refused. Every rank calls this."""
     coordinator = ranks or SingleRank()
     ranked = on_first_rank(coordinator, lambda: _ranked(checkpoints, measure), _RANKED)
-    # Any of these may have been the best.
+    # A checkpoint that could not be read may have the best evaluation.
     refused = [*ranked.unread]
     for folder in ranked.folders:
         outcome = checked(checkpoints / folder.name, VerificationDepth.HASHES, coordinator)
@@ -49,7 +49,7 @@ def best_good(checkpoints: Path, measure: str, ranks: Coordinator | None = None)
 
 
 def facts_in(path: Path) -> Facts | Refusal | None:
-    """The facts of a checkpoint whose files have their sizes; None of one that another version of moejob reads."""
+    """Return the facts of a checkpoint whose files have their sizes; None if only another version can read it."""
     try:
         outcome = checked(path, VerificationDepth.SIZES)
     except BadConfiguration:

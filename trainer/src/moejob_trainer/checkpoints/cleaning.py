@@ -1,4 +1,4 @@
-"""Retention: sets damaged checkpoints aside, deletes old ones and remains of unfinished saves. Rank 0 does it."""
+"""Retention: marks damaged checkpoints, deletes old ones and the remains of unfinished saves. Runs on rank 0."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 def set_aside(place: RunFolder, search: Search, disk: Disk) -> None:
-    """Mark damaged checkpoints newer than the one found; refuse to forget a run of which nothing good is left."""
+    """Mark damaged checkpoints that are newer than the good one; refuse to start over when no good one is left."""
     retry_unread(place, search, disk)
     if search.found is None and search.refused:
         raise BadConfiguration(
@@ -47,15 +47,15 @@ class Retention:
 
     policy: Checkpoint
     measure: str = ""
-    # Those that could not be read when the run began, so that it went on from an older one.
+    # Checkpoints that could not be read at the start, so that the run resumed from an older one.
     passed_over: AbstractSet[StepFolder] = frozenset()
 
 
 def clean(place: RunFolder, retention: Retention, disk: Disk) -> None:
-    """Delete checkpoints beyond the retention. One that stays costs space, which saving looks at; never the run.
+    """Delete checkpoints beyond the retention. A failed deletion costs space, which every save checks; never the run.
 
-    What counts as kept has all its files in their sizes. Reading them all again for this would cost hours: bytes that
-    changed since show when a run resumes from them.
+    A checkpoint counts as kept if all its files have their sizes. Reading every file here would take hours; a run that
+    resumes reads them and finds changed bytes.
     """
     counted = [_counted(place, one, retention.passed_over) for one in seen(place.checkpoints)]
     folders, facts = [one.seen for one in counted], [one.facts for one in counted if one.facts is not None]
@@ -71,17 +71,17 @@ def clean(place: RunFolder, retention: Retention, disk: Disk) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Counted:
-    """A checkpoint's folder as it counts, with its facts where they can be read."""
+    """A checkpoint's folder as retention counts it, with its facts if they can be read."""
 
     seen: SeenFolder
     facts: Facts | None = None
 
 
 def _counted(place: RunFolder, one: SeenFolder, passed_over: AbstractSet[StepFolder]) -> _Counted:
-    """As it was seen, but a checkpoint with damage that shows at a glance takes no place among those that are kept."""
+    """Return the folder as retention counts it: a visibly damaged checkpoint takes no place among the kept ones."""
     if one.state is not FolderState.COMPLETE:
         return _Counted(one)
-    # The run went on without it: it goes when the run has come as far again.
+    # The run resumed from an older one: this one is deleted when the run has reached its step again.
     if one.folder in passed_over:
         return _Counted(SeenFolder(one.folder, FolderState.REJECTED))
     found = facts_in(place.checkpoints / one.folder.name)
@@ -96,7 +96,7 @@ def _best(facts: Sequence[Facts], retention: Retention) -> frozenset[StepFolder]
 
 
 def _named(place: RunFolder, policy: Checkpoint) -> frozenset[StepFolder]:
-    """The checkpoint that resumeFrom names, should it be one of these."""
+    """Return the checkpoint that resumeFrom names, if it is one of this run."""
     if policy.resume_from is None:
         return frozenset()
     named = other_run(policy.resume_from, place.folder)

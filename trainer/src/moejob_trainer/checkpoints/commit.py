@@ -13,7 +13,7 @@ from moejob_trainer.runtime.fencing import FenceToken
 
 
 def commit(folder: Path, manifest: Manifest, is_ours: Callable[[], bool], disk: Disk | None = None) -> None:
-    """Make the folder a checkpoint: manifest, then marker. All its files are already durable (`entries` saw to it)."""
+    """Make the folder a checkpoint: manifest, then marker. Its files are durable: ranks sync before they hash."""
     volume = disk or Disk()
     require_ours(is_ours, manifest.facts.folder.token, f"commits {folder.name}")
     _require_files(folder, manifest)
@@ -21,20 +21,20 @@ def commit(folder: Path, manifest: Manifest, is_ours: Callable[[], bool], disk: 
         volume.sync(path)
     content = manifest.content()
     replace(volume, folder / MANIFEST, content)
-    # Once more, as late as possible: a process may have been stopped for hours at any line above.
+    # Check again, as late as possible: the process may have been suspended for hours at any line above.
     require_ours(is_ours, manifest.facts.folder.token, f"commits {folder.name}")
     replace(volume, folder / MARKER, marker(content).content())
 
 
 def reject(folder: Path, disk: Disk | None = None) -> None:
-    """Make a damaged checkpoint trusted no more, so that retention never counts it among the good ones."""
+    """Rename the marker of a damaged checkpoint, so that no start trusts it and retention does not count it."""
     volume = disk or Disk()
     volume.rename(folder / MARKER, folder / REJECTED)
     volume.sync(folder)
 
 
 def delete(folder: Path, disk: Disk | None = None) -> None:
-    """Remove a checkpoint, the marker first: what is half gone must not be taken for complete."""
+    """Remove a checkpoint, the marker first: a half-deleted folder must not pass as complete."""
     volume = disk or Disk()
     if (folder / MARKER).exists():
         volume.remove(folder / MARKER)
@@ -49,7 +49,7 @@ def require_ours(is_ours: Callable[[], bool], token: FenceToken, does: str) -> N
 
 
 def _require_files(folder: Path, manifest: Manifest) -> None:
-    """Other hosts wrote these files: what rank 0 sees must be what they hashed before it vouches for all of it."""
+    """Compare sizes with the other hosts': rank 0 vouches only for files that it sees as their writers hashed them."""
     for entry in manifest.files:
         size = (folder / entry.name).stat().st_size
         if size != entry.size_bytes:
@@ -60,6 +60,6 @@ def _require_files(folder: Path, manifest: Manifest) -> None:
 
 
 def _folders(folder: Path, manifest: Manifest) -> Iterable[Path]:
-    """Every folder that names a file, the inner ones first, and the one that names the checkpoint."""
+    """Return every folder with a file, inner folders first, and the parent, which holds the checkpoint's name."""
     inner = {parent for entry in manifest.files for parent in (folder / entry.name).parents}
     return sorted({path for path in inner if path.is_relative_to(folder)} | {folder.parent}, reverse=True)

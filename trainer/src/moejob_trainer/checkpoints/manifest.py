@@ -27,7 +27,7 @@ _BLOCK_BYTES = 2**22
 
 
 def _inside(name: str) -> str:
-    """A manifest must not be able to name a file outside its folder."""
+    """Refuse a name that leads out of the checkpoint's folder."""
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or str(path) != name:
         raise ValueError(f"{name!r} does not name a file inside the checkpoint's folder")
@@ -73,12 +73,12 @@ class Facts(ApiModel):
     versions: Mapping[str, str]
     # How far the data was read, such as samples: 12800; the exact cursor is part of the state.
     data: Mapping[str, int]
-    # Of a checkpoint that was among the best when it was saved.
+    # Present only if the checkpoint was among the best when it was saved.
     evaluation: EvaluationFacts | None = None
 
     @property
     def folder(self) -> StepFolder:
-        """The folder that these facts belong into."""
+        """The folder of the checkpoint."""
         return StepFolder(self.step, FenceToken(self.attempt, self.restart))
 
 
@@ -97,7 +97,7 @@ class Manifest(ApiModel):
 
     def content(self) -> bytes:
         """The manifest as it is written."""
-        # A fact that is absent is unknown to versions that are older than it.
+        # Older versions refuse fields that they do not know, so an absent fact is left out.
         return self.model_dump_json(by_alias=True, exclude_none=True, indent=1).encode() + b"\n"
 
 
@@ -112,13 +112,13 @@ class Marker(ApiModel):
 
 
 class Damaged(Exception):
-    """A checkpoint that is not what it was when it was committed."""
+    """A checkpoint whose files differ from those that were committed."""
 
 
 def entries(folder: Path, names: Iterable[str], disk: Disk | None = None) -> list[FileEntry]:
-    """Size and hash of the named files, each made durable first.
+    """Sync the named files and return their sizes and hashes.
 
-    Called on the host that wrote them: it has them in memory, and only its own sync reaches what it has not sent yet.
+    Runs on the host that wrote them: the files are in its memory, and only its own sync writes what it holds back.
     """
     volume = disk or Disk()
 
@@ -131,7 +131,7 @@ def entries(folder: Path, names: Iterable[str], disk: Disk | None = None) -> lis
 
 
 def hashed(folder: Path, name: str) -> FileEntry:
-    """Size and hash of one file as it lies there."""
+    """Return the size and hash of one file."""
     digest, size = xxhash.xxh3_128(), 0
     for block in blocks(folder / name, _BLOCK_BYTES):
         digest.update(block)
@@ -140,7 +140,7 @@ def hashed(folder: Path, name: str) -> FileEntry:
 
 
 def hashed_all(folder: Path, names: Iterable[str]) -> list[FileEntry | OSError]:
-    """Every named file's entry, or why it could not be read."""
+    """Return every named file's entry, or the error that reading it raised."""
 
     def entry(name: str) -> FileEntry | OSError:
         try:
@@ -153,7 +153,7 @@ def hashed_all(folder: Path, names: Iterable[str]) -> list[FileEntry | OSError]:
 
 
 def manifest(files: Iterable[FileEntry], facts: Facts) -> Manifest:
-    """The manifest of a checkpoint with these files, whichever rank hashed them."""
+    """Return the manifest of a checkpoint with these files, which the ranks have hashed."""
     ordered = tuple(sorted(files, key=lambda entry: entry.name))
     if len({entry.name for entry in ordered}) != len(ordered):
         raise ValueError(f"two ranks say that they wrote the same file: {[entry.name for entry in ordered]}")
@@ -161,18 +161,18 @@ def manifest(files: Iterable[FileEntry], facts: Facts) -> Manifest:
 
 
 def marker(content: bytes) -> Marker:
-    """The marker that vouches for a manifest of this content."""
+    """Return the marker that vouches for a manifest of this content."""
     return Marker(manifest_hash=xxhash.xxh3_128(content).hexdigest())
 
 
 def written_names(folder: Path) -> list[str]:
-    """Every file in the folder and below that belongs to the state."""
+    """List every file of the state in the folder and below."""
     found = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir())
     return sorted(name for name in found if name not in OWN_FILES and not name.startswith(TEMPORARY))
 
 
 def divided(files: Sequence[FileEntry], ranks: int) -> list[list[FileEntry]]:
-    """The files dealt to the ranks, about equally many bytes to each. Every rank computes the same."""
+    """Deal the files to the ranks, about equally many bytes to each. Every rank computes the same result."""
     shares: list[list[FileEntry]] = [[] for _ in range(ranks)]
     loads = [(0, rank) for rank in range(ranks)]
     for entry in sorted(files, key=lambda file: (-file.size_bytes, file.name)):
@@ -183,14 +183,14 @@ def divided(files: Sequence[FileEntry], ranks: int) -> list[list[FileEntry]]:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest that the folder's marker vouches for, else Damaged with the reason."""
+    """Read the manifest that the folder's marker vouches for; raise with the reason where they do not match."""
     content = (folder / MANIFEST).read_bytes()
     if _read_marker((folder / MARKER).read_bytes()) != marker(content):
         raise Damaged(f"{MANIFEST} is not the one that {MARKER} was written for")
     try:
         return Manifest.model_validate_json(content)
     except ValidationError as error:
-        # It is whole, so it holds something that this version does not know: no reason to fall back in silence.
+        # The hash matches, so the file is intact and another version wrote it: do not fall back silently.
         raise BadConfiguration(
             f"{folder} was written by another version of moejob (this one reads format {FORMAT}); "
             f"go on with the image that wrote it. In detail: {error}"

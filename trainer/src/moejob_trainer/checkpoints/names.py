@@ -13,10 +13,10 @@ _NAME = re.compile(r"step-(0|[1-9]\d*)\.(0|[1-9]\d*)\.(0|[1-9]\d*)")
 CHECKPOINTS = RunFile.CHECKPOINTS.value
 MANIFEST = "manifest.json"
 MARKER = "complete.json"
-# What a marker is renamed to once its files turned out to be damaged.
+# The marker's name once verification has found damage.
 REJECTED = "rejected.json"
 
-# Beside the step folders: those that a start could not read.
+# Beside the step folders: the checkpoints that a start could not read.
 UNREAD = "unread.json"
 
 OWN_FILES = frozenset({MANIFEST, MARKER, REJECTED})
@@ -24,7 +24,7 @@ OWN_FILES = frozenset({MANIFEST, MARKER, REJECTED})
 
 @dataclass(frozen=True, slots=True, order=True)
 class StepFolder:
-    """One checkpoint's folder. The later step is the newer; of one step saved twice, the later start's."""
+    """One checkpoint's folder. A later step is newer; of one step that two starts saved, the later start's is."""
 
     step: int
     token: FenceToken

@@ -21,7 +21,7 @@ DEFAULT_MINUTES = 30.0
 
 @dataclass(frozen=True, slots=True)
 class LastSave:
-    """The last time the state was known to be safe: a save, or the beginning of this process."""
+    """The last time the state was safe: at a save, or when this process started."""
 
     step: int
     at_seconds: float
@@ -40,7 +40,7 @@ def is_interval_over(step: int, now_seconds: float, policy: Checkpoint, last: La
 def to_delete(
     folders: Sequence[SeenFolder], keep: int, own: FenceToken, spared: AbstractSet[StepFolder] = frozenset()
 ) -> list[StepFolder]:
-    """The folders that may go, the oldest first. What a later start wrote is its own to judge."""
+    """Return the folders to delete, oldest first. A later start's folders are left to that start."""
     complete = sorted((one.folder for one in folders if one.state is FolderState.COMPLETE), reverse=True)
     kept = {*complete[: max(keep, 1)], *spared}
     old = (one for one in folders if one.folder not in kept and one.folder.token <= own)
@@ -48,9 +48,9 @@ def to_delete(
 
 
 def best(facts: Iterable[Facts], measure: str, count: int) -> list[StepFolder]:
-    """The checkpoints of the best evaluations, the best first: of two alike the earlier, of one step the later start's.
+    """Return the checkpoints with the best evaluations, best first; of equals the earlier step comes first.
 
-    What another measure has judged cannot be compared.
+    A step that two starts saved counts once, as the later start saved it. Evaluations by another measure do not count.
     """
     of_steps = {one.step: one for one in sorted(facts, key=lambda one: one.folder)}
     judged = [one for one in of_steps.values() if one.evaluation is not None and one.evaluation.measure == measure]
@@ -68,12 +68,12 @@ def _is_useless(one: SeenFolder, complete: Sequence[StepFolder], own: FenceToken
         case FolderState.COMPLETE:
             return True
         case FolderState.PARTIAL:
-            # Only a process of an earlier start can have left it: of this one's it may be the one being written.
+            # An earlier start's is a remnant; this start's may be the save that is under way.
             return one.folder.token < own
         case FolderState.UNREAD:
             return False
         case FolderState.REJECTED:
-            # Until the run has come as far again, it may be all there is of these steps.
+            # Until a complete checkpoint reaches its step, it may be all that is left of these steps.
             return bool(complete) and complete[0].step >= one.folder.step
 
 

@@ -23,7 +23,7 @@ RUN = pods.RunFile.OWNER.value
 # The job that a run folder belongs to.
 RunOwner = pods.RunOwner
 _SCHEME = "pvc://"
-# What file systems without hard links answer, such as SMB shares and buckets.
+# Errors of file systems without hard links, such as SMB shares and buckets.
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
 
 
@@ -47,7 +47,7 @@ class RunFolder:
 
 
 def own_run_folder(folder: Path, run: RunOwner, disk: Disk | None = None) -> None:
-    """Make the folder this job's, or raise BadConfiguration when it is another's. Again and again is fine."""
+    """Make this job the owner of the folder, or raise BadConfiguration when another job is. Idempotent."""
     volume = disk or Disk()
     volume.make_folder(folder)
     written = folder / RUN
@@ -63,7 +63,7 @@ def own_run_folder(folder: Path, run: RunOwner, disk: Disk | None = None) -> Non
 
 
 def _write_owner(volume: Disk, written: Path, run: RunOwner) -> None:
-    # A rename would take the folder from another job starting at this moment; of two links one fails.
+    # Of two jobs that start at once, one fails to link; a rename would take the folder from the other.
     temporary = written.with_name(f"{TEMPORARY}{RUN}-{uuid4().hex}")
     volume.write(temporary, run.model_dump_json(by_alias=True).encode() + b"\n")
     volume.sync(temporary)
@@ -92,7 +92,7 @@ def _owner(written: Path) -> RunOwner:
 
 
 def other_run(resume_from: str, folder: Path, claims: Path = Path(pods.Path.CLAIMS)) -> Path:
-    """The folder that checkpoint.resumeFrom names: a job's beside ours, or pvc://claim/path. Pure."""
+    """Return the folder that checkpoint.resumeFrom names: a job's beside ours, or pvc://claim/path. Pure."""
     if resume_from.startswith(_SCHEME):
         named = claims / resume_from.removeprefix(_SCHEME)
     else:
@@ -106,14 +106,14 @@ def other_run(resume_from: str, folder: Path, claims: Path = Path(pods.Path.CLAI
 
 
 def folder_of_run(named: Path) -> Path:
-    """The run folder of what checkpoint.resumeFrom may name: that folder, its checkpoints or one of them. Pure."""
+    """Return the run folder of a path that checkpoint.resumeFrom may name: a run, its checkpoints or one. Pure."""
     if step_folder(named.name) is not None:
         return named.parent.parent
     return named.parent if named.name == CHECKPOINTS else named
 
 
 def resumed(resume_from: str, named: Path, ranks: Coordinator) -> Found:
-    """The good checkpoint in a run folder, its checkpoints folder, or a step folder. Every rank calls this."""
+    """Find the good checkpoint in a run folder, its checkpoints folder, or a step folder. Every rank calls this."""
     if step_folder(named.name) is not None:
         outcome = checked(named, VerificationDepth.HASHES, ranks)
         refused: tuple[Refusal, ...] = (outcome,) if isinstance(outcome, Refusal) else ()

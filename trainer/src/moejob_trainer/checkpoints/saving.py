@@ -1,6 +1,6 @@
 """The checkpoints of a run as the loop knows them: state of model and optimizer, data cursor, and counters.
 
-Puts together what writes the state (moejob_trainer.megatron.state) and what decides over folders
+Joins the writer of the state (moejob_trainer.megatron.state) and the decisions about folders
 (moejob_trainer.checkpoints).
 """
 
@@ -42,7 +42,7 @@ class ModelState(Protocol):
     """Writer and reader of the tensors of this rank."""
 
     def prepare(self) -> None:
-        """Begin to take what writing needs, now that it is known what will be written."""
+        """Begin to take the memory that saves need, once the tensors to write are known."""
 
     def begin(self, folder: Path) -> Pending:
         """Begin to write this rank's part."""
@@ -62,7 +62,7 @@ class ModelState(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GlooCoordinator:
-    """All ranks, as the checkpoint store wants to speak to them."""
+    """All ranks, behind the interface that the checkpoint store expects."""
 
     group: dist.ProcessGroup
 
@@ -93,7 +93,7 @@ class Evaluations(Protocol):
         """The number by which evaluations are compared."""
 
     def kept(self, step: int) -> EvaluationScore | None:
-        """Return the score of the evaluation after a step where its checkpoint is to be kept."""
+        """Return the score of the evaluation after a step; None where its checkpoint is not among the best."""
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return the state to resume from: plain JSON."""
@@ -114,7 +114,7 @@ class RunWriter:
     step: int = 0
 
     def go_on_from(self, theirs: AdapterFacts) -> None:
-        """Hold weights beside adapters only where the resumed state does: else they are published."""
+        """Save frozen weights only where the resumed state holds them; otherwise the published model has them."""
         self.adapter_facts = self.adapter_facts.model_copy(update={"holds_weights": theirs.holds_weights})
         if not theirs.holds_weights:
             self.state.leave_published()
@@ -141,11 +141,11 @@ class _WithCounters:
 
     @property
     def waited_seconds(self) -> float:
-        """For as long training has waited for the tensors."""
+        """The seconds that training has waited for the tensors."""
         return self.tensors.waited_seconds
 
     def finished(self) -> bool:
-        """Return whether the tensors are written; the counters are."""
+        """Return whether the tensors are written; the counters already are."""
         return self.tensors.finished()
 
     def names(self) -> Sequence[str]:
@@ -205,7 +205,7 @@ class RunCheckpoints:
         self.writer.state.read(found.path, weights_only=not goes_on)
         if not goes_on:
             return 0
-        # Another job's best checkpoints lie in its own folder. What was saved before there was an order has none.
+        # Another job's best checkpoints lie in its own folder. A state of an older version has no order.
         if is_own and "evaluations" in entry:
             self.writer.evaluations.load_state_dict(entry["evaluations"])
         self.writer.objective.load_state_dict(entry["objective"])
@@ -239,14 +239,14 @@ class RunCheckpoints:
         )
 
     def finish(self) -> None:
-        """Wait for what is under way: a process that ends would take it along."""
+        """Wait for the save that is under way: it would end with the process."""
         self.heartbeat.enter(RunPhase.FINISHING)
         self.store.wait()
 
     def take_best(self) -> None:
-        """Set the weights to those of the best checkpoint, where the job keeps such; the last stay where none is good.
+        """Load the weights of the best checkpoint, if the job keeps best ones; keep the last weights if none is good.
 
-        Training is over: neither the optimizer nor the order of the data follows.
+        Training is over: the optimizer and the data cursor stay as they are.
         """
         self.heartbeat.enter(RunPhase.EXPORTING)
         search = self.store.best()

@@ -56,7 +56,7 @@ class Saved:
     size_bytes: int
     # From the request to the commit.
     seconds: float
-    # For as long training stood still for it.
+    # The time that training stood still for it.
     stalled_seconds: float
 
 
@@ -78,7 +78,7 @@ def _worker() -> Executor:
 
 @dataclass(slots=True)
 class CheckpointStore:
-    """Every rank's hand on the run's checkpoints. At most one save is under way at any time."""
+    """One rank's access to the run's checkpoints. At most one save is under way at any time."""
 
     place: RunFolder
     policy: Checkpoint
@@ -90,7 +90,7 @@ class CheckpointStore:
     background: Executor = field(default_factory=_worker)
     # The number of an evaluation by which checkpoints are the best.
     measure: str = ""
-    # The last save that was committed, whichever call it was that found it done.
+    # The last save that was committed, by a poll or by a wait.
     last: Saved | None = None
     _start: LastSave = field(default_factory=lambda: LastSave(0, 0.0))
     _newest: StepFolder | None = None
@@ -105,7 +105,7 @@ class CheckpointStore:
         return None if self._newest is None else self._newest.step
 
     def start(self) -> Found | None:
-        """Take the folder, clean it, and find what to resume from; nothing when the run begins from its model."""
+        """Take the folder, clean it, and find the checkpoint to resume from; None if the run starts from its model."""
         on_first_rank(self.ranks, self._open, NOTHING)
         search = latest(self.place.checkpoints, VerificationDepth.HASHES, self.ranks)
         on_first_rank(self.ranks, lambda: set_aside(self.place, search, self.disk), NOTHING)
@@ -130,9 +130,9 @@ class CheckpointStore:
         return on_first_rank(self.ranks, by_this_clock, BOOLEAN)
 
     def save(self, moment: Moment, expected_bytes: int | None = None) -> Saved | None:
-        """Save, in the background if the job says so, else until it is committed or has failed.
+        """Save: in the background if the job says so, otherwise wait until the save is committed or has failed.
 
-        A save that is still under way is finished first. `expected_bytes` counts until a save has been measured.
+        A save that is still under way is finished first. `expected_bytes` is used until a save has been measured.
         """
         called = self.clock()
         self.wait()
@@ -169,7 +169,7 @@ class CheckpointStore:
         return self._commit(saving, hashing, called)
 
     def best(self) -> Search:
-        """The good checkpoint with the best evaluation, where such are kept. Every rank calls this."""
+        """Find the good checkpoint with the best evaluation, if the job keeps best ones. Every rank calls this."""
         if self.policy.keep_best is None:
             return Search(None)
         search = best_good(self.place.checkpoints, self.measure, self.ranks)
@@ -232,7 +232,7 @@ class CheckpointStore:
             with explained(doing, path):
                 yield
         except (BadConfiguration, TransientFailure):
-            # A newer attempt removes what this one writes, which is the reason, whatever the volume reports.
+            # A newer attempt removes this one's files: that is the cause, whatever the volume reports.
             self.place.require_ours("saves")
             raise
 
@@ -262,7 +262,7 @@ class CheckpointStore:
             return entries(saving.path, saving.pending.names(), self.disk)
 
     def _commit(self, saving: _Saving, hashing: Future[list[FileEntry]], called: float) -> Saved:
-        # At first: a newer attempt has removed these files, and reading them would fail for a lesser reason.
+        # First: if a newer attempt has removed these files, the ranks must say so instead of failing to read them.
         on_first_rank(self.ranks, lambda: self.place.require_ours(f"commits {saving.path.name}"), NOTHING)
         parts = on_all_ranks(self.ranks, hashing.result, _ENTRIES)
 
@@ -287,7 +287,7 @@ class CheckpointStore:
         return self.last
 
     def _sync_step_log(self) -> None:
-        """Make the lines of all steps that a checkpoint stands for as durable as it is about to be."""
+        """Sync the log of steps: a durable checkpoint must not outlive the lines of its steps."""
         path = self.place.folder / RunFile.STEPS
         if path.exists():
             self.disk.sync(path)

@@ -1,8 +1,8 @@
 """Checkpoints that could not be read: the next start tries again, and only the one after it continues without them.
 
-An input/output error passes with the cable or the node, or stays with the disk. Nothing is known about what the files
-hold, so such a checkpoint is never rejected. A start that cannot read the newest one notes it and ends, to be started
-again; where a later start cannot either, an older good one is better than a run that never continues.
+An input/output error passes with the cable or the node, or stays with the disk. It says nothing about the content of
+the files, so such a checkpoint is never rejected. A start that cannot read the newest checkpoint notes it and ends. If
+a later start cannot read it either, that start resumes from an older good one: the run must continue at some point.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class UnreadNote(ApiModel):
 
 
 def retry_unread(place: RunFolder, search: Search, disk: Disk) -> None:
-    """Raise TransientFailure where another start may read what this one could not, and note that it could not."""
+    """Note checkpoints that cannot be read and raise TransientFailure, unless an earlier start has noted them."""
     unread = [refusal for refusal in search.refused if refusal.is_unread]
     note = _note(place.checkpoints)
     if note is not None and search.found is not None and search.found.folder.name in note.folders:
@@ -57,6 +57,6 @@ def retry_unread(place: RunFolder, search: Search, disk: Disk) -> None:
 def _note(checkpoints: Path) -> UnreadNote | None:
     try:
         return UnreadNote.model_validate_json((checkpoints / UNREAD).read_bytes())
-    # Then nothing is known, and one more start tries.
+    # Without a note that can be read, one more start tries.
     except (OSError, ValidationError):
         return None

@@ -18,11 +18,11 @@ from moejob_trainer.checkpoints.names import MANIFEST, MARKER, REJECTED, StepFol
 from moejob_trainer.distributed.coordination import Coordinator, SingleRank, on_all_ranks, on_first_rank
 from moejob_trainer.runtime.disk import explained
 
-# Failures that belong to one file and will be the same the next time; others are the volume's.
+# Errors of one file that will be the same the next time; other errors are the volume's.
 _DAMAGE = frozenset({errno.ENOENT, errno.EISDIR, errno.ENOTDIR})
-# Of one file too, and perhaps gone the next time, or on the next node: they say nothing about what it holds.
+# Errors of one file that may be gone the next time, or on the next node: they say nothing about its content.
 _UNREAD = frozenset({errno.EIO, errno.EUCLEAN})
-# A checkpoint that cannot be read is read again after these.
+# Pauses before a checkpoint that cannot be read is read again.
 _PAUSES_SECONDS = (0.1, 0.9)
 _SHOWN = 5
 
@@ -41,13 +41,13 @@ class FolderState(StrEnum):
     COMPLETE = "complete"
     # Was complete once; its files were found damaged.
     REJECTED = "rejected"
-    # Complete, and could not be read just now: it neither counts nor goes.
+    # Complete, but it cannot be read now: retention neither counts nor deletes it.
     UNREAD = "unread"
 
 
 @dataclass(frozen=True, slots=True)
 class SeenFolder:
-    """One checkpoint's folder as it was found."""
+    """One checkpoint's folder in a listing."""
 
     folder: StepFolder
     state: FolderState
@@ -64,7 +64,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A checkpoint that was once complete and is not trusted; not for now, where it only could not be read."""
+    """A checkpoint that was complete once and is not trusted: it is damaged, or it cannot be read now."""
 
     folder: StepFolder
     reason: str
@@ -76,7 +76,7 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """The checkpoint that was found, and the newer ones that were refused, the newest first."""
+    """A good checkpoint, if there is one, and the newer ones that were refused, newest first."""
 
     found: Found | None
     refused: tuple[Refusal, ...] = ()
@@ -97,7 +97,7 @@ _COMPLAINTS = TypeAdapter(list[Complaint])
 
 
 def seen(checkpoints: Path) -> list[SeenFolder]:
-    """Every checkpoint's folder, the newest first; nothing when there is no such folder yet."""
+    """List every checkpoint's folder, newest first; none while the run has no folder of checkpoints."""
     with explained("looking for checkpoints", checkpoints):
         if not checkpoints.is_dir():
             return []
@@ -107,14 +107,14 @@ def seen(checkpoints: Path) -> list[SeenFolder]:
 
 
 def has_complete(checkpoints: Path) -> bool:
-    """Return whether a checkpoint here was completed, good as it was then."""
+    """Return whether a checkpoint here was completed; its files are not checked."""
     return any(one.state is FolderState.COMPLETE for one in seen(checkpoints))
 
 
 def latest(
     checkpoints: Path, check: VerificationDepth = VerificationDepth.HASHES, ranks: Coordinator | None = None
 ) -> Search:
-    """The newest good checkpoint. Every rank calls this and gets the same answer."""
+    """Find the newest good checkpoint. Every rank calls this and gets the same result."""
     refused: list[Refusal] = []
     coordinator = ranks or SingleRank()
     for one in on_first_rank(coordinator, lambda: seen(checkpoints), _SEEN):
@@ -129,7 +129,7 @@ def latest(
 def checked(
     path: Path, check: VerificationDepth = VerificationDepth.HASHES, ranks: Coordinator | None = None
 ) -> Found | Refusal:
-    """The checkpoint in this folder, or why it is not good. Every rank calls this and gets the same answer."""
+    """Return the checkpoint in this folder, or its refusal. Every rank calls this and gets the same result."""
     coordinator = ranks or SingleRank()
     for pause_seconds in _PAUSES_SECONDS:
         outcome = _checked(path, check, coordinator)
@@ -167,7 +167,7 @@ def _refusal(one: SeenFolder) -> Refusal | None:
 
 
 def _opened(path: Path) -> Found | Refusal:
-    """The quick check: marker and manifest belong together, and every file is there in its size."""
+    """Check quickly: marker and manifest match, and every file has its size."""
     folder = step_folder(path.name)
     if folder is None:
         raise ValueError(f"{path} is not named like a checkpoint")
@@ -209,7 +209,7 @@ def _hash_complaint(path: Path, entry: FileEntry, lies: FileEntry | OSError) -> 
 
 
 def _damage(error: OSError, path: Path) -> Complaint:
-    """The complaint about one file; when it is the volume that fails, nothing is known about the file."""
+    """Return the complaint about one file; raise where the volume fails, which says nothing about the file."""
     if error.errno in _DAMAGE | _UNREAD:
         text = f"{Path(error.filename or path).name} cannot be read: {error.strerror}"
         return Complaint(text, is_unread=error.errno in _UNREAD)
@@ -224,5 +224,5 @@ def _refused(folder: StepFolder, complaints: list[Complaint]) -> Refusal | None:
 def _refusal_of(folder: StepFolder, complaints: list[Complaint]) -> Refusal:
     more = f" and {len(complaints) - _SHOWN} more" if len(complaints) > _SHOWN else ""
     reason = "; ".join(one.text for one in complaints[:_SHOWN]) + more
-    # One file that was read and is wrong is enough to know.
+    # One file that was read and is wrong proves the damage.
     return Refusal(folder, reason, is_unread=all(one.is_unread for one in complaints))

@@ -12,13 +12,13 @@ class Pending(Protocol):
 
     @property
     def waited_seconds(self) -> float:
-        """For as long training has waited for it between the calls."""
+        """The seconds that training has waited for it between the calls."""
 
     def finished(self) -> bool:
         """Return whether this rank has written everything; raises what failed. Every rank asks equally often."""
 
     def names(self) -> Sequence[str]:
-        """The files this rank wrote, relative to the folder. What no rank names, rank 0 takes care of."""
+        """The files this rank wrote, relative to the folder. Rank 0 adds the files that no rank names."""
 
 
 class StateWriter(Protocol):

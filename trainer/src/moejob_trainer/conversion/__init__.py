@@ -1,1 +1,1 @@
-"""Owns the way of weights between Hugging Face's files and our parameters. Knows neither Megatron nor the loop."""
+"""Converts weights between Hugging Face's files and our parameters. Knows neither Megatron nor the loop."""

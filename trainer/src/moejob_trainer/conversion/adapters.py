@@ -132,11 +132,11 @@ def _config(table: Table, target: AdapterTarget) -> dict[str, object]:
     lora, modules = target.lora, {_module(piece.tensor) for piece in table.pieces}
     experts = {one for one in modules if ".experts." in one}
     fused = {_FUSED[one] for one in lora.targets if one in _FUSED} if experts else set()
-    # As PEFT reads it, the name of a matrix means the experts' in families that have some, so that dense layers and
-    # shared experts have to be named as parameters.
+    # In families with experts, PEFT takes a matrix's name for the experts' matrix, so dense layers and shared experts
+    # have to be named as parameters.
     alone = modules - experts if _has_experts(table) else set()
     alone = {one for one in alone if _last(one) in _AS_EXPERTS}
-    # Two matrices that are one parameter make an adapter of twice the rank.
+    # Gate and up are one parameter there, so its adapter has twice the rank.
     of_twice = {rf".*\.{_GATE_UP}": 2} if _FUSED[LoraTarget.EXPERT_GATE_UP] in fused else {}
     return {
         "peft_type": "LORA",
@@ -144,7 +144,7 @@ def _config(table: Table, target: AdapterTarget) -> dict[str, object]:
         "base_model_name_or_path": target.base_model,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
-        # PEFT refuses to read dropout beside parameters; it is no part of what has been learned.
+        # PEFT refuses dropout beside target_parameters; dropout is no part of the trained weights.
         "lora_dropout": 0.0 if fused or alone else lora.dropout,
         "target_modules": sorted({_last(one) for one in modules - experts - alone}),
         "target_parameters": sorted(fused | {f"{_LAYER.sub('', one)}.weight" for one in alone}),

@@ -1,6 +1,6 @@
-"""The safetensors files of one folder: what they hold by name, and single parts of it.
+"""The safetensors files of one folder: tensors by name, and single parts of them.
 
-Reads headers when opened and afterwards only what is asked for. Knows nothing of models.
+Reads headers when opened, and afterwards only the parts that are requested. Knows nothing of models.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class SafetensorsFolder:
         raise unusable(f"{folder} has {_other_weights(folder)}; expected {SINGLE_FILE} or {INDEX_FILE}")
 
     def read(self, name: str, part: Slices) -> Tensor:
-        """One part of a tensor, and no more than it, in the type it is stored in."""
+        """Read one part of a tensor, and no more of the file, in the type it is stored in."""
         file = self.tensors[name].file
         try:
             return self.files.read(file, name, part)

@@ -1,6 +1,6 @@
 """Tensor names of each family in published files. A new family is a few rows here (docs/add-a-model.md).
 
-Rotary weights stay as they are published: which pairs of a head turn together is for the rotary layer to know.
+Rotary weights stay as they are published: the rotary layer knows which elements of a head rotate together.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ ROWS: Mapping[Family, tuple[TensorRule, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A tensor of theirs that repeats another one. Files may lack it; `is_written`: ours have it."""
+    """A published tensor that repeats another one. Files may lack it; our exports have it where `is_written`."""
 
     tensor: str
     of: str
@@ -156,7 +156,7 @@ class Table:
 
 
 def table(shape: ModelShape, stacking: Stacking | None = None) -> Table:
-    """The table of a model, with its experts alone or in stacks; InvalidSpec for a family that has none."""
+    """Build the table of a model, with single experts or stacks of them; InvalidSpec for a family without a table."""
     if shape.family not in ROWS:
         known = ", ".join(ROWS)
         raise refused(Rule.MODEL_FAMILY, f"weights of {shape.family} cannot be converted; use one of {known}")

@@ -1,7 +1,7 @@
 """Whole Hugging Face tensors out of the parts that ranks hold, one at a time, each on one rank.
 
-Every published tensor has one owner: of the ranks that could put it together, the lowest. Replicas of data
-parallelism and a tied embedding's second stage own nothing by the same rule. Writes nothing.
+Every published tensor has one owner: the lowest of the ranks that could assemble it. By this rule, replicas of data
+parallelism and a tied embedding's second stage own nothing. Writes nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from moejob_trainer.conversion.tensor_table import Piece, within
 from moejob_trainer.distributed import messages
 from moejob_trainer.model.parameters import Coordinates, Parameter, Slices, division, local_shape, local_slices
 
-# Where a piece is held: the rank in each group that divides its parameter and not the piece itself.
+# The ranks that hold a piece: one in each group that divides the piece's parameter but not the piece.
 Home = tuple[tuple[ParallelGroup, int], ...]
 
 
@@ -38,7 +38,7 @@ class Assembly:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """Pieces that a rank could put together, and the first rank of each of its groups."""
+    """The pieces that a rank could assemble, and the first rank of each of its groups."""
 
     leads: frozenset[tuple[str, Home]]
     first: Mapping[ParallelGroup, int]
@@ -49,7 +49,7 @@ _HOLDING = TypeAdapter(Holding)
 
 @dataclass(frozen=True)
 class TensorGathering:
-    """An agreement of all ranks on which of them puts which piece together."""
+    """An agreement of all ranks about the rank that assembles each piece."""
 
     table: Table
     groups: ModelGroups
@@ -57,7 +57,7 @@ class TensorGathering:
     holdings: tuple[Holding, ...]
 
     def pieces(self) -> Iterator[tuple[Piece, Assembly]]:
-        """The pieces this rank has to do with, in an order that all ranks share: gathering in another one deadlocks."""
+        """Yield the pieces this rank helps to assemble, in an order that all ranks share: any other would deadlock."""
         owners = _owners(self.holdings)
         for parameter in self.held():
             yield from self._pieces_of(parameter, owners)
@@ -77,7 +77,7 @@ class TensorGathering:
         """
         owners = _owners(self.holdings)
         for parameter in self.table.parameters:
-            # Replicas may have to put it together: they ask too, though others own its pieces.
+            # A weight may be assembled when it is read, by all replicas: each reads it, whichever owns its pieces.
             weight = self.state[parameter.name].detach() if parameter.name in self.state else None
             if weight is not None:
                 _require_shape(parameter, weight, self.groups.coordinates)
@@ -122,7 +122,7 @@ class TensorGathering:
 
 
 def plan_gathering(state: Mapping[str, Tensor], table: Table, groups: ModelGroups) -> TensorGathering:
-    """Ask every rank what it holds; ValueError on all of them where no rank holds a parameter."""
+    """Exchange what every rank holds; ValueError on all ranks where no rank holds a parameter."""
     place = groups.coordinates
     holdings = messages.all_gather(_holding(state, table, groups), _HOLDING, groups.world)
     gathering = TensorGathering(table, groups, state, tuple(holdings))
@@ -149,8 +149,8 @@ def hugging_face_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of the published model, whole and one at a time, named as in its files.
 
-    `state` are a rank's tensors by our global names. Every rank gets all names and shapes in one order, yet the values
-    of the tensors it owns alone: the others are on the meta device. All must run this to its end.
+    `state` are a rank's tensors by our global names. Every rank gets all names and shapes in one order, but values only
+    for tensors that it owns: the others are on the meta device. All ranks must run this to its end.
     """
     for piece, tensor in plan_gathering(state, table, groups).every():
         for name in names(piece, table):
@@ -164,7 +164,7 @@ def names(piece: Piece, table: Table) -> tuple[str, ...]:
 
 
 def assembly(piece: Piece, parameter: Parameter, place: Coordinates) -> Assembly:
-    """Return the assembly of a piece; equal on all ranks, because it looks at sizes only."""
+    """Return the assembly of a piece: the same on all ranks, because it depends on sizes alone."""
     several: list[tuple[int, ParallelGroup]] = []
     home: list[tuple[ParallelGroup, int]] = []
     for axis, group in division(parameter, place):
@@ -199,5 +199,5 @@ def _owners(holdings: tuple[Holding, ...]) -> dict[tuple[str, Home], int]:
 
 
 def _rest(piece: Piece, axes: set[int]) -> Slices:
-    """Return the slices that a gathered block is cut to: rows beyond the vocabulary go."""
+    """Return the slices to cut a gathered block to: they leave out rows beyond the vocabulary."""
     return tuple(part if axis in axes else slice(None) for axis, part in enumerate(piece.region))

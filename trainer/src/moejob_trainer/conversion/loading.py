@@ -1,6 +1,6 @@
 """From Hugging Face's files into the parameters that a rank holds, reading exactly its part.
 
-A checkpoint is held against the model's table before anything is read. Knows neither modules nor process groups.
+A checkpoint is compared with the model's table before any tensor is read. Knows neither modules nor process groups.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ITS_CONFIG = "use the config.json that was published with it"
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint that fits a model. `left_out` are MTP modules that it has and the model does without."""
+    """A checkpoint that fits a model. `left_out` are tensors of MTP modules that this model does not have."""
 
     checkpoint: TensorSource
     table: Table
@@ -43,7 +43,7 @@ class Source:
         return whole
 
     def fill(self, target: Tensor, parameter: Parameter, held: Slices) -> None:
-        """The same into a tensor that is there already, holding one of their tensors' parts at a time."""
+        """Read a part into an existing tensor, with a part of one published tensor in memory at a time."""
         with torch.no_grad():
             if sizes(held) != _filled(self.table.by_parameter[parameter.name], held):
                 target.zero_()
@@ -51,7 +51,7 @@ class Source:
                 target[place].copy_(part)
 
     def holds(self, weight: Tensor, parameter: Parameter, held: Slices) -> bool:
-        """Return whether a part of a parameter reads as the tensor, as exactly as the files' type can say it."""
+        """Return whether the files hold the tensor's values for a part of a parameter, compared in the files' type."""
         parts = self._parts(parameter, held)
         return all(torch.equal(part, weight[place].to(part.dtype).cpu()) for place, part in parts)
 
@@ -82,7 +82,7 @@ class Source:
 
 
 def opened(folder: Path, table: Table) -> Source:
-    """The checkpoint of a folder, held against a model: number, names, shapes and types of its tensors."""
+    """Open the checkpoint of a folder; compare number, names, shapes and types of its tensors with a model."""
     checkpoint = readable(folder)
     problems = tuple(Problem(Rule.MODEL_CONFIG, WHERE, f"{folder} {found}") for found in _misfits(checkpoint, table))
     if problems:
@@ -123,7 +123,7 @@ def _misfits(checkpoint: TensorSource, table: Table) -> Iterator[str]:
 
 
 def _shapes(table: Table) -> dict[str, tuple[int, ...]]:
-    """Of all tensors that a checkpoint may hold."""
+    """Return the shapes of all tensors that a checkpoint may hold."""
     shapes = {piece.tensor: piece.shape for piece in table.pieces}
     return shapes | {copy.tensor: shapes[copy.of] for copy in table.copies}
 
@@ -135,7 +135,7 @@ def _advice(missing: set[str], table: Table) -> str:
 
 
 def _left_out(checkpoint: TensorSource, table: Table) -> set[str]:
-    """Tensors of MTP modules that the model does without; other layers beyond the last one are a mistake."""
+    """Return the tensors of MTP modules that this model does not have; other layers beyond the last are a mistake."""
     if table.shape.mtp_layers:
         return set()
     modules = {
@@ -147,7 +147,7 @@ def _left_out(checkpoint: TensorSource, table: Table) -> set[str]:
 
 
 def _meaningless(checkpoint: TensorSource) -> set[str]:
-    """Tensors without elements, and what old files repeat although the rotary layer computes it."""
+    """Return tensors without elements, and rotary frequencies, which old files hold and the layer computes."""
     return {
         name
         for name, stored in checkpoint.tensors.items()
@@ -156,7 +156,7 @@ def _meaningless(checkpoint: TensorSource) -> set[str]:
 
 
 def _layer(name: str) -> int:
-    """The index of the layer that a tensor of theirs belongs to; -1 where it belongs to none."""
+    """Return the index of a published tensor's layer; -1 where it belongs to no layer."""
     found = _LAYER.match(name)
     return int(found[1]) if found else -1
 

@@ -35,12 +35,12 @@ from moejob_trainer.runtime.disk import Disk, publish_folder
 
 MOST_SHARD_BYTES = 5 * 10**9
 
-# What all ranks together make of the finished folder before it gets its name; raises where it is not what it should be.
+# Check of all ranks on the finished folder before it gets its name; raises where the folder is wrong.
 Check = Callable[[Path], None]
 
 
 def unchecked(_: Path) -> None:
-    """For weights without a model around them."""
+    """Accept weights that no model was built for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +150,7 @@ def file_names(counts: Sequence[int], rank: int) -> list[str]:
 
 
 def _prepare(gathering: TensorGathering, target: Target, needed_bytes: int) -> None:
-    # Asking for weights may put them together, which takes all ranks: not without need.
+    # Reading weights may assemble them, which takes all ranks: read none without need.
     dtype = target.dtype or max(gathering.state.values(), key=Tensor.numel).dtype
     prepare(target, gathering.table.shape, dtype, needed_bytes)
 
@@ -193,7 +193,7 @@ def complete(table: Table, target: Target, written: Sequence[WrittenFile]) -> Ex
     entries = {entry.name: (one.file, entry) for one in written for entry in one.entries}
     if len(written) > 1:
         Disk().write(folder / INDEX_FILE, _index(entries).encode())
-    # The same judgement as on every import: number, names, shapes and types of all tensors.
+    # The check of every import: number, names, shapes and types of all tensors.
     opened(folder, table)
     return ExportReport(
         folder=target.folder,
@@ -208,7 +208,7 @@ def _import_again(gathering: TensorGathering, target: Target) -> None:
     source, place = opened(target.unfinished, gathering.table), gathering.groups.coordinates
     mine = {piece.parameter for piece, _ in gathering.pieces()}
     for parameter in gathering.held():
-        # Asking for a weight may put it together, which takes all ranks.
+        # Reading a weight may assemble it, which takes all ranks.
         weight = gathering.state[parameter.name].detach()
         if parameter.name in mine and not source.holds(weight, parameter, local_slices(parameter, place)):
             raise CorruptExport(
@@ -233,7 +233,7 @@ def _index(entries: Mapping[str, tuple[str, TensorEntry]]) -> str:
 
 @contextmanager
 def removed_on_failure(unfinished: Path) -> Iterator[None]:
-    """Remove what is being written, unless it has got its name by then."""
+    """Remove the unfinished folder afterwards; a complete export has its final name by then."""
     try:
         yield
     finally:

@@ -1,7 +1,7 @@
 """Safetensors files that stay open between the parts that are read of them.
 
-Opening one parses a header of all its tensors, of which a model of experts has thousands. But an open file is mapped,
-and what was read of it counts as this process's memory: behind a number of bytes they are closed, and opened again.
+Opening a file parses the header of all its tensors: thousands in a model of experts. But an open file is mapped, and
+the parts that were read count as memory of this process. So after a number of bytes all files are closed and reopened.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class OpenFiles:
-    """Files that several threads may read. most_bytes: read of all of them before they are closed."""
+    """Files that several threads may read. most_bytes: bytes to read from all files before they are closed."""
 
     most_bytes: int = 2**28
     _opened: dict[Path, safe_open] = field(default_factory=dict)

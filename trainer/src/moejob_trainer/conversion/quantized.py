@@ -1,6 +1,6 @@
-"""Checkpoints that are published quantized, seen as if they were not: DeepSeek's FP8 blocks and gpt-oss's MXFP4.
+"""Checkpoints that are published quantized, read as dequantized tensors: DeepSeek's FP8 blocks and gpt-oss's MXFP4.
 
-A part is read with the scales that concern it. Knows nothing of models but these two ways.
+A part is read with its own scales alone. Knows these two formats and nothing else of models.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class PackedFours:
         blocks = self.checkpoint.read(name + _BLOCKS, (experts, outputs, groups, slice(0, _PACKED // 2)))
         scales = self.checkpoint.read(name + _SCALES, (experts, outputs, groups))
         first = inputs.start - groups.start * _PACKED
-        # One expert after the other: what is unpacked on the way is many times as large.
+        # One expert after the other: unpacking takes many times the memory of the packed numbers.
         each = [_unpacked(*expert) for expert in zip(blocks, scales, strict=True)]
         return torch.stack(each)[..., first : first + inputs.stop - inputs.start].transpose(1, 2)
 
@@ -145,7 +145,7 @@ def _unpacked(blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 def _block_size(folder: Path) -> tuple[int, int]:
-    """Rows and columns that share a scale, as config.json says; the scales' own shape does not tell."""
+    """Return the rows and columns that share a scale, from config.json: the shape of the scales does not tell."""
     try:
         config = read_json(folder / "config.json")
     except (OSError, ValueError) as error:

@@ -1,6 +1,6 @@
 """One safetensors file, written tensor by tensor: the library's own writer wants all of a file in memory at once.
 
-What is written here is read back through the library.
+The library reads back every file that is written here.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class ShardWriter:
         return content
 
     def sync(self) -> None:
-        """Wait until storage has what was written."""
+        """Wait until storage has all written bytes."""
         os.fsync(self.descriptor)
 
 
@@ -88,7 +88,7 @@ def shard_writer(
     path: Path, entries: Sequence[TensorEntry], metadata: Mapping[str, str] = MappingProxyType({})
 ) -> Iterator[ShardWriter]:
     """A file ready for its tensors in any order."""
-    # Wide numbers first: so every tensor begins at a multiple of its own width.
+    # Wide types first, so that every tensor begins at a multiple of its element's size.
     ordered = sorted(entries, key=lambda entry: (-entry.dtype.itemsize, entry.name))
     header, offsets, end = _header(ordered, metadata)
     with path.open("xb", buffering=0) as file:
@@ -98,7 +98,7 @@ def shard_writer(
 
 
 def verify(path: Path, entries: Sequence[TensorEntry], checksums: Mapping[str, str]) -> None:
-    """Read a file back once storage has it; CorruptExport where it is not what was written."""
+    """Read a file back once storage has it; CorruptExport where it differs from the tensors written."""
     sync_and_forget(path)
     try:
         with safe_open(path, "pt") as opened, hashing_threads() as threads:
@@ -143,7 +143,7 @@ def _header(entries: Sequence[TensorEntry], metadata: Mapping[str, str]) -> tupl
 
 
 def _write_at(descriptor: int, content: memoryview, offset: int) -> None:
-    """Write all of it. A call writes 2 GiB at most, and less where room ends."""
+    """Write all of the content: one call writes 2 GiB at most, and less where the volume is almost full."""
     written = 0
     while written < len(content):
         written += os.pwrite(descriptor, content[written:], offset + written)

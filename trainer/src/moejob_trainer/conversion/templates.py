@@ -1,4 +1,4 @@
-"""The files beside exported weights: config.json with what was trained, and tokenizer files as they were."""
+"""The files beside exported weights: a config.json of the trained model, and unchanged tokenizer files."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def copy_beside(template: Path, folder: Path, shape: ModelShape, dtype: torch.dt
 
 
 def config(text: str, shape: ModelShape, dtype: torch.dtype) -> str:
-    """A config.json that is true of these weights: untouched where it is already."""
+    """Return a config.json that describes these weights: the published text where it already does."""
     published = json.loads(text)
     changed = _true(published, shape, dtype)
     if shape_of(changed) != shape:
@@ -54,7 +54,7 @@ def config(text: str, shape: ModelShape, dtype: torch.dtype) -> str:
 def _true(published: dict[str, object], shape: ModelShape, dtype: torch.dtype) -> dict[str, object]:
     key = "torch_dtype" if "torch_dtype" in published else "dtype"
     changed = published | {key: str(dtype).removeprefix("torch.")}
-    # Weights are written as they are trained, not as they may have been published.
+    # Weights are written in the type they are trained in, even if they were published quantized.
     changed.pop("quantization_config", None)
     if not shape.mtp_layers and shape_of(changed).mtp_layers:
         changed["num_nextn_predict_layers"] = 0

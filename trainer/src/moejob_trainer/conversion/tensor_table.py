@@ -1,7 +1,7 @@
-"""The table between tensors of Hugging Face files and regions of our parameters, read both ways.
+"""The table between tensors of Hugging Face files and regions of our parameters, used in both directions.
 
-A row names the axes of both sides in letters, as in `g 0 d h` <- `(g d) h`: a digit is a fixed index into an axis of
-ours, a bracket is one axis of theirs that is several of ours, `e` is the expert where the tensor's name says {e}, and
+A row names the axes of both sides in letters, as in `g 0 d h` <- `(g d) h`. A digit is a fixed index into one of our
+axes; a bracket is one of their axes that joins several of ours; `e` is the expert, which the tensor's name has as {e};
 `v` is the vocabulary, which is padded on our side only. Pure arithmetic and views: reads and writes nothing.
 """
 
@@ -29,9 +29,9 @@ class TensorRule:
 
 @dataclass(frozen=True, slots=True)
 class Stacking:
-    """Experts that are handled together: those of each rank, in runs that stay below a number of elements.
+    """Stacks of experts: each rank's experts, in runs that stay below a number of elements.
 
-    A name is then that of all of them: `experts.{8:16/64}.up_proj.weight` stacks those of experts 8 to 15 of 64.
+    The name of a stack spans its experts: `experts.{8:16/64}.up_proj.weight` stacks experts 8 to 15 of 64.
     """
 
     # Ranks that share the experts of a layer.
@@ -49,10 +49,10 @@ class Stacking:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One tensor of theirs, or a stack of them, and the region of ours that it fills.
+    """One published tensor, or a stack of them, and the region of our parameter that it fills.
 
-    region: its bounds on every axis of our parameter, fixed ones as a slice of one.
-    axes: for each axis of their tensor the axes of ours that it consists of, the slowest first.
+    region: its bounds on every axis of our parameter; a fixed index is a slice of length one.
+    axes: for each axis of their tensor, the axes of ours that it joins, the slowest first.
     """
 
     tensor: str
@@ -77,7 +77,7 @@ class Piece:
         return prod(self.extents)
 
     def overlap(self, held: Slices) -> Slices | None:
-        """The part of the region that lies in what a rank holds, in our whole parameter's coordinates."""
+        """Return the part of the region that a rank holds, in coordinates of our whole parameter."""
         common = tuple(
             slice(max(mine.start, theirs.start), min(mine.stop, theirs.stop))
             for mine, theirs in zip(held, self.region, strict=True)
@@ -85,7 +85,7 @@ class Piece:
         return common if all(part.start < part.stop for part in common) else None
 
     def around(self, part: Slices) -> Slices:
-        """The smallest part around one that is a single range on every axis of their tensor."""
+        """Return the smallest part around this one that is a single range on every axis of their tensor."""
         found = list(part)
         for group in self.axes:
             is_cut = False
@@ -100,19 +100,19 @@ class Piece:
         return tuple(self._theirs(group, part) for group in self.axes)
 
     def ours(self, theirs: Tensor, part: Slices) -> Tensor:
-        """A part as read from their tensor, seen with our axes."""
+        """View a part that was read from their tensor with our axes."""
         extents = sizes(part)
         order = [axis for group in self.axes for axis in group]
         split = theirs.reshape([extents[axis] for axis in order])
         return split.permute([order.index(axis) for axis in range(len(order))])
 
     def theirs(self, ours: Tensor) -> Tensor:
-        """The whole region, seen as their tensor."""
+        """View the whole region as their tensor."""
         order = [axis for group in self.axes for axis in group]
         return ours.permute(order).reshape(self.shape)
 
     def _theirs(self, group: tuple[int, ...], part: Slices) -> slice:
-        """The range on one axis of theirs: of those it consists of, what is faster than a cut one has to be whole."""
+        """Return the range on one of their axes; of the axes it joins, all behind a cut axis must be whole."""
         if self.around(part) != part:
             raise ValueError(f"{self.tensor}: the part {part} is not one range of it")
         start = 0
@@ -127,14 +127,14 @@ def sizes(part: Slices) -> tuple[int, ...]:
 
 
 def within(part: Slices, held: Slices) -> Slices:
-    """A part of a parameter in the coordinates of what a rank holds."""
+    """Return a part of a parameter in coordinates of the region that a rank holds."""
     return tuple(slice(one.start - base.start, one.stop - base.start) for one, base in zip(part, held, strict=True))
 
 
 def pieces(
     row: TensorRule, parameter: Parameter, tensor: str, vocabulary: int, stacking: Stacking | None = None
 ) -> Iterator[Piece]:
-    """The pieces that a row means for one parameter; `tensor` is the row's tensor with all but {e} filled in."""
+    """Yield the pieces of one parameter by a row; `tensor` is the row's tensor with everything but {e} filled in."""
     letters = row.ours.split()
     names = re.findall(r"\(([^)]*)\)|(\S+)", row.theirs)
     theirs = tuple(_group(letters, (bracket or plain).split()) for bracket, plain in names)
@@ -170,7 +170,7 @@ def _bounds(letter: str, size: int, vocabulary: int) -> slice:
 
 
 def _complete(axes: tuple[tuple[int, ...], ...], count: int) -> tuple[tuple[int, ...], ...]:
-    """Axes of one index are nowhere in their shape; put before the first axis they change nothing."""
+    """Put fixed axes, which their shape lacks, before the first axis: at length one they change nothing."""
     named = {axis for group in axes for axis in group}
     fixed = tuple(axis for axis in range(count) if axis not in named)
     return (fixed + axes[0], *axes[1:])

@@ -1,7 +1,6 @@
 """The order of documents: the blend of sources, their epochs, and the cursor that resumes exactly there.
 
-The order is a function of the seed and of how many documents were sampled; no layout, no worker and no clock has a part
-in it.
+The order is a function of the seed and of the number of sampled documents; it depends on no layout, worker or clock.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """The samples taken so far. With the blend it determines all that follow; kept in every checkpoint."""
+    """The samples taken so far. Cursor and blend determine all later samples; every checkpoint has the cursor."""
 
     # From each source.
     taken: tuple[int, ...]
-    # Drawn, but without room in the batches so far; they come first.
+    # Documents that were sampled but did not fit into a batch yet; the next batch takes them first.
     waiting: tuple[Key, ...] = ()
-    # Of the blend that was sampled from.
+    # The fingerprint of the blend that was sampled.
     mixture: str = ""
 
     def as_json(self) -> str:
@@ -115,7 +114,7 @@ class BlendedDataset:
         return Key(source, self._document(source, number)), replace(cursor, taken=taken)
 
     def _next_source(self, taken: Sequence[int]) -> int:
-        """The one that is furthest behind its share, the first of equals."""
+        """Return the source that is furthest behind its share, the first of equals."""
         if len(taken) == 1:
             return 0
         due = sum(taken) + 1
@@ -144,6 +143,6 @@ def blended_dataset(sources: Sequence[Corpus | PromptCorpus], data: Data) -> Ble
 
 @lru_cache(maxsize=256)
 def _shuffled_block(size: int, key: int, block: int) -> list[int]:
-    """Many at a time: one at a time costs a hundred times as much."""
+    """Shuffle a block of positions at once: one position at a time costs a hundred times as much."""
     positions = np.arange(block * _BLOCK, min(size, (block + 1) * _BLOCK))
     return [int(position) for position in shuffled(positions, size, key)]

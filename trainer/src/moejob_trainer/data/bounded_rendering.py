@@ -1,9 +1,9 @@
 """Bounds for a foreign program that runs in this process: a chat template of a model or of a job.
 
-Jinja's sandbox keeps a template off Python's objects, and neither off its time nor off its memory: two nested loops of
-100,000 take hours, and a text that doubles itself forty times a terabyte. Loops are ended by a timer of processor time,
-which Python obeys between two operations; memory by a limit on addresses, above what the process has; and a power of
-whole numbers, the one operation that is long by itself without much memory, is refused before anything runs.
+Jinja's sandbox keeps a template away from Python's objects, but bounds neither time nor memory: two nested loops of
+100,000 take hours, and a text that doubles itself forty times takes a terabyte. A timer of processor time ends loops,
+since Python handles signals between two operations. A limit on addresses, above those in use, ends growth. A power of
+whole numbers is the one operation that takes long without much memory, so templates with powers are refused.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PAGE = resource.getpagesize()
 
 
 class ExceedsBounds(TemplateError):
-    """A template that takes more than any of its kind does."""
+    """A template that takes more time or memory than any chat template needs."""
 
 
 def refuse_powers(source: str) -> None:
@@ -80,7 +80,7 @@ def _bounded_memory() -> Iterator[None]:
 
 @contextmanager
 def _bounded_time() -> Iterator[None]:
-    # Signals are the main thread's; wherever data is prepared or shown, that is the one that renders.
+    # Only the main thread can handle signals; it is the thread that renders wherever data is prepared or previewed.
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,8 +1,8 @@
-"""A conversation as the text that the model reads, and which characters of it the assistant wrote.
+"""A conversation as the text that the model reads, and the characters of it that the assistant wrote.
 
-A template marks it with {% generation %}; for some that do not, `marked` has the same with marks. For others the
-text before and after every assistant message is compared, and a template under which that is no statement is refused:
-never is everything trained on for want of a mask.
+A template marks these with {% generation %}; some published templates without marks have a marked copy here. For other
+templates the text before and after every assistant message is compared. A template for which the comparison fails is
+refused: no conversation is trained on without a mask.
 """
 
 from __future__ import annotations
@@ -96,10 +96,10 @@ class Template:
                     "differently when it is answered and when other messages follow, so what to train on is "
                     f"unknown; {self._unknown(conversation)}; {_FIX}"
                 )
-            # Of a line break after the end of a turn the model knows nothing: it has stopped.
+            # The model never writes a line break behind the end of its turn: it has stopped by then.
             spoken = after[len(before) :].rstrip()
             if not spoken.endswith(tuple(self._tokenizer.get_added_vocab())):
-                # Some models stop by beginning the next turn; their own turn has no end to learn.
+                # Some models stop where the next turn begins, so their own turn ends without a token to learn.
                 raise BadData(
                     f"{conversation.place}, message {number + 1}: under the chat template this message ends without a "
                     f"special token, so the model would not learn to stop; {self._unknown(conversation)}; {_FIX}, "
@@ -163,7 +163,7 @@ def _chosen(conversation: Conversation, marked: Sequence[Span], trained: Sequenc
 
 
 def _refuse_omissions(conversation: Conversation, text: str) -> None:
-    """Templates silently leave out what their model was not made for: tools, a role, text beside a tool call."""
+    """Refuse a text that lacks parts of its record: templates silently drop tools, roles, text beside tool calls."""
     for what, needed in _needed(conversation):
         # Some write a tool's answer as JSON.
         if needed not in text and json.dumps(needed, ensure_ascii=False)[1:-1] not in text:

@@ -1,8 +1,8 @@
 """Documents of one data set as files of token ids, written once before the first step and then only mapped.
 
-So that the whole of the data is checked and counted before anything is trained, that a rank reads no document but its
-own, and that tokenizing never holds up a step. A start that hashed all of it would read all of it: each document has a
-checksum of its own, which is compared when it is read.
+All data is checked and counted before the first step, a rank reads its own documents alone, and no step waits for the
+tokenizer. A start does not hash the files, since it would have to read them: each document has its own checksum, which
+is compared whenever the document is read.
 """
 
 from __future__ import annotations

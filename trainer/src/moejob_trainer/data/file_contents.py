@@ -1,7 +1,7 @@
 """Identity of data files: their content, read once, and again only when the volume says that they were written.
 
-A copy, a `touch` and another mount change the times of a file and nothing that a run learns from. Hashes find changes
-here and no forgery: who may write the data may change what is trained on.
+A copy, a `touch` or another mount changes the times of a file but not its content. Hashes detect changes here, not
+forgery: a user who may write the data may change the training data anyway.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def file_stamp(path: Path) -> str:
 
 
 def read_contents(files: Mapping[str, Path], folder: Path) -> str:
-    """Return a text that changes when the content of a file or its name does. What is hashed is noted in the folder."""
+    """Return a text that changes with the content or the name of any file. The folder records the hashes."""
     known = _known(folder)
     with ThreadPoolExecutor(Disk.reads_at_once) as threads:
         seen = dict(

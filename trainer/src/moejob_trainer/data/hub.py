@@ -1,7 +1,7 @@
-"""Commits of the Hugging Face hub that a run is bound to: a name is resolved once, and every later start asks for that.
+"""Commits of the Hugging Face hub that a run is bound to: a run resolves a name once, and later starts use that commit.
 
 A branch or tag may move while a run lasts for weeks. Without a record a restart would read other weights, other data,
-or run other code; so the commit goes into the run folder before anything that was fetched is used.
+or run other code. So the commit is written into the run folder before any fetched file is used.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from moejob_trainer.errors import BadConfiguration, TransientFailure
 from moejob_trainer.runtime.disk import Disk, replace, sync_tree
 from moejob_trainer.runtime.json_files import read_json
 
-# Answers of the hub that stay: what is asked for is not there, or not for this token.
+# Permanent errors of the hub: the repository does not exist, or this token has no access to it.
 _REFUSALS = frozenset({HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN, HTTPStatus.NOT_FOUND})
 # Between a module's repository and its name, where the code of a model lies in another repository.
 _ELSEWHERE = "--"
@@ -70,12 +70,12 @@ class HubPins:
         self._write((*(other for other in self.pins() if other.asked != pin.asked), pin))
 
     def go_on_with(self, other: Path) -> None:
-        """Begin with the commits of another run, whose place in its data this one continues from."""
+        """Start with the commits of another run, if this run continues from its position in the data."""
         if not self.file.exists() and (theirs := HubPins(other).pins()):
             self._write(theirs)
 
     def commits(self) -> tuple[HubCommit, ...] | None:
-        """Return what the status of the job says of them; None when the run uses nothing of the hub."""
+        """Return the commits for the job's status; None when the run uses nothing of the hub."""
         found = tuple(HubCommit(kind=pin.kind, name=pin.name, commit=pin.commit) for pin in self.pins())
         return found[:MOST_HUB_COMMITS] or None
 
@@ -102,7 +102,7 @@ def fetched_model(name: str, revision: str | None, pins: HubPins) -> Path:
     known = pins.pin(RepositoryKind.MODEL, name, revision)
     folder = _snapshot(name, revision, known, pins)
     files = compared(folder, _files_of(name, folder, known))
-    # A snapshot is called after its commit.
+    # The folder of a snapshot has the name of its commit.
     found = PinnedRepository(
         kind=RepositoryKind.MODEL, name=name, revision=revision, commit=folder.name, files=dict(files)
     )
@@ -117,7 +117,7 @@ def _snapshot(name: str, revision: str | None, known: PinnedRepository | None, p
         return there
     try:
         folder = Path(snapshot_download(name, revision=known.commit if known else revision, cache_dir=cache))
-        # The files beside it: what the run is bound to next must not be empty after a loss of power.
+        # Sync before the run is bound to these files: they must not be empty after a loss of power.
         sync_tree(Disk(), folder.parents[1])
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, httpx.HTTPError, OSError) as error:
         bound = "" if known is None else f", in commit {known.commit}, which {pins.file} binds this run to,"
@@ -129,7 +129,7 @@ def _snapshot(name: str, revision: str | None, known: PinnedRepository | None, p
 
 
 def is_lasting(error: Exception, known: PinnedRepository | None) -> bool:
-    """Return whether another try would be refused, too. A hub that a run has reached before is away for a while."""
+    """Return whether another try would fail too. A hub that this run has reached before is only away for a while."""
     if isinstance(error, HfHubHTTPError) and error.response is not None:
         return error.response.status_code in _REFUSALS
     return known is None or isinstance(error, HFValidationError)
@@ -158,7 +158,7 @@ def dataset_commit(name: str, pins: HubPins) -> str | None:
         return known.commit
     try:
         commit = HfApi().dataset_info(name).sha
-    # Loading it says what is wrong.
+    # Loading the data set reports the error.
     except (HfHubHTTPError, HFValidationError, httpx.HTTPError, OSError):
         return None
     if commit is not None:

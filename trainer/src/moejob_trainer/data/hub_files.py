@@ -1,8 +1,8 @@
-"""Files of a model in a cache of the hub, compared with what the hub says of them.
+"""Files of a model in a cache of the hub, compared with the hub's digests.
 
-The cache is on a volume that other jobs write to. The hub names a file by the SHA-256 of its content, or a small one by
-what git calls it. The commit of a run never changes, so what the hub said once is kept.
-Hashing weights takes as long as reading them: they are hashed again only when the volume says that they were written.
+The cache is on a volume that other jobs write to. The hub identifies a large file by the SHA-256 of its content and a
+small one by its git blob. The commit of a run never changes, so the hub's digests are recorded once.
+Hashing weights takes as long as reading them: they are hashed again only if the volume reports that they were written.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ HubFiles = Mapping[str, HubFile]
 
 
 def said_by_hub(name: str, folder: Path) -> HubFiles:
-    """The files of a model in the commit after which a snapshot is called; by the cache's own names without the hub."""
+    """List the files of a snapshot's commit with the hub's digests; without the hub, with the cache's file names."""
     try:
         tree = list(HfApi().list_repo_tree(name, revision=folder.name, recursive=True))
     except (HfHubHTTPError, httpx.HTTPError, OSError):
@@ -79,7 +79,7 @@ def compared(folder: Path, files: HubFiles) -> HubFiles:
 
 
 def _compared(path: Path, file: HubFile) -> HubFile:
-    # Before it is read: what is written meanwhile has another.
+    # Take the stamp before reading: a write in the meantime changes it.
     seen = file_stamp(path)
     if seen == file.seen and path.stat().st_size >= _SMALL_BYTES:
         return file
@@ -93,7 +93,7 @@ def _digest(path: Path, file: HubFile) -> str:
     with path.open("rb") as content:
         if len(file.digest) == _SHA256_DIGITS:
             return hashlib.file_digest(content, "sha256").hexdigest()
-        # As git names a blob; no protection is taken from SHA-1 but that of the commit, which is one.
+        # The hash of a git blob. The commit is a SHA-1 too, so this check is as strong as the commit itself.
         named = hashlib.sha1(b"blob %d\0" % path.stat().st_size, usedforsecurity=False)
         return hashlib.file_digest(content, lambda: named).hexdigest()
 

@@ -53,7 +53,7 @@ def _entries(found: Iterable[Mapping[str, object]], name: str) -> Iterator[Recor
         for fields in found:
             number += 1
             yield Record(without_absent(fields), f"{name}, row {number}")
-    # Of streamed files, which are looked into only now. A network that fails is no fault of theirs.
+    # Streamed files are first read here. A failing network is no error of the file, so it is not caught.
     except (pa.ArrowInvalid, datasets.exceptions.DatasetsError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise BadData(f"{name} cannot be read after row {number}: {reason}; correct the file") from error

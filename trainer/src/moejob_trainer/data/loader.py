@@ -42,7 +42,7 @@ class BatchLoader:
         return {_CURSOR: self._cursor.as_json()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume behind the last batch that was learned from."""
+        """Resume behind the last batch that was trained on."""
         self.close()
         self._cursor = Cursor.from_json(state[_CURSOR])
 

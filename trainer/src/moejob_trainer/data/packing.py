@@ -36,9 +36,9 @@ from moejob_trainer.training.micro_batch import FILLER, Array
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """The demands that a layout and a job make on micro batches."""
+    """The requirements of a layout and a job on micro batches."""
 
-    # Data-parallel ranks; every one gets equally many micro batches, for all meet in the exchange of experts' tokens.
+    # Data-parallel ranks. All get the same number of micro batches, because all exchange experts' tokens.
     data: int
     # Most tokens of one micro batch.
     tokens: int
@@ -46,11 +46,11 @@ class BatchPlan:
     packing: bool = True
     # Most documents of one micro batch. None: as many as fit.
     documents: int | None = None
-    # What the length of every slot is a multiple of: context and sequence parallelism cut it.
+    # The length of every slot is a multiple of this, because context and sequence parallelism cut slots.
     multiple: int = 1
-    # What the number of micro batches of a rank is a multiple of: the pipeline size when stages are interleaved.
+    # A rank's number of micro batches is a multiple of this: the pipeline size if stages are interleaved.
     count_multiple: int = 1
-    # All micro batches of a global batch get one length, for what exchanges buffers of one size.
+    # All micro batches of a global batch get one length, for dispatchers that exchange buffers of one size.
     equal_lengths: bool = False
     pad_token: int = 0
 
@@ -132,7 +132,7 @@ def _tokens(batch: Slots) -> int:
 
 
 def _packed(slots: Sequence[int], plan: BatchPlan) -> list[list[int]]:
-    """Groups within plan.tokens, as few as can be had quickly, and as even as possible."""
+    """Pack into groups within plan.tokens: few groups without a long search, as even as possible."""
     step = plan.data * plan.count_multiple
     count = round_up(max(1, -(-sum(slots) // plan.tokens)), step)
     order = sorted(range(len(slots)), key=lambda place: (-slots[place], place))
@@ -145,7 +145,7 @@ def _packed(slots: Sequence[int], plan: BatchPlan) -> list[list[int]]:
 
 
 def _evenly(order: Sequence[int], slots: Sequence[int], count: int, most: int) -> list[list[int]] | None:
-    """The longest first, each to the group that has least; None if one runs over."""
+    """Put the longest first, each into the emptiest group; None if a group overflows."""
     groups: list[list[int]] = [[] for _ in range(count)]
     loads = [(0, number) for number in range(count)]
     for place in order:
@@ -158,7 +158,7 @@ def _evenly(order: Sequence[int], slots: Sequence[int], count: int, most: int) -
 
 
 def _tightly(order: Sequence[int], slots: Sequence[int], count: int, most: int) -> list[list[int]] | None:
-    """The longest first, each to the fullest group that still has room; None if one finds none."""
+    """Put the longest first, each into the fullest group with room; None if a document has no room."""
     groups: list[list[int]] = [[] for _ in range(count)]
     rows = PackedRows(count, most)
     for place in order:
@@ -186,7 +186,7 @@ class PackedRows:
 
 
 def _padded(slots: Sequence[int], plan: BatchPlan) -> list[list[int]]:
-    """Groups of like lengths, for all of a group are padded to its longest."""
+    """Group documents of similar lengths: a group is padded to its longest document."""
     groups: list[list[int]] = []
     for place in sorted(range(len(slots)), key=lambda place: (-slots[place], place)):
         if groups and _takes_one_more(groups[-1], slots, plan):
@@ -203,7 +203,7 @@ def _takes_one_more(group: Sequence[int], slots: Sequence[int], plan: BatchPlan)
 
 
 def _split_into(groups: list[list[int]], count: int) -> list[list[int]]:
-    """As many groups as asked for: work is better shared than left to some, with padding for the others."""
+    """Split groups until there are `count`: ranks share the work instead of computing padding."""
     while len(groups) < count:
         largest = max(range(len(groups)), key=lambda number: len(groups[number]), default=None)
         if largest is None or len(groups[largest]) < 2:
@@ -230,7 +230,7 @@ def _equal(batches: Sequence[Slots], plan: BatchPlan) -> list[Slots]:
 
 
 def _dealt(batches: Sequence[Slots], ranks: int) -> list[list[Slots]]:
-    """To and fro over the ranks, so that the first does not get the longest every time."""
+    """Deal batches in alternating directions, so that the first rank does not get the longest every time."""
     hands: list[list[Slots]] = [[] for _ in range(ranks)]
     for number, start in enumerate(range(0, len(batches), ranks)):
         turn = batches[start : start + ranks]

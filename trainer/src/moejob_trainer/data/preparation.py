@@ -1,4 +1,4 @@
-"""Turns data sets into corpora: reads, tokenizes on several cores, applies the policy for what is too long, counts.
+"""Turns data sets into corpora: reads, tokenizes on several cores, applies the policy for long documents, counts.
 
 One process of a run prepares; all ranks then open the folders that it names.
 """
@@ -33,7 +33,7 @@ from moejob_trainer.errors import BadData
 
 # Of what is prepared, in the folder of a run.
 FOLDER = "data"
-# Part of a corpus's name: what a version wrote that reads or encodes differently is not taken for this one's.
+# Part of a corpus's name: a version that reads or encodes differently does not use corpora of this one.
 _VERSION = 4
 _NO_SOURCES: Mapping[str, tuple[Dataset, ...]] = {"train": (), "eval": ()}
 _CHUNK = 256
@@ -78,9 +78,9 @@ class Fitted:
 
 
 def prepare(datasets: Sequence[Dataset], recipe: Recipe, folder: Path, workers: int = 1) -> tuple[Path, ...]:
-    """Tokenize data sets into folders below `folder` and name those, in order.
+    """Tokenize data sets into folders below `folder`; return these folders in order.
 
-    What is there already is kept, so that a restarted run begins at once. A data set without documents is refused.
+    Existing folders are kept, so that a restarted run begins at once. A data set without documents is refused.
     """
     folder.mkdir(parents=True, exist_ok=True)
     using = recipe.tokenizer()
@@ -115,11 +115,11 @@ def _prepared(dataset: Dataset, recipe: Recipe, folder: Path, workers: int, iden
 
 
 def fingerprint(dataset: Dataset, recipe: Recipe, using: PreTrainedTokenizerBase, folder: Path, *further: int) -> str:
-    """Return the hash of all that decides what a data set becomes. What is read for it is noted in the folder."""
+    """Return the hash of everything that determines a data set's corpus. The folder records the files' hashes."""
     data = recipe.data
     parts = (
         *(_VERSION, recipe.vocabulary, data.max_length, data.overlong, data.chat_template),
-        # All of what is read and how, but not how often.
+        # Every field but the weight: it changes how often documents are sampled, not the documents.
         dataset.model_copy(update={"weight": 1.0}).model_dump_json(),
         read_contents(source_files(dataset, recipe.claims), folder),
         *(using.chat_template, using.special_tokens_map, using.is_fast and using.backend_tokenizer.to_str()),
@@ -174,7 +174,7 @@ def encoded(
     found = records(dataset, recipe.claims, recipe.pins)
     first = list(islice(found, _ALONE))
     chunks = _chunks(chain(first, found))
-    # What is read is no part of how it is encoded.
+    # Workers cache the encoder by recipe, and the list of data sets does not change how records are encoded.
     act = partial(encode, replace(recipe, data=recipe.data.model_copy(update=_NO_SOURCES)))
     if workers == 1 or len(first) < _ALONE:
         return chain.from_iterable(map(act, chunks))
@@ -212,7 +212,7 @@ def _encoded(kind: RecordKind, recipe: Recipe, chunk: Sequence[Record]) -> list[
 
 @cache
 def _encoder(kind: RecordKind, recipe: Recipe) -> Encoder:
-    """Kept, for in a pool every chunk asks for it and a tokenizer takes a second to load."""
+    """Cache the encoder: in a pool every chunk needs it, and a tokenizer takes a second to load."""
     return encoder(kind, recipe.tokenizer(), recipe.data.chat_template)
 
 

@@ -1,6 +1,6 @@
-"""Folders of prepared data: each is whole or not there, and says so by its report.
+"""Folders of prepared data: a folder is complete if it has its report.
 
-They can be built again from the data that they were made of, so damage ends no run: the next start builds them.
+A folder can be built again from its source data, so damage is no lasting failure: the next start builds it again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from moejob_api.owned_folders import owned_folder
 from moejob_trainer.errors import TransientFailure
 from moejob_trainer.runtime.disk import Disk, publish_folder
 
-# Written last: what lies there without one is a remnant.
+# Written last: a folder without a report is a remnant.
 REPORT = "report.json"
 
 
@@ -37,12 +37,12 @@ def built(folder: Path, write: Callable[[Path], None], read: Callable[[Path], ob
 
 
 def finish(folder: Path, report: object) -> None:
-    """Write the report, which is what makes a folder whole: it comes last."""
+    """Write the report, which completes a folder."""
     Disk().write(folder / REPORT, TypeAdapter(type(report)).dump_json(report, indent=1))
 
 
 def damaged(folder: Path) -> DamagedData:
-    """Return what is raised where a folder holds something else than was written; it is no longer taken for whole."""
+    """Remove the report of a folder that differs from what was written, and return the error to raise."""
     with suppress(OSError):
         (folder / REPORT).unlink(missing_ok=True)
     return DamagedData(f"{folder} was damaged since it was written; the next start builds it again")

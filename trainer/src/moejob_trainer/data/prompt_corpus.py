@@ -1,7 +1,7 @@
 """Prompts of one data set as lines of JSON, written once before the first step and then only mapped.
 
-Rank 0 alone asks, but a million prompts as objects of Python take gigabytes of its pod's memory, and minutes of every
-start to tokenize again.
+Only rank 0 reads prompts, but a million prompts as Python objects take gigabytes of its pod's memory, and tokenizing
+them again would take minutes of every start.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LINES, _PLACES = "prompts.jsonl", "places.npy"
 
 @dataclass(frozen=True, slots=True)
 class PromptLine:
-    """A prompt as it is written, and the hash of all that a run sees of it: not of its place."""
+    """A prompt as it is written, and the hash of its tokens and fields, which a run uses; its place is left out."""
 
     text: bytes
     digest: bytes

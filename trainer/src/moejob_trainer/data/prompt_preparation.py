@@ -17,14 +17,14 @@ from moejob_trainer.data.prompt_corpus import PromptLine, PromptReport
 from moejob_trainer.data.prompts import fits, read_prompt, refuse_none, refuse_unasked
 from moejob_trainer.data.records import Record
 
-# Of the lines that are written; what they are resumed by is the hash of what a run sees of them.
+# The format of the lines. A resumed run compares the hash of tokens and fields instead.
 _VERSION = 1
 
 
 def prepare_prompts(
     datasets: Sequence[Dataset], recipe: Recipe, most_tokens: int, folder: Path, workers: int = 1
 ) -> tuple[Path, ...]:
-    """Write the prompts of data sets into folders below `folder` and name those, in order; what is there is kept."""
+    """Write the prompts of data sets into folders below `folder`; return these in order. Existing ones are kept."""
     folder.mkdir(parents=True, exist_ok=True)
     using = recipe.tokenizer()
     found = []
@@ -59,5 +59,5 @@ def _lines(most_tokens: int, recipe: Recipe, chunk: Sequence[Record]) -> list[Pr
 
 @cache
 def _tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
-    """Kept, for in a pool every chunk asks for it and it takes a second to load."""
+    """Cache the tokenizer: in a pool every chunk needs it, and it takes a second to load."""
     return recipe.tokenizer()

@@ -1,4 +1,4 @@
-"""Prompts for GRPO and evaluations: what the model is asked, and what a reward needs to judge the answer."""
+"""Prompts for GRPO and evaluations: the tokens that the model reads, and the fields that a reward needs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def prompts(dataset: Dataset, recipe: Recipe, most_tokens: int) -> tuple[Prompt,
 
 
 def refuse_unasked(dataset: Dataset, recipe: Recipe, most_tokens: int) -> None:
-    """BadData for a data set of which nothing can be asked."""
+    """Raise BadData for a data set that cannot give any prompt."""
     if dataset.format is not DataFormat.PROMPTS:
         raise BadData(f"data set {dataset.source} has the format {dataset.format}; GRPO needs Prompts")
     if most_tokens < 1:

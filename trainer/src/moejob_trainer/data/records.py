@@ -43,7 +43,7 @@ def _refuse_surrogate(text: str, place: str) -> None:
 
 
 def without_absent(fields: Mapping[str, object]) -> Mapping[str, object]:
-    """Arrow gives every row the keys of all rows; a key without a value was never written."""
+    """Leave out keys without a value: Arrow gives every row the keys of all rows."""
     return {key: _present(value) for key, value in fields.items() if value is not None}
 
 

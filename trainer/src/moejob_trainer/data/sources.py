@@ -1,4 +1,4 @@
-"""Records of a data set, wherever it lies, each with the place it came from. What a record means is not known here."""
+"""Records of a data set from any source, each with its place. Does not know the meaning of a record."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _SPLIT = re.compile(
 
 
 def records(dataset: Dataset, claims: Path = CLAIMS, pins: HubPins | None = None) -> Iterator[Record]:
-    """Every record of a data set that the job asks for, in order, with the fields that its format reads."""
+    """Yield the records of a data set that the job selects, in order, with the fields that its format reads."""
     found = _chosen(dataset, _read(dataset, claims, pins))
     return islice(found, dataset.max_examples) if dataset.max_examples is not None else found
 
@@ -176,7 +176,7 @@ def _table(path: Path) -> Iterator[Record]:
 
 
 def _cells(fields: Mapping[str, object], place: str) -> Mapping[str, object]:
-    # What the reader finds beyond the header has no name, and what it misses no value.
+    # The reader stores surplus cells under the key None, and missing cells as the value None.
     if None in fields or None in fields.values():
         raise BadData(f"{place} has another number of cells than the first line; quote cells that hold commas")
     return fields
@@ -188,7 +188,7 @@ def _line(line: bytes, place: str) -> Record:
     except UnicodeDecodeError as error:
         raise BadData(f"{place} is not UTF-8: {error.reason} at byte {error.start}") from error
     except json.JSONDecodeError as error:
-        # The line that the library counts is one in the line.
+        # The library counts lines within this line, which is always 1: only the character is useful.
         raise BadData(
             f"{place} is not JSON: {error.msg} at character {error.pos + 1}; every line must hold one whole JSON object"
         ) from error

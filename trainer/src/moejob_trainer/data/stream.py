@@ -18,7 +18,7 @@ from moejob_trainer.data.corpus import Corpus
 from moejob_trainer.data.packing import BatchPlan, PackedRows, rank_batch, slots_of_ranks
 from moejob_trainer.training import Document, MicroBatch
 
-# Documents that no row of a batch has room for wait for the next; this many may, before the batch is full.
+# A document without room in a batch waits for the next batch; when this many wait, the batch is full.
 _LEAST_WAITING = 32
 
 
@@ -38,7 +38,7 @@ def batch_size(spec: Spec) -> BatchSize:
 
 @dataclass(frozen=True)
 class Batch:
-    """One rank's part of a global batch, and what is true of the whole."""
+    """One rank's part of a global batch, and sums over the global batch."""
 
     micro_batches: list[MicroBatch]
     # Of all ranks: the sum of the loss weights, documents and tokens without padding.

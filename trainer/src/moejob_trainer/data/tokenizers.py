@@ -32,16 +32,16 @@ def tokenizer(
     # What Transformers raises for files that are missing, broken, of an unknown kind, or code that is not allowed.
     except (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError) as error:
         raise BadData(_missing(source, place, error)) from error
-    # For want of files Transformers may make a tokenizer of special tokens alone, which turns every text into nothing.
+    # Without files Transformers may make a tokenizer of special tokens alone, which turns every text into nothing.
     if found.get_vocab().keys() <= found.get_added_vocab().keys():
         raise BadData(_missing(source, place, "its files hold no vocabulary"))
     return found
 
 
 def located(source: str, claims: Path = CLAIMS) -> str:
-    """A source as this machine sees it: claims are mounted under one folder, everything else keeps its name.
+    """Return a source's path on this machine: claims are mounted under one folder, everything else keeps its name.
 
-    BadData when it is a folder with links out of it.
+    BadData for a folder with a link that leads out of it.
     """
     place = _place(source, claims)
     require_contained(Path(place))

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 ErrorName = Literal["Superseded", "BadConfiguration", "TransientFailure"]
 
-# In the order in which they matter when ranks failed differently.
+# When ranks fail differently, the run reports the first of these.
 _FORESEEN: Mapping[ErrorName, type[Exception]] = {
     "Superseded": Superseded,
     "BadConfiguration": BadConfiguration,
@@ -28,7 +28,7 @@ _FORESEEN: Mapping[ErrorName, type[Exception]] = {
 
 
 class Coordinator(Protocol):
-    """All ranks of the run. Every rank makes the same calls in the same order; a value arrives as what `kind` says."""
+    """All ranks of the run. Every rank makes the same calls in the same order; `kind` is the type of a value."""
 
     @property
     def rank(self) -> int:
@@ -63,14 +63,14 @@ class SingleRank:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """It worked, and this came of it, as JSON."""
+    """The result of an action that succeeded, as JSON."""
 
     content: str
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """It did not work, for a foreseen reason."""
+    """The foreseen error of an action that failed."""
 
     error: ErrorName
     message: str
@@ -89,14 +89,14 @@ def attempted(act: Callable[[], T], kind: TypeAdapter[T]) -> Done | Failed:
 
 
 def on_all_ranks(ranks: Coordinator, act: Callable[[], T], kind: TypeAdapter[T]) -> list[T]:
-    """Every rank acts; rank 0 gets all results in rank order, the others nothing. A failure is raised on all."""
+    """Act on every rank; rank 0 gets all results in rank order, the others nothing. A failure is raised on all."""
     outcomes = ranks.gather(attempted(act, kind), _OUTCOME)
     _raise(ranks.broadcast(_worst(outcomes), _FAILURE))
     return [decoded(one.content.encode(), kind) for one in outcomes if isinstance(one, Done)]
 
 
 def on_first_rank(ranks: Coordinator, act: Callable[[], T], kind: TypeAdapter[T]) -> T:
-    """Rank 0 acts; all get its result, or all raise."""
+    """Act on rank 0; all ranks get its result, or all raise."""
     outcome = ranks.broadcast(attempted(act, kind) if ranks.rank == 0 else None, _OUTCOME)
     if isinstance(outcome, Failed):
         raise _FORESEEN[outcome.error](outcome.message)
@@ -104,7 +104,7 @@ def on_first_rank(ranks: Coordinator, act: Callable[[], T], kind: TypeAdapter[T]
 
 
 def all_agree(ranks: Coordinator, claim: bool) -> bool:
-    """Return whether it holds on every rank."""
+    """Return whether this is true on every rank."""
     claims = ranks.gather(claim, BOOLEAN)
     return ranks.broadcast(all(claims), BOOLEAN)
 

@@ -1,8 +1,8 @@
 """The index of a torch_dist checkpoint, `.metadata`: which part of which tensor lies where in which file.
 
 The index is a pickle of torch.distributed.checkpoint's Metadata, written by a stranger. This module is the process
-that reads it: it has no environment, bounded memory and no file to write to, makes no object of a class that the pickle
-names, and answers in JSON. It imports the standard library alone.
+that reads it. The process has an empty environment, bounded memory and no file to write to, makes no object of a class
+that the pickle names, and prints JSON. It imports the standard library alone.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _METADATA = (
     GlobalName(f"{_CHECKPOINT}.metadata", "Metadata"),
     GlobalName("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"),
 )
-# What indexes are made of. Nothing of it is ever looked up: another name says that a file is no index.
+# The names in an index. None is ever looked up: a pickle with any other name is no index.
 NAMES = frozenset(
     {
         *(_TENSOR, _PART, _PLACE, _INDEX, _SIZE, _PROPERTIES, *_METADATA),

@@ -1,4 +1,4 @@
-"""Files that a stranger may have written: regular ones alone are opened, and JSON is read within bounds."""
+"""Files that a stranger may have written: only regular files are opened, and JSON is read within bounds."""
 
 from __future__ import annotations
 

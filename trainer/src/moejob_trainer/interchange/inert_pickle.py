@@ -1,9 +1,9 @@
-"""An interpreter of pickles that makes values of its own and nothing else: no name is looked up, nothing is called.
+"""An interpreter of pickles that makes only values of its own: it looks up no name and calls nothing.
 
-A list of allowed names is no protection: BUILD sets attributes of whatever an allowed name leads to, so a pickle that
-names plain classes alone can change them until one of them deletes files. Here a name stays a name (`GlobalName`), a
-call stays a record of a call (`Instance`), and a dictionary is a list of pairs, so no hash or comparison of the file's
-choice runs. Work and memory are linear in the bytes; nesting is not followed.
+A list of allowed names is no protection: BUILD sets attributes of any object that an allowed name leads to, so a pickle
+with names of plain classes can change these until one deletes files. Here a name stays a name, a call stays a record of
+the call, and a dictionary is a list of pairs, so no hash or comparison that the file chooses ever runs. Work and memory
+are linear in the bytes; nesting is not followed.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Instance:
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class StoredValue:
-    """A value that lies outside of the pickle, by what the pickle calls it."""
+    """A value outside of the pickle, by the identifier that the pickle gives it."""
 
     identifier: Value
 

@@ -20,7 +20,7 @@ from moejob_api.models.shape import Family
 from moejob_trainer.conversion.checkpoint import unusable
 
 _TRANSFORMER_ENGINE = "transformer_engine"
-# Each remembers, when it is first imported, whether there is a Transformer Engine.
+# Each checks for Transformer Engine when it is first imported, and keeps the result.
 _ASKING = (
     "megatron.core.extensions.transformer_engine",
     "megatron.core.models.gpt.gpt_layer_specs",
@@ -29,7 +29,7 @@ _ASKING = (
 
 
 BRIDGE = "Megatron-Bridge 0.3.1"
-# Of a rotary embedding that it does not know, the bridge takes no notice.
+# The bridge silently ignores rotary embeddings that it does not know.
 _ROTARY = ("default", "llama3", "yarn")
 
 
@@ -74,11 +74,11 @@ def published_config(folder: Path) -> PretrainedConfig:
 
 
 def as_expected(config: PretrainedConfig) -> PretrainedConfig:
-    """Say in the words of Transformers 4 what its fifth version says elsewhere, or takes for granted."""
-    # Not found there, it silently becomes 10000.
+    """Add the fields of Transformers 4 that version 5 stores elsewhere or no longer has."""
+    # Without this field the bridge silently takes 10000.
     config.rope_theta = config.rope_parameters["rope_theta"]
     if config.model_type == Family.DEEPSEEK_V3:
-        # Published configs say it; Transformers computes nothing else and forgets to.
+        # Published configs have it; Transformers computes nothing else and drops the field.
         config.scoring_func = "sigmoid"
     return config
 
@@ -97,7 +97,7 @@ def _importable_transformer_engine() -> Iterator[None]:
     try:
         yield
     finally:
-        # Left behind, other packages would take it for the real one.
+        # Other packages would take the stand-ins for the real modules.
         for name in made:
             del sys.modules[name]
 

@@ -1,6 +1,6 @@
-"""Megatron's tensors of a model, and Hugging Face's that each of them consists of, as Megatron-Bridge pairs them.
+"""Megatron's tensors of a model, each with the Hugging Face tensors that it joins, as Megatron-Bridge pairs them.
 
-A tensor of Megatron's may join several: queries, keys and values by groups of heads, gate and up one after the other.
+A Megatron tensor may join several: queries, keys and values by groups of heads, or gate and up one after the other.
 """
 
 from __future__ import annotations

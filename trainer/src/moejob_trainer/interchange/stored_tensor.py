@@ -1,7 +1,7 @@
 """One tensor as torch.save wrote it into a file of a checkpoint: an archive of a small pickle and of the elements.
 
-torch.load, also with weights_only, unpickles into torch's own classes. What a stranger wrote is read by the interpreter
-of `inert_pickle` instead, and has to be the rebuilding of one plain tensor.
+torch.load, also with weights_only, unpickles into torch's own classes. Here the interpreter of `inert_pickle` reads the
+stranger's bytes instead, and accepts only a pickle that rebuilds one plain tensor.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class _FilePart(io.RawIOBase):
 
     @property
     def left(self) -> int:
-        """The bytes that the file has behind the current position, within the part."""
+        """The bytes from the current position to the end of the part, or of the file if that comes first."""
         end = self.opened.seek(0, io.SEEK_END)
         return max(0, min(self.length, end - self.start) - self.at)
 

@@ -183,7 +183,7 @@ class TorchDistReader:
 
 
 def _overlap(part: StoredPart, region: tuple[slice, ...]) -> tuple[slice, ...] | None:
-    """Return what a part and a region of a tensor have in common; None where that is nothing."""
+    """Return the overlap of a part and a region of a tensor; None where they have none."""
     if len(part.offsets) != len(region):
         return None
     common = tuple(
@@ -195,7 +195,7 @@ def _overlap(part: StoredPart, region: tuple[slice, ...]) -> tuple[slice, ...] |
 
 @dataclass(frozen=True, slots=True)
 class WrittenTensor:
-    """A tensor to write, made when its turn comes."""
+    """A tensor to write, made only when it is written."""
 
     place: IndexedKey
     shape: tuple[int, ...]
@@ -213,7 +213,7 @@ def write(folder: Path, tensors: Sequence[WrittenTensor], stacks: Stacks) -> Non
 
 
 def extra_states(places: Iterable[IndexedKey], stacks: Stacks) -> list[str]:
-    """Return the keys of what modules save beside weights: Megatron loads no checkpoint that lacks one it asks for."""
+    """Return the keys of modules' extra states: Megatron loads no checkpoint that lacks one of them."""
     modules = {(place.key.rpartition(".")[0], place.index) for place in places}
     attention = {(key.replace(".linear_proj", ".core_attention"), index) for key, index in modules}
     return [
