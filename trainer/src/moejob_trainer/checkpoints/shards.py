@@ -53,6 +53,7 @@ def shards_of_range(shape: Axes, start: int, stop: int) -> Iterator[ShardSpec]:
     if not shape:
         yield ShardSpec((), ())
         return
+    # Elements 1 to 10 of a [4, 3] tensor: the end of row 0, rows 1 and 2 whole, the beginning of row 3.
     row = math.prod(shape[1:])
     first, last = start // row, (stop - 1) // row
     if first == last and not (start % row == 0 and stop % row == 0):

@@ -59,6 +59,7 @@ def gather_block(block: Tensor, axis: int, group: ProcessGroup | None) -> Tensor
         return block
     rank, size = _place(group)
     block = block.contiguous()
+    # All ranks hold equal parts of the axis, so this rank's block has the shape of every other.
     blocks = [torch.empty_like(block) for _ in range(size)] if rank == 0 else None
     dist.gather(block, blocks, group=group, group_dst=0)
     return None if blocks is None else torch.cat(blocks, dim=axis)

@@ -39,6 +39,7 @@ class BatchLoader:
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return the samples taken by steps, whatever has been prepared beyond."""
+        # The thread has read ahead; this is the cursor of the last batch that a step has taken.
         return {_CURSOR: self._cursor.as_json()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -36,6 +36,7 @@ class Prefetched(Generic[Item]):
         return self
 
     def __next__(self) -> Item:
+        # Removed only after it was read: an error stays first, and so does the end.
         item = self._ready[0].result()
         if isinstance(item, _End):
             raise StopIteration

@@ -68,4 +68,5 @@ class PromptLoader:
 
 def steps_of_epochs(prompts: int, epochs: float, prompts_per_step: int) -> int:
     """Return the steps that ask every prompt this many times."""
+    # Less a margin: a rounding error above a whole number must not add a step.
     return max(1, math.ceil(epochs * prompts / prompts_per_step - 1e-6))

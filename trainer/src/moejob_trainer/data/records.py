@@ -21,6 +21,7 @@ def refuse_surrogates(value: object, place: str) -> None:
 
     It is no character: it has no UTF-8, and no tokenizer takes it.
     """
+    # A stack instead of recursion: the file decides how deep a record is nested.
     waiting = [value]
     while waiting:
         last = waiting.pop()

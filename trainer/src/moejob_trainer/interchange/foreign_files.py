@@ -17,6 +17,7 @@ _MOST_JSON_BYTES = 64 * 1024**2
 
 def open_regular(path: Path) -> BinaryIO:
     """Open a regular file, or the one that a link leads to; OSError for a pipe or anything else."""
+    # Links are resolved already, so a link here has replaced the file since. Opening a pipe would wait for a writer.
     descriptor = os.open(path.resolve(), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
