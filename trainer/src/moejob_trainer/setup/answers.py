@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import TypeAdapter
-
+from moejob_api.job import Spec
 from moejob_api.job.evaluations import MEAN, prompt_sets
 from moejob_api.job.grpo import Reward
 from moejob_api.job.model import Dataset
@@ -25,14 +24,10 @@ from moejob_trainer.objectives.answering import Bounds, NextTokens, answers
 from moejob_trainer.rewards.built_in import Score, built_in
 from moejob_trainer.rewards.completion import Completion, RewardFailed
 from moejob_trainer.runtime.disk import Disk, write_lines
-from moejob_trainer.setup.context import RankContext
-from moejob_trainer.setup.model import RunModel
-from moejob_trainer.setup.prompts import stop_tokens
 
 # Answers of each evaluation that the log shows.
 _SHOWN = 2
 _SAMPLES = "samples"
-_TOKENS = TypeAdapter(tuple[tuple[int, ...], ...])
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,27 +96,18 @@ class EvalPrompts:
         write_lines(Disk(), self.folder / _SAMPLES / f"eval-step-{step}.jsonl", lines)
 
 
-def load_eval_prompts(context: RankContext, model: RunModel, recipe: Recipe) -> EvalPrompts:
-    """Read the first prompts of each set on rank 0; what is wrong with them is every rank's failure."""
-    spec, settings, found = context.spec, context.spec.training.eval_answers, list[Prompt]()
-    room = spec.data.max_length - settings.max_new_tokens
-
-    def read() -> tuple[tuple[int, ...], ...]:
-        for dataset in prompt_sets(spec):
-            found.extend(prompts(_first_of(dataset, settings.prompts), recipe, room))
-        for prompt in found:
-            _refuse_without_reference(prompt, settings)
-        return tuple(prompt.tokens for prompt in found)
-
-    if not prompt_sets(spec):
-        return EvalPrompts(settings, (), (), (), lambda _: "", context.environment.folder)
-    tokens = context.on_first_rank(read, _TOKENS)
-    tokenizer = recipe.tokenizer()
-
-    def decode(answer: Sequence[int]) -> str:
-        return str(tokenizer.decode([*answer], skip_special_tokens=True))
-
-    return EvalPrompts(settings, tokens, stop_tokens(recipe, model), found, decode, context.environment.folder)
+def read_eval_prompts(spec: Spec, recipe: Recipe) -> list[Prompt]:
+    """Read the first prompts of each set, and refuse records that no answer can be scored against."""
+    settings = spec.training.eval_answers
+    most_tokens = spec.data.max_length - settings.max_new_tokens
+    records = [
+        prompt
+        for dataset in prompt_sets(spec)
+        for prompt in prompts(_first_of(dataset, settings.prompts), recipe, most_tokens)
+    ]
+    for prompt in records:
+        _refuse_without_reference(prompt, settings)
+    return records
 
 
 def _first_of(dataset: Dataset, most: int) -> Dataset:

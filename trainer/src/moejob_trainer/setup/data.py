@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from moejob_api.job.evaluations import loss_sets
+from moejob_api.job.evaluations import loss_sets, prompt_sets, set_names
 from moejob_trainer.data.blending import blended_dataset
 from moejob_trainer.data.corpus import Corpus
 from moejob_trainer.data.hub import HubPins
 from moejob_trainer.data.packing import batch_plan
 from moejob_trainer.data.preparation import FOLDER, Recipe, prepare
+from moejob_trainer.data.prompts import Prompt
 from moejob_trainer.data.stream import BatchShare, TrainingData, batch_size, sample_count
-from moejob_trainer.setup.answers import EvalPrompts, load_eval_prompts
+from moejob_trainer.setup.answers import EvalPrompts, read_eval_prompts
 from moejob_trainer.setup.context import RankContext
 from moejob_trainer.setup.model import RunModel
+from moejob_trainer.setup.prompts import stop_tokens
 
 _FOLDERS = TypeAdapter(tuple[str, ...])
+_TOKENS = TypeAdapter(tuple[tuple[int, ...], ...])
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +30,8 @@ class RunData:
     """The data of a run, and the share of each global batch that belongs to this data rank."""
 
     training: TrainingData
-    evaluation: list[Corpus]
+    # Held-out sets by their names.
+    evaluation: list[tuple[str, Corpus]]
     prompts: EvalPrompts
     share: BatchShare
     total_steps: int
@@ -54,8 +59,28 @@ def load_data(context: RankContext, model: RunModel) -> RunData:
     share = BatchShare(batch_plan(spec, context.layout, pad_token=0), context.groups.data.rank)
     return RunData(
         training,
-        eval_corpora,
-        load_eval_prompts(context, model, recipe),
+        [*zip(set_names(loss_sets(spec)), eval_corpora, strict=True)],
+        _load_eval_prompts(context, model, recipe),
         share,
         spec.training.max_steps or training.steps(),
     )
+
+
+def _load_eval_prompts(context: RankContext, model: RunModel, recipe: Recipe) -> EvalPrompts:
+    """Read the prompts of evaluations on rank 0; what is wrong with them is every rank's failure."""
+    spec, folder, records = context.spec, context.environment.folder, list[Prompt]()
+    settings = spec.training.eval_answers
+    if not prompt_sets(spec):
+        return EvalPrompts(settings, (), (), (), lambda _: "", folder)
+
+    def read() -> tuple[tuple[int, ...], ...]:
+        records.extend(read_eval_prompts(spec, recipe))
+        return tuple(prompt.tokens for prompt in records)
+
+    tokens = context.on_first_rank(read, _TOKENS)
+    tokenizer = recipe.tokenizer()
+
+    def decode(answer: Sequence[int]) -> str:
+        return str(tokenizer.decode([*answer], skip_special_tokens=True))
+
+    return EvalPrompts(settings, tokens, stop_tokens(recipe, model), records, decode, folder)

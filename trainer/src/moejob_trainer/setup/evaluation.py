@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -14,14 +14,14 @@ from pydantic import TypeAdapter
 
 from moejob_api.contract.pods import StatusMeasure
 from moejob_api.job import Spec
-from moejob_api.job.evaluations import evaluates, loss_sets, measure, set_names
+from moejob_api.job.evaluations import evaluates, measure
 from moejob_trainer.data.corpus import Corpus
-from moejob_trainer.data.stream import batch_size, evaluation
+from moejob_trainer.data.stream import BatchShare, BatchSize, evaluation
 from moejob_trainer.distributed.coordination import Coordinator, on_first_rank
 from moejob_trainer.evaluation.ranking import EvaluationScore, Ranking, RankingTerms, ranked
 from moejob_trainer.objectives import Objective
 from moejob_trainer.objectives.answering import NextTokens
-from moejob_trainer.setup.data import RunData
+from moejob_trainer.setup.answers import EvalPrompts
 from moejob_trainer.training import Engine
 
 _RANKING = TypeAdapter(Ranking)
@@ -51,30 +51,34 @@ class Evaluator:
 
     engine: EvaluatedEngine
     objective: Objective
-    data: RunData
-    spec: Spec
+    # Held-out sets by their names, all of them together one loss.
+    sets: Sequence[tuple[str, Corpus]]
+    prompts: EvalPrompts
+    size: BatchSize
+    share: BatchShare
     # Called when there is a sign of life, with the steps done.
     beat: Callable[[int], object] = lambda _: None
 
     def metrics(self, step: int) -> Mapping[str, float]:
         """Evaluate; return what there is to report: of all sets together, then of each of several."""
-        asked = self.data.prompts.metrics(step, self.engine, self.data.share, partial(self.beat, step))
-        return {**self._losses(), **asked}
+        of_answers = self.prompts.metrics(step, self.engine, self.share, partial(self.beat, step))
+        return {**self._losses(), **of_answers}
 
     def _losses(self) -> dict[str, float]:
-        losses = [self._loss(corpus) for corpus in self.data.evaluation]
+        losses = [(name, self._loss(corpus)) for name, corpus in self.sets]
         if not losses:
             return {}
-        found = _Loss(sum(loss.total for loss in losses), sum(loss.weight for loss in losses)).metrics()
+        total = sum(loss.total for _, loss in losses)
+        metrics = _Loss(total, sum(loss.weight for _, loss in losses)).metrics()
         if len(losses) > 1:
-            for name, loss in zip(set_names(loss_sets(self.spec)), losses, strict=True):
-                found |= loss.metrics(f"/{name}")
-        return found
+            for name, loss in losses:
+                metrics |= loss.metrics(f"/{name}")
+        return metrics
 
     def _loss(self, corpus: Corpus) -> _Loss:
         # Each batch counts as much as the weight it carries.
         total = weight = 0.0
-        for batch in evaluation([corpus], batch_size(self.spec), self.data.share):
+        for batch in evaluation([corpus], self.size, self.share):
             result = self.engine.evaluate(batch.micro_batches, self.objective.loss)
             total += result.loss * batch.loss_weight
             weight += batch.loss_weight

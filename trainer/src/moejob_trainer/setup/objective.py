@@ -74,6 +74,14 @@ def _supervised(context: RankContext, data: RunData, engine: MegatronEngine, sta
     source = BatchLoader(data.training, data.share)
     stack.callback(source.close)
     objective = SupervisedFineTuning(source)
-    evaluator = Evaluator(engine, objective, data, context.spec, Heartbeat.for_rank().beat)
+    evaluator = Evaluator(
+        engine=engine,
+        objective=objective,
+        sets=data.evaluation,
+        prompts=data.prompts,
+        size=data.training.size,
+        share=data.share,
+        beat=Heartbeat.for_rank().beat,
+    )
     evaluations = RankedEvaluations(context.spec, data.total_steps, context.ranks, evaluator.metrics)
     return RunObjective(objective, lambda: source.epoch, source.waited_seconds, evaluations)
