@@ -158,7 +158,7 @@ KNOWN_LATER: Mapping[str, str] = {
     "runtime/channel.py": "internal: frames of launchers",
     "runtime/devices.py": "GPUs of the machine",
     "runtime/json_files.py": "files of models",
-    "setup/answers.py": "records of prompts",
+    "evaluation/answers.py": "records of prompts",
     "setup/grpo.py": "internal: the method",
     "setup/model.py": "the gate itself, asked again beside the model's files",
     "setup/probe.py": "prompts, as long as the tokenizer makes them",

@@ -16,7 +16,7 @@ from moejob_trainer.data.packing import batch_plan
 from moejob_trainer.data.preparation import FOLDER, Recipe, prepare
 from moejob_trainer.data.prompts import Prompt
 from moejob_trainer.data.stream import BatchShare, TrainingData, batch_size, sample_count
-from moejob_trainer.setup.answers import EvalPrompts, read_eval_prompts
+from moejob_trainer.evaluation.answers import EvalPrompts, read_eval_prompts
 from moejob_trainer.setup.context import RankContext
 from moejob_trainer.setup.model import RunModel
 from moejob_trainer.setup.prompts import stop_tokens

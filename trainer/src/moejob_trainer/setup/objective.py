@@ -9,13 +9,13 @@ from functools import partial
 
 from moejob_api.job import Method
 from moejob_trainer.data.loader import BatchLoader
+from moejob_trainer.evaluation.run_evaluations import Evaluator, RankedEvaluations
 from moejob_trainer.megatron.training_engine import MegatronEngine
 from moejob_trainer.objectives import Objective
 from moejob_trainer.objectives.sft import SupervisedFineTuning
 from moejob_trainer.runtime.heartbeats import Heartbeat
 from moejob_trainer.setup.context import RankContext
 from moejob_trainer.setup.data import RunData, load_data
-from moejob_trainer.setup.evaluation import Evaluator, RankedEvaluations
 from moejob_trainer.setup.grpo import build_grpo
 from moejob_trainer.setup.model import RunModel
 from moejob_trainer.setup.prompts import RunPrompts, load_prompts

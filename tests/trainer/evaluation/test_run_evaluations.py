@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from builders import spec
-from moejob_trainer.setup.evaluation import RankedEvaluations
+from moejob_trainer.evaluation.run_evaluations import RankedEvaluations
 from trainer.checkpoints.worlds import ThreadCoordinator, ThreadCoordinators
 
 EVALUATED = {"eval": [{"source": "/data/held-out.jsonl", "format": "Chat"}]}

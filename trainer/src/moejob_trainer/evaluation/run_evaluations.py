@@ -18,10 +18,10 @@ from moejob_api.job.evaluations import evaluates, measure
 from moejob_trainer.data.corpus import Corpus
 from moejob_trainer.data.stream import BatchShare, BatchSize, evaluation
 from moejob_trainer.distributed.coordination import Coordinator, on_first_rank
+from moejob_trainer.evaluation.answers import EvalPrompts
 from moejob_trainer.evaluation.ranking import EvaluationScore, Ranking, RankingTerms, ranked
 from moejob_trainer.objectives import Objective
 from moejob_trainer.objectives.answering import NextTokens
-from moejob_trainer.setup.answers import EvalPrompts
 from moejob_trainer.training import Engine
 
 _RANKING = TypeAdapter(Ranking)
