@@ -22,7 +22,7 @@ class Kind(StrEnum):
     JOB = "MoETrainingJob"
 
 
-# Created and never read: a right to read Secrets knows no names, so it would be one to read every Secret there is.
+# Created and never read: RBAC cannot name Secrets of later jobs, so a right to read these would cover every Secret.
 WRITE_ONLY = frozenset({Kind.SECRET, Kind.NETWORK_POLICY})
 
 
@@ -38,21 +38,21 @@ class Ref:
 
 @dataclass(frozen=True, slots=True)
 class Ensure:
-    """Create the object unless it is there. One of the same name that is not ours is an error, not ours to change."""
+    """Create the object unless it exists. Another client's object of that name is an error, and never changed."""
 
     manifest: Manifest
 
 
 @dataclass(frozen=True, slots=True)
 class Delete:
-    """Delete exactly this object. A pod gets its own grace unless another is given; with 0 no kubelet is asked."""
+    """Delete exactly this object. A pod gets its own grace period unless another is set; 0 waits for no kubelet."""
 
     ref: Ref
     grace_seconds: int | None = None
 
     @property
     def is_forced(self) -> bool:
-        """Return whether its kubelet, with the node that is gone, will never confirm it."""
+        """Return whether the deletion waits for no kubelet, because the pod's node is gone."""
         return self.grace_seconds == 0
 
 

@@ -34,7 +34,7 @@ class Children:
     services: tuple[Raw, ...]
     claims: tuple[Raw, ...]
     pod_groups: tuple[Raw, ...]
-    # Nodes that are gone or have not been heard of. Only on these may a pod be deleted without its kubelet's consent.
+    # Nodes that are gone or silent. Only on these may a pod be deleted without its kubelet's consent.
     lost_nodes: frozenset[str] = frozenset()
 
 
@@ -47,7 +47,7 @@ class Retryable(Exception):
 
 
 class Forbidden(Exception):
-    """The API server answered no, and would again: quota, admission, an invalid object. The message is the user's."""
+    """The API server refused, and would again: quota, admission, an invalid object. The message is for the user."""
 
 
 class InTheWay(Forbidden):
@@ -68,16 +68,16 @@ class Cluster(Protocol):
         """The job as it is now; None when it is gone."""
 
     async def children(self, key: JobKey, *, live: bool) -> Children:
-        """The job's objects: from the watch cache, or listed now before anything that cannot be taken back."""
+        """The job's objects: from the watch cache, or listed now, as before an action that cannot be undone."""
 
     async def ensure(self, manifest: Manifest) -> None:
-        """Create an object. One that exists and is as it was created is fine; another one is Forbidden."""
+        """Create an object. An existing one that looks as created is fine; another client's is Forbidden."""
 
     async def lacks(self, manifest: Manifest) -> bool:
-        """Return whether an object that is never read is not there; False where that cannot be known."""
+        """Return whether a write-only object is missing; False where that cannot be known."""
 
     async def delete(self, ref: Ref, *, grace_seconds: int | None) -> None:
-        """Delete the object with exactly this UID; one that is gone or was replaced is fine."""
+        """Delete the object with exactly this UID; a missing or replaced object is no error."""
 
     async def write_status(self, job: Raw, status: Raw) -> None:
         """Write the status of the job as it was read; Conflict when it changed since."""
@@ -86,4 +86,4 @@ class Cluster(Protocol):
         """Post an event about the job; losing one is no error."""
 
     async def progress(self, pod: Raw) -> PodProgress | None:
-        """Return the progress that a pod reports; None when it does not answer in time or nothing of it can be read."""
+        """Return the progress that a pod reports; None without a readable reply in time."""

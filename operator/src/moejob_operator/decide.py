@@ -21,7 +21,7 @@ from moejob_operator.validation import Validation
 class Reconciliation:
     """Actions come first, then the status, then the events; a crash in between is repaired by a later reconcile.
 
-    `needs_live` says that this may only be done when it was decided on objects listed now.
+    `needs_live`: carry this out only if it was decided on objects listed now.
     """
 
     actions: tuple[Action, ...]
@@ -36,6 +36,7 @@ def decide(
 ) -> Reconciliation:
     """Decide about a job. `refusal` is the answer of the API server to the actions of this decision."""
     s = observed_state(seen, validation, setting, now, refusal)
+    # The last guard always decides, so `next` needs no default.
     decision = next(decision for decision in (guard(s) for guard in GUARDS) if decision is not None)
     if decision.phase is None:
         return Reconciliation((), s.status, (), None, needs_live=False)
@@ -55,9 +56,9 @@ def decide(
 
 
 def _sequel(s: ObservedState, decision: Decision) -> float | None:
-    """Requeue at once after a deletion, and when the job has ended: what follows is for another reconcile.
+    """Requeue at once after a deletion and after the end of the job: the next reconcile does what follows.
 
-    No watch asks for that one: watches report what others do, and a pod of a lost node never ends.
+    No watch triggers that reconcile: watches report changes by others, and a pod of a lost node never ends.
     """
     if s.refusal is not None:
         return None

@@ -10,12 +10,12 @@ from moejob_operator.cluster import JobKey
 
 Value = TypeVar("Value")
 
-# More jobs than one operator runs; of those whose end it did not see, no more stay.
+# More jobs than one operator runs. The bound also drops jobs whose deletion this process did not see.
 _MOST = 4096
 
 
 class ExpiringCache(Generic[Value]):
-    """One value for each job. It counts for one identity only: a job of the same name may be another."""
+    """One value for each job. It counts for one identity only: a later job may have the same name."""
 
     def __init__(self, most: int = _MOST) -> None:
         self._most = most

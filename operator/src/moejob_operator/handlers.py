@@ -1,7 +1,7 @@
 """The operator's table of contents: what kopf calls, and what is done then.
 
-kopf owns the watch of jobs, the login, the admission server, the settings and the lifecycle. It only tells of events;
-a queue of ours says which job is reconciled when, and only in the replica that leads. Pods, Services and claims have
+kopf owns the watch of jobs, the login, the admission server, the settings and the lifecycle. It only reports events; a
+queue of ours decides when a job is reconciled, and only in the replica that leads. Pods, Services and claims have
 watches of their own: moejob_operator.kube_api.informers says why.
 """
 
@@ -16,6 +16,7 @@ from moejob_operator.admission import review
 from moejob_operator.runtime import health
 from moejob_operator.runtime.lifecycle import Operator
 
+# kopf tries a failed handler again by itself; here a failure has to end the start, or the probe, at once.
 _ONCE = kopf.ErrorsMode.PERMANENT
 
 

@@ -1,6 +1,6 @@
-"""python -m moejob_operator.installed: whether an installed operator does its work, asked from where its users are.
+"""python -m moejob_operator.installed: checks, from where its users are, that an installed operator works.
 
-What `helm test` runs. Creates nothing: jobs are tried with dryRun. Knows the API alone, not how the operator works.
+`helm test` runs it. Creates nothing: jobs are tried with dryRun. Knows the API alone, not how the operator works.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Installation(BaseSettings):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that has to be so."""
+    """A claim about the installation, and the function that looks for a problem with it."""
 
     claim: str
     problem: Callable[[], Awaitable[Problem]]
@@ -113,7 +113,7 @@ def checks(installation: Installation, api: ApiClient, http: aiohttp.ClientSessi
 
 
 async def lasting_problem(check: Check, until: float) -> Problem:
-    """Return the problem that is left at the end; None as soon as there is none."""
+    """Repeat a check until it passes or time is up; return its last problem, None when it has passed."""
     while True:
         try:
             problem = await check.problem()
@@ -125,7 +125,7 @@ async def lasting_problem(check: Check, until: float) -> Problem:
 
 
 async def examined(installation: Installation, say: Callable[[str], object]) -> bool:
-    """Return whether all is well; each claim is said with what came of it."""
+    """Run all checks, report each with its result, and return whether all have passed."""
     until = asyncio.get_running_loop().time() + installation.seconds
     found = await configuration(installation.kubeconfig)
     api = ApiClient(found, Metrics(), concurrency=1, seconds=_REQUEST_SECONDS)

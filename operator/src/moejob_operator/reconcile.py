@@ -1,9 +1,10 @@
 """One reconciliation of one job: observe, decide, act, write its status, post events.
 
-Everything that waits is here, nothing is decided. The order survives a crash anywhere. Actions are idempotent and
-follow from what the status says, so those that were not done are decided again; the status follows them, so it never
-claims what was not done; an attempt is counted in a reconcile that does nothing else, and only a later one, which reads
-that, deletes anything.
+Everything that waits is here, nothing is decided. The order survives a crash anywhere:
+
+- Actions are idempotent and follow from the status, so the next reconcile decides unfinished ones again.
+- The status is written after the actions, so it never claims an action that was not done.
+- A new attempt is counted in a reconcile that does nothing else; a later one reads the count, and only then deletes.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Reconciler:
     readings: PodReadings = field(default_factory=PodReadings)
 
     async def __call__(self, key: JobKey, cluster: Cluster) -> float | None:
-        """Reconcile one job. Returns after how many seconds to do it again, if nothing happens before."""
+        """Reconcile one job; return the seconds until the next reconcile, if no event comes before."""
         return await reconcile(key, cluster, self)
 
     def forget(self, key: JobKey) -> None:
@@ -102,7 +103,7 @@ async def _live(key: JobKey, raw: Raw, cluster: Cluster, seen: Observed, reconci
 
 
 async def _lacks_secret(planned: Reconciliation, seen: Observed, cluster: Cluster) -> bool:
-    """Ask before the Secret is created once more: with another value, which pods that run would turn away."""
+    """Ask before the Secret is created again: it would get another value, which running pods would refuse."""
     secret = next((action for action in planned.actions if _kind(action) is Kind.SECRET), None)
     if not isinstance(secret, Ensure) or not seen.holds_secret:
         return False
@@ -110,8 +111,8 @@ async def _lacks_secret(planned: Reconciliation, seen: Observed, cluster: Cluste
 
 
 async def _performed(planned: Reconciliation, job: Job, cluster: Cluster, reconciler: Reconciler) -> str | None:
-    """Do it. Returns what the API server refused, if anything: a person has to hear of that."""
-    # What pods need and trust is there and the job's own before they are: a foreign Service would name others to them.
+    """Perform all actions; return the refusal of the API server, if any, which the status has to show."""
+    # Shared objects exist and are the job's own before its pods do: a foreign Service would lead them to other pods.
     shared = [action for action in planned.actions if _kind(action) is not Kind.POD]
     pods = [action for action in planned.actions if _kind(action) is Kind.POD]
     try:
@@ -130,7 +131,7 @@ async def _in_turn(actions: list[Action], cluster: Cluster) -> None:
 
 
 async def _together(actions: list[Action], cluster: Cluster) -> None:
-    """All at once, and all of them to their end: none may still be on its way when the job is reconciled again."""
+    """Perform actions at once, and wait for all: none may be under way when the job is reconciled again."""
     results = await asyncio.gather(*(_perform(action, cluster) for action in actions), return_exceptions=True)
     errors = [result for result in results if isinstance(result, BaseException)]
     # A refusal reaches the user only when nothing was unclear.

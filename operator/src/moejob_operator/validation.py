@@ -1,6 +1,6 @@
-"""Validation of a job, and what follows from its spec: the planner's answer, asked once for every generation of a spec.
+"""Validation of a job: the planner's result, computed once for every generation of a spec.
 
-Owns the memory of answers. What is done about them is for moejob_operator.planning to say.
+Owns the cache of results; moejob_operator.planning decides what follows from them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MOST_PODS = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Validation:
-    """The planner's answer about a spec. `unseen` is why its model could not be read, `suggestions` what would do."""
+    """The planner's result. `unseen` is why the model could not be read, `suggestions` are layouts that fit."""
 
     problems: tuple[Problem, ...] = ()
     warnings: tuple[Problem, ...] = ()
@@ -47,7 +47,7 @@ class Validation:
 
 
 def validation_of(spec: Spec, limits: JobLimits = DEFAULT_LIMITS, *, with_suggestions: bool = True) -> Validation:
-    """The planner's answer, within limits. Nothing on this disk is read that the job's author could name."""
+    """Validate a spec within limits. It reads no file of this disk that the job's author could name."""
     beyond = tuple(limit_problems(spec, limits))
     try:
         seen = model_shape(spec.model.source, spec.model.revision, local_paths=False)
@@ -66,20 +66,20 @@ def validation_of(spec: Spec, limits: JobLimits = DEFAULT_LIMITS, *, with_sugges
 
 
 class Validator:
-    """Remembers answers: a generation of a job gets the same one for as long as it and this process live."""
+    """Caches results: a generation of a job keeps its result for as long as the job and this process live."""
 
     def __init__(self, ask: Callable[[Spec], Validation] = validation_of) -> None:
         self._ask = ask
         self._known: ExpiringCache[Validation] = ExpiringCache()
 
     async def of(self, job: Job) -> Validation:
-        """The answer about a job."""
+        """Return the validation of a job."""
         if job.spec is None:
             return Validation(job.problems)
         known = self._known.of(job.key, job.identity)
         if known is not None:
             return known
-        # Looking for layouts that would do may take seconds, in which the Lease has to be renewed.
+        # The search for layouts that fit may take seconds, in which the event loop has to renew the Lease.
         return self._known.keep(job.key, job.identity, await asyncio.to_thread(self._ask, job.spec))
 
     def forget(self, key: JobKey) -> None:

@@ -1,4 +1,4 @@
-"""Keeps the certificate that the admission webhook serves with the one that is right at the time."""
+"""Keeps the certificate of the admission webhook current."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _context() -> ssl.SSLContext:
 
 @dataclass
 class CertificateKeeper:
-    """Loads the certificate into `context`. `makes_certificates` is asked each time: only the leader does."""
+    """Loads the certificate into `context`. `makes_certificates` is asked at each check: only the leader makes any."""
 
     store: CertificateStore
     hosts: tuple[str, ...]

@@ -37,7 +37,7 @@ _CERTIFICATE, _KEY, _AUTHORITY = "tls.crt", "tls.key", "ca.crt"
 
 @dataclass(frozen=True, slots=True)
 class KeyPair:
-    """A certificate, its key and whom to trust to trust it, all in PEM."""
+    """A certificate, its key and the authorities by which clients trust it, all in PEM."""
 
     certificate: bytes
     key: bytes
@@ -74,7 +74,7 @@ def made(hosts: tuple[str, ...], now: datetime) -> KeyPair:
         .add_extension(_usage(signs_certificates=True), critical=True)
         .sign(authority_key, hashes.SHA256())
     )
-    # A common name has room for 64 characters; who checks reads the alternative names.
+    # A common name has room for 64 characters; clients check the alternative names.
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "moejob webhook")])
     certificate = (
         _builder(subject, name, key.public_key(), now)
@@ -112,7 +112,7 @@ def pair_of(secret: Raw) -> KeyPair | None:
 
 
 def first_of(bundle: bytes) -> bytes:
-    """The newest authority in a bundle: it stands first. Empty when there is none to be read."""
+    """Return the newest authority of a bundle, which stands first; empty when none can be read."""
     certificates = _authorities(bundle)
     return certificates[0].public_bytes(serialization.Encoding.PEM) if certificates else b""
 
@@ -163,7 +163,7 @@ class CertificateStore:
         return None if raw is None else pair_of(raw)
 
     async def keep(self, hosts: tuple[str, ...], now: datetime) -> KeyPair:
-        """Make sure that there is a certificate that will last, and that it is trusted. For the leader alone."""
+        """Make sure that a lasting certificate exists and is trusted. For the leader alone."""
         raw = await self._secret()
         pair = None if raw is None else pair_of(raw)
         if pair is not None and is_fit(pair, hosts, now):
@@ -211,7 +211,7 @@ class CertificateStore:
             hook["name"] for hook in found.get("webhooks") or () if hook["clientConfig"].get("caBundle") != encoded
         ]
         if stale:
-            # Merged by name: what else the chart says about a webhook stays.
+            # Merged by name: the chart's other fields of a webhook stay.
             hooks = [{"name": name, "clientConfig": {"caBundle": encoded}} for name in stale]
             await self.api.merge(path, {"webhooks": hooks}, _STRATEGIC_PATCH)
 

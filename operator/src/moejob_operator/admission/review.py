@@ -1,6 +1,6 @@
-"""The validating webhook's verdict: the full check of a job, said to kopf and to the API server.
+"""The validating webhook's verdict: the full check of a job, reported to kopf and to the API server.
 
-What is validated here is validated again by the reconciler: a webhook can be down.
+The reconciler validates every job again: a webhook can be down.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from moejob_operator.validation import Validation, validation_of
 # kopf calls the handler of this name for a review that comes to this path.
 HANDLER = "validate"
 PATH = f"/{HANDLER}"
-# What a denial is signed with.
+# The name of the webhook, which every denial carries.
 HOOK = "validate.moejob.dev"
-# What is longer, the API server cuts off; all warnings together may have 4096.
+# The API server cuts longer warnings; all warnings together may have 4096 characters.
 _WARNING_CHARACTERS = 256
 _WARNINGS = 15
 
 
 @dataclass(frozen=True)
 class ReviewTurns:
-    """Lets one review at a time validate a job, and one look for layouts that would do; none waits for long for these.
+    """Turns of reviews: one at a time validates a job, and one at a time searches for layouts that fit.
 
-    Looking for layouts takes most of the time that a stranger can make a review take, and only what is refused needs
-    it: a job that can work is not kept waiting by any number of those that cannot.
+    The search takes most of the time that a stranger can make a review take, and only refused jobs need it. With a turn
+    of its own, and a bound on the wait for it, no number of refused jobs holds up a job that can work.
     """
 
     search_seconds: float = 2.0
@@ -54,10 +54,10 @@ class ReviewTurns:
 
 @dataclass
 class ReviewAtHand:
-    """Old and new object of a review, and the status of a denial: both go past kopf.
+    """The objects of a review and the status of its denial, which do not go through kopf.
 
     kopf would compare the old object with the new one in the event loop, which takes as long as a stranger likes, and
-    of a denial it keeps message and code only.
+    it keeps only the message and the code of a denial.
     """
 
     old: Mapping[str, Any] | None = None
@@ -88,7 +88,7 @@ def reviewed(
     limits: JobLimits = DEFAULT_LIMITS,
     turns: ReviewTurns | None = None,
 ) -> Validation:
-    """Return the answer to a review request; without layouts that would do where others look for theirs for long."""
+    """Validate a review request; without suggestions where other reviews hold the search for too long."""
     turns = turns or ReviewTurns()
     try:
         with turns.validation:
@@ -98,7 +98,7 @@ def reviewed(
         with turns.for_search() as is_mine:
             return replace(found, suggestions=verdict(new, limits).suggestions if is_mine else ())
     except RecursionError:
-        # The API server prunes what no job has, so this comes from someone else.
+        # The API server prunes unknown fields, so another client sent this.
         return Validation((Problem(Rule.FIELD, "", "is nested deeper than any job"),))
 
 
@@ -107,11 +107,11 @@ def _validated(operation: object, old: object, new: object, limits: JobLimits) -
         return Validation()
     if not isinstance(old, Mapping):
         return verdict(new, limits, with_suggestions=False)
-    # A job that is labelled, finished or being deleted may be of a time when other rules held.
+    # A job that is labelled, finished or deleted keeps its spec, which earlier rules may have accepted.
     if isinstance(new, Mapping) and _has_same_spec(old, new):
         return Validation()
     found = verdict(new, limits, with_suggestions=False)
-    # Nor does suspending such a job ask for a repair of what was wrong with it before.
+    # Only new problems count: a user can suspend such a job without repairing the old ones.
     known = set(verdict(old, limits, with_suggestions=False).problems) if found.problems else set()
     return replace(found, problems=tuple(problem for problem in found.problems if problem not in known))
 

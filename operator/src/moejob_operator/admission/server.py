@@ -24,11 +24,11 @@ from moejob_operator.admission.review import HANDLER, PATH, ReviewAtHand, Review
 
 # Two objects of the most that etcd holds, as JSON in JSON.
 BODY_BYTES = 4 * 1024 * 1024
-# What every review may have whatever others hold: jobs have a few kilobytes. What is longer shares the room of all.
+# Every review may have this much, whatever others hold: jobs have a few kilobytes. Longer bodies share one bound.
 OWN_BYTES = 64 * 1024
 _ALL_BODIES_BYTES = 2 * BODY_BYTES
-# Values in a body, by the marks before and between them; some 20 ms of a core, in which nothing else runs: Python reads
-# JSON in one go. A job with every field set, sent twice with all that Kubernetes notes about it, has a tenth.
+# Values in a body, counted by the marks before and between them. Python parses JSON in one go: this many take 20 ms, in
+# which nothing else runs. A job with every field set, old and new with all metadata, has a tenth.
 VALUES = 50_000
 _RESOURCE = {"group": GROUP, "version": VERSION, "resource": PLURAL}
 
@@ -46,7 +46,7 @@ class NotAReview(ValueError):
 
 @dataclass
 class AdmissionServer:
-    """Serves once there is a certificate. `served_port` is the port asked for, or the one that was given for 0."""
+    """Serves once there is a certificate. `served_port` is the requested port; for 0, the one that the system chose."""
 
     context: ssl.SSLContext
     certified: asyncio.Event
@@ -60,7 +60,7 @@ class AdmissionServer:
     served_port: int | None = field(default=None, init=False)
     # Of all bodies at hand.
     held_bytes: int = field(default=0, init=False)
-    # Of the large ones one is read and answered at a time: read, each takes many times its bytes.
+    # Held by one large review at a time: a parsed body takes many times its bytes.
     _one_large: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
     async def __call__(self, fn: kopf.WebhookFn) -> AsyncIterator[kopf.WebhookClientConfig]:
@@ -137,7 +137,7 @@ class _Refused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class JobReview:
-    """The AdmissionReview of a job, and as much of it as kopf is shown."""
+    """The AdmissionReview of a job, and the part of it that kopf sees."""
 
     shown: Mapping[str, Any]
     old: Mapping[str, Any] | None
@@ -145,10 +145,10 @@ class JobReview:
 
 
 def read_review(body: bytes | bytearray) -> JobReview:
-    """Return the AdmissionReview in a body; NotAReview when it is none of a job."""
+    """Return the AdmissionReview in a body; a body without one of a job is an error."""
     try:
         found = json.loads(body)
-    # ValueError is all of: not UTF-8, not JSON, and a number of more digits than Python reads.
+    # ValueError covers bytes that are not UTF-8, text that is not JSON, and numbers with too many digits for Python.
     except (ValueError, RecursionError) as error:
         raise NotAReview(f"the body is not JSON: {error}") from None
     request = found.get("request") if isinstance(found, Mapping) else None
@@ -175,7 +175,7 @@ def _object(raw: object) -> Mapping[str, Any] | None:
 
 
 def _shown(raw: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return an object's names: kopf logs these, and would remember each UID that it was ever asked about."""
+    """Return an object's names, which kopf logs. It gets no UID, for it keeps every UID that it sees in memory."""
     if raw is None:
         return None
     metadata = raw.get("metadata") or {}

@@ -13,7 +13,7 @@ from moejob_api.job.grpo import Placement
 from moejob_api.job.lifecycle import Gang
 from moejob_api.layout.sizes import Layout
 
-# Engines outlive gangs: loading a model takes minutes, and the trainer syncs its weights to those that are there.
+# Engines outlive gangs: loading a model takes minutes, and the trainer syncs its weights to running engines.
 ROLLOUT_ATTEMPT = 0
 # An engine has nothing to save.
 ENGINE_GRACE_SECONDS = 30
@@ -24,14 +24,14 @@ class Images:
     """The images of jobs that name none."""
 
     trainer: str
-    # Of pods that engines share; it holds their environment too.
+    # For trainer pods that share GPUs with engines; it holds the rollout environment too.
     trainer_colocated: str
     rollout: str
 
 
 @dataclass(frozen=True, slots=True)
 class JobNetwork:
-    """Peers from outside a job that its NetworkPolicy lets read how its pods are."""
+    """Peers outside a job that its NetworkPolicy lets read the progress of its pods."""
 
     operator_namespace: str
     metrics_from: tuple[Mapping[str, Any], ...] = ()
@@ -53,7 +53,7 @@ class Attempt:
     gang: Gang
     images: Images
     trainer_grace_seconds: int
-    # None: the cluster's own policies are all there are.
+    # None: the operator makes no policy.
     network: JobNetwork | None = None
 
     @property
@@ -63,7 +63,7 @@ class Attempt:
 
     @property
     def access(self) -> str:
-        """The Secret and the NetworkPolicy of the job. With its UID in the name, one that is there is this job's."""
+        """The name of the job's Secret and NetworkPolicy. It has the UID in it: an existing object is this job's."""
         return f"{self.name}-{self.uid[:8]}"
 
     @property
@@ -101,7 +101,7 @@ class Attempt:
 
 
 def service_of(job: str) -> str:
-    """The Service of a job. With more in it than the job's name, no job can take a name that others look up."""
+    """The Service of a job. Its suffix keeps a job from taking a DNS name that others look up."""
     return f"{job}-moejob"
 
 

@@ -1,4 +1,4 @@
-"""The environment of a pod: what the contract says, and what the job adds. Nothing else."""
+"""The environment of a pod: the contract's variables and the job's own, nothing else."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moejob_operator.children.shared import SECRET_KEY
 
 
 def environment(attempt: Attempt, role: Role, index: int) -> list[dict[str, Any]]:
-    """Variables of one pod: the job's own first, so that the contract's may refer to none of them and win over all."""
+    """Variables of one pod. The job's come first: the contract's win over them and can refer to none of them."""
     contract = _contract(attempt, role, index)
     return [
         *(_variable(given) for given in attempt.spec.resources.env),
@@ -27,7 +27,7 @@ def environment(attempt: Attempt, role: Role, index: int) -> list[dict[str, Any]
 
 
 def environment_sources(spec: Spec) -> list[dict[str, Any]]:
-    """Secrets and ConfigMaps read whole."""
+    """Secrets and ConfigMaps of which every key becomes a variable."""
     return [_source(given) for given in spec.resources.env_from]
 
 

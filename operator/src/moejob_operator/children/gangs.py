@@ -18,7 +18,7 @@ from moejob_operator.children.placement import pods_per_group
 
 
 class GangApi(StrEnum):
-    """The API that a cluster has to serve for each of them."""
+    """The API that a cluster has to serve for each gang scheduler."""
 
     NATIVE = "scheduling.k8s.io/v1alpha2"
     VOLCANO = "scheduling.volcano.sh/v1beta1"
@@ -62,7 +62,7 @@ def missing_api(gang: Gang, apis: frozenset[GangApi]) -> GangApi | None:
 
 
 def pod_group(attempt: Attempt) -> dict[str, Any] | None:
-    """The gang's object; None where pods alone say it."""
+    """The gang's object; None for a scheduler that reads pods alone."""
     match attempt.gang:
         case Gang.NATIVE:
             return _object(attempt, GangApi.NATIVE, _native(attempt))
@@ -83,7 +83,7 @@ def gang_marks(attempt: Attempt, role: Role) -> GangMarks:
         case Gang.NATIVE:
             return GangMarks(spec={"schedulingGroup": {"podGroupName": attempt.pod_group}})
         case Gang.VOLCANO:
-            # The second is what later versions read first.
+            # Later versions read the second name first.
             names = ("scheduling.k8s.io/group-name", "scheduling.volcano.sh/group-name")
             return GangMarks(annotations=dict.fromkeys(names, attempt.pod_group), spec=scheduler)
         case Gang.COSCHEDULING:
@@ -106,7 +106,7 @@ def _object(attempt: Attempt, api: GangApi, spec: dict[str, Any]) -> dict[str, A
 def _native(attempt: Attempt) -> dict[str, Any]:
     key = attempt.spec.resources.topology_key
     priority = attempt.spec.resources.priority_class_name
-    # The constraint holds for the whole group: it fits only a gang that is one domain's worth of talk.
+    # The constraint holds for the whole group: it fits only a gang whose pods all belong in one domain.
     in_one_domain = key is not None and pods_per_group(attempt.layout) == attempt.layout.nodes
     return {
         "schedulingPolicy": {"gang": {"minCount": attempt.layout.nodes}},
@@ -126,7 +126,7 @@ def _volcano(attempt: Attempt) -> dict[str, Any]:
 
 
 def _marks_of_engine(attempt: Attempt) -> GangMarks:
-    """Engines come and go: they are in no gang, but in its queue, and never left to a second scheduler of its nodes."""
+    """Engines come and go: they are in no gang, but share its queue and its scheduler. Two would overbook a node."""
     queue = attempt.spec.lifecycle.queue
     match attempt.gang:
         case Gang.KUEUE:
@@ -176,6 +176,6 @@ def _queue(attempt: Attempt) -> dict[str, str]:
 
 
 def _scheduler(attempt: Attempt) -> dict[str, Any]:
-    # One that the job names wins: both schedulers may run under other names.
+    # The job's own choice wins: both schedulers may run under other names.
     given = attempt.spec.resources.scheduler_name
     return {"schedulerName": given or _SCHEDULERS[attempt.gang]} if attempt.gang in _SCHEDULERS else {}

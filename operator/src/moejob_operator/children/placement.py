@@ -11,13 +11,13 @@ from moejob_api.job.resources import Toleration
 from moejob_api.layout.sizes import Layout
 from moejob_operator.children.attempt import Attempt
 
-# A node that is not heard of is given this long to come back before its pods are started elsewhere.
+# A silent node has this long to come back before its pods start elsewhere.
 LOST_NODE_SECONDS = 30
 _LOST_NODE_TAINTS = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
 
 
 def tolerations(attempt: Attempt) -> list[dict[str, Any]]:
-    """The job's own, and short ones for lost nodes where the job does not say otherwise."""
+    """The job's tolerations, and short ones for lost nodes unless the job has its own for them."""
     given = attempt.spec.resources.tolerations
     named = {toleration.key for toleration in given}
     return [
@@ -31,7 +31,7 @@ def tolerations(attempt: Attempt) -> list[dict[str, Any]]:
 
 
 def affinity(attempt: Attempt, role: Role, index: int) -> dict[str, Any] | None:
-    """Pods that talk most in one domain, the others near it; None without a topology key."""
+    """Put pods with the most traffic into one domain and the others near it; None without a topology key."""
     key = attempt.spec.resources.topology_key
     if key is None or role is not Role.TRAINER or attempt.layout.nodes == 1:
         return None

@@ -15,17 +15,17 @@ from moejob_operator.children.gangs import gang_marks
 from moejob_operator.children.placement import affinity, tolerations
 from moejob_operator.children.volumes import mounts, volumes
 
-# Who owns what is written to volumes; images run as a user of this group.
+# The group that owns files on volumes; images run as a user of this group.
 GROUP_ID = 65532
 # Autoscalers that tidy up half-empty nodes would restart a whole gang each time; a job's own word wins.
 _STAYS = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false", "karpenter.sh/do-not-disrupt": "true"}
-# An engine loads for minutes, half an hour at most; then one that says nothing for five is started again in its place.
+# An engine may load for half an hour; after that the kubelet restarts an engine that is silent for five minutes.
 _LOADING_PROBES, _LIVING_PROBES = 180, 10
 _NETWORKS = "k8s.v1.cni.cncf.io/networks"
 
 
 def trainer_pod(attempt: Attempt, index: int) -> dict[str, Any]:
-    """One pod of the gang. It never restarts by itself: whether a failed one is replaced is decided for the gang."""
+    """One pod of the gang. It never restarts by itself: the operator decides for the whole gang."""
     shared = colocated_per_pod(attempt.spec, attempt.layout.gpus_per_pod)
     own = attempt.images.trainer_colocated if shared else attempt.images.trainer
     image = attempt.spec.resources.image or own
@@ -37,9 +37,9 @@ def trainer_pod(attempt: Attempt, index: int) -> dict[str, Any]:
 
 
 def rollout_pod(attempt: Attempt, index: int) -> dict[str, Any]:
-    """One engine. The kubelet restarts it in its place; only one that lost its place is replaced."""
+    """One engine. The kubelet restarts it in its pod; the operator replaces only a lost pod."""
     image = attempt.spec.resources.rollout_image or attempt.images.rollout
-    # The one path that asks for no secret; vLLM's own says that it is healthy before it can generate.
+    # The one path that needs no key; vLLM's own health check passes before the engine can generate.
     health = {"httpGet": {"path": HttpPath.READY.value, "port": Port.ROLLOUT.value}}
     container = {
         "image": image,
@@ -47,7 +47,7 @@ def rollout_pod(attempt: Attempt, index: int) -> dict[str, Any]:
         "startupProbe": health | {"periodSeconds": 10, "failureThreshold": _LOADING_PROBES},
         "livenessProbe": health | {"periodSeconds": 30, "timeoutSeconds": 10, "failureThreshold": _LIVING_PROBES},
         "readinessProbe": health | {"periodSeconds": 5},
-        # vLLM leaves no last word: what it wrote last says why it ended.
+        # vLLM writes no termination message: the end of its log has the reason.
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }
     spec = {"restartPolicy": "Always"}
@@ -109,7 +109,7 @@ def _pod_spec(attempt: Attempt, role: Role, index: int) -> dict[str, Any]:
         "hostname": attempt.pod(role, index),
         "subdomain": attempt.service,
         "automountServiceAccountToken": False,
-        # Hundreds of variables for Services of others, which no pod here asks for.
+        # These would be hundreds of variables for other jobs' Services, which no pod here reads.
         "enableServiceLinks": False,
         "securityContext": {
             "runAsNonRoot": True,
@@ -138,7 +138,7 @@ def _container(attempt: Attempt, role: Role, index: int, container: dict[str, An
                 "allowPrivilegeEscalation": False,
                 "readOnlyRootFilesystem": True,
                 # No IPC_LOCK for RDMA either: a user that is not root gets nothing of a capability that is added, and
-                # no namespace but a privileged one admits the pod. How much may be pinned is the node's to say.
+                # no namespace but a privileged one admits the pod. The node limits how much may be pinned.
                 "capabilities": {"drop": ["ALL"]},
             },
             "volumeMounts": mounts(attempt),

@@ -51,9 +51,9 @@ def claim(attempt: Attempt) -> dict[str, Any] | None:
 
 
 def secret(attempt: Attempt) -> dict[str, Any]:
-    """The Secret that the pods of a job ask one another for, without its data: the value is made as it is created.
+    """The Secret by which pods of a job know each other, without its data: its creation makes the value.
 
-    One for a job, for engines outlive attempts. Launchers derive the key of an attempt from it.
+    A job has one for all attempts, which engines outlive. Launchers derive the key of an attempt from it.
     """
     return {
         "apiVersion": "v1",
@@ -65,7 +65,7 @@ def secret(attempt: Attempt) -> dict[str, Any]:
 
 
 def network_policy(attempt: Attempt) -> dict[str, Any] | None:
-    """The policy that keeps all but the job's own pods away from them; None where the operator makes none."""
+    """The policy that lets only the job's own pods and its observers in; None where the operator makes none."""
     if attempt.network is None:
         return None
     return {

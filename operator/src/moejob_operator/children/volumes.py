@@ -24,7 +24,7 @@ def volumes(attempt: Attempt) -> list[dict[str, Any]]:
 
 
 def mounts(attempt: Attempt) -> list[dict[str, Any]]:
-    """Return the mount paths in the container. A volume that a source names is read and never written."""
+    """Return the mount paths in the container. A volume that a source names is read-only."""
     storage = attempt.spec.storage.mount_path
     return [
         {"name": "shared-memory", "mountPath": Path.SHARED_MEMORY.value},
@@ -38,6 +38,6 @@ def mounts(attempt: Attempt) -> list[dict[str, Any]]:
 
 
 def _claims(attempt: Attempt) -> dict[str, str]:
-    """Claim to volume. A claim that is also the job's own is one volume: a node cannot always attach it twice."""
+    """Map claims to volumes. A source in the job's own claim is no second volume: a node may not attach one twice."""
     others = (claim for claim in named_claims(attempt.spec) if claim != attempt.claim)
     return {attempt.claim: _STORAGE} | {claim: f"claim-{number}" for number, claim in enumerate(others)}

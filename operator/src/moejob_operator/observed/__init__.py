@@ -1,6 +1,6 @@
 """The facts on which a reconcile decides: API bodies, parsed at the edge into facts. Decides nothing, never raises.
 
-A body that cannot be read becomes a fact about it: an unreadable last word is no last word, a job whose spec does not
+An unreadable body becomes a fact, too: an unreadable termination message counts as absent, a job whose spec does not
 parse has problems.
 """
 
@@ -61,10 +61,12 @@ class VolumeClaim:
 class Observed:
     """The job and everything that belongs to it.
 
-    `earlier_pods` belong to another job of the same name that is still being cleaned away. Objects that only look like
-    the job's are none of these. `was_polled` says that every trainer pod was asked, and `progress` is what they
-    answered, by pod UID; `has_access` that this process has created the Secret and the policy of the job, which are
-    never read, for the present attempt, and `lacks_secret` that the Secret is known not to be there.
+    Objects that only look like the job's are left out.
+
+    - `earlier_pods` belong to a deleted job of the same name.
+    - `was_polled`: every trainer pod was asked for its progress; `progress` has the replies, by pod UID.
+    - `has_access`: this process has created the job's Secret and policy, which are never read, for this attempt.
+    - `lacks_secret`: the Secret is known to be missing.
     """
 
     job: Job
@@ -86,9 +88,9 @@ class Observed:
 
 
 class PodReadings:
-    """Readings of the body of each pod: most have not changed since the last reconcile.
+    """A cache of the facts in pod bodies: most bodies have not changed since the last reconcile.
 
-    A body is never changed, a newer one is another object.
+    Nothing changes a body in place: a newer version is another object.
     """
 
     def __init__(self) -> None:
@@ -99,7 +101,7 @@ class PodReadings:
         owner = Controller(about.name, about.uid)
         known = self._known.of(about.key, about.uid) or {}
         found = tuple(known.get(id(body)) or _reading(body, owner) for body in bodies)
-        # A reading holds its body: while it is known, no other object has that identity.
+        # A cached reading keeps its body alive, so no other object can have the same id.
         self._known.keep(about.key, about.uid, {id(reading.body): reading for reading in found})
         return found
 
@@ -110,7 +112,7 @@ class PodReadings:
 
 @dataclass(frozen=True, slots=True)
 class PodReading:
-    """The facts in the body of a pod, and whose it is: the job's, an earlier job's of this name, or neither."""
+    """The facts in the body of a pod, and its owner: the job, an earlier job of this name, or neither."""
 
     body: Raw
     pod: Pod | None
@@ -118,7 +120,7 @@ class PodReading:
 
 
 def observed(raw: Raw, children: Children, specs: Specs, readings: PodReadings | None = None) -> Observed:
-    """Everything that two answers of the API server say."""
+    """Read the job and its objects from API bodies."""
     about = job(raw, specs)
     owner = Controller(about.name, about.uid)
     read = (readings or PodReadings()).of(children.pods, about)
@@ -134,9 +136,9 @@ def observed(raw: Raw, children: Children, specs: Specs, readings: PodReadings |
 
 
 def with_progress(seen: Observed, answers: Mapping[str, PodProgress]) -> Observed:
-    """The same, with what the pods said of themselves; an answer that another pod gave is none."""
+    """Add the progress that pods have reported. The reply of another job's pod does not count."""
     by_uid = {found.uid: found for found in seen.pods}
-    # Addresses are given to other pods soon after: what answers may be another gang.
+    # Addresses soon belong to other pods: the reply may come from another gang.
     heard = {
         uid: answer
         for uid, answer in answers.items()

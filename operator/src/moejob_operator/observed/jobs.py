@@ -1,4 +1,4 @@
-"""The job's own API body: who it is, what it asks for, and what its status remembers."""
+"""The job's own API body: its identity, its spec, and its last status."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from moejob_operator.cluster import JobKey, Raw
 from moejob_operator.expiring_cache import ExpiringCache
 from moejob_operator.observed import reading
 
-# What a job asks for, or what is wrong with it.
+# The spec of a job, or the problems for which it cannot be read.
 Asked = tuple[Spec | None, tuple[Problem, ...]]
 
 # Each round drops at least one field that cannot be read.
@@ -52,11 +52,11 @@ class Job:
 
 
 class Specs:
-    """Specs of jobs, each kept for as long as its generation lasts: every reconcile reads it."""
+    """A cache of parsed specs, one for each job and generation: every reconcile reads the spec."""
 
     def __init__(self, known: ExpiringCache[Asked] | None = None) -> None:
         self._known: ExpiringCache[Asked] = ExpiringCache() if known is None else known
-        # By the section's name and its JSON. Nothing is kept here that no job holds.
+        # By the section's name and its JSON. A section goes with the last job that holds it.
         self._sections: WeakValueDictionary[tuple[str, bytes], ApiModel] = WeakValueDictionary()
 
     def asked(self, raw: Raw) -> Asked:
@@ -68,7 +68,7 @@ class Specs:
         return self._known.keep(key, identity, self._thrifty(raw, _asked(raw))) if known is None else known
 
     def _thrifty(self, raw: Raw, asked: Asked) -> Asked:
-        """The same, with the sections of other jobs where they are alike: most are what defaults have made them."""
+        """Share equal sections between jobs, which saves memory: most sections hold defaults."""
         spec, problems = asked
         if spec is None:
             return asked
@@ -83,7 +83,7 @@ class Specs:
 
 
 def job(raw: Raw, specs: Specs) -> Job:
-    """The job, whatever its body holds: one that went past the webhook has problems, and raises nothing."""
+    """Read a job. An invalid body, which the webhook has not seen, has problems and raises nothing."""
     about = reading.metadata(raw)
     spec, problems = specs.asked(raw)
     return Job(
@@ -100,7 +100,7 @@ def job(raw: Raw, specs: Specs) -> Job:
 
 
 def status(raw: object) -> Status:
-    """The status that was written last; fields that this version cannot read are as if they had never been written."""
+    """Read the last status; fields that this version cannot read count as absent."""
     text = json.dumps(reading.mapping(raw), default=str)
     for _ in range(_ROUNDS):
         try:
@@ -126,7 +126,7 @@ def _asked(raw: Raw) -> Asked:
 
 
 def _drop(tree: object, place: tuple[int | str, ...]) -> None:
-    """Remove the value at a path; a missing one takes its holder with it."""
+    """Remove the value at a path; where there is none, remove the value that should hold it."""
     *above, last = place
     holder, outer = tree, None
     for step in above:

@@ -2,7 +2,7 @@
 
 Everyone who may create objects in a namespace can write any label and any owner reference. So an object is a job's only
 when all of them agree: its controller is this very job, its labels name it too, and a pod's name is what role, attempt
-and index in its labels make of it. That keeps two objects from standing for one place in a gang, for a name is unique.
+and index in its labels make of it. So no two objects stand for one place in a gang: names are unique.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class PodPlace:
 
 
 def controller(raw: Raw) -> Controller | None:
-    """The job that controls an object, by its owner reference and its labels alike; None when they name none."""
+    """Return the job that owner reference and labels of an object agree on; None when they do not."""
     owners = reading.mappings(reading.metadata(raw).get("ownerReferences"))
     found = next((_of(owner) for owner in owners if owner.get("controller") is True and _is_job(owner)), None)
     return found if found is not None and _labelled(raw) == found else None
 
 
 def place(raw: Raw, job: Controller) -> PodPlace | None:
-    """The place of a pod in this job; None when it is not the job's, or its name is another than its labels make."""
+    """Return the place of a pod in this job; None for another job's pod, or when name and labels differ."""
     found = _labelled_place(raw)
     if found is None or controller(raw) != job:
         return None
@@ -57,7 +57,7 @@ def is_pod_of_earlier(raw: Raw, job: Controller) -> bool:
 
 
 def is_as_made(raw: Raw, manifest: Mapping[str, Any]) -> bool:
-    """Return whether what is there under the name of a manifest is what was created from it."""
+    """Return whether an existing object looks as if it was created from this manifest."""
     expected = controller(manifest)
     return expected is not None and controller(raw) == expected and _labelled_place(raw) == _labelled_place(manifest)
 
@@ -67,7 +67,7 @@ def _of(owner: Raw) -> Controller:
 
 
 def _is_job(owner: Raw) -> bool:
-    # Any version of the API: an object outlives the one that it was made under.
+    # Any version of the API: an object outlives the version that created it.
     return owner.get("kind") == KIND and reading.text(owner.get("apiVersion")).partition("/")[0] == GROUP
 
 

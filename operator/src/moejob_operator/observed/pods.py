@@ -38,7 +38,7 @@ class PodPhase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The end of a container. `word` is None when the launcher left none that can be read; `message` is then raw."""
+    """The end of a container. Its message is raw where the launcher left no readable termination message."""
 
     exit_code: int | None
     reason: str
@@ -78,13 +78,13 @@ class Pod:
     ready_changed_at: datetime | None
     changed_at: datetime | None
     ended: Ended | None
-    # The end of the container before this one, where the kubelet starts it again in the same pod, as it does with an
-    # engine; the message is the last line of its log.
+    # The end before, where the kubelet restarts a container in the same pod, as it does with an engine; the message is
+    # the last line of the log.
     ended_before: Ended | None
     waiting: Waiting | None
     unschedulable: str | None
     is_gated: bool
-    # Why the cluster takes the pod away: the reason of a condition that says so.
+    # The reason of the condition by which the cluster takes the pod away.
     disruption: str | None
     # The pod's own reason and message, such as Evicted.
     reason: str
@@ -135,7 +135,7 @@ def pod(raw: Raw, place: PodPlace) -> Pod:
 def is_unheard(raw: Raw) -> bool:
     """Return whether the cluster calls a pod unready whose containers are ready.
 
-    No kubelet says so: it is how the node controller marks the pods of a node that it has not heard of.
+    No kubelet reports this: the node controller marks the pods of a silent node so.
     """
     status = reading.mapping(raw.get("status"))
     said = {kind: reading.condition(status, kind).get("status") for kind in ("Ready", "ContainersReady")}
@@ -143,7 +143,7 @@ def is_unheard(raw: Raw) -> bool:
 
 
 def taken_by_taint(raw: Raw) -> bool:
-    """Return whether a pod is deleted for what is wrong with its node."""
+    """Return whether the cluster deletes a pod because of a taint of its node."""
     return _disruption(reading.mapping(raw.get("status"))) == TAKEN_BY_TAINT
 
 

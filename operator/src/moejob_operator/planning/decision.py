@@ -48,9 +48,9 @@ class Reason(StrEnum):
 class Decision:
     """One decision. Fields that are None leave the status as it is; `phase` None leaves all of it.
 
-    `needs_live` asks for a decision on objects listed now: what is planned here cannot be taken back. One that
-    changes the attempt or ends the job has no actions: the pods of the old attempt are deleted by a later reconcile,
-    which reads what this one wrote. A crash in between must not refund a restart.
+    `needs_live` asks for a decision on objects listed now, because its actions cannot be undone. A decision that
+    changes the attempt or ends the job has no actions: a later reconcile reads the written status, and then deletes
+    the old pods. A crash in between must not refund a restart.
     """
 
     phase: Phase | None

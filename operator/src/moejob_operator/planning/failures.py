@@ -11,26 +11,26 @@ from moejob_operator.observed import TAKEN_BY_TAINT, Pod, PodPhase
 from moejob_operator.planning.observed_state import ObservedState, present_attempt, spec_and_layout
 from moejob_operator.planning.timestamps import later, seconds_since
 
-# A kubelet that lives deletes a pod within its grace period; this much later it does not live.
+# A live kubelet deletes a pod within its grace period; this much later the kubelet counts as dead.
 KUBELET_SECONDS = 30.0
 
-# A launcher gives up on the store of pod 0 after 20 s, or at once where a connection breaks. What pod 0 suffers shows
-# later: Kubernetes takes up to 55 s to call a node lost, then marks the node's pods one by one, and those are asked.
+# A launcher gives up on the store of pod 0 after 20 s, or at once where a connection breaks. The failure of pod 0
+# shows later: Kubernetes takes up to 55 s to call its node lost, then marks the pods there one by one.
 VERDICT_SECONDS = 75.0
 
-# Pods that no kubelet accepted, or that it had to give up with its node: nothing the job did.
+# Reasons of pods that a kubelet refused, or gave up with its node: none is the job's fault.
 _CLUSTER_REASONS = frozenset(
     {"Evicted", "NodeShutdown", "Terminated", "NodeLost", "NodeAffinity", "UnexpectedAdmissionError", "Preempting"}
 )
 _NODE_REASONS = frozenset({TAKEN_BY_TAINT, "DeletionByPodGC"})
 _RANKS_NAMED = 8
-# The kubelet cannot find what the container's environment is taken from, which its message names, and tries again.
+# The kubelet cannot find a Secret or ConfigMap of the container's environment. Its message has the name; it retries.
 _CONFIG_ERROR = "CreateContainerConfigError"
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """One failure, and the pod that it happened to; no pod when it is gone without a trace."""
+    """One failure and its pod; without a pod when that is gone without a trace."""
 
     failure: Failure
     name: str
@@ -41,7 +41,7 @@ class Loss:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A wait before pods that lost their peers are charged: for the fate of one of which nothing is heard."""
+    """A wait before pods that lost their peers are charged: a silent pod may turn out to be the cause."""
 
     message: str
     seconds: float
@@ -54,10 +54,10 @@ def losses(s: ObservedState) -> tuple[Loss, ...]:
 
 
 def pending_verdict(s: ObservedState, lost: tuple[Loss, ...]) -> Verdict | None:
-    """Return the verdict to wait for before a charge: pods have lost their peers, and of one nothing is heard.
+    """Return the wait before a charge, where pods have lost their peers and another pod is silent.
 
-    To blame is that one, once its node is lost, or it is gone, or is seen to have failed. Nothing is kept of the wait:
-    it ends by the time at which the first of these pods did, by the clock of its node, which may be a wrong one.
+    The silent pod is to blame once it has failed, is gone, or its node is lost. The status holds nothing of the wait,
+    which is counted from the end of the first of these pods, by the clock of that node, which may be wrong.
     """
     mute = next((pod for _, pod in sorted(s.trainers.items()) if _may_explain(pod, s)), None)
     ends = [loss.pod.ended.at for loss in lost if loss.pod is not None and loss.pod.ended is not None]
@@ -80,8 +80,8 @@ def _may_explain(pod: Pod, s: ObservedState) -> bool:
 def is_on_lost_node(pod: Pod, s: ObservedState) -> bool:
     """Return whether its kubelet can no longer confirm anything.
 
-    Without a right to see nodes only the pod itself can tell: the node controller took it away, and well after its
-    grace period it is still there.
+    Without a right to see nodes, only the pod shows it: the node controller took the pod away, and well after its grace
+    period the pod is still there.
     """
     if pod.node is not None and pod.node in s.seen.lost_nodes:
         return True
@@ -100,7 +100,7 @@ def _lost_pods(s: ObservedState) -> Iterator[Loss]:
         if pod is None:
             if s.ladder.gang_was_whole and index not in answered:
                 name = pod_name(s.seen.job.name, Role.TRAINER, s.attempt, index)
-                # Who deletes a pod takes it away from the job; had it failed, it would still be there to say so.
+                # Another client has deleted the pod: a failed pod would still exist.
                 yield Loss(Failure(index, Cause.PREEMPTED, message=f"{name} was deleted"), name)
             continue
         cause = _cause(pod, s)
@@ -110,7 +110,7 @@ def _lost_pods(s: ObservedState) -> Iterator[Loss]:
 
 
 def _refused_engines(s: ObservedState) -> Iterator[Loss]:
-    """Engines that call the job wrong: the kubelet starts them again and again, and ranks wait for them in vain."""
+    """Yield engines that refuse the job's configuration: the kubelet restarts them, and ranks wait in vain."""
     for pod in s.rollouts:
         end = pod.ended_before
         if end is not None and end.exit_code == ExitCode.BAD_CONFIGURATION:
@@ -125,7 +125,7 @@ def misses_secret(pod: Pod, s: ObservedState) -> bool:
 
 
 def _lost_secret(s: ObservedState) -> Iterator[Loss]:
-    """Yield the loss of the Secret from which pods that run have a value: made again, it has another."""
+    """Yield a failure for a missing Secret whose value running pods hold: a new one would have another value."""
     holder = next((pod for pod in s.trainers.values() if pod.phase is PodPhase.RUNNING), None)
     missing = next((pod for pod in (*s.trainers.values(), *s.rollouts) if misses_secret(pod, s)), None)
     if holder is None or (missing is None and not s.seen.lacks_secret):
@@ -144,7 +144,7 @@ def _cause(pod: Pod, s: ObservedState) -> Cause | None:
         return None
     if is_on_lost_node(pod, s) and (pod.is_terminating or _is_out_of_reach(pod, s)):
         return Cause.NODE_LOST
-    # One that is asked to end may still be saving: how it ends is the cause, and its name is taken until then.
+    # A terminating pod may still be saving: its end has the cause, and its name is taken until then.
     if pod.phase is not PodPhase.FAILED:
         return None
     return _cause_of_failed(pod)
@@ -153,7 +153,7 @@ def _cause(pod: Pod, s: ObservedState) -> Cause | None:
 def _is_out_of_reach(pod: Pod, s: ObservedState) -> bool:
     """Return whether a pod is unreachable: the cluster hears nothing of its node, nor we of the pod.
 
-    A run outlives a kubelet, and a node that is cut off from the API server alone: such a pod still answers us.
+    A run survives the death of a kubelet, and a node that only the API server cannot reach: its pods still reply.
     """
     return pod.is_unheard and s.seen.was_polled and pod.uid not in s.seen.progress
 
@@ -168,7 +168,7 @@ def _cause_of_failed(pod: Pod) -> Cause:
     if pod.ended.reason == "OOMKilled":
         return Cause.OUT_OF_MEMORY
     outcome = None if pod.ended.word is None else pod.ended.word.outcome
-    # Exit code 0 in a failed pod is the word of a kubelet, not of a launcher.
+    # Exit code 0 in a failed pod comes from a kubelet, not from a launcher.
     return cause_of_exit(pod.ended.exit_code, outcome) or Cause.POD_FAILED
 
 
@@ -197,7 +197,7 @@ def _silent_pods(s: ObservedState) -> Iterator[Loss]:
     limit = spec.lifecycle.progress_deadline_seconds + LAUNCHER_FIRST_SECONDS
     if not s.seen.was_polled or not _all_run(s):
         return
-    # Until the last pod has come the rendezvous is not complete, and no rank is late.
+    # Before the last pod has started, the rendezvous is incomplete and no rank is late.
     whole_seconds = min(seconds_since(pod.started_at, s.now) for pod in s.trainers.values())
     if whole_seconds < limit:
         return
@@ -214,7 +214,7 @@ def _silent_pods(s: ObservedState) -> Iterator[Loss]:
 
 
 def _all_run(s: ObservedState) -> bool:
-    """Return whether no pod has ended, is ending or is about to be replaced: only then is silence a sign."""
+    """Return whether no pod has ended, is ending or is about to be replaced: only then does silence mean a hang."""
     answered = {entry.uid for entry in s.ladder.replacing}
     return s.gang_runs and all(
         pod.phase is PodPhase.RUNNING and not pod.is_terminating and pod.uid not in answered
@@ -228,7 +228,7 @@ def _silent_ranks(answer: PodProgress | None, limit: float) -> tuple[int, ...]:
 
 
 def _is_mute(pod: Pod, s: ObservedState, limit: float) -> bool:
-    """Neither the kubelet's probe nor a question of ours has been answered by any rank for that long."""
+    """Return whether no rank has answered a probe of the kubelet or a poll of ours for that long."""
     answer = s.seen.progress.get(pod.uid)
     if pod.is_ready or (answer is not None and answer.ranks):
         return False
@@ -236,7 +236,7 @@ def _is_mute(pod: Pod, s: ObservedState, limit: float) -> bool:
 
 
 def _restarted_ranks(s: ObservedState) -> Iterator[Loss]:
-    """Restarts in place that pods report beyond those charged. None are known while a replaced pod is waited for."""
+    """Yield restarts in place that pods report and no decision has charged; none while a new pod is awaited."""
     known = s.ladder.rank_restarts
     reported = rank_restarts(s)
     if known is None or reported is None or reported <= known:

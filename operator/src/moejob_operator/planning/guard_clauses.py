@@ -1,7 +1,7 @@
-"""The decision about a job: guards in the order in which they are asked, of which the first that returns one decides.
+"""The decision about a job: guards in order, of which the first that returns a decision wins.
 
-Each is handed what was observed and the time, and returns a decision or None. What comes later may rely on what came
-before: behind `invalid` there is a spec and a layout, behind `old_gang` no pod of another attempt.
+Each guard gets the observed state and the time, and returns a decision or None. A guard may rely on those before it:
+after the guard against invalid jobs there is a spec and a layout, after that of the old gang no pod of another attempt.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from moejob_operator.planning.waiting import Hold, hold, hold_beside_gang
 
 Guard = Callable[[ObservedState], Decision | None]
 
-# How often running pods are asked how they are, and their ages when they are first asked: the young have more to tell.
+# Seconds between polls of running pods, and the ages of the first polls: young pods have more news.
 POLL_SECONDS = 30.0
 POLL_AGES = (5.0, 10.0, 20.0, 40.0)
-# What the API server refused may be allowed later without any event.
+# The API server may later accept a refused object, without any event.
 REFUSED_SECONDS = 30.0
-# Whether a kubelet is gone shows in nothing that is watched.
+# No watch shows that a kubelet is gone.
 ENDING_SECONDS = 10.0
 
 
@@ -59,7 +59,7 @@ def finished(s: ObservedState) -> Decision | None:
 
 
 def suspended(s: ObservedState) -> Decision | None:
-    """Pods go, after saving; claim and Service stay. The attempt ends too, so that what comes later is fenced off."""
+    """Pods save and go; claim and Service stay. The attempt ends too, so that late writes are fenced off."""
     spec = s.seen.job.spec
     if spec is None or not spec.lifecycle.suspend or s.gang_succeeded:
         return None
@@ -117,7 +117,7 @@ def deadline_passed(s: ObservedState) -> Decision | None:
 
 
 def secret_lost(s: ObservedState) -> Decision | None:
-    """Engines with the value of a Secret that is gone end before it is made again: after that they look like others."""
+    """Engines with a deleted Secret's value end before a new Secret is made: later they look like others."""
     actions = objects.deletions(objects.outdated_engines(s), s)
     if not actions:
         return None
@@ -143,7 +143,7 @@ def failed(s: ObservedState) -> Decision | None:
 
 
 def succeeded(s: ObservedState) -> Decision | None:
-    """Every rank of every trainer pod has ended well. Engines never do, and are not waited for."""
+    """Every rank of every trainer pod has ended well. Engines never end, and are not awaited."""
     if not s.gang_succeeded:
         return None
     restarts, failure = last_restarts(s)
@@ -192,7 +192,7 @@ def held_back(s: ObservedState) -> Decision | None:
 
 
 def present(s: ObservedState) -> Decision | None:
-    """The job as it should be: what is missing is created, what was answered for is cleared away."""
+    """Create missing objects, and delete pods whose failure has been charged."""
     _, layout = spec_and_layout(s)
     spent = objects.deletions((*objects.answered_pods(s), *objects.spent_engines(s), *s.unplanned), s)
     created = objects.missing(s)
@@ -209,8 +209,8 @@ def present(s: ObservedState) -> Decision | None:
         actions=(*spent, *created),
         restarts=_settled(s, is_whole=is_whole),
         pods_created=is_whole,
-        # The first gang of all can have no other beside it.
-        # Whether the Secret is still there is asked, too, where pods hold its value.
+        # The first gang of all can have no other beside it. Where pods hold the value of the Secret, the live decision
+        # also checks that the Secret exists.
         needs_live=bool(spent)
         or (is_restart and started > 0)
         or (s.seen.holds_secret and objects.makes_secret(created)),
@@ -241,7 +241,7 @@ def _undecided(s: ObservedState, verdict: Verdict) -> Decision:
         Reason.LOST_PEERS,
         verdict.message,
         pods_created=s.ladder.gang_was_whole,
-        # The pod may answer again, which no watch tells.
+        # The pod may reply again, which no watch shows.
         requeue_after_seconds=min(verdict.seconds, ENDING_SECONDS),
     )
 
@@ -279,7 +279,7 @@ def _still_suspended_seconds(s: ObservedState) -> float:
 
 
 def _settled(s: ObservedState, *, is_whole: bool) -> Restarts:
-    """Return the restarts with the gang noted as whole, and when it came together with its restart over."""
+    """Mark the gang as whole in the restarts, and its restart as over once all of its pods are ready."""
     spec, _ = spec_and_layout(s)
     gang = gang_report(s)
     restarts = with_state(s.restarts, settled(gang, recovery_state(s.restarts, spec.lifecycle.backoff_limit)))

@@ -16,9 +16,9 @@ from moejob_operator.planning.failures import is_on_lost_node, misses_secret
 from moejob_operator.planning.observed_state import ObservedState, present_attempt
 from moejob_operator.planning.timestamps import seconds_since, seconds_until
 
-# Nothing else is done while manifests are made, half a millisecond each: a larger gang is created in several looks.
+# A manifest takes half a millisecond, in which nothing else runs: a larger gang takes several reconciles.
 CREATED_AT_ONCE = 500
-# What is left of a gang that has failed can save nothing: that takes all of its ranks.
+# The rest of a failed gang cannot save: a save takes all ranks.
 BROKEN_GANG_SECONDS = 5
 # An engine that does not live longer than this is not started again at once.
 ENGINE_LIFE_SECONDS = 30.0
@@ -44,7 +44,7 @@ def answered_pods(s: ObservedState) -> tuple[Pod, ...]:
 
 
 def spent_engines(s: ObservedState) -> tuple[Pod, ...]:
-    """Engines that lost their place; one that came to nothing at once keeps its name for a while."""
+    """Engines whose pods are lost; one that ended soon after its start keeps its name for a while."""
     return tuple(pod for pod in s.rollouts if is_lost_engine(pod, s) and engine_wait_seconds(pod, s) <= 0)
 
 
@@ -61,7 +61,7 @@ def is_secret_missed(s: ObservedState) -> bool:
 
 
 def makes_secret(actions: Iterable[Action]) -> bool:
-    """Return whether the job's Secret is created, should it not be there."""
+    """Return whether these actions create the job's Secret where it is missing."""
     return any(isinstance(action, Ensure) and action.manifest["kind"] == Kind.SECRET for action in actions)
 
 
@@ -86,10 +86,10 @@ def _missing_shared(s: ObservedState, attempt: Attempt) -> Iterator[Ensure]:
 
 
 def _with_access(s: ObservedState, attempt: Attempt, pods: Iterator[Ensure]) -> Iterator[Ensure]:
-    """Yield pods behind what they need and what guards them, which the operator cannot see.
+    """Yield the Secret and the policy, which the operator cannot see, and after them the pods.
 
-    That is created once for the pods of an attempt, so that a new gang finds what another client has deleted, and when
-    a kubelet misses it.
+    Both are created once for each attempt, so that a new gang finds them though another client deleted them, and again
+    when a kubelet misses the Secret.
     """
     first = next(pods, None)
     if (first is not None and not s.seen.has_access) or is_secret_missed(s):
@@ -105,7 +105,7 @@ def _with_access(s: ObservedState, attempt: Attempt, pods: Iterator[Ensure]) -> 
 def _missing_trainers(s: ObservedState, attempt: Attempt) -> Iterator[Ensure]:
     if seconds_until(s.ladder.start_after, s.now) > 0:
         return
-    # A pod that still ends keeps its name; it will be missing when it is gone.
+    # A terminating pod keeps its name; once it is gone, it is missing.
     yield from (Ensure(trainer_pod(attempt, index)) for index in range(attempt.layout.nodes) if index not in s.trainers)
 
 

@@ -1,4 +1,4 @@
-"""Everything that guards look at, worked out once: whose pods are whose, and what the status remembers."""
+"""The state that guards decide on, computed once: pods by role and attempt, and what the status keeps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from moejob_operator.planning.recovery_state import fresh_gang, recovery_state, 
 from moejob_operator.planning.timestamps import read
 from moejob_operator.validation import Validation
 
-# Until a save was measured. What is left of it when the save is done is not waited for.
+# Until a save was measured. A pod that has saved ends before this is over.
 DEFAULT_GRACE_SECONDS = 300
 _SHORTEST_GRACE_SECONDS = 60
 _LONGEST_GRACE_SECONDS = 3600
@@ -39,10 +39,10 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class ObservedState:
-    """One look at one job. `trainers` are those of the present attempt by index, `old` those of earlier ones.
+    """One job in one reconcile. Trainers are those of the present attempt, by index.
 
-    `unplanned` pods are named as the job's and have no place in it: of an attempt that has not begun, or beyond the
-    size of the gang. The operator creates none such, so another did.
+    Unplanned pods have names of the job and no place in it: their attempt has not begun, or their index is beyond the
+    size of the gang. Another client has created them.
     """
 
     seen: Observed
@@ -55,7 +55,7 @@ class ObservedState:
     old: tuple[Pod, ...]
     rollouts: tuple[Pod, ...]
     unplanned: tuple[Pod, ...]
-    # What the API server said to the actions of this very look, which is then decided again.
+    # The API server's refusal of this reconcile's actions, after which the job is decided again.
     refusal: str | None = None
 
     @property
@@ -132,7 +132,7 @@ def observed_state(
 def _attempt(seen: Observed) -> int:
     """Return the attempt that runs or is about to: what the status says, which is written before any of its pods.
 
-    Only a status that was lost does not know it. Then the pods say it, for the present gang must not become an old one.
+    Where the status was lost, the pods' labels have it: the present gang must not become an old one.
     """
     if seen.job.status.phase is not None:
         return seen.job.status.attempt
@@ -189,7 +189,7 @@ def present_attempt(s: ObservedState) -> Attempt:
 
 
 def _service(s: ObservedState) -> str:
-    """Return the Service that the pods of the gang are found by; before there are any, engines, which outlive gangs.
+    """Return the Service of the gang, or before there is one that of the engines, which outlive gangs.
 
     A pod's environment names the others by it, and a pod's host name exists in one Service only.
     """

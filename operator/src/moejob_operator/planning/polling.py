@@ -1,6 +1,6 @@
-"""The choice of pods to poll, and of the time: a poll costs a request for each.
+"""The choice of pods to poll, and of the time: a poll costs a request for each pod.
 
-Pure: knows what was observed and when was last asked, and asks nothing itself.
+Pure: knows the observed objects and the time of the last poll, and sends nothing itself.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from moejob_operator.planning.timestamps import read, seconds_since
 
 
 def pods_to_ask(seen: Observed, asked: datetime | None, now: datetime) -> tuple[Pod, ...]:
-    """Return the pods to ask how they are: not at every event, but before concluding from a silence or an end.
+    """Return the pods to poll now: not at every event, but before a silence or an end leads to a decision.
 
-    `asked` is when this process asked last; the status tells when another did and was answered.
+    The last poll is this process's own, or an earlier one whose time the status has.
     """
     status = seen.job.status
     gang = [pod for pod in seen.pods if pod.role is Role.TRAINER and pod.attempt == status.attempt]
@@ -38,12 +38,13 @@ def pods_to_ask(seen: Observed, asked: datetime | None, now: datetime) -> tuple[
 
 def _is_due(since: float, youngest: float) -> bool:
     """Return whether a poll is due this long after the last one: at certain ages, and new pods at once."""
+    # Worked example: at 12 s a pod has reached the age 10 s, so a poll is due unless the last one is at most 2 s old.
     reached = max((age for age in POLL_AGES if age <= youngest), default=0.0)
     return since > youngest - reached or since >= POLL_SECONDS
 
 
 def _may_be_mute(seen: Observed, running: tuple[Pod, ...], youngest: float) -> bool:
-    """Return whether this reconcile would take a silence for a hang."""
+    """Return whether this reconcile would call a silent pod hung."""
     spec = seen.job.spec
     if spec is None or all(pod.is_ready for pod in running):
         return False

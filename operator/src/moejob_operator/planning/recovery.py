@@ -1,6 +1,6 @@
 """From failures to the next state of a job: the action that moejob_api.recovery chooses, written as a decision.
 
-Here its answer gets reasons, names and times. Nothing is acted upon: a later reconcile reads what was written.
+This module adds reasons, names and times, and acts on nothing: a later reconcile reads the written status.
 """
 
 from __future__ import annotations
@@ -127,9 +127,9 @@ def _reason(found: Recovery, lost: tuple[Loss, ...]) -> str:
 
 
 def last_restarts(s: ObservedState) -> tuple[Restarts, LastFailure | None]:
-    """Restarts in place that are in a gang's termination messages alone, as it ended well before it was asked again."""
+    """Return the restarts with those that only termination messages report: the gang ended before the next poll."""
     if s.ladder.rank_restarts is None:
-        # No pod was asked since one was replaced: for that the ranks of the others were restarted.
+        # No pod was polled since one was replaced, and that replacement restarted the ranks of the others.
         return s.restarts, None
     words = {index: pod.ended.word for index, pod in s.trainers.items() if pod.ended and pod.ended.word}
     more = sum(word.restarts for word in words.values()) - s.ladder.rank_restarts

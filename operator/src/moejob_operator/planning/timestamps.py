@@ -9,17 +9,17 @@ _FORMAT = "%Y-%m-%dT%H:%M:%SZ"
 
 
 def written(time: datetime) -> str:
-    """A time as Kubernetes writes it; what is less than a second is cut off."""
+    """Write a time as Kubernetes does, cut to the second."""
     return time.astimezone(UTC).strftime(_FORMAT)
 
 
 def whole(time: datetime) -> datetime:
-    """The same without what is less than a second: what is reckoned between times so written adds up."""
+    """Cut a time to the second: then durations between written times add up."""
     return time.replace(microsecond=0)
 
 
 def read(text: str | None) -> datetime | None:
-    """A time that the status holds; None when there is none, or when it is no time."""
+    """Read a time of the status; None when it is absent or no time."""
     try:
         found = datetime.fromisoformat(text or "")
     except ValueError:
@@ -28,8 +28,9 @@ def read(text: str | None) -> datetime | None:
 
 
 def later(now: datetime, seconds: float) -> str:
-    """A number of seconds from now, and not a moment before."""
+    """Write the time a number of seconds from now, and not a moment before."""
     moment = now.timestamp() + seconds
+    # Rounded up: a back-off that is cut to the second would end early.
     return written(datetime.fromtimestamp(math.ceil(moment) if seconds > 0 else moment, UTC))
 
 

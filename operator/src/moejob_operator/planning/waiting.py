@@ -10,7 +10,7 @@ from moejob_operator.planning.decision import Reason
 from moejob_operator.planning.observed_state import ObservedState, gang_of
 from moejob_operator.planning.timestamps import seconds_until
 
-# What a kubelet says while all is well.
+# Reasons that a kubelet gives in every start.
 _USUAL = frozenset({"ContainerCreating", "PodInitializing"})
 # What the scheduler says of a pod whose volume is not there yet.
 _UNBOUND = "unbound immediate PersistentVolumeClaims"
@@ -88,13 +88,13 @@ def _image(pods: tuple[Pod, ...]) -> Hold | None:
 
 
 def _end(end: Ended) -> str:
-    """Return the reason that a container is started again; the kubelet says no more than that it is."""
+    """Return the reason of a container's restart, which the kubelet's own message lacks."""
     return f"ended with exit code {end.exit_code}: {end.message}" if end.message else f"exit code {end.exit_code}"
 
 
 def _node(pods: tuple[Pod, ...]) -> Hold | None:
     for pod in pods:
-        # Until its claim is bound a pod fits nowhere, whatever room there is: the claim is what it waits for.
+        # Until its claim is bound a pod fits no node, whatever room there is: it waits for the claim.
         if pod.unschedulable and _UNBOUND not in pod.unschedulable:
             return Hold(Reason.UNSCHEDULABLE, f"{pod.name}: {pod.unschedulable}")
     return None

@@ -88,7 +88,7 @@ def _pods_created(s: ObservedState, decision: Decision) -> _Claim:
 
 
 def _way_on(s: ObservedState, progress: Progress | None) -> str:
-    """Return the prospects of a saved run: a job that has failed never runs again, and its own volume goes with it."""
+    """Return how another job can continue the run: a failed job never runs again, and its own volume goes with it."""
     saved, spec = None if progress is None else progress.last_checkpoint_step, s.seen.job.spec
     if saved is None or spec is None:
         return ""

@@ -10,7 +10,7 @@ _UNITS = ((86_400, "d"), (3_600, "h"), (60, "m"), (1, "s"))
 
 
 def display(s: ObservedState, progress: Progress | None) -> Display | None:
-    """The texts; as they were while the progress is as it was."""
+    """Return the texts, unchanged while the progress is unchanged."""
     before = s.status.progress
     if progress is None or progress == before:
         return s.status.display

@@ -1,7 +1,7 @@
 """Goodput: each second since pods were first created is productive, lost, starting or suspended.
 
-Reported whenever the phase changes, something fails, or there is news of the run, which is written anyway. Of a time in
-which ranks were started the trainer says how long they have done steps. Steps are taken to last equally long.
+The sums grow whenever the phase changes, something fails, or the run has news: then the status is written anyway. Where
+ranks were started in that time, the trainer reports how long they have done steps. All steps count as equally long.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _Use(StrEnum):
 
 
 def goodput(s: ObservedState, decision: Decision, progress: Progress | None) -> Goodput | None:
-    """The sums until now; as they were when nothing has happened that tells what the time was used for."""
+    """Return the sums until now; unchanged while nothing shows what the time was used for."""
     before = s.status.goodput or Goodput()
     reported_until = read(before.updated_at) or started_at(s)
     if reported_until is None or not _is_reported(s, decision, progress):

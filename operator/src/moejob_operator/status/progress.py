@@ -20,7 +20,7 @@ def progress(s: ObservedState, decision: Decision) -> Progress | None:
         return before
     now = _progress(heard, written(s.now))
     if now.hub_commits is None and before is not None:
-        # A last word has no room for many.
+        # A termination message has no room for many.
         now = now.model_copy(update={"hub_commits": before.hub_commits})
     if before is None or now.last_checkpoint_step != before.last_checkpoint_step:
         return now
@@ -51,5 +51,5 @@ def _progress(heard: RunProgress, updated_at: str) -> Progress:
 
 
 def _step(number: float | None) -> int | None:
-    """A measure may be any number: one that is no step is none."""
+    """Return a measure as a step; None for a number that is no step."""
     return int(number) if number is not None and 0 <= number <= MAX_COUNT else None
