@@ -32,7 +32,7 @@ def main() -> int:
     """Run the engine until it is asked to stop; the exit code of the contract."""
     # Process 1 of a pod loses a signal that it has no handler for.
     signal.signal(signal.SIGTERM, _leave)
-    # No process could ask an engine to stop whose launcher was killed.
+    # An engine whose launcher was killed would never be asked to stop.
     ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGTERM, 0, 0, 0)
     try:
         engine = from_environment(EngineEnvironment, os.environ)
@@ -48,7 +48,7 @@ def main() -> int:
         return ExitCode.BAD_CONFIGURATION
     os.environ |= variables(engine, sorted(os.sched_getaffinity(0)))
     with own_temporary_files():
-        # Looking for garbage would be a quarter of what the import costs, and all that it brings stays.
+        # Collecting garbage would take a quarter of the import, and all imported objects stay.
         gc.disable()
         # Takes seconds, in which the trainer lays out the model.
         from vllm.entrypoints.launchers.api_server import entry  # noqa: PLC0415  # reads its environment when imported
@@ -69,7 +69,7 @@ def _laid_out(folder: Path) -> Path:
 
 
 def _serve(entry: Any, engine: EngineEnvironment, model: Path) -> int:
-    """Serve until the server ends; a failure where nothing asked it to, as when its core dies."""
+    """Serve until the server ends. An end without a request to stop is a failure: its core has died."""
     import uvloop  # noqa: PLC0415  # comes with vLLM
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args  # noqa: PLC0415
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup  # noqa: PLC0415

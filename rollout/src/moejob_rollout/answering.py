@@ -1,7 +1,7 @@
 """The path of answers: token ids in, token ids with log-probabilities out.
 
-vLLM's own path of this kind makes, checks and writes an object for each token: 2 ms of the server for an answer of 256
-tokens, for which answers that end together wait.
+vLLM's own path of this kind makes, checks and writes an object for each token: an answer of 256 tokens takes 2 ms of
+the server, and answers that end together wait for each other.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ async def _generated(client: Any, asked: AnswerRequest) -> EngineAnswer:
 
 
 async def _last(client: Any, asked: AnswerRequest) -> Any:
-    """Return all of an answer of vLLM, which is its only part."""
+    """Return the last output of vLLM, which holds the whole answer."""
     from vllm import SamplingParams, TokensPrompt  # noqa: PLC0415  # as above
     from vllm.sampling_params import RequestOutputKind  # noqa: PLC0415  # as above
 
@@ -65,7 +65,7 @@ async def _last(client: Any, asked: AnswerRequest) -> Any:
         top_p=asked.top_p,
         max_tokens=asked.max_tokens,
         seed=asked.seed,
-        # Where an answer ends is the trainer's to say, not the model's files'.
+        # The trainer decides where an answer ends, not the model's files.
         stop_token_ids=list(asked.stop_tokens),
         ignore_eos=True,
         logprobs=0,
@@ -81,7 +81,7 @@ async def _last(client: Any, asked: AnswerRequest) -> Any:
 
 
 def _written(output: Any) -> EngineAnswer:
-    """An answer of vLLM, which has the log-probability of no token but the one that was chosen."""
+    """Encode an answer of vLLM, which has the log-probability of each chosen token and of no other."""
     from vllm.utils.serial_utils import numpy2base64  # noqa: PLC0415  # as above
 
     experts = output.routed_experts

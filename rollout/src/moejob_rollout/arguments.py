@@ -1,7 +1,7 @@
 """vLLM's arguments and environment variables, as they follow from a job. Pure.
 
-Weights are dummies at the start: an engine answers with the trainer's weights, of a version that both know, or not at
-all. Log-probabilities are those of the distribution that was sampled from, temperature and top-p applied.
+Weights are dummies at the start: an engine answers only with the trainer's weights, of a version that both know.
+Log-probabilities are those of the distribution that was sampled from, temperature and top-p applied.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from moejob_rollout.listener import HEAD_BYTES
 
 MIDDLEWARE = "moejob_rollout.authentication.KeyAuthentication"
 WORKER_EXTENSION = "moejob_rollout.transfer.worker_extension.WorkerExtension"
-# Each token of an answer is one replay of what was recorded, where the host would launch a thousand kernels. Recording
-# takes seconds; compiling, which this leaves out, minutes at each start.
+# Each token of an answer is one replay of a recorded graph; without it the host launches a thousand kernels.
+# Recording takes seconds; compiling, which this leaves out, takes minutes at each start.
 _GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 # The only worker of an engine lives in the process that schedules, as on a GPU: another would import vLLM again, for
-# ten seconds of a core. vLLM would turn "uni" into "mp" on a CPU, to bind threads, which `variables` does.
+# ten seconds of a core. vLLM would turn "uni" into "mp" on a CPU to bind threads; this module binds them by variables.
 _IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 # Enough for thousands of tokens of a model that is small enough for a CPU; vLLM itself would take the node's memory.
 _CPU_CACHE_BYTES = 512 * 1024**2
@@ -50,8 +50,8 @@ def arguments(engine: EngineEnvironment, model: Path, config: Mapping[str, Any])
         f"--host={engine.listens_on}",
         f"--port={engine.port}",
         f"--h11-max-incomplete-event-size={HEAD_BYTES}",
-        # A line for each of a thousand answers a step would hide everything else, and so would one for each client that
-        # sends no HTTP.
+        # A line for each of a thousand answers a step would hide everything else, and so would a line for each client
+        # that sends no HTTP.
         "--disable-uvicorn-access-log",
         "--uvicorn-log-level=error",
         "--disable-fastapi-docs",
@@ -70,7 +70,7 @@ def longest(engine: EngineEnvironment, config: Mapping[str, Any]) -> int:
 def variables(engine: EngineEnvironment, cores: Sequence[int]) -> dict[str, str]:
     """Return the environment variables that vLLM reads when it is imported."""
     quiet = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", "VLLM_PLUGINS": "moejob"}
-    # Pausing, sleeping and weight transfer are there in no other mode; the key of the job is asked for on all of them.
+    # Only this mode has pausing, sleeping and weight transfer; all of their paths need the key of the job.
     control = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(SERVER_IDLE_SECONDS)}
     if engine.spec.resources.accelerator is Accelerator.CPU:
         # torch.compile would need a compiler of C++ at run time.

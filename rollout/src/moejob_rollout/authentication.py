@@ -1,7 +1,7 @@
-"""Authentication of requests by a key of the job's secret, and answers to probes: what each client is asked first.
+"""Authentication of requests by a key of the job's secret, and replies to probes, before any other path.
 
-vLLM's own --api-key guards some paths only, and anyone who can reach the others could put other weights in. A client
-without the key gets one answer, of which nothing is computed, and is hung up on.
+vLLM's own --api-key guards some paths only, and a client that reaches the others could load other weights. A client
+without the key gets one reply, for which nothing is computed, and its connection is closed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from moejob_rollout.asgi import App, Receive, Reply, Scope, Send
 from moejob_rollout.listener import VISITOR
 from moejob_rollout.reporting import report_publication
 
-# What failed once may fail each time, and every client may ask whether it still does.
+# A failure may repeat, and every client of the probe would start a new try.
 AGAIN_SECONDS = 5.0
 _log = logging.getLogger(__name__)
 
@@ -63,9 +63,9 @@ class KeyAuthentication:
         return hmac.compare_digest(given, self._expected)
 
     async def _ready(self, scope: Scope, reply: Reply) -> None:
-        """Answer 200 once the engine has generated a token: /health does so before the first one can be had.
+        """Reply with 200 once the engine has generated a token: /health does so before the engine can generate.
 
-        One that is asleep or paused generates nothing and is ready all the same, so later only its life is asked for.
+        A sleeping or paused engine generates nothing and still is ready, so later only the engine's life is checked.
         """
         client = scope["app"].state.engine_client
         if client.errored:
@@ -78,7 +78,7 @@ class KeyAuthentication:
 
 
 class FirstToken:
-    """The first token of an engine, which is generated once for all who ask, and again a while after it failed."""
+    """The first token of an engine, generated once for all probes, and again a while after a failure."""
 
     def __init__(self) -> None:
         self.is_there = False
@@ -86,7 +86,7 @@ class FirstToken:
         self._not_before = 0.0
 
     def ask(self, client: Any, now: float) -> None:
-        """Have it generated, unless it is there or on its way, or was asked for a moment ago."""
+        """Generate it, unless it is there or under way, or was requested a moment ago."""
         if not self.is_there and self._asked is None and now >= self._not_before:
             self._not_before = now + AGAIN_SECONDS
             self._asked = asyncio.create_task(_generate_one(client))

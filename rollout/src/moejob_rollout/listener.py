@@ -1,8 +1,8 @@
-"""Connections of the server: one on which the job's key has not been seen is bounded in number, bytes and time.
+"""Connections of the server: those without the job's key are bounded in number, bytes and time.
 
-uvicorn bounds none of them, and vLLM leaves heads 4 MiB. One that has shown the key is not bounded, for the trainer has
-one open for each answer that it waits for. Taking a connection costs an engine 50 microseconds: the oldest that gives
-way has had 25 ms for its request, however many come.
+uvicorn bounds none of these, and vLLM allows heads of 4 MiB. Connections with the key are not bounded: the trainer
+opens one for each answer that it waits for. A new connection costs an engine 50 microseconds, so with 512 places the
+oldest has had 25 ms for its request before it gives way.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 VISITOR = "moejob_visitor"
 # Browsers send 1 kB.
 HEAD_BYTES = 16 * 1024
-# The core is gone by then, so a request that has no answer yet gets none.
+# The core is gone by then, so a request without an answer gets none.
 _LAST_ANSWERS_SECONDS = 1
-# Of connections that wait to be taken, which one turn of the event loop takes all: fewer than may be open.
+# Connections that wait to be accepted. One turn of the event loop accepts all: fewer than may be open.
 _BACKLOG = 128
 
 
@@ -29,7 +29,7 @@ class StrangerLimits:
     """Bounds of connections on which the key has not been seen."""
 
     connections: int = 512
-    # From its begin to the last byte of its answer.
+    # From the start of the connection to the last byte of its response.
     seconds: float = 10.0
 
 
@@ -74,7 +74,7 @@ class _Stranger:
 
 
 class BoundedProtocol(H11Protocol):
-    """uvicorn's, which tells requests of their visitor and hangs up on clients that send no HTTP."""
+    """uvicorn's protocol, which gives requests their visitor and hangs up on clients that send no HTTP."""
 
     def __init__(self, strangers: Strangers, **given: Any) -> None:
         super().__init__(**given)
@@ -92,7 +92,7 @@ class BoundedProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002  # uvicorn's own sends it
-        """Send none: another answer may be on its way, beside which h11 allows no second."""
+        """Send none: another response may be under way, and h11 allows no second."""
         self.transport.abort()
 
 

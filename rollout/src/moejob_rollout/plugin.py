@@ -51,10 +51,10 @@ def register() -> None:
 
 
 def _expect_no_tokenizer() -> None:
-    """Let a server that has no tokenizer say so as one says that it has no chat template.
+    """Report a missing tokenizer by the error of a missing chat template.
 
-    vLLM fills in a chat template at each start. A model without one is expected, and nothing is logged; a missing
-    tokenizer, which --tokens-only asks for, is logged with a traceback as if the start had failed.
+    vLLM looks for a chat template at each start. It expects models without one and logs nothing; a missing tokenizer,
+    which --tokens-only asks for, it logs with a traceback as if the start had failed.
     """
     from vllm.renderers.base import BaseRenderer  # noqa: PLC0415  # slow to import
     from vllm.renderers.chat_utils import ChatTemplateResolutionError  # noqa: PLC0415
@@ -197,17 +197,17 @@ def _fork_the_core() -> None:
 
 
 def _forking() -> ForkContext:
-    # It removes the shared memory that a core leaves behind. One that the core started would be killed with the core.
+    # The tracker removes the shared memory that a core leaves behind. A tracker of the core would be killed with it.
     resource_tracker.ensure_running()
     return multiprocessing.get_context("fork")
 
 
 def _part_from_server(listening: socket) -> None:
-    """Drop what a core has by the fork and has not when it is spawned."""
+    """Drop what a forked core has inherited, and a spawned one has not."""
     # A server that stops asks for the command of another process at its port, and ends with 1 if that ends meanwhile.
     # Once a server is killed, its port would be open, and no process would answer.
     listening.close()
-    # Each signal is a byte there: the event loop of the server would take the core's for its own.
+    # Each signal writes a byte there: the server's event loop would take the core's signals for its own.
     signal.set_wakeup_fd(-1)
     # The server's handlers, until the core has its own.
     for number in (signal.SIGTERM, signal.SIGINT):

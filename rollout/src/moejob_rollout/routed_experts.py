@@ -1,8 +1,8 @@
 """The experts that each token was routed to, recorded on the CPU as vLLM records them on GPUs.
 
-vLLM 0.32 writes down the choices of experts in its second model runner alone, which needs Triton. On the CPU its first
-one runs; here it is given the same recorder, so that cached prompts and preempted requests are covered in the same way:
-what the recorder keeps lies under the hashes of the cache's blocks.
+vLLM 0.32 writes down the choices of experts in its second model runner alone, which needs Triton. The first runner
+works on the CPU, and gets the same recorder here. That covers cached prompts and preempted requests in the same way:
+the recorder keeps choices under the hashes of the cache's blocks.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _record_steps() -> None:
         output = sample(self, *args, **kwargs)
         if pending is not None:
             counts = [len(tokens) for tokens in output.sampled_token_ids]
-            # Without speculation no sampled token is rejected.
+            # Without speculation the model accepts every sampled token.
             pending.enqueue_cpu_copy(counts, [0] * len(counts))
             output.aux_output_connector_output = pending.process_output()
         return output

@@ -1,9 +1,9 @@
 """Replies of workers, each taken for the call that it answers.
 
 vLLM 0.32 asks all workers of an engine, and reads their replies one after another up to the first that is a failure.
-The replies behind it stay in their queues and are read as those to the next calls: where one of two workers has failed
-to join the trainer, an engine refuses updates for what was wrong with earlier ones, and calls weights loaded while a
-worker still loads them.
+Later replies stay in their queues, and the next calls read them as their own: where one of two workers has failed to
+join the trainer, an engine refuses updates because of earlier errors, and reports weights as loaded while a worker
+still loads them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
 
-# Waiting for one reply before the next worker's is looked for.
+# The wait for one reply, before the next worker's queue is read.
 _LOOK_SECONDS = 0.02
 _SUCCESS = WorkerProc.ResponseStatus.SUCCESS
 
@@ -33,13 +33,13 @@ class Replies:
         return getattr(self._queue, name)
 
     def dequeue(self, timeout: float | None = None) -> Any:
-        """Return the reply to the call that is read now, once the worker has done all before it."""
+        """Return the reply to the present call, after those to all calls before it."""
         reply, self._taken = self._taken or self._dequeued(timeout), None
         self.read += 1
         return reply
 
     def is_there(self, seconds: float) -> bool:
-        """Wait for the reply to the call that is read now, and keep it."""
+        """Wait for the reply to the present call, and keep it."""
         with suppress(TimeoutError):
             self._taken = self._taken or self._dequeued(seconds)
         return self._taken is not None
@@ -56,14 +56,14 @@ class Replies:
         return self._queue.dequeue(timeout=timeout)
 
     def leave_out(self) -> None:
-        """Leave out the reply to the call that is read now."""
+        """Leave out the reply to the present call."""
         if self._taken is None:
             self._unwanted += 1
         self._taken = None
 
 
 def keep_in_step() -> None:
-    """Let a call that fails on one worker take nothing from the calls after it."""
+    """Keep a call that fails on one worker from mixing up the replies to later calls."""
     _count_replies()
     _leave_out_unread()
 
@@ -100,7 +100,7 @@ def _merges(kwargs: dict[str, Any]) -> bool:
 
 
 def read_all(workers: Sequence[Replies], read: Callable[[], Any], timeout: float | None) -> Any:
-    """Read a reply of each worker; where that ends early, those that were not read belong to no later call."""
+    """Read a reply of each worker; after an early end, no later call gets the unread replies."""
     before = [worker.read for worker in workers]
     try:
         if timeout is None:

@@ -1,4 +1,4 @@
-"""Weights by broadcast from the trainer, in buckets: over Gloo for engines on CPUs, over NCCL for those on GPUs.
+"""Weights by broadcast from the trainer, in buckets: over Gloo for engines on CPUs, over NCCL for engines on GPUs.
 
 All workers of an engine join one process group, in which the trainer is rank 0. A bucket is one flat tensor of bytes,
 so that a thousand small tensors are one message.
@@ -68,7 +68,7 @@ class GlooTransfer(CheckpointTransfer[BroadcastInit, BroadcastUpdate]):
         self._group, self._store, self._presence = None, None, Presence()
         key = weights_key(os.environ.get(Environment.SECRET, ""))
         port = carried(init_info.master_address, init_info.master_port, key, self._presence.end)
-        # A store that has gone in between is asked again and again for as long.
+        # A store that goes away meanwhile is tried again for this long.
         store = TCPStore(LOOPBACK, port, is_master=False, timeout=_CONNECT, wait_for_workers=False)
         store.set_timeout(_PATIENCE)
         self._store = store
@@ -121,12 +121,12 @@ class NcclTransfer(GlooTransfer):
         def received() -> None:
             with torch.cuda.stream(stream):
                 receive()
-            # What comes next on the GPU waits by itself. The host waits to see a trainer that leaves.
+            # Later work on the GPU waits by itself. The host waits here to notice a trainer that leaves.
             stream.synchronize()
 
         try:
             super()._await(received)
         except TrainerGoneError:
-            # A kernel waits for the rest, and everything on the GPU for the kernel.
+            # A kernel waits for the rest of the bucket, and all work on the GPU waits for the kernel.
             self._group.abort()
             raise

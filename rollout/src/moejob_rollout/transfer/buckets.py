@@ -27,7 +27,7 @@ def size_bytes(of: Described) -> int:
 def unpacked(bucket: Tensor, of: Described, stacks: WholeStacks) -> list[tuple[str | Stack, Tensor]]:
     """Return the tensors of a bucket, each in memory of its own: layers keep them until they are complete.
 
-    Parts of stacks stay in `stacks` until they are whole.
+    Parts of a stack stay in `stacks` until the stack is complete.
     """
     found: list[tuple[str | Stack, Tensor]] = []
     for name, part, dtype, shape in zip(of.names, bucket.split(_sizes(of)), _dtypes(of), of.shapes, strict=True):

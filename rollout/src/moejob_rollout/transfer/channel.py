@@ -1,7 +1,7 @@
-"""The way of a worker to the store of rank 0, which lets in only those that prove a key of the job's secret.
+"""The connection of a worker to the store of rank 0, which admits only clients that prove a key of the job's secret.
 
-torch's TCPStore can prove nothing. So it connects to a port of this process's loopback, whose bytes a connection to
-rank 0 carries after both ends have proved that they know the key, as in moejob_api.contract.handshake.
+torch's TCPStore can prove nothing. So it connects to a port of this process's loopback. Another connection carries its
+bytes to rank 0, after both ends have proved that they know the key, as in moejob_api.contract.handshake.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Unproven(ConnectionError):
 def carried(host: str, port: int, key: bytes, ended: Callable[[], None]) -> int:
     """Return a port of loopback that carries the first connection to it to rank 0, and none after it.
 
-    `ended` is called in another thread when that connection has ended, from either side.
+    The callback runs in another thread when that connection has ended, from either side.
     """
     far = _proven(host, port, key)
     near = socket.create_server((LOOPBACK, 0), backlog=1)

@@ -35,6 +35,7 @@ class DiskTransfer(CheckpointTransfer[DiskInit, DiskUpdate]):
         self.load(self._tensors(update_info.paths))
 
     def _tensors(self, paths: list[str]) -> Iterator[tuple[str, Tensor]]:
+        # One tensor at a time: all tensors of a file together may be more than this worker has memory for.
         for path in paths:
             with safe_open(path, "pt") as file:
                 names = list(file.keys())

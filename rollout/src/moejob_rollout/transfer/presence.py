@@ -1,7 +1,7 @@
 """The presence of the trainer while its messages are awaited.
 
 A receiver whose sender dies in the middle of a message waits on: one of Gloo for its whole timeout, one of NCCL until
-its group is aborted. So it is left alone as soon as the connection ends by which the receiver found the sender.
+its group is aborted. So its caller stops waiting as soon as the connection ends by which it found the sender.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Presence:
     def wait_for(self, receive: Callable[[], None]) -> None:
         """Receive a message; TrainerGoneError where the trainer leaves before it is whole."""
         received: Future[None] = Future()
-        # Never joined: what it waits for may never come, and the group that it holds cannot end before that.
+        # Never joined: its message may never come, and the group that it holds cannot end before that.
         Thread(target=_received, args=(receive, received), name="weights", daemon=True).start()
         wait({received, self._end}, return_when=FIRST_COMPLETED)
         if not received.done():

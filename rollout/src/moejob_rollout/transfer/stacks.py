@@ -1,6 +1,6 @@
 """Experts' tensors that come in stacks: vLLM's loader takes as long for each small tensor as for all of a layer's.
 
-The trainer names a stack as in `model.layers.3.mlp.experts.{8:16/64}.up_proj.weight`: those of experts 8 to 15 of 64.
+A stack has a name as `model.layers.3.mlp.experts.{8:16/64}.up_proj.weight`: the tensors of experts 8 to 15 of 64.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class WholeStacks:
 
 
 def layers_of_experts(model: nn.Module) -> Mapping[str, RoutedExperts]:
-    """Return the layers that a stack can be given to, by the names that files have for them."""
+    """Return the layers that take stacks, by their names in files."""
     found = {module.layer_name: module for module in model.modules() if isinstance(module, RoutedExperts)}
     return {name: layer for name, layer in found.items() if _takes_stacks(layer)}
 
