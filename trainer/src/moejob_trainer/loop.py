@@ -63,7 +63,7 @@ class Run:
 
 
 def train(run: Run) -> LoopOutcome:
-    """Step until the run is done or asked to stop; what was learned by then is saved."""
+    """Step until the run is done or asked to stop, and save the state by then."""
     step, is_owed = run.checkpoints.restore(), False
     run.begin()
     while step < run.total_steps and not run.is_over():

@@ -51,7 +51,7 @@ class StartSignals:
     timer: StartTimer
 
     def end(self) -> None:
-        """From now on the steps are the heartbeats. Doing it again changes nothing."""
+        """Stop the background heartbeat: from now on the steps beat. A second call changes nothing."""
         self.background.stop()
         self.heartbeat.enter(RunPhase.STEPPING)
 

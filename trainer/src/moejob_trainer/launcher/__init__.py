@@ -3,7 +3,8 @@
 What others use:
 
 - `python -m moejob_trainer.launcher` with the contract's environment; `--last-word FILE` and `--logs FOLDER` for
-  `moejob run`. In code: `launch.launch(environ, options.Options(...), stop.StopRequest()) -> exit code`.
+  `moejob run`. In code: the function of `launch`, which takes the environment, options and a
+  request to stop, and returns the exit code.
 - A rank is `moejob_trainer.rank:main`, a function that takes nothing and returns an exit code. Set for it: all that
   torch's env:// reads, LOCAL_RANK, TORCHELASTIC_RESTART_COUNT (the round, the same number on all ranks), the contract's
   own variables. SIGTERM asks it to save; it then returns 143. Wrong configuration is 78. Anything else but 0 is a

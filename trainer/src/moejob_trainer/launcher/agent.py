@@ -1,8 +1,8 @@
-"""The launcher's loop: meet the other pods, start the ranks, watch them, and answer for how they end.
+"""The launcher's loop: meet the other pods, start the ranks, watch them, and report how they end.
 
-One round after the other until a departure. ending.py decides what an ending means, rendezvous.py agrees who may start;
-here is only the order in which things are done. Ranks are killed before peers hear of it: those of a dead rank sit in a
-collective, and every second of that is lost.
+Rounds follow each other until this launcher exits. ending.py decides what an ending means, rendezvous.py agrees who may
+start; here is only the order of the steps. Ranks are killed before other pods hear of a failure: peers of a dead rank
+wait in a collective, and every second of that is lost.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ from moejob_trainer.runtime.start_timing import START, LauncherTiming
 log = LauncherLog()
 
 _POLL_SECONDS = 0.2
-# Between two looks for what another pod has ended, while ranks train: a launcher of two takes
-# 0.7 % of a core, as at 0.2 s; at 0.05 s it takes 1.3 %.
+# Between two looks for an ending from another pod, while ranks train: a launcher of two takes 0.7 % of a core, as at
+# 0.2 s; at 0.05 s it takes 1.3 %.
 _WATCH_SECONDS = 0.1
 # Left of the grace period for the termination message once the ranks have saved.
 _MARGIN_SECONDS, _MARGIN_SHARE = 5.0, 0.2
@@ -109,7 +109,7 @@ class Agent:
         self._starved = 0
         self._is_gathering = True
         self._launcher_phase, self._launcher_phase_at = RunPhase.IMPORTING, options.began_at
-        # Since when the way to the next round is under way: since the process began, then since a round ended.
+        # When the way to the next round began: with this process, later with the end of a round.
         self._since, self._is_new = options.began_at, True
         # When the ranks that were asked to save are killed.
         self._save_until: float | None = None
@@ -117,7 +117,7 @@ class Agent:
     def run(self) -> ExitReport:
         """Run rounds until the job is done or this pod cannot continue."""
         report = self._run_until_exit()
-        # The last answer of /progress was about an earlier step.
+        # The last reply of /progress was about an earlier step.
         known = {"run": self._run_left(), "restarts": self._restarts, "fault": self._fault}
         return replace(report, word=report.word.model_copy(update=known))
 
@@ -215,7 +215,7 @@ class Agent:
     def _prepare(self, number: int) -> int:
         """Prepare a round before any rank of it can start; the port of its ranks' store."""
         self._take_run_folder(number)
-        # Pods may have come hours apart, and the fork server ended while this one waited.
+        # Pods may come hours apart, and the fork server may have ended while this pod waited.
         self._ranks.preload(self._stop)
         return self._ranks.open_store()
 
@@ -223,7 +223,7 @@ class Agent:
         """Take the run folder before any rank can write to it."""
         folder = self._pod.run_folder
         try:
-            # Whose folder it is comes first: a claim of another job would end the run that is at work in it.
+            # The owner is checked first: a token of this job would end another job's run in that folder.
             own_run_folder(folder, RunOwner(job=self._pod.job, uid=self._pod.uid))
             foreign = self._pod.fence.foreign()
             self._held = self._pod.fence.acquire(self._pod.attempt, number, self._held)
@@ -288,7 +288,7 @@ class Agent:
         if any(is_failure(code) for code in exits.values()):
             return self._died(exits)
         if ExitCode.SAVED_AND_STOPPED in exits.values():
-            # All ranks stop together, also where only another pod was asked to: the rest are saving.
+            # All ranks stop together, also where only another pod was asked to stop: the others are saving.
             self._expect_saved()
         if self._ranks.pids:
             return None
@@ -312,7 +312,7 @@ class Agent:
         how = f"rank {rank} was killed by signal {-code}" if code < 0 else f"rank {rank} ended with exit code {code}"
         said = self._ranks.last_line(rank)
         if said and code == ExitCode.BAD_CONFIGURATION:
-            # A sentence for the job's author, who has no use for the rank; the fault carries it beside.
+            # The job's author needs the sentence alone; the fault has the rank in a field.
             return said
         return f"{how}: {said}" if said else how
 
@@ -348,7 +348,7 @@ class Agent:
         return Fault(Cause.HUNG, f"{_named(silent)} silent for {limit} s", silent[0], None, self._step())
 
     def _without_engine(self) -> Fault | None:
-        """Return the fault when ranks wait for an engine that cannot start; by themselves they do so for long."""
+        """Return a fault when an engine cannot start: ranks alone would wait for it for long."""
         refused = self._ranks.engine_refused()
         if refused is None:
             return None
@@ -369,7 +369,7 @@ class Agent:
         try:
             mine, held = self._end_round(current, seen)
         except LostPeers:
-            # Otherwise they are the better reason: ranks fail when their peers vanish.
+            # Lost peers are the better reason otherwise: ranks fail when their peers vanish.
             if not leaves_anyway:
                 raise
             return ExitReport(exit_code(seen), last_word(seen))
@@ -391,7 +391,7 @@ class Agent:
 
     def _follow(self, ending: Ending) -> ExitReport | None:
         log.warning("another pod has ended the round", pod=ending.pod, cause=ending.cause.value, message=ending.message)
-        # Saving is done by all together: what this pod was asked to save is lost.
+        # Only all pods together can save: a save that this pod was asked for is lost.
         is_last = ending.is_final or self._stop.times > 0
         return ExitReport(exit_code(ending), last_word(ending)) if is_last else None
 
@@ -405,7 +405,7 @@ class Agent:
     # --- ending well --------------------------------------------------------------------------------------------------
 
     def _await_peers(self, current: Round, ended: AllEnded) -> Ending | None:
-        """Stay until the ranks of all pods have ended: one that fails now needs all of them to start again."""
+        """Stay until the ranks of all pods have ended: after a failure now, all of them have to start again."""
         if ended.exit_code == ExitCode.SAVED_AND_STOPPED:
             # Without pod 0 there is no rendezvous, and the state is saved.
             with suppress(LostPeers):
@@ -425,9 +425,9 @@ class Agent:
         return None
 
     def _stopped_together(self, current: Round) -> Ending | None:
-        """Return the ending after ranks saved and stopped because a pod was asked to: that one goes, the others stay.
+        """Return the ending after all ranks saved because one pod was asked to stop: that pod goes, the others stay.
 
-        Its replacement then finds launchers that need no imports. None when this pod goes, too.
+        The new pod then finds launchers that need no imports. None when this pod goes, too.
         """
         self._rendezvous.done(current.number)
         ending: Ending | None = None
@@ -481,7 +481,7 @@ class Agent:
         return self._board.run() if self._board is not None and self._pod.is_first else None
 
     def _run_left(self) -> RunProgress | None:
-        """Return the run without what no status needs: a termination message has little room."""
+        """Return the run with only the measures that a status needs: a termination message has little room."""
         run = self._run_so_far()
         if run is None:
             return None

@@ -52,7 +52,7 @@ class Ending(BaseModel):
     in_place: int = 0
     checkpoint: int | None = None
     pod_leaves: bool = False
-    # A new process with the index of that pod is there: the old one, should it still live, has no place any more.
+    # A new process has the index of that pod: the old one, if it still lives, has no place any more.
     pod_was_taken_over: bool = False
 
     @property
@@ -82,7 +82,7 @@ class FailureOrigin:
 
 
 def ending_by(origin: FailureOrigin, fault: Fault, before: Ending | None) -> Ending:
-    """The ending that a fault in the author's own pod calls for."""
+    """Return the ending for a fault in the pod of the launcher that writes it."""
     spent = _spent(before, origin.checkpoint)
     may_restart = not origin.is_stopping and fault.cause is not Cause.BAD_CONFIGURATION and spent < RESTARTS_IN_PLACE
     return Ending(
@@ -100,7 +100,7 @@ def ending_by(origin: FailureOrigin, fault: Fault, before: Ending | None) -> End
 
 
 def ending_without(pod: int, origin: FailureOrigin, message: str, before: Ending | None) -> Ending:
-    """The ending when a pod is gone; that is the operator's to charge, not a restart in place."""
+    """Return the ending for a pod that is gone. The operator charges it: it is no restart in place."""
     return Ending(
         pod=pod,
         token=origin.token,
@@ -149,7 +149,7 @@ def exit_code(ending: Ending | Fault) -> int:
 
 
 def blamed(exits: dict[int, int]) -> int:
-    """The rank that explains the others: one that calls the job wrong, one that was killed, the lowest.
+    """Return the rank to blame: one that refuses the configuration, else one that was killed, else the lowest.
 
     The exits are all that were seen at one moment; peers of a dead rank fail a little later, on a broken connection.
     """

@@ -1,7 +1,8 @@
 """Colocated engines: children of the launcher, so that they outlive the ranks of a round.
 
-An engine takes a minute to start and nothing of it depends on ranks: they are restarted beside it. One that ends is
-started again, later each time; the ranks then ask another, or wait. They would wait in vain for one that cannot start.
+An engine takes a minute to start and depends on no rank: ranks restart beside it. An engine that ends is started again,
+after a longer pause each time; ranks then ask another one, or wait. For an engine that cannot start they would wait in
+vain.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ class PodEngines:
             engine.keep_running(time.monotonic())
 
     def refused(self) -> EngineRefusal | None:
-        """Return the reason that an engine cannot start, once it is known. Its starts count from nothing again."""
+        """Return the reason that an engine cannot start, once it is known, and reset the count of its starts."""
         return next(filter(None, (engine.refused() for engine in self._engines)), None)
 
     def stop(self) -> None:

@@ -56,8 +56,8 @@ if WARM in os.environ:
     die_with_parent(int(os.environ[LAUNCHER]))
     # Else torch asks the CUDA driver whether there is a GPU, and a process that has may not fork one that uses it.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    # Looking for garbage is a sixth of what imports cost. What they bring stays, so ranks need not look through it
-    # either: half a second each time, and memory, since a page of the server's that is looked at is copied.
+    # Collecting garbage would take a sixth of the import time. Imported objects stay, so ranks skip them, too: that
+    # saves half a second each time, and memory, since a visit to an object copies its page.
     gc.disable()
     import_all([name for name in os.environ.get(PRELOAD, "").split(",") if name])
     gc.freeze()

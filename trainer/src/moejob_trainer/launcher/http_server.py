@@ -1,7 +1,7 @@
-"""/progress, /ready and /metrics of a pod, answered from threads of the launcher while ranks come and go.
+"""/progress, /ready and /metrics of a pod, served from threads of the launcher while ranks come and go.
 
 It asks for no key, so whatever a client does is bounded: connections, and with them threads, the time of one and the
-bytes of its request. A new connection takes the place of the oldest: a client that answers nothing keeps out no probe.
+bytes of its request. A new connection takes the place of the oldest: a silent client keeps out no probe.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 # The kubelet, the operator and Prometheus are three.
 CONNECTIONS = 32
-# From the first byte of a request to the last of its answer.
+# From the first byte of a request to the last of its response.
 CONNECTION_SECONDS = 10.0
 # Browsers send 1 kB.
 REQUEST_BYTES = 16 * 1024
@@ -53,7 +53,7 @@ class ProgressServer:
 
 class _BoundedServer(ThreadingHTTPServer):
     daemon_threads = True
-    # Of connections that wait to be taken; beyond five, the default, clients try again after a second.
+    # Connections that wait to be accepted; beyond the default of five, clients try again after a second.
     request_queue_size = CONNECTIONS
 
     def __init__(self, address: str, port: int, handler: type[BaseHTTPRequestHandler], seconds: float) -> None:

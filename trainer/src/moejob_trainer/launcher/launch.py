@@ -1,4 +1,4 @@
-"""A launcher from its environment to its exit code: its parts are built here, and it never goes without a last word."""
+"""A launcher from its environment to its exit code: it never ends without a termination message."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def launch(environ: Mapping[str, str], options: Options, stop: StopRequest) -> i
 def _run(pod: TrainerPod, options: Options, stop: StopRequest, engines: PodEngines) -> ExitReport:
     with temporary_files() as folder:
         ranks = RankProcesses(folder, options, engines)
-        # They start while ranks are imported, and read no weights before ranks send them.
+        # Engines start during the imports for ranks, and read no weights before ranks send them.
         engines.keep_running()
-        # What was imported stays, and no peer is answered while it is looked through for garbage.
+        # Imported objects stay, and a collection over them would delay replies to other pods.
         gc.freeze()
         agent = Agent(pod, options, stop, ranks)
         server = ProgressServer(pod.listens_on, pod.progress_port, agent.progress)

@@ -34,5 +34,6 @@ def start_logging() -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(_Line())
     logger = logging.getLogger("moejob_trainer.launcher")
+    # Not through the root logger: libraries configure it, and each line would be written twice.
     logger.handlers, logger.propagate = [handler], False
     logger.setLevel(logging.INFO)

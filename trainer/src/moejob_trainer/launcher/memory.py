@@ -14,7 +14,7 @@ _NAME = "oom_kill"
 
 
 def kills_for_memory(root: Path = Path("/sys/fs/cgroup")) -> int:
-    """So often until now; 0 where no such count can be read."""
+    """Return the number of such kills until now; 0 where no counter can be read."""
     for counter in _COUNTERS:
         try:
             lines = (root / counter).read_text(encoding="ascii").splitlines()
@@ -25,7 +25,7 @@ def kills_for_memory(root: Path = Path("/sys/fs/cgroup")) -> int:
 
 
 def pinning_trouble(spec: Spec, limit_bytes: int) -> str | None:
-    """Return what keeps NCCL from registering memory with the cards of a job; None without cards, and without a limit.
+    """Return the reason that NCCL cannot register memory with RDMA cards; None without cards or a limit.
 
     No capability of the pod mends it: its user is not root, and gets nothing of one that is added.
     """

@@ -21,7 +21,7 @@ _REAP_SECONDS = 5.0
 class Orphans:
     """Children of this process that it has not started itself. Made once the helpers of multiprocessing run.
 
-    spared: children that come and go, and are another part's to end.
+    spared: children that come and go, and that another part ends.
     """
 
     def __init__(self, spared: Callable[[], frozenset[int]] = frozenset) -> None:

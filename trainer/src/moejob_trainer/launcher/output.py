@@ -25,7 +25,7 @@ _CHUNK = 64 * 1024
 _LONGEST_LINE = 16 * 1024
 # More of it fits into no message.
 _LAST_LINE_CHARACTERS = 2048
-# The pipe of a dead rank ends at once, unless a child of it holds it open.
+# The pipe of a dead rank ends at once, unless a child of the rank holds it open.
 _LAST_WORD_SECONDS = 0.5
 _UNUSUAL = re.compile(rb"[^\t\r\n -~]")
 # Progress bars go back to the start of the line instead of ending it. A pattern of whole lines would look for the end
@@ -96,7 +96,7 @@ class RankOutput:
         return self._last.get(rank, "")
 
     def finish(self) -> None:
-        """Read the rest once the ranks have ended. Children of ranks may hold the pipes open: it is not waited."""
+        """Read the rest once the ranks have ended. It waits 5 s at most: children of ranks may hold the pipes open."""
         self._is_ending.set()
         self._thread.join(timeout=5.0)
 

@@ -1,7 +1,7 @@
-"""The fork server as its launcher sees it: started, imported in, alive, and answering when it is to start a process.
+"""The fork server as its launcher sees it: it starts, imports, lives, and answers requests to start a process.
 
-Imports take as long as they take, from a volume that is slow or on cores that are busy; a server that ends meanwhile,
-or neither computes nor reads, is another matter, and is started again. Nothing else would notice: no rank is there yet.
+Imports may take any time, from a slow volume or on busy cores. A server that ends meanwhile, or neither computes nor
+reads, is started again. No other part would notice: there is no rank yet.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Preload:
             timer.cancel()
 
     def close(self) -> None:
-        """End the server. This process could not end while one that stands still owes it the ends of children."""
+        """End the server. A server that hangs owes this process the ends of children, and would keep it from ending."""
         _kill_server()
 
     @property
@@ -82,7 +82,7 @@ class Preload:
         return int(self._warm.read_text())
 
     def _problem(self, stop: StopRequest) -> str | None:
-        """Wait for the imports; the reason why they will not be done, if so. The server is dead then."""
+        """Wait for the imports; return the reason if they cannot finish, in which case the server is dead."""
         pid = _server_pid()
         seen, seen_at = activity_of(pid), time.monotonic()
         worked_at = seen_at

@@ -138,13 +138,13 @@ class RankProcesses:
         self._orphans.kill()
 
     def close(self) -> None:
-        """End what starts ranks, once none is left."""
+        """End the fork server, once no rank is left."""
         self._preload.close()
 
     def _is_server_gone(self) -> bool:
         until, pid = time.monotonic() + _DYING_SECONDS, self._preload.server
         while time.monotonic() < until:
-            # The server's end is left to be seen by ensure_running, which starts it again.
+            # WNOWAIT leaves the end of the server to ensure_running, which starts it again.
             with suppress(ChildProcessError):
                 if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                     time.sleep(0.01)

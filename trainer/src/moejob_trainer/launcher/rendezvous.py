@@ -1,9 +1,9 @@
 """The rendezvous of an attempt's launchers: round by round, all pods or none, in the order of their indices.
 
 A round is one start of all ranks. It begins when every pod has arrived, and ends when a launcher writes its ending; all
-meet again in the next one. A pod takes the place of its index, and none other. (torch's own rendezvous orders
-agents by address as text, compares the clocks of machines and cannot tell at whose fault a round ended.) A launcher
-with another attempt or size is turned away, and so is a process whose pod was replaced. Knows nothing of processes.
+meet again in the next one. A pod takes the place of its index, and no other. (torch's own rendezvous orders
+agents by address as text, compares the clocks of machines and does not know which pod ended a round.) A launcher with
+another attempt or size is turned away, and so is a process whose pod was replaced. Knows nothing of processes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _HEARTBEAT_SECONDS = 1.0
 # Of pods that come back between two rounds, when no rank trains.
 _RETURN_POLL_SECONDS = 0.02
 _RETURN_SECONDS = 5.0
-# Added to a pause for each pod: pod 0 answers all of them, a few hundred times a second.
+# The pause grows by this for each pod: pod 0 answers all pods, a few hundred times a second.
 _POLL_SECONDS_PER_POD = 0.002
 
 
@@ -106,7 +106,7 @@ class Rendezvous:
         return found
 
     def end(self, number: int, ending: Ending) -> Ending:
-        """End a round; the ending that holds, which is another's when that came first."""
+        """End a round; return the ending that counts, which is another pod's when that came first."""
         return Ending.model_validate_json(self._store.put_first(_name(number, "end"), ending.model_dump_json()))
 
     def end_for_good(self, number: int, ending: Ending) -> None:
@@ -141,7 +141,7 @@ class Rendezvous:
         """Go. Pod 0 goes last: the others still have to read that all are done."""
         name = _name(number, "left")
         if not self._pod.is_first:
-            # It may be gone already: nothing is left to exchange.
+            # Pod 0 may be gone already: nothing is left to exchange.
             with suppress(LostPeers):
                 self._store.count(name)
             return
@@ -163,7 +163,7 @@ class Rendezvous:
                 self._store.count(_name(number, "arrived"))
                 log.info("arrived", round=number, index=self._pod.index)
                 return number
-            # An older process of this pod has arrived here: its round cannot be joined, only be followed by another.
+            # An older process of this pod has arrived here: this one ends that round, and joins the next.
             origin, message = FailureOrigin(self._pod.index, self.token), f"pod {self._pod.index} has been replaced"
             ended = ending_without(self._pod.index, origin, message, self.before(number))
             self.end(number, ended.model_copy(update={"pod_was_taken_over": True}))
@@ -205,7 +205,7 @@ class Rendezvous:
         if not self._pod.is_first:
             return
         port = prepare(number)
-        # Before the others hear of it: their ranks may be here at once.
+        # Before the other pods hear of the port: their ranks may connect at once.
         self._store.reach_ranks(port)
         self._store.put_first(_name(number, "ranks"), str(port))
 

@@ -17,6 +17,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.times = 0
+        # Python writes a byte for each signal into this pipe, which ends a wait at once. A full pipe must not block.
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._reader, False)
         os.set_blocking(self._writer, False)

@@ -1,9 +1,9 @@
-"""The store that all launchers of an attempt share: hosted by pod 0, open to who knows the attempt's secret.
+"""The store that all launchers of an attempt share: hosted by pod 0, open to launchers that know the attempt's secret.
 
 torch's TCPStore authenticates no client: a stranger could write the ending of a round, or where its ranks meet. So the
 launchers have a server of their own, and the TCPStore that ranks must have listens on pod 0's loopback only: launchers
 carry its bytes to their ranks over the same authenticated connections. Whatever fails is LostPeers.
-Only operations that answer at once are used: one that waits would keep the launcher from its ranks and from signals.
+All operations return at once: a blocking one would keep the launcher from its ranks and from signals.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from moejob_trainer.runtime.channel import (
     write_frame,
 )
 
-# How long a store that does not answer is believed in.
+# A store that does not answer for this long is lost.
 _ANSWER_SECONDS = 20.0
-# Of those that arrive together; launchers that are in are answered in between.
+# Of launchers that arrive together; those that have arrived get replies in between.
 _ACCEPTED_AT_ONCE = 8
 # Names and texts together; a job of a thousand restarts on a thousand pods stays below.
 _STORE_BYTES = 256 << 20
@@ -119,7 +119,7 @@ class StoreServer:
     async def listen(self, on: socket.socket) -> None:
         """Serve until the loop ends."""
         await asyncio.start_server(self._serve, sock=on, backlog=_ACCEPTED_AT_ONCE)
-        # That was the length of the queue as well, and a large gang arrives together.
+        # asyncio uses its backlog as the length of the queue, too, and a large gang arrives together.
         on.listen(BACKLOG)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -154,7 +154,7 @@ class StoreClient:
         return answer
 
     def forward(self, ranks_port: int) -> int:
-        """Listen on loopback for this pod's ranks, carry what they say to their store, and return the port to use."""
+        """Listen on loopback for this pod's ranks, carry their bytes to the ranks' store, and return the port."""
         if self._forwarder is not None:
             # Ranks of the round before are dead.
             self._forwarder.close()
@@ -218,7 +218,7 @@ class Store:
         return cls(loop, client.answer, client.forward, port)
 
     def put_first(self, name: str, text: str) -> str:
-        """Write it unless it is there already; what is there now."""
+        """Write a text unless the name has one; return the text that counts."""
         return self._asked(StoreRequest(operation=Operation.PUT_FIRST, name=name, text=text)).text or ""
 
     def get(self, name: str) -> str | None:
@@ -226,7 +226,7 @@ class Store:
         return self._asked(StoreRequest(operation=Operation.GET, name=name)).text
 
     def count(self, name: str, more: int = 1) -> int:
-        """Add to a counter, which starts at 0; its new value."""
+        """Add to a counter, which starts at 0, and return its new value."""
         return self._asked(StoreRequest(operation=Operation.COUNT, name=name, number=more)).number
 
     def reach_ranks(self, ranks_port: int) -> int:

@@ -1,4 +1,4 @@
-"""The last word of a pod: JSON where Kubernetes looks for it, never longer than Kubernetes keeps."""
+"""The termination message of a pod: JSON where Kubernetes looks for it, never longer than Kubernetes keeps."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from moejob_trainer.launcher.log import LauncherLog
 
 log = LauncherLog()
 
-# Of a message that is cut to make room for commits: what is wrong with a job is said in less.
+# The least of a message beside commits: an explanation of what is wrong needs less.
 _LEAST_MESSAGE = 1024
 
 
 def write(word: LastWord, path: Path) -> None:
-    """Write it. The file is a mount: it can be written to, not replaced."""
+    """Write the message. The file is a mount: it can be written to, not replaced."""
     log.info("last word", outcome=word.outcome.value, message=word.message, rank=word.rank, exit_code=word.exit_code)
     try:
         path.write_bytes(truncated(word))
@@ -23,10 +23,10 @@ def write(word: LastWord, path: Path) -> None:
 
 
 def truncated(word: LastWord) -> bytes:
-    """The word as JSON, its message cut from the end until it fits.
+    """Return the message as JSON, with its text cut from the end until it fits.
 
-    Commits of the hub come along when there is room for all of them beside a long message: some would be taken for
-    all. The operator has mostly heard of them while the run lasted, and hub.json keeps them in any case.
+    It has the commits of the hub only when all of them fit beside a long text: a part would look like all. The operator
+    mostly knows them from the run, and hub.json keeps them in any case.
     """
     if word.run is not None and word.run.hub_commits and not _has_room_for_commits(word):
         word = word.model_copy(update={"run": _without_commits(word.run)})

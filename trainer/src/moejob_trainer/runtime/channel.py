@@ -19,7 +19,7 @@ from typing import Any
 
 from moejob_api.contract.handshake import NONCE_BYTES, PROOF_BYTES, client_proof, is_equal, server_proof
 
-# No message of a launcher comes near it; what a length prefix says is not allocated unread.
+# No message of a launcher comes near it. A larger length prefix must not allocate memory.
 FRAME_BYTES = 1 << 18
 # Connections that wait to be accepted: all launchers of a gang may come at once.
 BACKLOG = 1024
@@ -35,7 +35,7 @@ class Stranger(Exception):
     """The peer does not know the key."""
 
 
-# What ends a connection, and nothing else: a peer that leaves, is silent, says nonsense or proves nothing.
+# Errors that end one connection only: a peer that leaves, is silent, sends nonsense or proves nothing.
 BROKEN = (OSError, ValueError, TimeoutError, asyncio.IncompleteReadError, Stranger)
 
 
@@ -53,13 +53,13 @@ class Admission:
         self._unproved: dict[asyncio.StreamWriter, None] = {}
 
     async def admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Return when a client has proved that it knows the key; Stranger or TimeoutError when it does not.
+        """Return when a client has proved that it knows the key; raises when it has not, or not in time.
 
-        Where there is no room for another, the oldest that has not gives way: one that knows it needs milliseconds.
+        At the bound the oldest unproven connection gives way: a client with the key needs milliseconds.
         """
         if len(self._unproved) >= UNPROVED_CONNECTIONS:
             oldest = next(iter(self._unproved))
-            # Off the list at once: it ends later than others come.
+            # Off the list at once: others may come before it has ended.
             del self._unproved[oldest]
             oldest.transport.abort()
         self._unproved[writer] = None
@@ -81,7 +81,7 @@ async def _prove(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key
 
 
 async def introduce(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes) -> None:
-    """Prove to a server that this client knows the key; Stranger when the server does not know it."""
+    """Prove to a server that this client knows the key; raises when the server does not know it."""
     theirs, ours = await reader.readexactly(NONCE_BYTES), os.urandom(NONCE_BYTES)
     writer.write(ours + client_proof(key, theirs, ours))
     proof = await reader.readexactly(PROOF_BYTES)
@@ -153,7 +153,7 @@ class LoopThread:
 
 
 def _unless_cancelled(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    # Before Python 3.12 a server calls the end of a connection's task an error where it was asked for.
+    # Before Python 3.12 a server reports the requested end of a connection's task as an error.
     if not isinstance(context.get("exception"), asyncio.CancelledError):
         loop.default_exception_handler(context)
 

@@ -1,8 +1,8 @@
 """The backend between ranks on CPUs: gloo, with one device for all groups of a process, and one worker for each group.
 
 Asked for gloo, torch gives each group a device of its own, whose thread wakes up a hundred times a second to look
-for something to do: eight ranks of twenty groups each do so 16,000 times, on the cores that they compute on. And it
-gives it two threads that work: gathers of one group that overlap then now and then destroy the heap.
+for something to do: eight ranks of twenty groups each do so 16,000 times, on the cores that they compute on. And each
+group gets two working threads: overlapping gathers of one group then sometimes destroy the heap.
 """
 
 from __future__ import annotations

@@ -15,14 +15,14 @@ from moejob_trainer.errors import BadConfiguration, TransientFailure
 from moejob_trainer.runtime.cpu_backend import cpu_backend
 from moejob_trainer.runtime.environment import RankEnvironment
 
-# Between two exchanges of a healthy run lies less; a rank that died is noticed by its launcher long before.
+# Exchanges of a healthy run are closer together; a launcher notices a dead rank long before.
 _PATIENCE = timedelta(minutes=30)
 _KIB = 1024
 # The first that multiplies FP8 numbers and writes their sums as its kernels here want them: Hopper.
 _FLOAT8_CAPABILITY = (9, 0)
 
 
-# All wait for the one that downloads a model; a launcher notices a rank that died meanwhile.
+# All ranks wait for the rank that downloads a model; a launcher notices a rank that dies meanwhile.
 _LONGEST_PREPARATION = timedelta(hours=24)
 
 
@@ -53,7 +53,7 @@ def control_group() -> dist.ProcessGroup:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most that this rank has held so far: on the GPU by torch, on the CPU by the whole process."""
+    """Return the peak memory of this rank so far: of torch on a GPU, of the whole process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _KIB
@@ -65,7 +65,7 @@ def _device(environment: RankEnvironment) -> torch.device:
         return torch.device("cpu")
     count = torch.cuda.device_count()
     if environment.local_rank >= count:
-        # A pod without any was asked for so; where some are, one has fallen off the bus, and another node has all.
+        # Without any GPU the configuration is wrong; where some are missing, one has failed: another node may help.
         raise (TransientFailure if count else BadConfiguration)(
             f"rank {environment.rank} needs GPU {environment.local_rank} of its pod, which has "
             f"{count}; check the device plugin and resources.gpuResource, or set "

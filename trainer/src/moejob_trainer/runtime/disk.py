@@ -1,8 +1,8 @@
 """The few operations that change a volume, each one system call or nearly so, and what their failures mean.
 
-All that a later start or a user trusts is written through here, which tests/builds/test_durable_writes.py holds: a name
-that survives a loss of power before its content does is an empty file. So the order is always file, folder, rename,
-parent: `replace` for a file, `publish_folder` for a folder, `cut_half_line` and a sync for a log of lines.
+Every file that a later start or a user trusts is written here, which tests/builds/test_durable_writes.py enforces: a
+name that survives a loss of power without its content is an empty file. So the order is always file, folder, rename,
+parent, for a file and for a folder alike; a log of lines is cut behind its last whole line, and synced.
 Knows nothing of checkpoints. Tests stop the program between any two of these operations.
 """
 
@@ -131,7 +131,7 @@ def publish_folder(
     """Give a finished folder its name, so that all of it survives a loss of power or none of it; then read it back.
 
     An older folder of that name is there until then; a crash in between leaves one of the two under `.NAME.replaced`.
-    ChangedContent, and the older one as it was, when storage does not have what was written.
+    ChangedContent when storage returns other bytes; the older folder is then back in its place.
     """
     written = _digests(unfinished, needs_reading)
     sync_tree(disk, unfinished)
@@ -148,13 +148,13 @@ def publish_folder(
         if replaced.exists():
             disk.rename(replaced, folder)
         raise
-    # What stays of it costs space, and goes with the next one.
+    # A rest of the older folder costs space, and goes with the next publication.
     with suppress(OSError):
         remove_tree(disk, replaced)
 
 
 def keep_folder(disk: Disk, folder: Path, write: Callable[[Path], None]) -> None:
-    """Make the folder hold what `write` makes: one of an earlier start stays where it holds that, and goes if not."""
+    """Make the folder hold what `write` makes. An equal folder of an earlier start stays; any other is replaced."""
     unfinished = folder.with_name(f".{folder.name}.unfinished")
     remove_tree(disk, unfinished)
     unfinished.mkdir(parents=True)
@@ -165,7 +165,7 @@ def keep_folder(disk: Disk, folder: Path, write: Callable[[Path], None]) -> None
 
 
 def cut_half_line(disk: Disk, path: Path) -> bytes:
-    """Cut a log of JSON lines behind its last whole line, and return what was cut.
+    """Cut a log of JSON lines behind its last whole line, and return the rest.
 
     A full disk and a loss of power leave half a line, or a piece that was never written. The next line would be joined
     to it.

@@ -29,7 +29,8 @@ class RankEnvironment:
 
 
 def rank_environment(environ: Mapping[str, str] = os.environ) -> RankEnvironment:
-    """The orders of this process, which a launcher has started as a rank."""
+    """Read the environment of this process, which a launcher has started as a rank."""
+    # Not validated again: the launcher has parsed the same variables before it started this rank.
     return RankEnvironment(
         job=environ[Environment.JOB],
         uid=environ[Environment.UID],

@@ -3,9 +3,9 @@
 A node that is cut off is not gone: its ranks may wake up and write. A token is a file whose name is the number and a
 proof, HMAC(key, number); nothing is ever rewritten, so no two processes can lose each other's claim. The key is derived
 from the job's secret, which all its attempts share: others who write to the volume see tokens and can make none, and
-what they make is no token. A secret that was lost is made again with another value, and then two starts cannot read
-each other's proofs; so a start removes every token of a lower number, again whenever it commits, and one whose own
-token is gone is superseded.
+what they make is no token. A lost secret is made again with another value, and then two starts cannot read each
+other's proofs. So a start removes every token of a lower number, again whenever it commits; a start whose own token is
+gone is superseded.
 The launcher of pod 0 claims before any rank starts; a rank that commits a checkpoint asks `Fence.is_ours(token)` just
 before the marker is written. Knows nothing of what is committed.
 """
@@ -26,7 +26,7 @@ from moejob_trainer.runtime.disk import Disk
 
 TOKENS = RunFile.CLAIMS.value
 RESTART = "TORCHELASTIC_RESTART_COUNT"
-# A stranger who makes tokens without end may not keep a start here.
+# A bound: a stranger who makes tokens without end must not hold up a start.
 _PASSES = 100
 
 
@@ -67,7 +67,7 @@ class Fence:
     def acquire(self, attempt: int, restart: int, held: FenceToken | None = None) -> FenceToken:
         """Take the run folder for this start of the ranks; Superseded when it is taken by it or a newer one.
 
-        `held` is the token of this launcher's start before; it is gone when a start with another secret took over.
+        The token of this launcher's earlier start, if given, is gone when a start with another secret took over.
         """
         mine = FenceToken(attempt, restart)
         if held is not None and not self.is_ours(held):
@@ -77,7 +77,7 @@ class Fence:
         _keep_from_others(path.parent)
         try:
             os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
-            # A number that a loss of power took back would be given to two starts.
+            # Without a sync, a loss of power could give one number to two starts.
             for folder in (path.parent, self.folder):
                 Disk().sync(folder)
         except FileExistsError:
@@ -88,7 +88,7 @@ class Fence:
         if seen[-1] != mine:
             path.unlink(missing_ok=True)
             raise Superseded(f"{self.folder} belongs to {seen[-1]} now; {mine} is too late and writes nothing")
-        # Once more: a start with another secret cannot read this token, and may have removed that one just now.
+        # Check again: a start with another secret cannot read this token, and may just have removed the earlier one.
         if held is not None and held not in seen:
             path.unlink(missing_ok=True)
             raise Superseded(f"{self.folder} was taken from {held} just now; {mine} is too late and writes nothing")
@@ -96,7 +96,7 @@ class Fence:
         return mine
 
     def is_ours(self, mine: FenceToken) -> bool:
-        """Return whether that token is still the newest one; then older ones, which it may not be able to read, go."""
+        """Return whether that token is still the newest; if so, remove older ones, even with unreadable proofs."""
         # A network file system may answer from memory until the folder is changed from here.
         touched = self.folder / TOKENS / f"probe-{mine.attempt}.{mine.restart}-{os.getpid()}"
         with suppress(FileNotFoundError):
@@ -118,8 +118,8 @@ class Fence:
     def _remove_older(self, mine: FenceToken) -> None:
         """Remove all tokens of lower numbers, until there are none: one of them may be replaced by the next meanwhile.
 
-        A start of before either made its next token before the last look, and it goes, or finds afterwards that the
-        one it held is gone.
+        An earlier start has made its next token either before the last pass, which removes it, or later: then it finds
+        its own token gone.
         """
         for _ in range(_PASSES):
             older = [name for name in self._names() if (number := claimed(name)) and FenceToken(*number) < mine]
@@ -157,7 +157,7 @@ def _keep_from_others(folder: Path) -> None:
     folder.mkdir(mode=0o700, exist_ok=True)
     found = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
-        # Of another user's folder, and on a volume without modes, it stays as it is: tokens are proven there too.
+        # Another user's folder, and a volume without modes, keep their mode: proofs protect the tokens there, too.
         with suppress(OSError):
             os.fchmod(found, 0o700)
     finally:

@@ -65,7 +65,7 @@ class Heartbeat:
         self._words[_COUNT] += 1
 
     def enter(self, phase: RunPhase) -> None:
-        """Say what this rank does from now on; saying it again changes nothing."""
+        """Set the phase of this rank; setting it again changes nothing."""
         number = _PHASES.index(phase) + 1
         if self._words[_PHASE] != number:
             self._words[_PHASE_AT] = time.monotonic_ns()
@@ -74,14 +74,14 @@ class Heartbeat:
     def report(self, run: RunProgress) -> None:
         """Report the progress of the run; for rank 0."""
         written = self._run_file.with_suffix(".new")
-        # What is shown may go stale when the disk is full; the run continues.
+        # On a full disk the shown progress gets stale; the run continues.
         with suppress(OSError):
             written.write_text(run.model_dump_json(by_alias=True, exclude_none=True), encoding="utf-8")
             written.replace(self._run_file)
 
 
 class BackgroundHeartbeat:
-    """Beats by itself while a rank waits for others that have limits of their own: engines and rewards."""
+    """Beats in the background while a rank waits for engines and rewards, which have limits of their own."""
 
     def __init__(self, heartbeat: Heartbeat, step: int = 0, is_alive: Callable[[], bool] = lambda: True) -> None:
         self._heartbeat, self._step, self._is_alive = heartbeat, step, is_alive
@@ -98,7 +98,7 @@ class BackgroundHeartbeat:
         self.stop()
 
     def stop(self) -> None:
-        """From now on the rank has to beat for itself. Doing it again changes nothing."""
+        """Stop: from now on the rank beats for itself. A second call changes nothing."""
         self._is_over.set()
         self._thread.join()
 
@@ -110,10 +110,10 @@ class BackgroundHeartbeat:
 
 
 def working_heartbeat(heartbeat: Heartbeat, step: int = 0) -> BackgroundHeartbeat:
-    """Beat while a rank does what takes as long as it takes: download, tokenize, read weights, check, export.
+    """Beat during work without a known duration: download, tokenize, read weights, check, export.
 
-    A rank that neither computes nor moves bytes falls silent, and is restarted like one that hangs in a step. One that
-    waits for its peers does not: the one that it waits for does the work, or is the silent one.
+    A rank that neither computes nor moves bytes falls silent, and is restarted like a rank that hangs in a step. A rank
+    that waits for its peers keeps beating: the awaited peer works, or falls silent itself.
     """
     return BackgroundHeartbeat(heartbeat, step, RankWork(threading.get_ident()))
 

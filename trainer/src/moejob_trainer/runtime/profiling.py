@@ -20,7 +20,7 @@ from moejob_trainer.runtime.disk import Disk, publish_file
 from moejob_trainer.runtime.environment import RankEnvironment
 from moejob_trainer.runtime.ranges import named_range
 
-# Bounds on what one trace says: rows of the table, and allocations of a snapshot, of about 1 kB each with their stacks.
+# Bounds of one trace: rows of the table, and allocations of a snapshot, of about 1 kB each with their stacks.
 TABLE_ROWS = 20
 _MOST_ALLOCATIONS = 100_000
 

@@ -1,7 +1,7 @@
 """Files that the system is asked to read before they are wanted.
 
-By itself it reads a little ahead of a reader, and of a page that is touched: a disk, or a volume of a network, that
-answers many questions at once waits for the next one most of the time.
+The system alone reads only a little ahead of a reader or of a touched page. A disk or a network volume could serve many
+requests at once, and would wait for the next one most of the time.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-# What is on the way while its reader has other things to do. It lies in the system's cache, not in this process.
+# Bytes that are read while their reader is busy. They lie in the system's cache, not in this process.
 AHEAD_BYTES = 2**28
 # Several files are hashed at once.
 _BLOCKS_AHEAD_BYTES = 2**26
-# Systems shorten what they are asked for at once to what their disk takes, and this is the least.
+# Systems shorten a request to what their disk takes at once; this is the least.
 _ASKED_BYTES = 2**17
 
 

@@ -45,7 +45,7 @@ class LauncherTiming:
 
 @dataclass(frozen=True, slots=True)
 class StartTiming:
-    """One rank's way to its first step. Joining is getting into process groups, loading is all that follows."""
+    """One rank's way to its first step. Joining covers the process groups, loading all that follows."""
 
     ending_seconds: float
     import_seconds: float
@@ -96,7 +96,7 @@ class StartTimer:
 
 
 def slowest(starts: Sequence[StartTiming]) -> StartTiming | None:
-    """The start of all ranks: of each part the longest, but of waiting for one another what the last to come waited."""
+    """Return the start of all ranks: the longest of each part, but the shortest wait at the rendezvous."""
     if not starts:
         return None
     return StartTiming(
