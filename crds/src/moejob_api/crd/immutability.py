@@ -1,7 +1,7 @@
 """The immutable fields of a job, as rules that compare it with what it was.
 
-A field without a default may appear and go: removing it and setting it again must not get past, so presence is
-compared first. What is required or has a default is always there.
+A field without a default may be absent. Presence is compared first, so that removing such a field and setting it again
+is refused too. Required fields and fields with a default are always there.
 """
 
 from __future__ import annotations

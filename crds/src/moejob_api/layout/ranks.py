@@ -2,7 +2,13 @@
 
 Ranks are numbered as Megatron numbers them (order tp-cp-ep-dp-pp): tensor neighbours are next to each other, then
 context, then data, then pipeline. Experts divide the same ranks a second time: expert tensor, expert, expert data,
-pipeline.
+pipeline. Of eight GPUs with tensor 2, data 4 and expert 4 (Folded, expert tensor 1):
+
+    rank                 0 1 2 3 4 5 6 7
+    tensor               0 1 0 1 0 1 0 1
+    data                 0 0 1 1 2 2 3 3
+    expert               0 1 2 3 0 1 2 3
+    expert data          0 0 0 0 1 1 1 1
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ Megatron factors the same GPUs twice, and both must be exact:
 
     layers without experts:  tensor x context x data x pipeline              = GPUs
     experts:                 expertTensor x expert x expertData x pipeline   = GPUs
+
+For tensor 2, pipeline 2, data 4 and expert 8 (Folded): 2 x 1 x 4 x 2 = 16, and 1 x 8 x 1 x 2 = 16.
 """
 
 from __future__ import annotations

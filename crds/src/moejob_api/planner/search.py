@@ -34,7 +34,7 @@ from moejob_api.rules import layout_problems
 # More chunks a stage send more messages for ever smaller gains.
 CHUNKS = (1, 2, 3, 4)
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16)
-# What is chosen leaves this much of a GPU to what the estimate does not know.
+# The share of a GPU's memory that chosen layouts leave free, for needs that the estimate does not know.
 HEADROOM = 0.05
 # From cheap to dear; a dearer one is looked at only where a cheaper one does not fit.
 RECOMPUTATIONS = (RecomputeGranularity.NONE, RecomputeGranularity.SELECTIVE, RecomputeGranularity.FULL)
@@ -106,7 +106,7 @@ class _Question:
 
 @dataclass(frozen=True, slots=True)
 class _Promise:
-    """A grid with all its cuts and one microbatch, and what none of the cuts can be faster than."""
+    """A grid with all its cuts and one microbatch size, and a lower bound of the seconds of any of the cuts."""
 
     least_seconds: float
     cuts: tuple[Parallelism, ...]
@@ -216,7 +216,7 @@ def _expert_sizes(spec: Spec, shape: ModelShape, tensor: int, in_stage: int) -> 
 def _rank(question: _Question, gpus: int, offload: float, ranking: _Ranking) -> bool:
     """Rank every grid of these GPUs, and return whether any is among the fastest."""
     before = dict(ranking.found)
-    # Most promising first: the sooner five fast ones are known, the more of the others need no closer look.
+    # Most promising first: once five fast grids are known, their times rule out most others by the lower bound alone.
     for promise in sorted(_promises(question, gpus, offload), key=lambda promise: promise.least_seconds):
         _weigh(question, promise, offload, ranking)
     return ranking.found != before

@@ -1,4 +1,9 @@
-"""Divisibility of sequences and batches over the groups that share them."""
+"""Divisibility of sequences and batches over the groups that share them.
+
+A sequence is a multiple of 2 x context (two chunks a rank; 1 for context 1) and of tensor under sequence parallelism:
+for context 2 and tensor 4 of 2 x 2 x 4 = 16. A batch is a multiple of microBatchSize x data, and of that x pipeline
+where the schedule is interleaved.
+"""
 
 from __future__ import annotations
 

@@ -37,6 +37,7 @@ def qwen2(config: ConfigReader) -> ModelShape:
 def qwen3(config: ConfigReader) -> ModelShape:
     """Qwen3 without experts."""
     bias = config.flag("attention_bias")
+    # Transformers' default for this family, whatever hidden_size / num_attention_heads is.
     plain = grouped_attention(config, head_dim=128)
     return _qwen(config, Family.QWEN3, replace(plain, qkv_bias=bias, output_bias=bias, head_norm=True))
 

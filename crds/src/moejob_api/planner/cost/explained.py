@@ -11,7 +11,7 @@ from moejob_api.planner.memory.case import Case
 
 
 def why(case: Case, spent: Spent, share: float) -> str:
-    """The reason behind one part, with its share of the step."""
+    """Return the formula behind one part, with its share of the step."""
     return f"{share:.0%}: {_reason(case, spent)}"
 
 

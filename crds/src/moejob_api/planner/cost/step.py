@@ -205,8 +205,8 @@ def _offloaded(case: Case, stage: StageContents, passes: tuple[float, float], ma
 
 
 def _of_host(case: Case, counts: list[int], work: Work) -> float:
-    """Return what a microbatch takes however fast its GPU is: kernels to be started, and ranks that meet."""
-    # Sizes of a dispatch are waited for once more.
+    """Return the seconds in which the host starts a microbatch's kernels and ranks meet, however fast the GPU is."""
+    # Under full recomputation the host waits for the sizes of each dispatch a second time.
     again = 1.8 if case.spec.training.recompute.granularity is RecomputeGranularity.FULL else 1.0
     kinds = zip(case.kinds.layers, counts, strict=True)
     return again * sum(host_seconds(layer, work) * count for layer, count in kinds)
@@ -275,9 +275,9 @@ def _sends(case: Case, work: Work) -> float:
 
 
 def _accumulation(case: Case, part: Portion, machine: Machine) -> float:
-    """Each new gradient is read and added into its buffer; of shares it is copied, summed, and added where it falls.
+    """Each new gradient is read and added to its buffer; where replicas divide weights it is copied and summed before.
 
-    Products add those of experts to what is summed themselves.
+    The products of experts add gradients to the buffer themselves.
     """
     if not case.divides_weights:
         return _touched_seconds(part.trained.dense * (case.element_bytes + 2 * case.gradient_bytes), machine)

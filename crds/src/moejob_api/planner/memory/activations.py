@@ -73,7 +73,7 @@ def activations(case: Case, stage: StageContents, layers: LayerBytes) -> Activat
 
 
 def loss_bytes(case: Case) -> int:
-    """The hidden states as the output projection reads them, with their gradient; logits of one chunk; one gradient."""
+    """Hidden states before the output projection, with their gradient; logits of a chunk; the projection's gradient."""
     share = case.share
     # With sequence parallelism the hidden states are gathered first.
     copies = 2 if share.sequence > 1 else 1

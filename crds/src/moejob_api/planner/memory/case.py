@@ -1,4 +1,10 @@
-"""One job on one layout, prepared: everything that the estimates of its stages have in common."""
+"""One job on one layout, prepared: everything that the estimates of its stages have in common.
+
+Parameters of a matrix on one GPU:
+
+    dense     ceil(divided by tensor / tensor) + replicated
+    routed    ceil(all experts / (expert x expert tensor))
+"""
 
 from __future__ import annotations
 
@@ -36,13 +42,13 @@ class Parameters:
 
     @property
     def total(self) -> int:
-        """Both."""
+        """Parameters of both sorts."""
         return self.dense + self.routed
 
 
 @dataclass(frozen=True, slots=True)
 class Portion:
-    """Parameters of something on one GPU, and those of them that are trained."""
+    """Parameters that one GPU holds, and the trained ones among them."""
 
     held: Parameters = Parameters()
     trained: Parameters = Parameters()
@@ -81,7 +87,7 @@ class Case:
 
     @property
     def frozen_bytes(self) -> int:
-        """Bytes of a weight below adapters, which no update changes: replicas that divide it need no float32."""
+        """Bytes of a weight below adapters. No update changes it, so replicas that divide it need no float32."""
         return self.weight_bytes if self.spec.training.lora is None else self.element_bytes
 
     @property
@@ -106,7 +112,7 @@ class Case:
 
 
 def prepared(spec: Spec, shape: ModelShape, layout: Layout, kinds: Kinds | None = None) -> Case:
-    """The case of a job; `kinds` saves grouping the layers again where many layouts of one model are tried."""
+    """Prepare a job on a layout; `kinds` spares grouping the layers again for each of many layouts of one model."""
     shape, grouped = trained_shape(shape, spec), kinds or layers_by_kind(shape)
     of_rank = batch(spec, layout)
     return Case(
@@ -171,7 +177,7 @@ def _end_parameters(case: Case, stage: StageContents) -> int:
 
 
 def _mtp(case: Case) -> Portion:
-    """The layers that predict further tokens, and what combines the embedding with the hidden state before each."""
+    """The layers that predict further tokens, with the projection of embedding and hidden state in front of each."""
     beside = mtp_weights(case.shape)
     layers = Portion()
     for layer in case.shape.mtp_layers:
@@ -199,8 +205,8 @@ def _adapters(hidden: int, layer: Layer, layout: Layout, lora: Lora) -> Paramete
 def local_parameters(weights: ParameterCounts, layout: Layout) -> Parameters:
     """Parameters of `weights` on one GPU.
 
-    Megatron divides the projections of keys and values by columns, also below one head a rank; what more ranks than
-    heads hold copies of is the activations.
+    Megatron divides the projections of keys and values by columns, even where ranks outnumber heads. Then ranks hold
+    copies of the activations, never of the weights.
     """
     return Parameters(
         dense=ceil_div(weights.tensor + weights.key_value, layout.tensor) + weights.replicated,

@@ -45,10 +45,10 @@ class PhasePeak:
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
-    """Memory of one GPU where it is fullest. phases holds the peak of every phase, `peak` is the highest of them.
+    """Memory of the fullest GPU. `phases` holds the peak of every phase, `peak` is the highest of them.
 
-    host_bytes_per_pod: what the ranks of one pod keep in host memory. On CPU everything is there. replay_bytes_per_pod:
-    the part of it that is routing to replay.
+    host_bytes_per_pod: host memory of the ranks of one pod; on CPU all of their memory. replay_bytes_per_pod: the part
+    of it that holds routing to replay.
     """
 
     peak: PhasePeak
@@ -112,6 +112,7 @@ def footprint(case: Case, limit_bytes: int | None) -> Footprint | None:
 
 def fits(case: Case, limit_bytes: int) -> bool:
     """Return whether every stage is within the limit in every phase, and the engine has room for a sequence."""
+    # A search asks this of thousands of layouts: the first stage beyond the limit ends it.
     return _loads_within(case, limit_bytes) is not None
 
 
@@ -149,12 +150,13 @@ def _explained(phase: MemoryPhase, of: StageBytes, amounts: Amounts) -> PhasePea
 
 
 def _host_bytes(case: Case, loads: tuple[StageBytes, ...], peak: int) -> int:
-    """Host memory of a pod: what its ranks have there, without the routing that is replayed."""
+    """Host memory of the ranks of a pod, without the routing that is replayed."""
     return case.layout.gpus_per_pod * _host_bytes_of_rank(case, loads, peak)
 
 
 def _host_bytes_of_rank(case: Case, loads: tuple[StageBytes, ...], peak: int) -> int:
     """Return a rank's own host memory, what is offloaded, and the copy of a checkpoint that is being written."""
+    # The tensors of a rank on CPUs are in host memory already, so the estimate of its "GPU" is all of it.
     if case.spec.resources.accelerator is Accelerator.CPU:
         return peak
     fullest = max(of.states.host + of.activations.offloaded + _parked(of) for of in loads)

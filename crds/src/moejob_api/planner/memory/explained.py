@@ -1,4 +1,7 @@
-"""Explanations of the parts of the memory estimate: one short formula each, with its numbers."""
+"""Explanations of the parts of the memory estimate: one short formula each, with its numbers.
+
+`moejob plan` prints them beside the bytes, so that a reader can multiply them out: "1.54 B parameters x 2 B".
+"""
 
 from __future__ import annotations
 

@@ -10,6 +10,9 @@ def in_flight(layout: Layout, stage: int, microbatches: int) -> tuple[int, ...]:
 
     One chunk (1F1B): a stage runs ahead by the stages behind it. Interleaved: it runs ahead by twice that, and by one
     round of `pipeline` microbatches for every chunk but the last; microbatches enter the chunks in such rounds.
+
+    Of eight microbatches on four stages, stages 0 to 3 hold 4, 3, 2 and 1. With two chunks a stage they hold (7, 4),
+    (5, 4), (4, 3) and (4, 1), of chunks half as long: stage 0 runs 2 x 3 + 4 = 10 ahead, and computes an eleventh.
     """
     pipeline, chunks = layout.pipeline, layout.virtual_pipeline
     if chunks == 1:

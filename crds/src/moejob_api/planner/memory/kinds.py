@@ -1,6 +1,10 @@
 """The layers of a model grouped by kind, and what each pipeline stage holds of them.
 
-A model of 61 layers has two kinds: whatever is known of a kind is worked out once and multiplied.
+A model of 61 layers has two kinds: whatever is known of a kind is worked out once and multiplied. How many layers of a
+kind a stage holds is a difference of running sums. For one dense layer before two of experts:
+
+    before of dense      0 1 1 1      layers 1 and 2: 1 - 1 = 0
+    before of experts    0 0 1 2      layers 1 and 2: 2 - 0 = 2
 """
 
 from __future__ import annotations
@@ -49,7 +53,7 @@ def router_parameters(hidden: int, layer: Layer) -> int:
 class StageContents:
     """The contents of a pipeline stage: ranges of layers, one a chunk, and perhaps the embedding or the output.
 
-    The first of those that hold as much is the one with the most microbatches in flight.
+    Of stages with equal contents the first stands for all: it has the most microbatches in flight.
     """
 
     index: int
@@ -59,7 +63,7 @@ class StageContents:
 
 
 def distinct_stages(parallelism: Parallelism, kinds: Kinds) -> tuple[StageContents, ...]:
-    """One of each sort of stage: among these are the fullest and the slowest."""
+    """Return one stage of each sort: the fullest and the slowest are among them."""
     return _distinct_stages(
         kinds.before,
         parallelism.pipeline,

@@ -1,8 +1,11 @@
 """Host memory of routing replay: the experts that engines chose for each token of a step, in every layer that has some.
 
-Every rank has those of the whole step, as numbers of the smallest type, and once more those in its micro batches, which
-are its replica's share. Rank 0 has the answers as they came beside the arrays that it makes of them. Of two ranks each
-was measured at 2.2 times the choices, all else included; rank 0 at 5.2 where four times as many groups may be asked.
+Every rank has the choices of the whole step, in the smallest integer type, and its replica's share of them once more,
+in micro batches. Rank 0 has the answers as they arrived beside the arrays that it makes of them. On two ranks, each was
+measured at 2.2 times the choices with all else included, and rank 0 at 5.2 times where a step may ask for four times
+as many groups:
+
+    choices = tokens of a step x layers with experts x experts of a token x 1 byte (2 from 256 experts on)
 """
 
 from __future__ import annotations
@@ -28,5 +31,5 @@ def replay_bytes(case: Case) -> int:
 
 
 def _steps_asked(grpo: Grpo) -> int:
-    """Return the steps' worth of answers that are held until one is full; those without signal may be needed for it."""
+    """Return how many steps' answers are held until one step is full: groups without signal may have to fill it."""
     return 1 if grpo.dynamic_sampling is None else math.ceil(grpo.dynamic_sampling.over_sampling)

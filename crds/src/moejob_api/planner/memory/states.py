@@ -1,4 +1,12 @@
-"""Weights, gradients and optimizer state of one pipeline stage, on the GPU and in host memory."""
+"""Weights, gradients and optimizer state of one pipeline stage, on the GPU and in host memory.
+
+Bytes of a trained parameter in bfloat16 with float32 gradients and moments, over R replicas:
+
+    DistributedOptimizer   2 weight + 4 gradient + 10/R optimizer (2 moments of 4, and 2 that bfloat16 lacks of float32)
+    FSDP, ZeRO2           (4 weight + 4 gradient + 8 optimizer) / R, and the weights gathered to compute with
+
+With eight replicas that is 7.25 bytes, or 2 bytes and the gathered layers.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +27,8 @@ from moejob_api.planner.memory.whole_layers import kept_whole
 class States:
     """Bytes of one stage on one GPU; host is the part of the optimizer in host memory.
 
-    gathered: weights and gradients of the layers at work, whole, where they are otherwise divided. rounded: weights as
-    FP8 products want them. step: what the optimizer's update needs for a moment.
+    gathered: whole weights and gradients of the layers at work, where replicas divide them. rounded: FP8 copies of
+    weights. step: temporary tensors of the optimizer's update.
     """
 
     weights: int
@@ -58,12 +66,12 @@ def divided(case: Case, parameters: Parameters) -> int:
 
 
 def optimizer_bytes(case: Case) -> int:
-    """Bytes of optimizer state for each trained parameter: two moments, and what lower weights lack of float32."""
+    """Bytes of optimizer state for each trained parameter: two moments, and the bits that weights lack of float32."""
     return FLOAT32_BYTES - case.weight_bytes + _moments(case)
 
 
 def _host(case: Case, mine: int) -> int:
-    """Of an optimizer in host memory: two moments and float32 weights, and buffers for what comes and goes."""
+    """Bytes of an optimizer on the host: two moments, float32 weights, and buffers for copies to and from the GPU."""
     on_host = mine * case.spec.memory.offload_optimizer
     moments = _moments(case)
     scratch = 2 * FLOAT32_BYTES if moments < 2 * FLOAT32_BYTES else 0
@@ -77,7 +85,7 @@ def _moments(case: Case) -> int:
 
 
 def _step(case: Case, mine: int) -> int:
-    """float32 copies that an update on the CPU makes, of gradients and of what is kept in less; a GPU makes none."""
+    """float32 copies in an update on the CPU, of gradients and of narrower moments and weights; a GPU makes none."""
     if case.spec.resources.accelerator is Accelerator.GPU:
         return 0
     moments = 2 * FLOAT32_BYTES if _moments(case) < 2 * FLOAT32_BYTES else 0
@@ -87,7 +95,7 @@ def _step(case: Case, mine: int) -> int:
 
 
 def _rounded(case: Case, stage: StageContents) -> int:
-    """Both roundings of all layers where micro batches share them, a byte an element; else one of a matrix."""
+    """Two FP8 copies of all layers where micro batches share them, a byte an element; else one copy of one matrix."""
     if not multiplies_float8(case.spec):
         return 0
     if keeps_roundings(case.spec, case.layout):
@@ -96,9 +104,9 @@ def _rounded(case: Case, stage: StageContents) -> int:
 
 
 def _whole(case: Case, part: Portion) -> int:
-    """All weights, from the first forward pass of a step to its update; the largest layer's gradients, and a copy.
+    """All weights, from the first forward pass of a step to its update, and the gradients of the largest layer.
 
-    The copy is laid out to be summed.
+    Gradients are there twice: as the backward pass computes them, and in the order in which replicas sum them.
     """
     layer = max(part.trained.total for part in case.layers)
     return part.held.total * case.element_bytes + max(layer, output_parameters(case)) * (
@@ -107,12 +115,13 @@ def _whole(case: Case, part: Portion) -> int:
 
 
 def _units(case: Case, stage: StageContents) -> int:
-    """Return the peak of what is whole for a while: in the backward pass of the largest layer, or after the first.
+    """Return the peak of the gathered tensors: in the backward pass of the largest layer, or after the first layer's.
 
-    A layer's weights and those of the next one on its way, its gradients, and a copy of either laid out to be summed;
-    of experts the gradients of two matrices of a size, without copies.
-    The vocabulary's matrices stay whole until the update, and their gradients, where they have any, are summed last;
-    so does what some layers have beside their experts.
+    During a layer's backward pass: its weights, the weights of the next layer, which arrive meanwhile, its gradients,
+    and a copy of these in the order in which replicas sum them. Gradients of experts need no copy; there are those of
+    two matrices of one size.
+    Until the update: the matrices of the vocabulary, whose gradients are summed last, and the weights beside experts
+    of the layers that stay whole.
     """
     ends = stage.embedding + (stage.output and not case.shape.tied_embeddings)
     matrices, learned = ends * case.vocabulary, ends * output_parameters(case)

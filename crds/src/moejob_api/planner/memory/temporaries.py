@@ -1,5 +1,6 @@
-"""Bytes that come and go while one layer is computed: gradients of its tensors, copies on their way, one new gradient
-of a matrix. Knows one layer at a time."""
+"""Bytes that come and go while one layer is computed: gradients of activations, copies for exchanges, and the newest
+gradient of a matrix. Knows one layer at a time.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from moejob_api.planner.memory.microbatch_share import Keeping, Share
 
 
 def working(layer: Layer, share: Share, keeping: Keeping) -> int:
-    """The most that is alive at once in the backward pass of one layer, beside what was kept."""
+    """Peak bytes of the backward pass of one layer, without the activations that the forward pass kept."""
     gradients = 3 * share.sequence_tokens * share.hidden * share.element_bytes
     if share.sequence > 1:
         # The input of a matrix is gathered again for its gradient; the gradient of the input is whole, then scattered.
@@ -123,7 +124,7 @@ def _feed_forward(layer: Layer, share: Share, keeping: Keeping) -> int:
 
 
 def _experts(experts: Experts, share: Share, keeping: Keeping) -> int:
-    """Gradients of every row around the first matrix, or a row where it comes from and where it goes."""
+    """Gradients of every row before and behind the first matrix, or a row and its copy while it is moved."""
     inner = 2 * ceil_div(experts.intermediate, share.expert_tensor)
     rows = share.rows(experts.per_token)
     moved = rows * (share.hidden + max(inner, share.hidden)) * share.element_bytes

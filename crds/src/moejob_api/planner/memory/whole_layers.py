@@ -10,16 +10,17 @@ from moejob_api.planner.memory.constants import FSDP_UNITS, KEPT_WHOLE_BYTES
 
 
 def layers_kept_whole(case: Case) -> int:
-    """Return how many of the first layers are whole, but for their experts, from a step's first pass to its update.
+    """Return how many of the first layers keep their weights beside experts whole until the update.
 
-    As many as take little memory, or no more than the experts that are whole by turns: of a mixture these are the most,
-    and the rest need not be gathered twice for every micro batch. None of a model without experts.
+    Experts are most of a mixture's weights, and replicas gather them by turns. The other weights are few: layers that
+    keep theirs are gathered once a step and not twice for every micro batch. They may take KEPT_WHOLE_BYTES, or as much
+    as the experts that are whole at once if that is more. A model without experts keeps none.
     """
     return _kept(case, _beside_experts(case))
 
 
 def kept_whole(case: Case) -> int:
-    """Return the parameters of these layers that stay whole."""
+    """Return the parameters that those layers keep whole."""
     beside = _beside_experts(case)
     return sum(beside[: _kept(case, beside)])
 
@@ -34,6 +35,7 @@ def _kept(case: Case, beside: Sequence[int]) -> int:
     routed = max(part.held.routed for part in case.layers)
     if not routed:
         return 0
+    # In bfloat16 2 GiB hold 2^30 parameters: layers with 20 M beside their experts fit 53 times.
     most = max(KEPT_WHOLE_BYTES // case.element_bytes, FSDP_UNITS * routed)
     return sum(kept <= most for kept in accumulate(beside))
 
