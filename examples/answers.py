@@ -1,4 +1,4 @@
-"""Shows what a GRPO run was answered and what it paid, in its first step and in its last: answers.py RUN_FOLDER."""
+"""Show prompts, answers and rewards of a GRPO run, of its first step and of its last: answers.py RUN_FOLDER."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ SHOWN = 6
 
 
 def answers(run: Path) -> Iterator[str]:
-    """Every line of the table."""
+    """Yield every line of the table."""
     files = sorted((run / "samples").glob("step-*.jsonl"), key=lambda file: int(file.stem.removeprefix("step-")))
     for file in (files[0], files[-1]):
         yield f"{file.stem.replace('-', ' ')}"
         samples = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-        # One of each group, for their prompts differ.
+        # One answer of each group: all answers of a group have the same prompt.
         for sample in [sample for sample in samples if sample["member"] == 0][:SHOWN]:
             yield f"  {sample['prompt']} {sample['answer']!r:8} reward {sample['reward']:g}"
 

@@ -1,4 +1,4 @@
-"""Asks a model that `moejob run` has exported, with nothing but Transformers: ask.py EXPORT QUESTION."""
+"""Ask a model that `moejob run` has exported, with nothing but Transformers: ask.py EXPORT QUESTION."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ MOST_TOKENS = 32
 
 
 def answer(export: str, question: str) -> str:
-    """Return what the model answers, one most likely token after the other."""
-    # Which class they are, the folder says.
+    """Return the model's answer, which takes the likeliest token each time."""
+    # The folder names the classes of both, which no type checker can know.
     tokenizer: Any = AutoTokenizer.from_pretrained(export)
     model: Any = AutoModelForCausalLM.from_pretrained(export)
     asked = tokenizer.apply_chat_template(

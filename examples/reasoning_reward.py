@@ -16,14 +16,14 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-# Seconds, at times half a minute: the job's startTimeoutSeconds limits it, its timeoutSeconds does not.
+# This import takes seconds, at times half a minute. The job's startTimeoutSeconds limits it, not timeoutSeconds.
 import reasoning_gym
 
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 
 def score(completions: Sequence[str], task: Sequence[str], entry: Sequence[str], **_: Any) -> list[float]:
-    """Score completions as their tasks do, which give a part of 1 for a part of an answer at times."""
+    """Score completions by the rules of their tasks; some tasks give a part of 1 for a part of an answer."""
     scores = []
     for completion, name, written in zip(completions, task, entry, strict=True):
         asked = json.loads(written)
@@ -32,7 +32,7 @@ def score(completions: Sequence[str], task: Sequence[str], entry: Sequence[str],
 
 
 def _answer(completion: str, reference: str) -> str:
-    """Return the last number of a completion where a number is asked for, else all of it."""
+    """Return the last number of a completion where the reference is a number, else the whole completion."""
     numbers = _NUMBER.findall(completion)
     return numbers[-1] if numbers and _NUMBER.fullmatch(reference) else completion.strip()
 

@@ -28,7 +28,7 @@ EPSILON = 1e-4
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer that the step learned from. Tensors are of its tokens. [N]"""
+    """An answer that the step trained on. Tensors are of its tokens. [N]"""
 
     group: int
     prompt: Tensor
@@ -103,7 +103,7 @@ def read_step(run: Path, number: int) -> Step:
 
 
 def refuse_what_is_missing(settings: dict[str, Any]) -> None:
-    """Refuse a job whose loss or model has a part that this script does not have."""
+    """Refuse a job whose loss or model has a part that this script does not compute."""
     lacks = {
         "grpo.routingReplay": settings["grpo"].get("routingReplay", False),
         "training.lora": settings["training"].get("lora") is not None,
@@ -115,7 +115,7 @@ def refuse_what_is_missing(settings: dict[str, Any]) -> None:
 
 
 def read_answers(arrays: dict[str, Tensor], outcomes: Sequence[str]) -> Iterator[Answer]:
-    """Yield the answers of the groups that were learned from, which come first."""
+    """Yield the answers of trained groups, which come first in the record."""
     prompts = arrays["prompt.tokens"].split(arrays["group.promptLength"].tolist())
     lengths = arrays["answer.length"].tolist()
     groups = arrays["answer.group"].tolist()
@@ -173,7 +173,7 @@ def compute_advantages(step: Step, old: Sequence[Tensor], reference: Sequence[Te
 
 
 def compare_with_group(kind: str, rewards: Tensor) -> Tensor:
-    """Return each reward beside those of its group. [groups, members]"""
+    """Return each reward compared with the rewards of its group. [groups, members]"""
     centred = rewards - rewards.mean(1, keepdim=True)
     members = rewards.shape[1]
     if kind == "GRPO":
@@ -182,7 +182,7 @@ def compare_with_group(kind: str, rewards: Tensor) -> Tensor:
 
 
 def sum_to_go(values: Tensor) -> Tensor:
-    """Return for each token the sum of its value and of those behind it."""
+    """Return for each token the sum of its value and of all values behind it."""
     return values.flip(0).cumsum(0).flip(0)
 
 
@@ -285,7 +285,7 @@ def load_model(folder: Path, step: Step) -> Any:
 
 
 def compute_outputs(model: Any, answer: Answer, temperature: float) -> Outputs:
-    """Compute what a model says of an answer's tokens."""
+    """Compute a model's log-probabilities and entropies of an answer's tokens."""
     tokens = torch.cat([answer.prompt, answer.tokens]).long()
     logits = model(tokens[None]).logits[0, len(answer.prompt) - 1 : -1].float() / temperature
     log_probabilities = torch.log_softmax(logits, -1)

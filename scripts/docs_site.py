@@ -1,4 +1,4 @@
-"""Pages that the site of mkdocs has beside docs/: the reference, made of the code, and the project's other pages."""
+"""Pages that the site has beside docs/: the reference, which is made of the code, and the project's other pages."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_nav(nav: Navigation, config: MkDocsConfig, files: Files) -> Navigation:  # noqa: ARG001 - mkdocs's names
-    """Refuse a site without a front page: every page's logo leads to /, which no other check looks at."""
+    """Refuse a site without a front page: the logo of every page links to it, and no other check sees that link."""
     if nav.homepage is None:
         raise PluginError("the site has no front page; put docs/index.md at the top of nav in mkdocs.yml")
     return nav
 
 
 def on_page_markdown(markdown: str, page: Any, config: MkDocsConfig, files: Files) -> str:  # noqa: ARG001 - mkdocs's names
-    """Lead links between docs/ and the rest of the project to where the site has these pages."""
+    """Rewrite links between docs/ and the rest of the project to the places of these pages in the site."""
     here = posixpath.dirname(page.file.src_uri)
 
     def led(found: re.Match[str]) -> str:

@@ -1,4 +1,4 @@
-"""Owns the import contracts that import-linter lacks; what they apply to is in .importlinter."""
+"""Import contracts that import-linter lacks; .importlinter names the packages that they apply to."""
 
 from __future__ import annotations
 

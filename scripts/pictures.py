@@ -112,7 +112,7 @@ ARROWS = (
 )
 
 
-# As in SECURITY.md: a box trusts what is in it, as far as its lines say.
+# The trust domains of SECURITY.md; the lines of a box limit the trust inside it.
 DOMAINS = (
     Box(10, 10, 1160, 470, "cluster", "pod network: trusted with nothing"),
     Box(
@@ -165,12 +165,12 @@ WAYS = (
 
 
 def overview() -> str:
-    """Return the way from a job to its ranks."""
+    """Return the diagram that leads from a job to its ranks."""
     return _diagram("A MoETrainingJob becomes pods, launchers and ranks", (1180, 424), BOXES, ARROWS)
 
 
 def trust() -> str:
-    """Return who trusts whom with what."""
+    """Return the diagram of trust domains."""
     return _diagram("Operator, namespaces, jobs and volume claims as trust domains", (1180, 490), DOMAINS, WAYS)
 
 
@@ -188,13 +188,13 @@ def _diagram(label: str, size: tuple[int, int], boxes: tuple[Box, ...], arrows: 
 
 
 def terminal(title: str, *commands: str) -> str:
-    """Return what a terminal shows of commands that are run now, in the root of the tree."""
+    """Run commands in the root of the tree, and return the picture of a terminal with their output."""
     with Path(os.devnull).open("w") as nowhere:
         console = Console(record=True, width=COLUMNS, file=nowhere, force_terminal=True, color_system="truecolor")
         for command in commands:
             console.print(Text(f"$ {command}", style="bold"))
             console.print(Text.from_ansi(_printed(command)))
-    # Whichever fixed-width font the reader has will do: a picture asks no server for one.
+    # Any fixed-width font of the reader will do: a picture must load none from a server.
     return re.sub(r"@font-face \{.*?\}\s*", "", console.export_svg(title=title, unique_id="moejob"), flags=re.DOTALL)
 
 

@@ -1,6 +1,6 @@
-"""Pages of the reference, made of the code: a name that is added there is on its page.
+"""Pages of the reference, made of the code: a new name in the code is on its page without further work.
 
-Nothing of the site is imported here, so that tests read the pages without it.
+No module of the site is imported, so tests read the pages without the site's packages.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _FULL_PROGRESS = pods.PodProgress(
 _HELP = re.compile(r"^# HELP (\S+) (.*)$", re.MULTILINE)
 _TYPE = re.compile(r"^# TYPE (\S+) (\S+)$", re.MULTILINE)
 _TYPES = {FieldKind.TEXT: "string", FieldKind.WHOLE: "integer", FieldKind.NUMBER: "number", FieldKind.SWITCH: "boolean"}
-# What a comment says of the member of an enumeration, or of the variable, below it.
+# A comment describes the member of an enumeration, or the variable, below it.
 _MEMBER = re.compile(r"^((?: +# .*\n)*) +(\w+) = ", re.MULTILINE)
 _VARIABLE = re.compile(r'^((?:# .*\n)*)\w+ = "(MOEJOB_\w+)"$', re.MULTILINE)
 
@@ -84,7 +84,7 @@ def _type(field: Field) -> str:
 
 def _commands() -> str:
     lines = ["# Commands", ""]
-    # A group of commands, which typer's own type does not say.
+    # It is a group of commands, although typer's type does not know this.
     group: Any = get_command(app)
     for name, one in group.commands.items():
         lines += [f"## moejob {name}", "", one.help or "", "", "| option | meaning |", "|---|---|"]
@@ -114,7 +114,7 @@ def _contract() -> str:
 
 
 def _variables() -> Iterator[str]:
-    """Yield the lines about variables that one package alone reads: of a shell, or from a launcher to its ranks."""
+    """Yield the lines about variables that one package alone reads: from a shell, or from a launcher to its ranks."""
     yield from ("## Other environment variables", "", "| name | read by | meaning |", "|---|---|---|")
     for path in sorted(ROOT.glob("*/src/*/**/*.py")):
         module = ".".join(path.with_suffix("").parts[path.parts.index("src") + 1 :])
@@ -132,7 +132,7 @@ def _operator() -> str:
     lines += ["| flag | variable | default | meaning |", "|---|---|---|---|"]
     for name, field in Settings.model_fields.items():
         flag, variable = name.replace("_", "-"), f"{Settings.model_config['env_prefix']}{name.upper()}"
-        # A default that this machine decides is not the reader's.
+        # A default that depends on this machine would be wrong for the reader.
         default = "" if field.default_factory or field.default is None else f"`{field.default}`"
         lines.append(f"| `--{flag}` | `{variable}` | {default} | {_cell(field.description or '')} |")
     return "\n".join(lines) + "\n"

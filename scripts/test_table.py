@@ -1,7 +1,7 @@
-"""A table of what `make test` did: one row a target, with what passed, failed and was skipped, and how long it took.
+"""The table at the end of `make test`: a row for each target, with passed, failed and skipped tests, and its time.
 
-Reads what scripts/tested leaves. A target that left nothing, because its environment could not be built or because it
-was killed, is a row too: a table of those that ended would look like success.
+Reads the files of scripts/tested. A target without files, because its environment could not be built or because it was
+killed, has a row, too: a table without it would look like success.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TargetResult:
-    """The ends of all tests of a target; tests that passed when they ran again alone have passed, and are named."""
+    """The outcomes of all tests of a target; a test that passed when it ran again alone has passed, and is named."""
 
     target: str
     outcomes: Mapping[str, Outcome]
@@ -37,11 +37,11 @@ class TargetResult:
 
     @property
     def is_passed(self) -> bool:
-        """True where the target ended without a failure, and says of which tests."""
+        """Return whether the target ended without a failure, and reported at least one test."""
         return self.status == 0 and bool(self.outcomes)
 
     def count(self, outcome: Outcome) -> int:
-        """Return the number of tests that ended so."""
+        """Return the number of tests with this outcome."""
         return sum(each is outcome for each in self.outcomes.values())
 
     @property
@@ -57,7 +57,7 @@ class TargetResult:
 
 
 def read_result(target: str, folder: Path) -> TargetResult:
-    """Read what a target left in its folder."""
+    """Read the files of a target in its folder."""
     first, second = read_outcomes(folder / FIRST), read_outcomes(folder / SECOND)
     passed_alone = [test for test, outcome in second.items() if outcome is Outcome.PASSED]
     end = json.loads((folder / END).read_text()) if (folder / END).exists() else {}
@@ -65,7 +65,7 @@ def read_result(target: str, folder: Path) -> TargetResult:
 
 
 def read_outcomes(report: Path) -> dict[str, Outcome]:
-    """Return the outcome of each test in pytest's report; none where it left no report, or half of it."""
+    """Return the outcome of each test in pytest's report; no outcomes without a whole report."""
     try:
         tests = ET.parse(report).iter("testcase")  # noqa: S314 - pytest's own file
     except (FileNotFoundError, ET.ParseError):
@@ -73,7 +73,7 @@ def read_outcomes(report: Path) -> dict[str, Outcome]:
     outcomes: dict[str, Outcome] = {}
     for test in tests:
         name = f"{test.get('classname')}::{test.get('name')}"
-        # A test whose teardown fails is there twice.
+        # A test whose teardown fails is in the report twice.
         if outcomes.get(name) is not Outcome.FAILED:
             outcomes[name] = _outcome(test)
     return outcomes
