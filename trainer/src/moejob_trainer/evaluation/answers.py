@@ -32,7 +32,7 @@ _SAMPLES = "samples"
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """One prompt with its answer, as rank 0 knows them."""
+    """A prompt with its answer and its reward, which rank 0 alone has."""
 
     prompt: Prompt
     text: str
@@ -41,7 +41,7 @@ class Answered:
     reward: float
 
     def line(self, step: int) -> str:
-        """Return the line of the samples file, in the words of GRPO's."""
+        """Return the line of the samples file, with the field names of GRPO's samples."""
         told = {
             "step": step,
             "prompt": self.prompt.text,
@@ -55,7 +55,7 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class EvalPrompts:
-    """The prompts of a run's evaluations. `records` and `decode` are rank 0's alone."""
+    """The prompts of a run's evaluations. Rank 0 alone has `records` and `decode`."""
 
     settings: EvalAnswers
     tokens: tuple[tuple[int, ...], ...]
@@ -67,7 +67,7 @@ class EvalPrompts:
     def metrics(
         self, step: int, engine: NextTokens, share: BatchShare, passed: Callable[[], object]
     ) -> Mapping[str, float]:
-        """Answer all prompts; return the mean score. Only rank 0 has it."""
+        """Generate an answer to each prompt on all ranks; return the mean score on rank 0."""
         if not self.tokens:
             return {}
         bounds = Bounds(self.stop_tokens, self.settings.max_new_tokens)
@@ -115,7 +115,7 @@ def _first_of(dataset: Dataset, most: int) -> Dataset:
 
 
 def _refuse_without_reference(prompt: Prompt, settings: EvalAnswers) -> None:
-    """A record that no answer can be scored against is found before the first step, not at the first evaluation."""
+    """Raise BadData for a record without a reference: before the first step, not at the first evaluation."""
     try:
         _score(settings)(_completion(prompt, "", 0, settings))
     except RewardFailed as failed:

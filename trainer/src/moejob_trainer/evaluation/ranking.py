@@ -57,7 +57,7 @@ class Ranking(ApiModel):
 
 @dataclass(frozen=True, slots=True)
 class RankingTerms:
-    """The checkpoints that are kept, and the least change for the better that counts as an improvement."""
+    """The number of best checkpoints to keep, and the least change that counts as an improvement."""
 
     keep: int = 1
     least_improvement: float = 0.0

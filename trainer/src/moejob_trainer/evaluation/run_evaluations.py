@@ -29,13 +29,13 @@ _RANKING = TypeAdapter(Ranking)
 
 @dataclass(frozen=True, slots=True)
 class _Loss:
-    """The sum of a loss over tokens, and their weight."""
+    """The sum of a loss over tokens, and the weight of these tokens."""
 
     total: float
     weight: float
 
     def metrics(self, suffix: str = "") -> dict[str, float]:
-        """Return loss and perplexity; a loss beyond what a float holds has a perplexity of infinity."""
+        """Return loss and perplexity; the perplexity is infinite where a float cannot hold it."""
         loss = self.total / self.weight
         perplexity = math.exp(loss) if loss < math.log(1e300) else math.inf
         return {f"evalLoss{suffix}": loss, f"evalPerplexity{suffix}": perplexity}
@@ -56,11 +56,11 @@ class Evaluator:
     prompts: EvalPrompts
     size: BatchSize
     share: BatchShare
-    # Called when there is a sign of life, with the steps done.
+    # Called after each token of all answers, with the steps done: a heartbeat.
     beat: Callable[[int], object] = lambda _: None
 
     def metrics(self, step: int) -> Mapping[str, float]:
-        """Evaluate; return what there is to report: of all sets together, then of each of several."""
+        """Evaluate; return the metrics of all sets together, then those of each set if there are several."""
         of_answers = self.prompts.metrics(step, self.engine, self.share, partial(self.beat, step))
         return {**self._losses(), **of_answers}
 
@@ -76,7 +76,7 @@ class Evaluator:
         return metrics
 
     def _loss(self, corpus: Corpus) -> _Loss:
-        # Each batch counts as much as the weight it carries.
+        # The mean over batches is weighted by the loss weight of each batch.
         total = weight = 0.0
         for batch in evaluation([corpus], self.size, self.share):
             result = self.engine.evaluate(batch.micro_batches, self.objective.loss)
@@ -88,7 +88,7 @@ class Evaluator:
 class RankedEvaluations:
     """The evaluations of a run in their order, every training.evalEvery steps and after the last one.
 
-    Rank 0 alone has all numbers of GRPO; it decides, and tells all.
+    Rank 0 alone has all metrics of GRPO, so it ranks them and sends the ranking to all ranks.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class RankedEvaluations:
         self._terms = RankingTerms(spec.checkpoint.keep_best or 1, 0.0 if stop is None else stop.minimum_improvement)
 
     def metrics(self, step: int) -> Mapping[str, float]:
-        """Evaluate if it is due; return what there is to report."""
+        """Evaluate if it is due; return the metrics to report."""
         if not evaluates(self._spec, step, self._total_steps):
             return {}
         found = self._evaluate(step)
@@ -110,7 +110,7 @@ class RankedEvaluations:
         return {**found, **self.as_fields()}
 
     def kept(self, step: int) -> EvaluationScore | None:
-        """Return the score of the evaluation after a step where keepBest keeps its checkpoint."""
+        """Return the score of the evaluation after a step if keepBest keeps its checkpoint, else None."""
         return None if self._spec.checkpoint.keep_best is None else self._ranking.kept(step)
 
     def is_among_best(self, step: int) -> bool:
@@ -119,13 +119,13 @@ class RankedEvaluations:
 
     @property
     def stopped_at(self) -> int | None:
-        """The step after which the run stops early, for its evaluations no longer improve; None while it does not."""
+        """The step after which the run stops early, because its evaluations no longer improve; None while they do."""
         stop, ranking = self._spec.training.early_stop, self._ranking
         is_over = stop is not None and ranking.without_improvement >= stop.patience
         return ranking.step if is_over and ranking.step < self._total_steps else None
 
     def is_over(self) -> bool:
-        """Return whether the run stops early; on every rank alike."""
+        """Return whether the run stops early; every rank returns the same."""
         return self.stopped_at is not None
 
     def verdict(self) -> str:
@@ -155,7 +155,7 @@ class RankedEvaluations:
         return self._ranking.model_dump(mode="json", by_alias=True, exclude_none=True)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from that state; scores by another measure say nothing about those to come."""
+        """Resume from that state, unless it has scores by another measure, which cannot be compared with later ones."""
         ranking = Ranking.model_validate_json(json.dumps(state))
         if ranking.measure == self._ranking.measure:
             self._ranking = ranking
