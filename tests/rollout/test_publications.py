@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from engines import Engine
 from moejob_api.contract.pods import HttpPath
+from moejob_api.contract.weight_checksums import page_checksums
+from moejob_rollout.transfer.broadcast import BroadcastUpdate
+from moejob_rollout.transfer.buckets import changed_tensors, size_bytes
 from rollout.references import model, published, without
 
 Start = Callable[..., Engine]
 TIED = "model.embed_tokens.weight"
-WHOLE: dict[str, list[str]] = {"missing": [], "repeated": []}
+WHOLE: dict[str, list[str]] = {"missing": [], "repeated": [], "changed": []}
 # A dense model with biases, tied and untied mixtures, one with shared experts, and latent attention.
 FAMILIES = ["qwen2", "mixtral", "qwen3_moe", "glm4_moe", "deepseek_v3"]
 
 
-def reported(engine: Engine, *paths: Path) -> Any:
+def reported(engine: Engine, *paths: Path, **more: Any) -> Any:
     """Return the report of an engine on these files; the engine then forgets the update."""
     engine.must("/pause", mode="keep")
     engine.must("/start_weight_update")
-    engine.must("/update_weights", {"update_info": {"paths": [str(path) for path in paths]}})
+    engine.must("/update_weights", {"update_info": {"paths": [str(path) for path in paths]} | more})
     report = engine.must(HttpPath.PUBLICATION)
     engine.must("/finish_weight_update", {"weight_version": "unfinished"})
     return report
@@ -43,9 +48,61 @@ def test_a_tied_mixture_is_whole_and_each_tensor_that_was_left_out_is_named(star
         TIED,
     ):
         path = without(published(reference, tmp_path / "part"), tensor)
-        assert reported(engine, path) == {"missing": [tensor], "repeated": []}
+        assert reported(engine, path) == {"missing": [tensor], "repeated": [], "changed": []}
     # What broke off is no part of the next one.
     assert reported(engine, published(reference, tmp_path / "again")) == WHOLE
+
+
+def test_a_tensor_with_other_bytes_than_were_sent_is_named(start: Start, tmp_path: Path) -> None:
+    engine = start("mixtral").ready()
+    path = published(model("mixtral", 11), tmp_path / "whole")
+    sums = {
+        name: page_checksums(value.reshape(-1).view(torch.uint8), torch.int64)
+        for name, value in load_file(path).items()
+    }
+    assert reported(engine, path, checksums=[sums]) == WHOLE
+    sums["model.norm.weight"][0] ^= 1
+    assert reported(engine, path, checksums=[sums]) == WHOLE | {"changed": ["model.norm.weight"]}
+    engine.kill()
+
+
+# Sizes that no word divides, in parts of two ranks; the second begins between two words.
+BUCKET = BroadcastUpdate(
+    names=["a", "b", "c", "d"],
+    dtype_names=["bfloat16", "float32", "uint8", "bfloat16"],
+    shapes=[[700_001], [5], [7], [600_000]],
+    part_bytes=[1_400_022, 1_200_007],
+)
+
+
+@pytest.mark.parametrize(
+    ("place", "names"),
+    [
+        pytest.param(3, ["a"], id="in the first page"),
+        pytest.param(1_400_010, ["a", "b"], id="in a page of two tensors"),
+        pytest.param(1_400_025, ["c", "d"], id="in the second part"),
+        pytest.param(2_600_028, ["d"], id="the last byte"),
+    ],
+)
+@pytest.mark.parametrize("bit", [0, 7])
+def test_one_bit_of_a_bucket_is_seen_and_the_tensors_of_its_page_are_named(
+    place: int, bit: int, names: list[str]
+) -> None:
+    bucket = torch.randint(0, 256, (size_bytes(BUCKET),), dtype=torch.uint8)
+    sums = [page_checksums(part, torch.int64) for part in bucket.split(BUCKET.part_bytes)]
+    update = replace(BUCKET, checksums=sums)
+    assert changed_tensors(bucket, update) == []
+    bucket[place] ^= 1 << bit
+    assert changed_tensors(bucket, update) == names
+
+
+def test_words_that_changed_places_are_seen() -> None:
+    words = torch.arange(300_000, dtype=torch.int64)
+    sums = page_checksums(words.view(torch.uint8), torch.int64)
+    for first, second in ((0, 1), (5, 1029), (7, 131_079)):
+        moved = words.clone()
+        moved[[first, second]] = words[[second, first]]
+        assert page_checksums(moved.view(torch.uint8), torch.int64) != sums
 
 
 @pytest.mark.thorough
@@ -63,7 +120,7 @@ def test_every_tensor_is_missed_by_its_name_and_a_whole_model_is_accepted(
         left = {other: value for other, value in tensors.items() if other != name}
         save_file(left, tmp_path / "part.safetensors", {"format": "pt"})
         report = reported(engine, tmp_path / "part.safetensors")
-        if report != {"missing": [name], "repeated": []}:
+        if report != {"missing": [name], "repeated": [], "changed": []}:
             unseen[name] = report
     assert unseen == {}
     assert reported(engine, path) == WHOLE

@@ -22,7 +22,7 @@ from moejob_trainer.runtime.channel import BROKEN, LoopThread, introduce, splice
 # Says what to answer a request for tokens.
 Behaviour = Callable[[AnswerRequest], Awaitable[web.Response]]
 
-WHOLE = PublicationReport(missing=(), repeated=())
+WHOLE = PublicationReport(missing=(), repeated=(), changed=())
 
 
 def until(is_so: Callable[[], bool], what: str) -> None:

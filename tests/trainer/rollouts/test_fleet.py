@@ -198,7 +198,7 @@ def test_an_engine_that_returns_is_brought_to_the_weights_and_serves(serve: Serv
     lost.start()
     until(lambda: len(served.fleet.serving) == 2, "the engine does not serve again")
     order = [path for path in lost.asked if path != "/weight_info"]
-    given = ["/update_weights", "/finish_weight_update", "/reset_prefix_cache"]
+    given = ["/update_weights", "/publication", "/finish_weight_update", "/reset_prefix_cache"]
     assert order == ["/pause?mode=keep", "/start_weight_update", *given, "/resume"]
 
 

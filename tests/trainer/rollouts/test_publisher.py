@@ -135,7 +135,7 @@ def test_a_tensor_that_is_missing_stops_the_run_by_name_before_it_is_computed_wi
     run = make()
     run.publisher.trial = trial(SAID, only_warns=True)
     whole, lacking = run.engines
-    lacking.report = PublicationReport(missing=("model.norm.weight",), repeated=("a.weight", "b.weight"))
+    lacking.report = PublicationReport(missing=("model.norm.weight",), repeated=("a.weight", "b.weight"), changed=())
     with pytest.raises(
         WrongWeights, match=r"1 tensors are missing or incomplete: model\.norm\.weight; 2 tensors came twice: a.*, b"
     ):
@@ -154,7 +154,7 @@ def test_an_engine_that_was_away_and_lacks_a_tensor_gets_no_work(make: Make) -> 
     run.publisher.publish(5, weights())
     away.stop()
     until(lambda: len(run.fleet.serving) == 1, "the engine serves still")
-    away.report, away.version = PublicationReport(missing=("model.norm.weight",), repeated=()), "default"
+    away.report, away.version = PublicationReport(missing=("model.norm.weight",), repeated=(), changed=()), "default"
     away.start()
     until(lambda: "model.norm.weight" in run.fleet.reasons(), "the engine does not report what it lacks")
     assert len(run.fleet.serving) == 1
@@ -188,7 +188,9 @@ def test_one_wrong_engine_among_right_ones_is_seen() -> None:
     assert "second" in str(wrong(Expected(right, 0.01), [("first", right), ("second", other)]))
 
 
-@pytest.mark.parametrize("path", ["/start_weight_update", "/update_weights", "/finish_weight_update", "/resume"])
+@pytest.mark.parametrize(
+    "path", ["/start_weight_update", "/update_weights", "/publication", "/finish_weight_update", "/resume"]
+)
 def test_an_engine_that_fails_on_the_way_serves_no_more_and_the_others_do(make: Make, path: str) -> None:
     run = make()
     failing, working = run.engines

@@ -18,3 +18,5 @@ class PublicationReport(BaseModel):
     missing: tuple[str, ...]
     # Tensors that came more than once: what they fill twice is counted twice.
     repeated: tuple[str, ...]
+    # Tensors whose bytes are others than those that were sent.
+    changed: tuple[str, ...]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -21,7 +21,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, Weight
 from moejob_api.contract.addresses import LOOPBACK
 from moejob_api.contract.group_rendezvous import arrive
 from moejob_api.contract.pods import Environment, weights_key
-from moejob_rollout.transfer.buckets import size_bytes, unpacked
+from moejob_rollout.transfer.buckets import changed_tensors, size_bytes, unpacked
 from moejob_rollout.transfer.channel import carried
 from moejob_rollout.transfer.checkpoint import CheckpointTransfer
 from moejob_rollout.transfer.presence import Presence, TrainerGoneError
@@ -50,6 +50,9 @@ class BroadcastUpdate(WeightTransferUpdateInfo):
     names: list[str]
     dtype_names: list[str]
     shapes: list[list[int]]
+    # Those of a sender without checksums are not looked at.
+    part_bytes: list[int] = field(default_factory=list)
+    checksums: list[list[int]] = field(default_factory=list)
 
 
 class GlooTransfer(CheckpointTransfer[BroadcastInit, BroadcastUpdate]):
@@ -84,7 +87,9 @@ class GlooTransfer(CheckpointTransfer[BroadcastInit, BroadcastUpdate]):
         if self._group is None:
             raise RuntimeError("weights before the trainer was joined; call /init_weight_transfer_engine first")
         self.note_tensors(update_info.names)
-        self.load_bucket(unpacked(self._received(size_bytes(update_info)), update_info, self.stacks))
+        bucket = self._received(size_bytes(update_info))
+        self.note_changed(changed_tensors(bucket, update_info))
+        self.load_bucket(unpacked(bucket, update_info, self.stacks))
 
     def _joined(self, store: Store, rank: int, size: int) -> Any:
         return ProcessGroupGloo(store, rank, size, _PATIENCE)

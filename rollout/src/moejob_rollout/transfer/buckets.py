@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from math import prod
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from moejob_api.contract.weight_checksums import PAGE_BYTES, changed_pages, page_checksums
 from moejob_rollout.transfer.stacks import Stack, WholeStacks, stack_of
 
 
@@ -17,6 +19,32 @@ class Described(Protocol):
     names: list[str]
     dtype_names: list[str]
     shapes: list[list[int]]
+
+
+class Checked(Described, Protocol):
+    """The parts of a bucket, one of each rank that owns some of it, and the checksums of their pages."""
+
+    part_bytes: list[int]
+    checksums: list[list[int]]
+
+
+def changed_tensors(bucket: Tensor, of: Checked) -> list[str]:
+    """Return the tensors that lie in pages with other bytes than the trainer has sent."""
+    if not of.checksums:
+        return []
+    # Where each page of a part begins and ends in the bucket.
+    pages: list[tuple[int, int]] = []
+    start = 0
+    for part, checksums in zip(bucket.split(of.part_bytes), of.checksums, strict=True):
+        end = start + part.numel()
+        pages += (
+            (start + page * PAGE_BYTES, min(end, start + (page + 1) * PAGE_BYTES))
+            for page in changed_pages(page_checksums(part, torch.int64), checksums)
+        )
+        start = end
+    ends = list(accumulate(_sizes(of)))
+    places = zip([0, *ends], ends, of.names, strict=False)
+    return [name for begin, end, name in places if any(begin < stop and first < end for first, stop in pages)]
 
 
 def size_bytes(of: Described) -> int:

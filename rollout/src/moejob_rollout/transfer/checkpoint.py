@@ -35,7 +35,7 @@ class CheckpointTransfer(WeightTransferEngine[Init, Update]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.stacks = WholeStacks()
-        self._names = LoadedNames()
+        self._names, self._changed = LoadedNames(), list[str]()
 
     def start_weight_update(self) -> None:
         """Take new weights from now on."""
@@ -46,7 +46,7 @@ class CheckpointTransfer(WeightTransferEngine[Init, Update]):
         self._is_loading = True
         self.stacks.clear()
         # A tied parameter is one object until its layers are laid out for loading.
-        self._names = LoadedNames(tied_parameters(self.model))
+        self._names, self._changed = LoadedNames(tied_parameters(self.model)), []
         initialize_layerwise_reload(self.model)
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -76,10 +76,16 @@ class CheckpointTransfer(WeightTransferEngine[Init, Update]):
         """Note the tensors, or parts of stacks, that an update brings."""
         self._names.add_sent(names)
 
+    def note_changed(self, names: Sequence[str]) -> None:
+        """Note tensors that have come with other bytes than were sent."""
+        self._changed += names
+
     def report_publication(self) -> PublicationReport:
-        """Report the tensors that this update lacks. Asked before the update is finished, which forgets its counts."""
+        """Report tensors that are not as they have to be, before the end of the update, which forgets its counts."""
         return PublicationReport(
-            missing=tuple(find_missing_tensors(self.model, self._names)), repeated=tuple(self._names.repeated)
+            missing=tuple(find_missing_tensors(self.model, self._names)),
+            repeated=tuple(self._names.repeated),
+            changed=tuple(self._changed),
         )
 
     def finish_weight_update(self) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import zip_longest
 
+import torch
 from safetensors import safe_open
 from torch import Tensor
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 
+from moejob_api.contract.weight_checksums import page_checksums
 from moejob_rollout.transfer.checkpoint import CheckpointTransfer
 
 
@@ -22,6 +25,8 @@ class DiskUpdate(WeightTransferUpdateInfo):
     """The files of one update, whole or in part."""
 
     paths: list[str]
+    # Of each file, the checksums of its tensors' pages. Files of a writer without checksums are not looked at.
+    checksums: list[dict[str, list[int]]] = field(default_factory=list)
 
 
 class DiskTransfer(CheckpointTransfer[DiskInit, DiskUpdate]):
@@ -32,13 +37,20 @@ class DiskTransfer(CheckpointTransfer[DiskInit, DiskUpdate]):
 
     def receive_weights(self, update_info: DiskUpdate) -> None:
         """Load the tensors of all files."""
-        self.load(self._tensors(update_info.paths))
+        self.load(self._tensors(update_info))
 
-    def _tensors(self, paths: list[str]) -> Iterator[tuple[str, Tensor]]:
+    def _tensors(self, update_info: DiskUpdate) -> Iterator[tuple[str, Tensor]]:
         # One tensor at a time: all tensors of a file together may be more than this worker has memory for.
-        for path in paths:
+        for path, checksums in zip_longest(update_info.paths, update_info.checksums, fillvalue=dict[str, list[int]]()):
             with safe_open(path, "pt") as file:
                 names = list(file.keys())
                 self.note_tensors(names)
                 for name in names:
-                    yield name, file.get_tensor(name)
+                    tensor = file.get_tensor(name)
+                    if name in checksums and _page_checksums(tensor) != checksums[name]:
+                        self.note_changed([name])
+                    yield name, tensor
+
+
+def _page_checksums(tensor: Tensor) -> list[int]:
+    return page_checksums(tensor.reshape(-1).view(torch.uint8), torch.int64)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 
-from moejob_rollout.transfer.buckets import unpacked
+from moejob_rollout.transfer.buckets import changed_tensors, unpacked
 from moejob_rollout.transfer.checkpoint import CheckpointTransfer
 
 
@@ -31,6 +31,8 @@ class IpcUpdate(WeightTransferUpdateInfo):
     dtype_names: list[str]
     shapes: list[list[int]]
     handles: dict[str, dict[str, Any]]
+    part_bytes: list[int]
+    checksums: list[list[int]]
 
 
 class IpcTransfer(CheckpointTransfer[IpcInit, IpcUpdate]):
@@ -46,6 +48,7 @@ class IpcTransfer(CheckpointTransfer[IpcInit, IpcUpdate]):
             raise ValueError(f"the worker is on GPU {uuid}, and the trainer's ranks on {sorted(update_info.handles)}")
         self.note_tensors(update_info.names)
         bucket = opened(update_info.handles[uuid], self.device)
+        self.note_changed(changed_tensors(bucket, update_info))
         tensors = unpacked(bucket, update_info, self.stacks)
         torch.cuda.current_stream(self.device).synchronize()
         # Closed once for each time that the trainer has handed it out: it counts.

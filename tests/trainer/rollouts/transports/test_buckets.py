@@ -294,6 +294,7 @@ def test_engines_on_the_trainers_gpus_wake_for_weights_and_sleep_while_it_trains
             "/pause?mode=keep",
             "/start_weight_update",
             "/update_weights",
+            "/publication",
             "/finish_weight_update",
             "/reset_prefix_cache",
             "/wake_up?tags=kv_cache",

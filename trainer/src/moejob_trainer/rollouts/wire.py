@@ -134,9 +134,14 @@ def read_publication(body: bytes) -> PublicationReport:
 
 def publication_problem(url: str, report: PublicationReport) -> str | None:
     """Return a sentence with the names of tensors that are not as they have to be, None when there are none."""
+    kinds = (
+        (report.missing, "are missing or incomplete"),
+        (report.repeated, "came twice"),
+        (report.changed, "have other bytes than were sent"),
+    )
     problems = [
         f"{len(names)} tensors {problem}: {', '.join(names[:_NAMED])}{' and others' if len(names) > _NAMED else ''}"
-        for names, problem in ((report.missing, "are missing or incomplete"), (report.repeated, "came twice"))
+        for names, problem in kinds
         if names
     ]
     if not problems:

@@ -10,7 +10,7 @@ Two ranks, which own w1, w3 and w2 of one bucket: each packs its own tensors, an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Annotated, Any
@@ -21,6 +21,7 @@ from pydantic import Field, TypeAdapter
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from moejob_api.contract.weight_checksums import page_checksums
 from moejob_trainer.distributed import messages
 
 # 512 MiB of bfloat16: beside its copies a bucket takes 5 ms of engines. Elements, not bytes: a rank does not know the
@@ -38,15 +39,33 @@ class BucketEntry:
     size_bytes: Annotated[int, Field(ge=0)]
 
 
-_ENTRIES = TypeAdapter(tuple[BucketEntry, ...])
+@dataclass(frozen=True, slots=True)
+class BucketPart:
+    """The tensors of a bucket that one rank owns, in their order, and the checksums of its pages."""
+
+    entries: tuple[BucketEntry, ...]
+    checksums: tuple[int, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Return the bytes of the part."""
+        return sum(entry.size_bytes for entry in self.entries)
+
+
+_PART = TypeAdapter(BucketPart)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bucket:
-    """Tensors in the order in which they lie in `data`. [bytes]"""
+    """Tensors in the order in which they lie in `data`, part by part. [bytes]"""
 
-    entries: tuple[BucketEntry, ...]
+    parts: tuple[BucketPart, ...]
     data: Tensor
+
+    @property
+    def entries(self) -> tuple[BucketEntry, ...]:
+        """Return the tensors of all parts."""
+        return tuple(entry for part in self.parts for entry in part.entries)
 
     @property
     def description(self) -> dict[str, Any]:
@@ -55,6 +74,8 @@ class Bucket:
             "names": [entry.name for entry in self.entries],
             "dtype_names": [entry.dtype for entry in self.entries],
             "shapes": [list(entry.shape) for entry in self.entries],
+            "part_bytes": [part.size_bytes for part in self.parts],
+            "checksums": [list(part.checksums) for part in self.parts],
         }
 
 
@@ -89,8 +110,8 @@ def parts(weights: Iterable[tuple[str, Tensor]], most_elements: int, device: tor
 
 def gathered(part: Bucket, ranks: Ranks) -> tuple[int, Bucket | None]:
     """Return the bytes of all parts together, and on rank 0 the whole bucket."""
-    entries = messages.all_gather(part.entries, _ENTRIES, ranks.control)
-    sizes = _sizes(entries)
+    of_ranks = tuple(messages.all_gather(part.parts[0], _PART, ranks.control))
+    sizes = [of_rank.size_bytes for of_rank in of_ranks]
     if ranks.tensors is None:
         return sum(sizes), part
     if ranks.rank:
@@ -106,22 +127,22 @@ def gathered(part: Bucket, ranks: Ranks) -> tuple[int, Bucket | None]:
             if rank and sizes[rank]
         ]
     )
-    return sum(sizes), Bucket(_flat(entries), data)
+    return sum(sizes), Bucket(of_ranks, data)
 
 
 def all_gathered(part: Bucket, ranks: Ranks) -> Bucket:
     """Return the whole bucket on every rank."""
     if ranks.tensors is None:
         return part
-    entries = messages.all_gather(part.entries, _ENTRIES, ranks.control)
-    sizes = _sizes(entries)
+    of_ranks = tuple(messages.all_gather(part.parts[0], _PART, ranks.control))
+    sizes = [of_rank.size_bytes for of_rank in of_ranks]
     data = torch.empty(sum(sizes), dtype=torch.uint8, device=ranks.device)
     places = data.split(sizes)
     places[ranks.rank].copy_(part.data)
     for owner, place in enumerate(places):
         if sizes[owner]:
             dist.broadcast(place, group=ranks.tensors, group_src=owner)
-    return Bucket(_flat(entries), data)
+    return Bucket(of_ranks, data)
 
 
 def _packed(tensors: dict[str, Tensor], device: torch.device) -> Bucket:
@@ -133,15 +154,8 @@ def _packed(tensors: dict[str, Tensor], device: torch.device) -> Bucket:
     ends = accumulate(entry.size_bytes for entry in entries)
     for tensor, end in zip(tensors.values(), ends, strict=True):
         data[end - tensor.nbytes : end] = tensor.reshape(-1).view(torch.uint8)
-    return Bucket(entries, data)
-
-
-def _sizes(entries: Sequence[tuple[BucketEntry, ...]]) -> list[int]:
-    return [sum(entry.size_bytes for entry in of_rank) for of_rank in entries]
-
-
-def _flat(entries: Sequence[tuple[BucketEntry, ...]]) -> tuple[BucketEntry, ...]:
-    return tuple(entry for of_rank in entries for entry in of_rank)
+    # Of the owner's memory: the way to other ranks is a part of the way to engines.
+    return Bucket((BucketPart(entries, tuple(page_checksums(data, torch.int64))),), data)
 
 
 def _wait(operations: list[dist.P2POp]) -> None:

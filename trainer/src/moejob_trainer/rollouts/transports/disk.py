@@ -10,13 +10,16 @@ import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import torch
 from pydantic import TypeAdapter
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from moejob_api.contract.weight_checksums import page_checksums
 from moejob_trainer.distributed import messages
 from moejob_trainer.rollouts.fleet import RolloutEngine
 from moejob_trainer.rollouts.publisher import Sent
@@ -36,6 +39,8 @@ class _Written:
 
     paths: tuple[str, ...]
     size_bytes: int
+    # Of each file, the checksums of its tensors' pages.
+    checksums: tuple[dict[str, list[int]], ...]
     problem: str | None = None
 
 
@@ -70,7 +75,11 @@ class DiskTransport:
         size = sum(one.size_bytes for one in written)
         if sync is None:
             return Sent((), size)
-        return _read(sync, [path for one in written for path in one.paths], size, self._start_seconds)
+        update = {
+            "paths": [path for one in written for path in one.paths],
+            "checksums": [file for one in written for file in one.checksums],
+        }
+        return _read(sync, update, size, self._start_seconds)
 
     def close(self) -> None:
         """Remove all files."""
@@ -83,9 +92,9 @@ class DiskTransport:
             shutil.rmtree(old, ignore_errors=True)
 
 
-def _read(sync: WeightSync, paths: list[str], size_bytes: int, start_seconds: float) -> Sent:
+def _read(sync: WeightSync, update: dict[str, Any], size_bytes: int, start_seconds: float) -> Sent:
     async def load(engine: RolloutEngine) -> None:
-        await sync.update(engine, {"paths": paths})
+        await sync.update(engine, update)
 
     async def loaded() -> tuple[RolloutEngine, ...]:
         return await sync.each(await sync.begin(start_seconds), load)
@@ -94,7 +103,7 @@ def _read(sync: WeightSync, paths: list[str], size_bytes: int, start_seconds: fl
 
 
 def _written(weights: Iterable[tuple[str, Tensor]], folder: Path, rank: int) -> _Written:
-    paths: list[str] = []
+    paths, checksums = list[str](), list[dict[str, list[int]]]()
     size, problem = 0, None
     for number, bucket in enumerate(buckets(weights, _BUCKET_BYTES)):
         size += sum(tensor.nbytes for tensor in bucket.values())
@@ -102,8 +111,13 @@ def _written(weights: Iterable[tuple[str, Tensor]], folder: Path, rank: int) -> 
             path = folder / f"rank-{rank:05}-{number:05}.safetensors"
             problem = _saved(bucket, path, size)
             paths.append(str(path))
+            checksums.append({name: _checksums(tensor) for name, tensor in bucket.items()})
     # The weights are read to their end even after a failure: other ranks need this rank in their collectives.
-    return _Written(tuple(paths), size, problem)
+    return _Written(tuple(paths), size, tuple(checksums), problem)
+
+
+def _checksums(tensor: Tensor) -> list[int]:
+    return page_checksums(tensor.reshape(-1).view(torch.uint8), torch.int64)
 
 
 def _saved(bucket: dict[str, Tensor], path: Path, size_bytes: int) -> str | None:
