@@ -30,17 +30,15 @@ _AT_ONCE = 16
 
 @dataclass(frozen=True, slots=True)
 class Reconciler:
-    """The parts of every reconcile. `clock` returns the time in UTC.
-
-    `asked` is when the pods of a job were asked how they are: those that do not answer leave no trace in its status.
-    `access` is the attempt for which a job's Secret and policy were created last: no watch tells of them.
-    """
+    """The parts of every reconcile. `clock` returns the time in UTC."""
 
     validator: Validator
     setting: Setting
     clock: Callable[[], datetime]
     specs: Specs = field(default_factory=Specs)
+    # When the pods of each job were polled last: pods that do not reply leave no trace in the status.
     asked: ExpiringCache[datetime] = field(default_factory=ExpiringCache)
+    # The attempt for which the Secret and the policy of each job were created last: no watch shows these.
     access: ExpiringCache[int] = field(default_factory=ExpiringCache)
     readings: PodReadings = field(default_factory=PodReadings)
 

@@ -155,7 +155,7 @@ def _renewed(s: ObservedState) -> Restarts:
 
 
 def spec_and_layout(s: ObservedState) -> tuple[Spec, Layout]:
-    """Return the spec and the layout of an accepted job; guards behind `invalid` may rely on them."""
+    """Return the spec and the layout of an accepted job; guards after the one against invalid jobs may rely on them."""
     spec, layout = s.seen.job.spec, s.validation.layout
     if spec is None or layout is None:
         raise AssertionError(f"{s.seen.job.namespace}/{s.seen.job.name} was planned without being accepted")

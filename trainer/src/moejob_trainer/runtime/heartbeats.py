@@ -1,8 +1,8 @@
 """Heartbeats: what a rank reports to the launcher of its pod, and the board where the launcher reads it.
 
-A rank calls `Heartbeat.for_rank()` once, then `beat(step)` as often as it likes (a microsecond, without a lock) and, on
-rank 0, `report(RunProgress(...))`. The launcher makes one `HeartbeatBoard` for each start of its ranks, so that what an
-earlier start still writes lands on a board that is not read. Knows nothing of torch, of HTTP or of other pods.
+A rank calls `Heartbeat.for_rank()` once, then `beat(step)` as often as it likes (a microsecond, without a lock). Rank 0
+also reports the progress of the run. The launcher makes one `HeartbeatBoard` for each start of its ranks, so that what
+an earlier start still writes lands on a board that is not read. Knows nothing of torch, of HTTP or of other pods.
 """
 
 from __future__ import annotations
