@@ -126,7 +126,7 @@ def _volcano(attempt: Attempt) -> dict[str, Any]:
 
 
 def _marks_of_engine(attempt: Attempt) -> GangMarks:
-    """Engines come and go: they are in no gang, but share its queue and its scheduler. Two would overbook a node."""
+    """Engines come and go: they are in no gang, but share its queue and scheduler: two schedulers overbook nodes."""
     queue = attempt.spec.lifecycle.queue
     match attempt.gang:
         case Gang.KUEUE:

@@ -38,6 +38,6 @@ def mounts(attempt: Attempt) -> list[dict[str, Any]]:
 
 
 def _claims(attempt: Attempt) -> dict[str, str]:
-    """Map claims to volumes. A source in the job's own claim is no second volume: a node may not attach one twice."""
+    """Map claims to volumes. The job's claim is one volume, even as a source: a node may not attach it twice."""
     others = (claim for claim in named_claims(attempt.spec) if claim != attempt.claim)
     return {attempt.claim: _STORAGE} | {claim: f"claim-{number}" for number, claim in enumerate(others)}
