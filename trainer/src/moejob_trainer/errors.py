@@ -8,7 +8,7 @@ class BadConfiguration(Exception):
 
 
 class BadData(BadConfiguration):
-    """Data, a tokenizer or a chat template that cannot be trained with; the message says where, what and the fix."""
+    """Data, a tokenizer or a chat template that cannot be used for training; the message gives place, cause and fix."""
 
 
 class TransientFailure(Exception):

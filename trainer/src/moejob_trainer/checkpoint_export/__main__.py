@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def in_words(error: OSError, run: Path, out: Path) -> str:
-    """Return what a failure of the machine means: files of the run that are gone, or a folder that takes none."""
+    """Explain a failure of the machine: files of the run are gone, or the folder takes none."""
     # What reads safetensors names no file.
     is_read = error.filename is None or Path(error.filename).resolve().is_relative_to(run.resolve())
     if isinstance(error, FileNotFoundError) and is_read:

@@ -15,7 +15,7 @@ from moejob_trainer.errors import BadConfiguration
 
 
 class AdapterFacts(ApiModel):
-    """The adapters that a state holds, the published weights they belong to, and whether it holds those too."""
+    """The adapters of a state, the published weights they belong to, and whether the state holds these weights too."""
 
     lora: Lora | None
     beside: str

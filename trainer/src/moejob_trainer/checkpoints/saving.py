@@ -48,7 +48,7 @@ class ModelState(Protocol):
         """Begin to write this rank's part."""
 
     def read(self, folder: Path, *, weights_only: bool) -> None:
-        """Set this rank's state from what any layout wrote."""
+        """Set this rank's state from a checkpoint of any layout."""
 
     def leave_published(self) -> None:
         """From now on neither writes nor reads frozen weights that the published model has."""
@@ -167,7 +167,7 @@ class StateFacts:
 class RunCheckpoints:
     """Checkpoints of one run, whose saves may take longer than a step as long as they move bytes.
 
-    `begun` is called when there is nothing to resume from.
+    The caller's function runs when there is nothing to resume from.
     """
 
     store: CheckpointStore

@@ -242,7 +242,7 @@ class CheckpointStore:
         return saving
 
     def _finished_hashing(self, saving: _Saving) -> Future[list[FileEntry]] | None:
-        """Return the hashes of this rank's files once every rank has its own; else move on what can be done now."""
+        """Return the hashes of this rank's files once every rank has its own; until then start the next part of it."""
         if saving.hashing is None:
             if not self._is_written(saving):
                 return None

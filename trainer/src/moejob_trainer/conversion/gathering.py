@@ -71,7 +71,7 @@ class TensorGathering:
         return ((piece, tensor) for piece, tensor in self.every() if tensor is not None)
 
     def every(self) -> Iterator[tuple[Piece, Tensor | None]]:
-        """Every piece of the model, in an order that all ranks share, with its tensor on the one rank that owns it.
+        """Yield every piece of the model, in an order that all ranks share, with its tensor on the rank that owns it.
 
         All ranks must run it to its end together.
         """

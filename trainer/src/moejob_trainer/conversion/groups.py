@@ -49,7 +49,7 @@ class ModelGroups:
 
 
 def members(group: ProcessGroup | None, alone: int) -> tuple[int, ...]:
-    """Ranks of a group in order; `alone` where there is none."""
+    """Return the ranks of a group in order; this rank alone where there is no group."""
     return (alone,) if group is None else tuple(dist.get_process_group_ranks(group))
 
 

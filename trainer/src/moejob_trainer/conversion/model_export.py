@@ -156,7 +156,7 @@ def _prepare(gathering: TensorGathering, target: Target, needed_bytes: int) -> N
 
 
 def prepare(target: Target, shape: ModelShape, dtype: torch.dtype, needed_bytes: int) -> None:
-    """Make the unfinished folder; whatever can be wrong before hours of writing is found here."""
+    """Make the unfinished folder, and find every error that shows before hours of writing."""
     shutil.rmtree(target.unfinished, ignore_errors=True)
     target.unfinished.mkdir(parents=True)
     free_bytes = shutil.disk_usage(target.unfinished).free

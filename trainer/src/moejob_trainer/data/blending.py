@@ -107,7 +107,7 @@ class BlendedDataset:
         return (sum(cursor.taken) - len(cursor.waiting)) / self.documents
 
     def sample(self, cursor: Cursor) -> tuple[Key, Cursor]:
-        """The next document, and what comes after it."""
+        """Return the next document, and the cursor behind it."""
         source = self._next_source(cursor.taken)
         number = cursor.taken[source]
         taken = (*cursor.taken[:source], number + 1, *cursor.taken[source + 1 :])

@@ -45,7 +45,7 @@ def _has_powers(source: str) -> bool:
 
 
 def refuse_excess(text: str, given_characters: int) -> None:
-    """Raise ExceedsBounds for a text that is out of proportion to what a template was given."""
+    """Raise ExceedsBounds for a text that is out of proportion to the template's input."""
     most = _CHARACTERS + _TIMES * given_characters
     if len(text) > most:
         raise ExceedsBounds(f"it writes {len(text):,} characters of {given_characters:,}; {most:,} are taken")

@@ -32,7 +32,7 @@ class Conversation:
 
     @property
     def answers(self) -> tuple[int, ...]:
-        """The numbers, from 0, of what the assistant says."""
+        """The numbers of the assistant's messages, from 0."""
         return tuple(number for number, message in enumerate(self.messages) if message["role"] == "assistant")
 
     def trained(self, turns: TrainedTurns) -> tuple[int, ...]:
@@ -41,7 +41,7 @@ class Conversation:
         return tuple(number for number in self.answers if number >= first and self.messages[number].get("weight", 1))
 
     def _last_turn(self) -> int:
-        """Return where the last turn with an answer begins, behind what the user said."""
+        """Return the number of the first message of the last answered turn, behind the user's message."""
         until = max(self.answers, default=0)
         asked = (number for number, message in enumerate(self.messages[:until]) if message["role"] == "user")
         return max(asked, default=-1) + 1

@@ -37,7 +37,7 @@ class KnownFiles(ApiModel):
 
 
 def file_stamp(path: Path) -> str:
-    """Return what the volume says of a file, which changes whenever it is written."""
+    """Return the volume's facts about a file: they change whenever the file is written."""
     about = path.stat()
     return f"{about.st_ino} {about.st_size} {about.st_mtime_ns} {about.st_ctime_ns}"
 
@@ -65,7 +65,7 @@ def _known(folder: Path) -> Mapping[str, KnownFile]:
 
 
 def _seen(path: Path, known: KnownFile | None) -> KnownFile:
-    # Before it is read: what is written meanwhile has another.
+    # Take the stamp before reading: a write in the meantime changes it.
     stamp = file_stamp(path)
     if known is not None and known.stamp == stamp:
         return known

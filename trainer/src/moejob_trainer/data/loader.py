@@ -38,7 +38,7 @@ class BatchLoader:
         return waited
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the samples taken by steps, whatever has been prepared beyond."""
+        """Return the samples that steps have taken, without those that are prepared for later steps."""
         # The thread has read ahead; this is the cursor of the last batch that a step has taken.
         return {_CURSOR: self._cursor.as_json()}
 

@@ -21,11 +21,11 @@ REPORT = "report.json"
 
 
 class DamagedData(TransientFailure):
-    """A folder of prepared data that is not what was written."""
+    """A folder of prepared data whose content differs from what was written."""
 
 
 def built(folder: Path, write: Callable[[Path], None], read: Callable[[Path], object]) -> Path:
-    """Return the folder, which `write` fills unless `read` opens what is there; DamagedData says that it cannot."""
+    """Return a complete folder: the existing one if it opens without DamagedData, otherwise one that `write` fills."""
     if _is_whole(folder, read):
         return folder
     with owned_folder(".building-", folder.parent) as building:

@@ -1,4 +1,4 @@
-"""`python -m moejob_trainer.data.preview`, which `moejob data` starts: what the model will see of a job's data.
+"""`python -m moejob_trainer.data.preview`, which `moejob data` starts: a job's data as the model will see it.
 
 Reads a spec as JSON from standard input and writes a DataPreview as JSON; a run reads its data by the same functions.
 """
@@ -44,7 +44,7 @@ _MOST_LEFT_OUT = 10
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A record after the policy for what is too long; `length` is that before."""
+    """A record after the policy for long records; `length` is its length before the policy."""
 
     place: str
     length: int
@@ -191,7 +191,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--examples", type=int, required=True)
     parser.add_argument("--vocabulary", type=int)
     asked = parser.parse_args(arguments)
-    # Progress of downloads belongs to standard error, and nothing else may reach what is parsed.
+    # The progress of downloads belongs on standard error: the caller parses standard output.
     answer, sys.stdout = sys.stdout, sys.stderr
     try:
         found = preview(read_spec(sys.stdin.read()), Extent(asked.records, asked.examples), asked.vocabulary)

@@ -87,7 +87,7 @@ class PromptCorpus:
 
 
 def line(prompt: Prompt) -> PromptLine:
-    """Return a prompt as it is written; what JSON has no word for becomes text."""
+    """Return a prompt as it is written; values that JSON cannot hold become text."""
     seen = {"tokens": prompt.tokens, "fields": prompt.fields}
     unseen = {"text": prompt.text, "place": prompt.place, "messages": prompt.messages}
     text = json.dumps(seen | unseen, default=str)

@@ -53,7 +53,7 @@ class PromptLoader:
         return found, cursor
 
     def peek(self) -> Prompt:
-        """Return the next prompt, which stays the next."""
+        """Return the next prompt without taking it."""
         key, _ = self._dataset.sample(self._cursor)
         return self._sources[key.source].prompt(key.document)
 

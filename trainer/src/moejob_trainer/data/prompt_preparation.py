@@ -1,4 +1,4 @@
-"""Turns data sets of prompts into prompt corpora: reads, tokenizes on several cores, leaves out what is too long."""
+"""Turns data sets of prompts into prompt corpora: reads, tokenizes on several cores, leaves out long prompts."""
 
 from __future__ import annotations
 

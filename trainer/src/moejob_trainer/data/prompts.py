@@ -31,7 +31,7 @@ class Prompt:
 
 
 def prompts(dataset: Dataset, recipe: Recipe, most_tokens: int) -> tuple[Prompt, ...]:
-    """All prompts of an evaluation, which asks them at once; most_tokens is data.maxLength less what an answer takes.
+    """Return all prompts of an evaluation, which needs them at once; most_tokens is data.maxLength less the answer.
 
     Text is a prompt as it is; messages are put through the chat template up to where the assistant answers.
     """

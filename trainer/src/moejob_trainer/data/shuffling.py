@@ -1,4 +1,4 @@
-"""Randomness without state: numbers and orders that are functions of what they are for.
+"""Randomness without state: numbers and orders that are functions of their keys.
 
 The same on every machine, Python and NumPy, so that a run resumed years later sees the samples it would have seen.
 """

@@ -70,7 +70,7 @@ def _renamed(record: Record, columns: Mapping[str, str]) -> Record:
 
 
 def _column(record: Record, column: str) -> object:
-    # A column without a value in this row is none of it.
+    # A row lacks the columns that have no value in it.
     return record.fields.get(column)
 
 

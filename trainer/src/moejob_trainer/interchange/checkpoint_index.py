@@ -1,4 +1,4 @@
-"""The index of a torch_dist checkpoint, `.metadata`: which part of which tensor lies where in which file.
+"""The index of a torch_dist checkpoint, `.metadata`: the file, offset and length of every part of a tensor.
 
 The index is a pickle of torch.distributed.checkpoint's Metadata, written by a stranger. This module is the process
 that reads it. The process has an empty environment, bounded memory and no file to write to, makes no object of a class
@@ -145,7 +145,7 @@ class _Reading:
 
 
 def _fields(value: Value, *made_of: GlobalName) -> dict[str, Value]:
-    """Return what is set on an instance of one of these classes."""
+    """Return the fields of an instance of one of these classes."""
     if not isinstance(value, Instance) or value.made_of not in made_of or value.arguments:
         raise RefusedPickle(f"it has something else in the place of a {made_of[0].name}")
     return {_text(key, "a field"): field for key, field in _pairs(value.state)}

@@ -52,7 +52,7 @@ class MegatronWeights:
 
     @classmethod
     def open(cls, folder: Path, table: Table, tensors: list[MegatronTensor]) -> MegatronWeights:
-        """Find every tensor of a model; InvalidSpec where one is missing, or one is there that the model lacks."""
+        """Find every tensor of a model; InvalidSpec for a missing tensor, or for one that the model lacks."""
         reader = TorchDistReader(folder)
         stacks = [replace(_stacks(table), are_layers_stacked=stacked) for stacked in (True, False)]
         entries: dict[str, tuple[IndexedKey, MegatronTensor]] = {}

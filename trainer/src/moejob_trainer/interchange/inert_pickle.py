@@ -21,7 +21,7 @@ _HIGHEST_PROTOCOL = 5
 
 
 class RefusedPickle(ValueError):
-    """A pickle that is damaged, or holds what no file of its kind has."""
+    """A pickle that is damaged, or holds something that no file of its kind has."""
 
 
 @dataclass(frozen=True, slots=True)

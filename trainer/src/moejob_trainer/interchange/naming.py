@@ -76,7 +76,7 @@ def _tensor(
 
 
 def _is_fused(name: str, shape: ModelShape) -> bool:
-    """Transformer Engine's projections hold the norm before them; nothing holds the one before experts."""
+    """Transformer Engine's projections hold the norm before them, except the norm before experts."""
     if not name.endswith(".layer_norm_weight"):
         return False
     return ".mlp." not in name or not isinstance(shape.layers[int(name.split(".")[2])].mlp, Experts)

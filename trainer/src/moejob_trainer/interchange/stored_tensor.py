@@ -153,7 +153,7 @@ def _elements(part: _FilePart, entry: zipfile.ZipInfo, layout: _Layout) -> Tenso
 
 
 class _FilePart(io.RawIOBase):
-    """A part of a file as a file of its own, which is read in small pieces unless its memory is there."""
+    """A part of a file as a file of its own, read in small pieces, or into memory that the caller has made."""
 
     def __init__(self, opened: BinaryIO, start: int, length: int) -> None:
         self.opened, self.start, self.length, self.at = opened, start, length, 0

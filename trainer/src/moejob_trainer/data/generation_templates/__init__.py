@@ -1,4 +1,4 @@
-"""Published chat templates with marks around the assistant's text, for those whose own text has none.
+"""Published chat templates with marks around the assistant's text, for templates that are published without marks.
 
 Each writes what the published one writes, but for the end of GLM's last turn. They are known by their text alone: the
 same family comes with several, and a guess would train on the wrong tokens.
@@ -10,7 +10,7 @@ import hashlib
 from functools import cache
 from importlib import resources
 
-# SHA-256 of the published text, as `fingerprint` reads it.
+# SHA-256 of the published text, with line breaks as Jinja reads them.
 _MARKED = {
     "a55ee1b1660128b7098723e0abcd92caa0788061051c62d51cbe87d9cf1974d8": "qwen3",
     "563b1ce7d61d50a9b4c7439a912a1116f095b712df5b5e4d3e1116049874eb64": "deepseek_r1",
