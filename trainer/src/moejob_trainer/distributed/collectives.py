@@ -14,15 +14,15 @@ from torch.autograd import Function
 
 from moejob_trainer.distributed.groups import Group
 
-# torch 2.11 has them under their other names.
+# The functions have other names in torch 2.11.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-# --- what has no gradient -------------------------------------------------------------------------------------------
+# --- without gradients ----------------------------------------------------------------------------------------------
 
 
 def total(value: Tensor, group: Group) -> Tensor:
-    """The sum over the group, in place."""
+    """Sum a tensor over the group, in place."""
     if group.size > 1:
         dist.all_reduce(value, group=group.handle)
     return value
@@ -39,15 +39,15 @@ def all_gather_counts(count: Tensor, group: Group) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class PendingCollective:
-    """Rows that ranks exchange while this one computes something else."""
+    """Rows on their way between ranks, while this rank computes something else."""
 
     rows: Tensor
-    # What is sent must live until it has been.
+    # Kept alive until the collective has read it.
     sent: Tensor
     work: dist.Work | None
 
     def wait(self) -> Tensor:
-        """The rows, once they are here."""
+        """Wait for the rows, and return them."""
         if self.work is not None:
             self.work.wait()
         return self.rows
@@ -56,9 +56,9 @@ class PendingCollective:
 def start_all_gather(
     x: Tensor, group: Group, into: Tensor | None = None, *, is_async: bool = True
 ) -> PendingCollective:
-    """The rows of all ranks, in the order of ranks, on their way into new memory or `into`.
+    """Start to gather the rows of all ranks, in the order of ranks, to new memory or to `into`.
 
-    Where they are not asynchronous, a GPU has them on the stream that asks, and a CPU waits.
+    Without `is_async`, a CPU waits for them here, and a GPU orders its current stream behind them.
     """
     everyones, sent = into, x.contiguous()
     if everyones is None:
@@ -68,17 +68,17 @@ def start_all_gather(
 
 
 def start_reduce_scatter(x: Tensor, group: Group, *, is_async: bool = True) -> PendingCollective:
-    """This rank's share of the rows, summed over the group, on its way, in the same sense."""
+    """Start to sum rows over the group; this rank gets its share of them. `is_async` as in an all-gather."""
     share, sent = x.new_empty((x.shape[0] // group.size, *x.shape[1:])), x.contiguous()
     work = _reduce_scatter_single(share, sent, group=group.handle, async_op=is_async)
     return PendingCollective(share, sent, work)
 
 
-# --- what gradients flow back through -------------------------------------------------------------------------------
+# --- with gradients -------------------------------------------------------------------------------------------------
 
 
 def copy_to_group(x: Tensor, group: Group) -> Tensor:
-    """The same on every rank; each rank uses it differently, so gradients are summed."""
+    """Return x itself; each rank uses it differently, so gradients are summed over the group."""
     return _through(x, group, _same, _all_reduce)
 
 
@@ -88,39 +88,42 @@ def all_reduce(x: Tensor, group: Group) -> Tensor:
 
 
 def all_gather(x: Tensor, group: Group) -> Tensor:
-    """The rows of all ranks, in the order of ranks; each rank uses them differently, so gradients are summed."""
+    """Gather the rows of all ranks, in their order; each rank uses them differently, so gradients are summed."""
     return _through(x, group, _all_gather, _reduce_scatter)
 
 
 def all_gather_alike(x: Tensor, group: Group) -> Tensor:
-    """The rows of all ranks; every rank uses them alike, so that its own rows' gradient is already whole."""
+    """Gather the rows of all ranks; all use them alike, so each rank already has its rows' full gradient."""
     return _through(x, group, _all_gather, _share)
 
 
 def reduce_scatter(x: Tensor, group: Group) -> Tensor:
-    """This rank's share of the rows, summed over the group."""
+    """Sum rows over the group, and return this rank's share of them."""
     return _through(x, group, _reduce_scatter, _all_gather)
 
 
 def local_rows(x: Tensor, group: Group) -> Tensor:
-    """This rank's share of rows that are the same on every rank."""
+    """Return this rank's share of rows that are the same on every rank."""
     return _through(x, group, _share, _all_gather)
 
 
 def all_to_all(x: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
-    """Rows sent to each rank of the group, and those that came from each, in the order of ranks."""
+    """Send rows to each rank of the group, and return the received ones; both in the order of ranks.
+
+    Two ranks, on rank 0: sent (1, 2) and received (1, 3) keep row 0, send rows 1 and 2 to rank 1, and return 4 rows.
+    """
     there = partial(_all_to_all, sent=sent, received=received)
     back = partial(_all_to_all, sent=received, received=sent)
     return _through(x, group, there, back)
 
 
 def all_gather_uneven(x: Tensor, counts: Sequence[int], group: Group) -> Tensor:
-    """The rows of all ranks, of which each has another number; gradients are summed."""
+    """Gather the rows of all ranks, each with another number of them; gradients are summed."""
     return _through(x, group, partial(_gather_uneven, counts=counts), partial(_sum_uneven, counts=counts))
 
 
 def reduce_scatter_uneven(x: Tensor, counts: Sequence[int], group: Group) -> Tensor:
-    """This rank's share of the rows, summed over the group, where each rank has another number of them."""
+    """Sum rows over the group, and return this rank's share, where ranks have shares of other lengths."""
     return _through(x, group, partial(_sum_uneven, counts=counts), partial(_gather_uneven, counts=counts))
 
 
@@ -128,7 +131,7 @@ Exchange = Callable[[Tensor, Group], Tensor]
 
 
 def _through(x: Tensor, group: Group, there: Exchange, back: Exchange) -> Tensor:
-    """Apply `there` to x; its gradient goes through `back`."""
+    """Apply one exchange to x, and the other to its gradient."""
     if group.size == 1:
         return x
     result: Tensor = _Exchanged.apply(x, group, there, back)  # type: ignore[no-untyped-call]
@@ -147,7 +150,7 @@ class _Exchanged(Function):
 
 
 def _same(x: Tensor, _: Group) -> Tensor:
-    # A view: a function of autograd may not hand its input on as its output.
+    # A view: a function of autograd may not return its input itself.
     return x.view_as(x)
 
 
@@ -176,9 +179,9 @@ def _all_to_all(x: Tensor, group: Group, *, sent: Sequence[int], received: Seque
 
 
 def _gather_uneven(x: Tensor, group: Group, *, counts: Sequence[int]) -> Tensor:
-    """An all-to-all in which every rank sends all its rows to all: gloo gathers equal shares only."""
+    """Send all rows to all ranks by an all-to-all: gloo gathers equal shares only."""
     if not x.is_cuda:
-        # It sends parts of one tensor alone.
+        # gloo's all-to-all takes one tensor, so the rows are repeated for each rank.
         repeated = x.repeat(group.size, *(1,) * (x.dim() - 1))
         return _all_to_all(repeated, group, sent=[len(x)] * group.size, received=counts)
     everyones = x.new_empty((sum(counts), *x.shape[1:]))
@@ -189,5 +192,5 @@ def _gather_uneven(x: Tensor, group: Group, *, counts: Sequence[int]) -> Tensor:
 def _sum_uneven(x: Tensor, group: Group, *, counts: Sequence[int]) -> Tensor:
     own = counts[group.rank]
     parts = _all_to_all(x, group, sent=counts, received=[own] * group.size).view(group.size, own, *x.shape[1:])
-    # Two are added in half the time of a sum, and rounded once as well.
+    # An addition of two takes half the time of a sum, and also rounds once.
     return parts[0] + parts[1] if group.size == 2 else parts.sum(0)

@@ -36,11 +36,11 @@ class Groups:
     replicas: Group = ALONE
     expert: Group = ALONE
     expert_tensor: Group = ALONE
-    # Of the expert group, where tokens visit its nodes first: those with this rank's place in their node, by node, and
-    # those of this node.
+    # Parts of the expert group, where tokens visit nodes first: one rank of each node, all at this rank's place in
+    # their node, and the ranks of this node.
     expert_across: Group = ALONE
     expert_inside: Group = ALONE
     expert_replicas: Group = ALONE
     world: Group = ALONE
-    # Of the expert group, or of its ranks on this node, where these exchange tokens through it.
+    # Through which the expert group, or its ranks on this node, exchange tokens.
     expert_memory: PeerMemory | None = None

@@ -21,9 +21,9 @@ from moejob_trainer.distributed.encoding import Array, BadMessage, decoded, enco
 
 T = TypeVar("T")
 
-# No plan, index or report of a rank comes near it.
+# Far above any plan, index or report of a rank.
 MOST_JSON_BYTES: Final = 2**30
-# A step of GRPO or the adapters of a rank; more is a mistake, and memory that a peer asks for in vain.
+# Above a step of GRPO or the adapters of a rank; a larger announcement is a mistake, refused before allocation.
 MOST_ARRAY_BYTES: Final = 2**37
 
 
@@ -43,19 +43,19 @@ class _ArrayHeader:
     """The name, type and shape of an array that follows."""
 
     name: str
-    # In numpy's own spelling. Numbers of two bytes or more have an order of bytes, those of one have none.
+    # In numpy's spelling: "<" is little endian; numbers of one byte have "|" for no order.
     dtype: Annotated[str, Field(pattern=r"^(<[iuf][248]|\|[iu]1)$")]
     shape: tuple[Annotated[int, Field(ge=0)], ...]
 
     @property
     def size_bytes(self) -> int:
-        """The memory that it takes."""
+        """Bytes of the array."""
         return prod(self.shape) * np.dtype(self.dtype).itemsize
 
 
 _HEADERS = TypeAdapter(tuple[_ArrayHeader, ...])
 
-# Every rank of the group calls the same, in the same order. A group of None is this rank alone.
+# Every rank of the group calls the same functions, in the same order. A group of None is this rank alone.
 
 
 def all_gather(value: T, kind: TypeAdapter[T], group: ProcessGroup | None) -> list[T]:
@@ -80,7 +80,7 @@ def gather(value: T, kind: TypeAdapter[T], group: ProcessGroup | None) -> list[T
 def broadcast(value: T | None, kind: TypeAdapter[T], group: ProcessGroup | None, source: int = 0) -> T:
     """Return the value of the group's rank `source`, on every rank."""
     is_source = group is None or group.rank() == source
-    # The source reads its own words too: a value of another type fails on every rank alike, and none waits for it.
+    # The source decodes its own message too: a value of another type fails on every rank, and no rank waits for it.
     content = encoded(value, kind) if is_source else None
     return decoded(_broadcast_bytes(content, group, source), kind)
 
@@ -115,7 +115,7 @@ def _broadcast_bytes(content: bytes | None, group: ProcessGroup | None, source: 
 def broadcast_arrays(arrays: Mapping[str, Array] | None, group: ProcessGroup | None) -> Mapping[str, Array]:
     """Return the arrays of the group's first rank on every rank.
 
-    Each goes from its own memory into its own: a step of GRPO may take most of a host.
+    Each array is sent by itself, without a copy of all: a step of GRPO may take most of a host's memory.
     """
     is_source = group is None or group.rank() == 0
     sent = {name: np.ascontiguousarray(array) for name, array in _given(arrays).items()} if is_source else {}
@@ -127,7 +127,7 @@ def broadcast_arrays(arrays: Mapping[str, Array] | None, group: ProcessGroup | N
 
 
 def barrier(group: ProcessGroup | None) -> None:
-    """Return when every rank of the group is here."""
+    """Wait until every rank of the group has called this."""
     if group is not None:
         dist.barrier(group)
 
@@ -169,7 +169,7 @@ def _tensor(content: bytes, group: ProcessGroup) -> Tensor:
 
 
 def _device(group: ProcessGroup) -> str:
-    # NCCL moves nothing but what lies on this rank's GPU.
+    # NCCL sends GPU memory only.
     return "cuda" if dist.get_backend(group) == dist.Backend.NCCL else "cpu"
 
 

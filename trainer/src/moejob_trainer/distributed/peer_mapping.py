@@ -1,6 +1,6 @@
-"""The mapping of peers' memory into this process: once for the whole run, since it takes a meeting of all ranks.
+"""The mapping of peers' memory into this process: once for the whole run, since all ranks have to take part.
 
-Knows where ranks run; whether they reach one another is decided in `peers`.
+Finds out where ranks run; `peers` decides whether they reach one another.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PATH = TypeAdapter(str)
 
 @dataclass(frozen=True, slots=True)
 class PeerUse:
-    """The use of such memory, as the log says it: what happens without it, and the setting that does without."""
+    """A use of peer memory, for the log: its name, the fallback, and the setting that turns it off."""
 
     name: str
     otherwise: str
@@ -48,7 +48,7 @@ FOR_SHARES = PeerUse(
 def peer_memory(
     size_bytes: int, group: dist.ProcessGroup | None, device: torch.device, use: PeerUse
 ) -> PeerMemory | None:
-    """The memory of a group whose ranks reach one another; None, said once in the log, where they do not.
+    """Return memory that all ranks of a group read and write; None, logged once, where they cannot reach it.
 
     Every rank of the group calls it.
     """
@@ -75,13 +75,13 @@ def _gpu(index: int) -> str:
 
 
 def _machine() -> str:
-    # Pods that share their node's network share its name, and still none opens what another holds.
+    # A host name would not do: pods on the node's network share it, and cannot open each other's files.
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
 
 
 def _on_gpus(size_bytes: int, group: dist.ProcessGroup, device: torch.device, use: PeerUse) -> PeerMemory:
-    # An object of NVLink's switches that nothing here uses, and that some machines refuse to make.
+    # Multicast objects of NVLink switches are not used here, and some machines refuse to make them.
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     # On a machine without CUDA the module warns.
     from torch.distributed import _symmetric_memory as symmetric_memory  # noqa: PLC0415
@@ -95,13 +95,13 @@ def _on_gpus(size_bytes: int, group: dist.ProcessGroup, device: torch.device, us
             f"{error}; {use.without}"
         ) from error
     peers = [handle.get_buffer(rank, (size_bytes,), torch.uint8) for rank in range(group.size())]
-    # The memory lives as long as the tensor that it was asked for.
+    # Torch frees the memory with the tensor that it returned.
     peers[group.rank()] = own
     return PeerMemory(group.rank(), tuple(peers), handle.barrier)
 
 
 def _on_cpus(size_bytes: int, group: dist.ProcessGroup) -> PeerMemory:
-    """Files without a name, which end with the last process that maps them."""
+    """Map unnamed files of all ranks, which exist until the last process unmaps them."""
     own = os.memfd_create("moejob-peer-memory")
     os.ftruncate(own, size_bytes)
     paths = messages.all_gather(f"/proc/{os.getpid()}/fd/{own}", _PATH, group)

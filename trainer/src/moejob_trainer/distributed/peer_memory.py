@@ -1,6 +1,6 @@
 """Memory of each rank of a group that all of its ranks read and write: over NVLink on GPUs, shared memory on CPUs.
 
-Nothing but its barrier orders what ranks do to it: what one writes and another reads lies on two sides of one.
+Only its barrier orders accesses of ranks: between a write of one rank and a read of another lies a barrier.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ class PeerMemory:
     rank: int
     # uint8 [bytes], by rank.
     shares: tuple[Tensor, ...]
-    # Return, or let the stream go on, when every rank of the group is here and what they wrote can be read.
+    # Wait, on the host or on the stream, until every rank has called it; then all earlier writes can be read.
     barrier: Callable[[], None]
-    # int64 [ranks], where each share begins for this process; kernels read it.
+    # int64 [ranks]: the address of each share in this process, for kernels.
     addresses: Tensor = field(init=False)
-    # Exchanges that did not fit.
+    # Exchanges with more rows than the memory has.
     overflows: int = 0
-    # Every exchange asks for the same few: to make them again would take the host longer than the exchange.
+    # Exchanges use a few views again and again: making them takes the host longer than an exchange takes.
     _views: dict[tuple[int, torch.dtype], tuple[Tensor, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -36,11 +36,11 @@ class PeerMemory:
         self.addresses = torch.tensor([share.data_ptr() for share in self.shares], device=first.device)
 
     def rows(self, width: int, dtype: torch.dtype) -> int:
-        """Rows of this width that a share has room for."""
+        """Return how many rows of this width fit into a share."""
         return self.shares[self.rank].numel() // (width * dtype.itemsize)
 
     def as_rows(self, width: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """The shares as rows, by rank, each [rows, width]."""
+        """Return the shares of all ranks as rows, each [rows, width]."""
         kind = width, dtype
         if kind not in self._views:
             taken = self.rows(width, dtype) * width * dtype.itemsize
@@ -48,7 +48,7 @@ class PeerMemory:
         return self._views[kind]
 
     def count_overflow(self, needed: int, rows: int) -> None:
-        """Count an exchange that goes another way; the group's first rank says so the first time."""
+        """Count an exchange that does not fit and goes by all-to-all; the first rank logs the first of them."""
         self.overflows += 1
         if self.overflows == 1 and self.rank == 0:
             log.warning(

@@ -1,4 +1,4 @@
-"""The decision whether ranks of a group write straight into each other's memory. Pure; moves nothing."""
+"""The decision whether ranks of a group can write to each other's memory. Pure: opens and moves nothing."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class PeerPlace:
-    """The place of a rank: its machine, as its processes see it, and its GPU.
+    """The place of a rank: its machine and its GPU.
 
-    machine: processes of one machine that cannot see each other, such as those of two pods, have two. device: the
-    GPU's own name, empty on the CPU. reached: the GPUs whose memory this one reads and writes.
+    machine: differs also between two pods of one machine, which cannot open each other's memory. device: the UUID of
+    the GPU, empty on the CPU. reached: the GPUs whose memory this GPU can read and write.
     """
 
     machine: str
@@ -20,9 +20,9 @@ class PeerPlace:
 
 
 def obstacle(places: Sequence[PeerPlace]) -> str:
-    """The reason that these ranks cannot write into each other's memory; empty when they can.
+    """Return the reason that these ranks cannot write to each other's memory; empty when they can.
 
-    Every rank of the group asks it with the same places, so all of them choose alike.
+    Every rank of the group calls it with the same places, so all decide alike.
     """
     machines = len({place.machine for place in places})
     if machines > 1:
@@ -37,6 +37,7 @@ def obstacle(places: Sequence[PeerPlace]) -> str:
 
 
 def _apart(places: Sequence[PeerPlace]) -> Iterator[tuple[int, int]]:
+    # Both directions: each rank reports only what its own GPU reaches.
     for rank, place in enumerate(places):
         for other, peer in enumerate(places):
             if peer.device != place.device and peer.device not in place.reached:

@@ -1,7 +1,7 @@
-"""Exchanges beside the computation: on a stream of their own on a GPU, in the threads of gloo on a CPU.
+"""Exchanges beside the computation: on a separate stream of a GPU, in the threads of gloo on a CPU.
 
-The host never waits for a GPU here. What is begun comes behind everything that was computed before it, and what is
-computed after its `Finish` was called comes behind it.
+The host never waits for a GPU here. An exchange runs after all work that was launched before it; work that is launched
+after the call of its `Finish` runs after the exchange.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ Finish = Callable[[], None]
 
 
 class SideStream:
-    """One queue of exchanges. Memory that they allocate belongs to its stream, and is used again in its order."""
+    """One queue of exchanges. Memory that they allocate belongs to its stream, which uses it again in order."""
 
     def __init__(self, device: torch.device) -> None:
-        # Short kernels between long ones: without priority they would wait for room on the multiprocessors.
+        # With priority: else its short kernels would wait for the long ones of the computation to end.
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
     def begin(self, start: Start, then: Callable[[Tensor], None]) -> Finish:
-        """Begin an exchange, and do `then` with its rows as soon as they are there: on a CPU when it is finished."""
+        """Start an exchange, and call `then` with its rows: on a GPU when they arrive, on a CPU at the finish."""
         if self._stream is None:
             return partial(_finish, start(), then)
         return self.run(lambda: _finish(start(), then))
 
     def run(self, act: Callable[[], None]) -> Finish:
-        """Do something behind all that was begun and computed; on a CPU at once."""
+        """Run a function on the stream, after all work launched so far; on a CPU at once."""
         if self._stream is None:
             act()
             return _nothing
@@ -52,4 +52,4 @@ def _follow(event: torch.cuda.Event, device: torch.device) -> None:
 
 
 def _nothing() -> None:
-    """It is done."""
+    """Do nothing: a CPU has run the function already."""

@@ -23,6 +23,7 @@ def swiglu(gate_up: Tensor, probabilities: Tensor | None = None) -> Tensor:
 
 def plain_swiglu(gate_up: Tensor, probabilities: Tensor | None = None) -> Tensor:
     """`swiglu` in the operations of torch."""
+    # silu(x) = x * sigmoid(x); probabilities weigh rows here, before `down`, which is linear.
     gate, up = widened(gate_up).unbind(1)
     return _weighted(functional.silu(gate) * up, probabilities).to(gate_up.dtype)
 

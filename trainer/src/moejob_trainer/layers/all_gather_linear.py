@@ -1,4 +1,4 @@
-"""Matrices that see the rows of a whole group, of which each rank keeps only its own between the passes."""
+"""Products of matrices with the rows of all ranks of a group; between the passes a rank keeps only its own rows."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def gathered_products(
     totals: Sequence[GradientSum | None] | None = None,
     float8s: Sequence[Float8Weight | None] | None = None,
 ) -> tuple[Tensor, ...]:
-    """The rows of all ranks times each matrix, plus its bias. x [t, k], weights [n, k] -> [ranks * t, n] each.
+    """Multiply the rows of all ranks by each matrix, plus its bias. x [t, k], weights [n, k] -> [ranks * t, n] each.
 
-    totals: of each weight what its gradient is added to; float8s: its roundings. Both as in `summed_linear`.
-    Each rank uses the products differently, so x's gradient is summed over the group. What other ranks sent is not kept
-    for the backward pass but sent again, while the gradient of the rows is computed.
+    totals: for each weight the sum that its gradient is added to; float8s: its FP8 roundings.
+    Each rank uses the products differently, so x's gradient is summed over the group. Rows of other ranks are not kept
+    for the backward pass but gathered again, while the gradient of x is computed.
     """
     weights, biases = zip(*matrices, strict=True)
     sums = [
@@ -64,7 +64,7 @@ class _GatheredProducts(torch.autograd.Function):
         of_x, of_weights = context.needs_input_grad[0], context.needs_input_grad[3 : 3 + len(weights)]
         of_biases = context.needs_input_grad[3 + len(weights) :]
         again = None if x is None else start_all_gather(x, context.group)
-        # Nothing of a weight's gradient is computed before this is on its way.
+        # Before the weights' gradients, which are computed while this is on its way.
         back = start_reduce_scatter(_sum_of_products(gradients, weights, context.how), context.group) if of_x else None
         everyones = None if again is None else again.wait()
         weight_gradients = [

@@ -15,7 +15,7 @@ from moejob_trainer.layers.documents import AttentionSpan, Documents
 from moejob_trainer.layers.kernels import kernels
 from moejob_trainer.layers.precision import widened
 
-# A mask is made for this many queries at a time: never one of a whole document.
+# A mask is made for this many queries at a time: for a whole document of n tokens it would take n * n bytes.
 MASKED_QUERIES = 512
 
 
@@ -30,11 +30,11 @@ def attended(
     sinks: Tensor | None = None,
     context_group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """For each token the values of its document up to itself, weighted by softmax(scale * q k).
+    """Return for each token the values of its document up to itself, weighted by softmax(scale * q k).
 
     q [t, n, d], k [t, g, d], v [t, g, dv], g a divisor of n; t the tokens that this rank holds -> [t, n, dv]
-    `window`: how many tokens each one sees, itself included. `sinks` [n]: logits that take part in each head's softmax
-    and stand for no token.
+    `window`: the number of tokens that a token sees, itself included. `sinks` [n]: logits in each head's softmax that
+    stand for no token.
     """
     if documents.context_size > 1:
         k, v = _whole_row(k, v, documents, context_group)
@@ -82,7 +82,7 @@ def _span_attended(
     q: Tensor, k: Tensor, v: Tensor, span: AttentionSpan, *, scale: float, window: int | None, sinks: Tensor | None
 ) -> Tensor:
     last_key = span.first_key + span.keys
-    # split, and not one slice a document: the gradient of a slice is as long as the whole row.
+    # split instead of one slice a document: the gradient of a slice is as long as the whole row.
     pieces = zip(
         q.split(span.query_counts),
         k[span.first_key : last_key].split(span.key_counts),
@@ -102,7 +102,7 @@ def _piece_attended(
         return _softmax_attended(q, k, v, None, scale=scale)
     blocks = []
     for first, block in zip(range(0, queries, MASKED_QUERIES), q.split(MASKED_QUERIES), strict=True):
-        # What the first query of the block sees first, and the last one last.
+        # From the first key of the block's first query to the last key of its last query.
         position = keys - queries + first
         start = 0 if window is None else max(0, position - window + 1)
         end = position + block.shape[0]

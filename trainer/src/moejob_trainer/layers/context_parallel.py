@@ -1,4 +1,4 @@
-"""A row that context ranks hold in chunks, put together."""
+"""The whole row, gathered from the chunks of context ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moejob_trainer.layers.documents import in_row_order
 
 
 def gathered_row(held: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The whole row, of which each rank of the context group holds its chunks. [t, ...] -> [t * context_size, ...]
+    """Gather the whole row from the chunks of all context ranks. [t, ...] -> [t * context_size, ...]
 
     Backward, every rank receives the sum of all ranks' gradients for its tokens.
     """

@@ -1,4 +1,9 @@
-"""The ranks that a token's choices take it to, one row to each that holds any of them, and what travels with it."""
+"""The ranks that a token is sent to, one row to each rank with any of its experts, and its choices for that rank.
+
+Token choices [[0, 1], [3, 0]] with 2 experts on each of 2 ranks: owners [[0, 0], [1, 0]]. Token 0 needs one row on rank
+0, so its second choice has no destination: [[0, 2], [1, 0]], where 2, the number of ranks, means none. Rank 0 gets 2
+rows with 3 choices, rank 1 gets 1 row with 1 choice: [[2, 1], [3, 1]].
+"""
 
 from __future__ import annotations
 
@@ -14,8 +19,8 @@ from moejob_trainer.layers.permutation import Permutation, combined
 def destinations(chosen: Tensor, experts: int, ranks: int) -> tuple[Tensor, Tensor]:
     """Return the rank of each choice [t, k], and the rows and choices of each rank. int64 [t, k], int64 [2, ranks]
 
-    Each rank holds `experts` of them. Of choices of one token on one rank the first takes it there; the destination of
-    the others, and of a choice of none (`ranks * experts`), is `ranks`.
+    Each rank holds `experts` experts. Of a token's choices on one rank only the first sends a row; the others, and a
+    choice of no expert (`ranks * experts`), have the destination `ranks`.
     """
     fused = kernels("destinations", chosen)
     of = fused.destinations if fused else plain_destinations
@@ -32,17 +37,17 @@ def plain_destinations(chosen: Tensor, experts: int, ranks: int) -> tuple[Tensor
 
 
 def choices_sent(chosen: Tensor, probabilities: Tensor, permutation: Permutation, experts: int) -> Tensor:
-    """For each row that leaves, the probabilities of its token and its choices, as the rank counts them. [rows, 2 k]
+    """Return for each sent row its token's probabilities and its choices, numbered for the receiver. [rows, 2 k]
 
-    A rank counts its own experts from 0; `experts` is none of them. The permutation is that of destinations. One tensor
-    travels for both: a float32 holds every number of an expert exactly. The probabilities have gradients.
+    A rank numbers its own experts from 0; `experts` means none of them. The permutation is the one by destination. Both
+    travel in one tensor: float32 holds the number of any expert exactly. The probabilities have gradients.
     """
     both: Tensor = _ChoicesSent.apply(chosen, probabilities, permutation, experts)
     return both
 
 
 def local_choices(chosen: Tensor, rank: Tensor | int, experts: int) -> Tensor:
-    """The choices that fell on a rank's experts, counted from its first; `experts`, which is none, for others."""
+    """Return choices of a rank's experts, numbered from its first; `experts`, which means none, for all others."""
     own = chosen - rank * experts
     return own.masked_fill((own < 0) | (own > experts), experts)
 

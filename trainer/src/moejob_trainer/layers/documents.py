@@ -1,7 +1,13 @@
 """Document boundaries of a packed row, and the part of it that this rank holds; knows no tensor of the model.
 
 A row is documents back to back. Context parallelism cuts the row, not each document, into 2*c equal chunks, and rank r
-holds chunks r and 2*c-1-r in this order: under a causal mask every rank then has the same work.
+holds chunks r and 2*c-1-r in this order: under a causal mask every rank then has the same work. With c = 2 and a row of
+16 tokens in documents of 6 and 10, chunks of 4:
+
+    rank 0   tokens 0..3 and 12..15     queries of documents 0 | 1
+    rank 1   tokens 4..7 and 8..11      queries of documents 0 0 1 1 | 1
+
+Rank 1's first span has 2 queries with 6 keys of document 0, and 2 queries with 2 keys of document 1.
 """
 
 from __future__ import annotations
@@ -17,9 +23,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class AttentionSpan:
-    """Neighbouring queries of one rank and the keys that they may look at, both in pieces of one document each.
+    """Neighbouring queries of one rank and the keys that they may see, both in pieces of one document each.
 
-    The last query of a piece is the last key of that piece: a causal mask is aligned at the bottom right.
+    The last query of a piece is at its last key: a causal mask is aligned at the bottom right.
     """
 
     first_key: int
@@ -98,15 +104,15 @@ class Documents:
         return tuple((chunk * index, chunk * (index + 1)) for index in chunks)
 
     def indices(self) -> Tensor:
-        """int64 [tokens]: where in the row this rank's tokens stand."""
+        """Return the places of this rank's tokens in the row. int64 [tokens]"""
         return torch.cat([torch.arange(start, end, device=self.cu_lengths.device) for start, end in self.held()])
 
     def segments(self) -> Tensor:
-        """int32 [tokens]: which document each of this rank's tokens belongs to."""
+        """Return the document of each of this rank's tokens. int32 [tokens]"""
         return torch.searchsorted(self.cu_lengths[1:], self.indices().int(), right=True, out_int32=True)
 
     def positions(self) -> Tensor:
-        """int64 [tokens]: where inside its document each of this rank's tokens stands."""
+        """Return the place of each of this rank's tokens in its document. int64 [tokens]"""
         return self.indices() - self.cu_lengths[self.segments()]
 
     def order(self) -> Tensor:
@@ -147,8 +153,9 @@ class Documents:
 
 
 def in_row_order(gathered: Tensor, context_size: int) -> Tensor:
-    """The row, of what the context ranks hold one after the other. [row_tokens, ...]"""
+    """Return the row from the chunks of the context ranks, gathered rank after rank. [row_tokens, ...]"""
     if context_size == 1:
         return gathered
+    # Ranks hold chunks (0, 3), (1, 2): first halves 0, 1 in order, then second halves 3, 2 reversed.
     halves = gathered.unflatten(0, (context_size, 2, gathered.shape[0] // (2 * context_size)))
     return torch.cat([halves[:, 0], halves[:, 1].flip(0)]).flatten(0, 1)

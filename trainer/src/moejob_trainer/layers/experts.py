@@ -30,7 +30,7 @@ def grouped_linear(
 
     x [r, k] sorted by expert, weight [e, n, k], bounds int32 [e + 1] -> [r, n]
     bounds: where each expert's rows begin, and where those of the last one end.
-    total: what the weight's gradient is added to, instead of being handed to autograd.
+    total: the sum that the weight's gradient is added to, instead of a gradient for autograd.
     float8: the weight's roundings, where products are of FP8 numbers.
     """
     product: Tensor = _GroupedLinear.apply(x, weight, bounds, total, float8)
@@ -121,7 +121,7 @@ def _float8_product(x: Tensor, weights: Rounded, bounds: Tensor) -> Tensor:
 def _weight_gradient(
     gradient: Tensor, x: Tensor, bounds: Tensor, weight: Tensor, total: GradientSum | None
 ) -> Tensor | None:
-    """gradient [r, n] by x [r, k] -> [e, n, k], or no numbers where `total` has them"""
+    """gradient [r, n] by x [r, k] -> [e, n, k]; a placeholder or None where `total` gets the gradient"""
     if total is None:
         return _outer_products(gradient, x, bounds)
     into = total.like(weight)
@@ -162,7 +162,7 @@ def _kernel_takes(rows: Tensor, *widths: int) -> bool:
     """Return whether the grouped kernel supports this precision and these widths, and has rows to work on."""
     if rows.dtype not in (torch.float32, torch.bfloat16, torch.float16) or rows.shape[0] == 0:
         return False
-    # Of one expert at a time: all of them widened would be twice the weights.
+    # One expert at a time is widened then: float32 copies of all experts would take twice their memory.
     if multiplies_widened(rows):
         return False
     return all(width > 0 and width * rows.element_size() % ALIGNMENT_BYTES == 0 for width in widths)

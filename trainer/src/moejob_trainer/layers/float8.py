@@ -1,12 +1,15 @@
 """Products of numbers that are rounded to FP8: four bits of exponent, three of mantissa, and a scale for each row.
 
-A scale is a power of two, so nothing is lost but what rounding loses: rounded numbers are exact in bfloat16, and their
-products are summed in float32. A product adds up rows of one side with rows of the other, so a weight is rounded along
-its inputs for the way forward, and along its outputs for the gradient of what came in:
+A scale is a power of two, so scaling loses no bit: rounded numbers are exact in bfloat16, and their products are summed
+in float32. A product sums over a row of each side, so a weight is rounded along its inputs for the forward pass, and
+along its outputs for the gradient of the input:
 
     y = x W^T        rows of x, and rows of W          [t, k] by [n, k]
     dx = dy W        rows of dy, and rows of W^T       [t, n] by [k, n]
-    dW = dy^T x      adds up tokens: from what was not rounded
+    dW = dy^T x      sums over tokens: of numbers that were not rounded
+
+A row whose largest number is 3 is multiplied by 128, the power of two below 448 / 3 = 149.3: 3 becomes 384, and the
+stored scale is 1 / 128.
 """
 
 from __future__ import annotations
@@ -21,10 +24,10 @@ from moejob_trainer.layers.kernels import kernels
 
 FLOAT8 = torch.float8_e4m3fn
 LARGEST = 448.0
-# The largest number of a row counts as no less, or its scale would be no number.
+# The least largest number of a row: for a row of zeros the scale would be infinite.
 SMALLEST = 1e-30
 EXPONENT_BITS = 0x7F800000
-# Widths of both sides that a GPU multiplies: what its copy engine moves.
+# Widths of both sides have to be multiples of it, for the copy engine of a GPU.
 WIDTH_MULTIPLE = 16
 
 
@@ -41,7 +44,7 @@ class Rounded:
 
 
 class Float8Weight:
-    """One weight's two roundings. Each is made when a product asks for it, and kept if so wished until forgotten."""
+    """The two roundings of one weight. A product makes them; with `keeps` they serve until the weight changes."""
 
     def __init__(self, *, keeps: bool) -> None:
         self._keeps = keeps
@@ -61,7 +64,7 @@ class Float8Weight:
         return found
 
     def forget(self) -> None:
-        """The weight may change from now on."""
+        """Drop both roundings, before the weight changes."""
         self._by_inputs = self._by_outputs = None
 
 

@@ -1,7 +1,7 @@
-"""Sums of weight gradients over micro batches, to which a product adds its own.
+"""Sums of weight gradients over micro batches, to which a product adds its own gradient.
 
-Autograd hands a gradient on as a tensor of its own, which is read again to be added to the sum. Experts have many
-weights for the rows that each of them sees: adding takes them up to as long as the product itself (H200).
+Autograd would write each gradient to a new tensor, and read it again to add it. Experts have many weights for few rows:
+the extra pass over [e, n, k] numbers can take as long as the product itself (H200).
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from torch import Tensor, nn
 
 
 class GradientSum(Protocol):
-    """The place where a product leaves the gradient of its weight, instead of handing it to autograd."""
+    """The place where a product leaves the gradient of its weight, instead of returning it to autograd."""
 
     @property
     def is_new(self) -> bool:
-        """Return whether there is nothing to be added to: the gradient is written over what lies there."""
+        """Return whether the memory has no sum yet: the product overwrites it."""
 
     def like(self, weight: Tensor) -> Tensor:
-        """Return what takes the gradient, in the shape in which a product sees the weight."""
+        """Return the memory for the gradient, in the shape in which the product has the weight."""
 
     def added(self, weight: Tensor) -> Tensor | None:
-        """Take note that the gradient is there, and return what autograd is given in its place: no numbers."""
+        """Note that the gradient is added, and return a placeholder or None for autograd."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class MainGradient:
 
 @dataclass(frozen=True, slots=True)
 class OwnGradient:
-    """The gradient of a parameter that no other rank has: autograd would add to it, too."""
+    """The gradient of a parameter that no other rank has; autograd adds to the same tensor."""
 
     is_new: ClassVar[bool] = False
     parameter: nn.Parameter
@@ -61,11 +61,11 @@ class OwnGradient:
         return self.parameter.grad.view(weight.shape)
 
     def added(self, _: Tensor) -> None:
-        """The sum has it."""
+        """Return no gradient: the sum has it."""
 
 
 def gradient_sum(parameter: nn.Parameter) -> GradientSum | None:
-    """The sum of this parameter, or None where gradients are autograd's: frozen, not trained, of fully_shard."""
+    """Return the sum of a parameter's gradients; None for a frozen parameter and for one of fully_shard."""
     of_replicas: GradientSum | None = getattr(parameter, "gradient_sum", None)
     if of_replicas is not None:
         return of_replicas

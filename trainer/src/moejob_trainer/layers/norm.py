@@ -20,6 +20,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def plain_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`rms_norm` in the operations of torch."""
+    # The square of a bfloat16 number loses half its bits: sum in float32, as Transformers does.
     wide = widened(x)
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (wide * scale * widened(weight)).to(x.dtype)

@@ -49,6 +49,7 @@ def plain_write_rows(x: Tensor, places: Tensor, shares: Sequence[Tensor]) -> Non
 def plain_sum_rows(places: Tensor, shares: Sequence[Tensor]) -> Tensor:
     """`sum_rows` in the operations of torch."""
     rows, width = shares[0].shape
+    # One place of every token after the other: the order of additions decides the last bit.
     sums = torch.zeros(len(places), width, dtype=widened(shares[0][:0]).dtype, device=places.device)
     for column in places.unbind(1):
         found = torch.zeros_like(sums)

@@ -41,8 +41,8 @@ class Permutation:
     def of(experts: Tensor, expert_count: int, rows: int | None = None) -> Permutation:
         """Sort by expert; tokens of one expert keep their order.
 
-        experts int [t, k]. `rows` is how many choices are not of none: all of them unless given, since counting them
-        here would wait for the device.
+        experts int [t, k]. `rows` is the number of choices of an expert: all of them unless given, since counting
+        them here would wait for the device.
         """
         fused = kernels("permutation", experts)
         ordered = fused.ordered if fused and fused.orders(experts, expert_count) else plain_ordered

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from moejob_trainer.layers.kernels import kernels
 
-# What sums of sigmoids are at least, as in Transformers.
+# Added to sums of sigmoids, as in Transformers: all of them may be zero.
 SMALLEST_SUM = 1e-20
 
 
@@ -39,12 +39,12 @@ class Routing:
     renormalized: bool = False
     """Whether the weights of a token are divided by their sum."""
     scale: float = 1.0
-    """What weights are multiplied by at last."""
+    """The last factor of weights."""
     groups: int = 1
     kept_groups: int = 1
     """Tokens choose among the experts of this many of the `groups`."""
     dtype: torch.dtype = torch.float32
-    """What scores are computed in."""
+    """The type that scores are computed in."""
 
     def __post_init__(self) -> None:
         if self.experts % self.groups or not 1 <= self.kept_groups <= self.groups:
@@ -64,7 +64,7 @@ def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None, dtype: 
 
 
 class _WideLinear(torch.autograd.Function):
-    """x W in `dtype`. Wide copies of the tokens are made again for the backward pass: they outweigh the logits."""
+    """x W in `dtype`. The backward pass makes wide copies of the tokens again: kept, they would outweigh the logits."""
 
     @staticmethod
     def forward(context: Any, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -213,7 +213,7 @@ def capacity(tokens: Tensor, routing: Routing, factor: float) -> Tensor:
 def within_capacity(
     experts: Tensor, probabilities: Tensor, most: Tensor | int, expert_count: int
 ) -> tuple[Tensor, Tensor]:
-    """The choices that remain when each expert takes the `most` that want it the most.
+    """Keep the `most` choices of each expert with the highest probabilities.
 
     A choice that is dropped becomes one of none: the expert `expert_count`, with probability 0.
     """
@@ -232,7 +232,7 @@ def updated_selection_bias(bias: Tensor, counts: Tensor, rate: float) -> Tensor:
 
 
 def routing_entropy(logits: Tensor, routing: Routing, counted: Tensor | None = None) -> Tensor:
-    """The entropies, in nats, of how the tokens spread themselves over all experts, summed over those `counted`. []"""
+    """Return the sum over `counted` tokens of the entropies, in nats, of their scores over all experts. []"""
     fused = kernels("routing", logits) if logits.dtype is routing.dtype is torch.float32 else None
     if fused:
         smallest = SMALLEST_SUM if routing.scoring is Scoring.SIGMOID else None

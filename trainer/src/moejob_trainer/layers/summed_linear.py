@@ -23,7 +23,7 @@ def linear(
 ) -> Tensor:
     """x [t, k] times weight [n, k], plus bias [n]. [t, n]
 
-    total: what the weight's gradient is added to, instead of being handed to autograd, rounded and read once more.
+    total: the sum that the weight's gradient is added to; autograd would round it, and read it once more.
     float8: the weight's roundings, where products are of FP8 numbers.
     """
     if total is not None and not adds(total, weight):
@@ -58,11 +58,12 @@ def input_gradient(gradient: Tensor, weight: Tensor, float8: Float8Weight | None
 
 
 def weight_gradient(gradient: Tensor, x: Tensor, weight: Tensor, total: GradientSum | None) -> Tensor | None:
-    """gradient [t, n] by x [t, k]; where a sum is given, added to it, and what autograd gets in place of it."""
+    """gradient [t, n] by x [t, k] -> [n, k]; with a sum, add to it and return a placeholder or None."""
     if total is None:
         return matrix_product(gradient.t(), x)
     into = total.like(weight)
     if multiplies_widened(x):
+        # addmm_ in bfloat16 on such a CPU would multiply one number at a time.
         into.copy_(widened(into).addmm_(widened(gradient).t(), widened(x)))
     else:
         into.addmm_(gradient.t(), x)

@@ -1,9 +1,10 @@
 """Log-probabilities of the next token straight from the hidden state, without the row's logits.
 
-Logits of a whole row would be larger than all other activations. Forward they exist for a few tokens at a time. Where
-memory allows, what the backward pass needs of them is kept in the type of the hidden states; else they are computed
-again, where the normaliser is known, for a few words of the vocabulary at a time: one more product of four. Both ways
-each word's gradient is one product over all tokens and is rounded once.
+Logits of a whole row would be larger than all other activations: 8192 tokens of 151936 words take 5 GB in float32. The
+forward pass has them for a few tokens at a time. Where memory allows, it keeps their slopes, in the type of the hidden
+states; else the backward pass computes logits again, for a few words of the vocabulary at a time, with the normaliser
+of the forward pass: a fourth product beside three. Either way each word's gradient is one product over all tokens,
+rounded once.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ def token_log_probabilities(
     hidden [t, h] and labels int64 [t], the same on every rank of the tensor group; weight [V'/tp, h], this rank's part.
     Words from `vocabulary` on do not exist. A negative label has log-probability 0 and no gradient; one from
     `vocabulary` on gives nan. The gradient of `hidden` is summed over the group unless the caller does it.
-    `keeps_slopes`: for the backward pass, which otherwise computes the logits again. `learns_entropy`: entropy has a
-    gradient too, which no slopes are kept for.
+    `keeps_slopes`: the backward pass uses kept slopes instead of computing logits again. `learns_entropy`: entropy has
+    a gradient too; slopes are never kept then.
     """
     is_learned = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     here = _Words(
@@ -69,7 +70,7 @@ def likeliest_tokens(
     chunk_tokens: int,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """The word of the highest logit for each hidden state, of words alike the first; int64 [t].
+    """Return the word with the highest logit for each hidden state, the first of equal ones; int64 [t].
 
     hidden [t, h], the same on every rank of the tensor group; weight [V'/tp, h], this rank's part.
     """

@@ -1,8 +1,9 @@
-"""Low-rank adapters: which matrices get one, what its two matrices look like, and what they add.
+"""Low-rank adapters: the matrices that get one, the shapes of its two factors, and their product.
 
 An adapter is scale * B A beside a matrix W. Where our W holds several published matrices (keys and values, gate and
-up, the experts), each of them has an adapter of its own, so that they can be published the same way. B is divided like
-the outputs of W and A like its inputs: what is whole sees only a part of its gradient on each rank.
+up, the experts), each of them has its own adapter, so that adapters can be published the same way. B is divided like
+the outputs of W and A like its inputs; of a factor that is whole, each rank computes only a part of the gradient. For
+gate_up [2, f, h] and rank r: A [2, r, h], B [2, f, r].
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ class DropoutMask:
     rate: float
 
     def dropped(self, x: Tensor, part: int = 0) -> Tensor:
-        """A part of the inputs left out, the others larger, while gradients are computed."""
+        """Zero a part of the inputs and scale up the others, while gradients are computed."""
         if not self.rate or not torch.is_grad_enabled():
             return x
         generator = torch.Generator(x.device).manual_seed(seed_of(self.seed, self.name, part, *dropout_key.get()))
@@ -206,7 +207,7 @@ def fresh(parameter: Parameter, held: Sequence[slice], seed: int) -> Tensor:
     inputs = shape[-MATRICES[_weight_suffix(parameter.name)].inputs :]
     if parameter.name.endswith(B):
         return torch.zeros([part.stop - part.start for part in held])
-    # Experts one by one: of hundreds, a rank holds few.
+    # Expert by expert: a rank holds few of hundreds, and samples only those.
     if ".experts." not in parameter.name:
         return _uniform(shape, seed_of(seed, parameter.name), inputs)[tuple(held)]
     first, *rest = held

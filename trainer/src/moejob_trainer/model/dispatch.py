@@ -1,4 +1,4 @@
-"""The way of tokens to the ranks that hold their experts, and back.
+"""Dispatch of tokens to the ranks that hold their experts, and combination of the outputs.
 
 A token travels once to each rank that holds any of its experts, not once for each expert: with 8 choices over 4 ranks
 these are 3.6 rows instead of 8. Its choices on that rank and their probabilities travel with it; the rank adds up in
@@ -10,9 +10,9 @@ float32 what its experts make of the token, and one row returns. For two ranks o
 
 Where several ranks share an expert's matrices, each of them works on the rows of all.
 
-Over several nodes that is done twice where the groups say so, since a network is slower than what joins the GPUs of a
-node: once among nodes, each of which holds the experts of all its ranks, and then among the ranks of one node. With 8
-choices over two nodes of four ranks one row of a token crosses the network, instead of 2.6:
+Over several nodes tokens are dispatched twice where the groups say so, since the network is slower than NVLink: first
+to nodes, each with the experts of all its ranks, and then to the ranks of each node. With 8 choices over two nodes of
+four ranks one row of a token crosses the network, instead of 2.6:
 
     out     token -> the rank of each node that has this rank's place in its own -> each rank of that node
     back    sums of a rank's experts -> their sum over the ranks of the node -> the sum over nodes
@@ -89,7 +89,7 @@ class SentRows:
 
 @dataclass(frozen=True, slots=True)
 class TokenDispatch:
-    """Tokens at a rank that holds some of their experts, and how they got there."""
+    """Tokens at a rank that holds some of their experts, and the way that they came."""
 
     # The rows that were sent instead, where `fetch` both moves and permutes them.
     rows: Tensor
@@ -142,11 +142,11 @@ class ExpertHolders:
 
 
 def dispatch(x: Tensor, chosen: Tensor, probabilities: Tensor, holders: ExpertHolders) -> TokenDispatch:
-    """Take tokens x [t, h] with their choices and probabilities [t, k] to all ranks that hold their experts."""
+    """Send tokens x [t, h] with their choices and probabilities [t, k] to all ranks that hold their experts."""
     nodes = holders.nodes
     if nodes is None:
         return _dispatched(x, chosen, probabilities, holders)
-    # A choice that is none of a node's is none of its ranks'.
+    # Choices of other nodes' experts mean none here, and stay none for the ranks of this node.
     node = _dispatched(x, chosen, probabilities, nodes)
     arrived = _dispatched(node.rows, node.chosen, node.probabilities, holders.in_node)
     return replace(arrived, sent_to_nodes=node.sent_to_ranks)
@@ -205,7 +205,7 @@ def _fits(x: Tensor, sizes: Sizes, memory: PeerMemory) -> bool:
 def _sizes(everyones: Tensor, groups: Groups) -> Sizes:
     """Return the sizes behind counts of rows and of choices. [expert tensor, from rank, rows or choices, to rank]"""
     rank = groups.expert.rank
-    # The one wait for the device: sizes have to be known on the host. The few numbers are added there too.
+    # The only wait for the GPU in a dispatch: the host needs the sizes, and adds the few numbers itself.
     counts = everyones.cpu().numpy()
     arriving, rows = counts[..., rank], counts[groups.expert_tensor.rank, :, 0]
     return Sizes(

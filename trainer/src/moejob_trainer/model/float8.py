@@ -1,7 +1,7 @@
-"""The matrices of a stage whose products are of FP8 numbers: those of attention, of feed-forward networks and experts.
+"""The matrices of a stage that multiply in FP8: those of attention, of feed-forward networks and of experts.
 
-Routers, embeddings, the output layer, norms and adapters keep the model's type, and so does a matrix of which a rank
-holds no multiple of 16 in either direction.
+Routers, embeddings, the output layer, norms and adapters keep the model's type, and so does a matrix unless both widths
+of a rank's part are multiples of 16.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ def use_float8(stage: nn.Module, *, keeps: bool) -> None:
 
 
 def forget_roundings(stage: nn.Module) -> None:
-    """Weights may change from now on."""
+    """Drop the roundings of all weights, before an update changes these."""
     for _, _, weight in _float8_weights(stage):
         weight.forget()
 
 
 @contextmanager
 def without_float8(stage: nn.Module) -> Iterator[None]:
-    """Let all matrices multiply in the model's type, as those who load the model do."""
+    """Let all matrices multiply in the model's type, as Transformers and vLLM do with the exported model."""
     found = [*_float8_weights(stage)]
     for module, name, _ in found:
         setattr(module, name, None)
@@ -51,4 +51,5 @@ def _float8_weights(stage: nn.Module) -> Iterator[tuple[nn.Module, str, Float8We
 
 
 def _fits(*widths: int) -> bool:
+    # All widths are multiples of a number if their greatest common divisor is one.
     return math.gcd(*widths) % WIDTH_MULTIPLE == 0

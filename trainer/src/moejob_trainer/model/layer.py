@@ -32,7 +32,7 @@ class TransformerLayer(nn.Module):
     def __init__(
         self, shape: LayerShape, model: Architecture, spec: Spec, groups: Groups, number: int | None = None
     ) -> None:
-        """`number` counts the layers of the model; that of a module for a further token has none."""
+        """`number` is the layer's index in the model; None in an MTP module."""
         super().__init__()
         hidden = model.shape.hidden
         share = TensorShare(groups.tensor, spec.parallelism.sequence_parallel)
@@ -50,6 +50,7 @@ class TransformerLayer(nn.Module):
 
     def forward(self, x: Tensor, packed: PackedBatch) -> Tensor:
         """[t, h] -> [t, h]"""
+        # Pre-norm: x + attention(norm(x)), then the same with the feed-forward network or experts.
         x = x + discarded(self._discards_norms, self.attention_norm, partial(self.attention, packed=packed), x)
         again = RecomputeModule.EXPERTS if hasattr(self, "moe") else RecomputeModule.MLP
         return x + recomputed(again in self.recompute, self._fed_forward, x, packed)

@@ -1,4 +1,4 @@
-"""Matrices that a group of tensor ranks shares, and the two places where its ranks meet: before and behind a pair.
+"""Matrices that tensor ranks divide, and the collectives around a pair of them: before the first, behind the second.
 
 Between `entered` (or `into`) and `left` every rank holds all rows of its own heads or features; outside, under sequence
 parallelism, it holds its own rows of all of them.
@@ -151,7 +151,7 @@ def is_tied_copy(parameter: nn.Parameter) -> bool:
 
 
 def mark_expert(parameter: nn.Parameter) -> None:
-    """A parameter divided over the expert groups: its replicas are found among other ranks than those of the rest."""
+    """Mark a parameter of experts: its replicas are the ranks of the expert data group, not those of dense weights."""
     # Megatron's buffers read this name.
     parameter.allreduce = False  # type: ignore[attr-defined]
 

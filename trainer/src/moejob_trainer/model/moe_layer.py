@@ -1,4 +1,4 @@
-"""A layer's experts: which tokens go to which, the way there and back, and what keeps the load even."""
+"""A layer's experts: routing of tokens, their dispatch and combination, and load balancing."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ class MoELayer(nn.Module):
         factor = self.settings.moe.capacity_factor
         if factor is None:
             return chosen, probabilities
-        # Padding takes no place, or the padding of a layout would decide what is dropped.
+        # Padding takes no capacity: else a layout's padding would decide which choices are dropped.
         chosen = chosen.masked_fill(~packed.is_real.unsqueeze(-1), self.shape.count)
         most = capacity(packed.is_real.sum(), self.settings.routing, factor)
         chosen, probabilities = within_capacity(chosen, probabilities, most, self.shape.count)

@@ -1,9 +1,9 @@
-"""Activation offload: what a layer keeps for its backward pass waits in host memory between the passes.
+"""Activation offload: tensors that a layer keeps for its backward pass lie in host memory between the passes.
 
     stream of the training   layer 1 | layer 2   | layer 3   | loss    | layer 3   | layer 2   | layer 1
     stream of the copies             | 1 to host | 2 to host | 3, 3 to the GPU, 2  | 1
 
-So two layers are on the GPU at most: the one that is computed, and the one whose copies are on their way.
+So activations of at most two layers are on the GPU: the layer that computes, and the one that is being copied.
 """
 
 from __future__ import annotations

@@ -77,6 +77,7 @@ def padded_vocabulary(shape: ModelShape) -> int:
 
 def parameters(shape: ModelShape) -> tuple[Parameter, ...]:
     """All parameters in the order in which a token meets them."""
+    # Initialisation seeds each parameter by its place in this order.
     layers = (layer_parameters(shape, layer, f"layers.{index}") for index, layer in enumerate(shape.layers))
     heads = (_mtp(shape, layer, f"mtp.{index}") for index, layer in enumerate(shape.mtp_layers))
     return (

@@ -42,7 +42,7 @@ def recomputed_groups(recompute: Recompute, layers: int) -> list[tuple[range, bo
 
 
 def recomputed(is_recomputed: bool, compute: Callable[..., R], *arguments: Any) -> R:
-    """The result, of which nothing but the arguments is kept when it is to be computed again."""
+    """Compute a result; if it is to be recomputed, keep nothing but the arguments for the backward pass."""
     if not is_recomputed or not torch.is_grad_enabled():
         return compute(*arguments)
     # Nothing in a layer is random but the dropout of adapters, whose masks come from generators of their own.
@@ -58,10 +58,10 @@ def discarded(
     *arguments: Tensor,
     again: Callable[..., object] | None = None,
 ) -> Tensor:
-    """use(make(*arguments)). What was made is not kept between the passes: it is made again before it is needed.
+    """Compute use(make(*arguments)), freeing the output of `make` between the passes: the backward pass remakes it.
 
-    For what is cheap to make and shares no memory with its arguments. Its matrices would keep it all the same if
-    `make` were merely computed again. `again(into, *arguments)` makes it in place; without, it is made and copied.
+    The output has to be cheap, and share no memory with the arguments. Checkpointing `make` alone would free nothing:
+    the matrices in `use` keep their input. `again(into, *arguments)` remakes it in place; without, it is copied.
     """
     made = make(*arguments)
     if not is_forgotten:

@@ -1,4 +1,4 @@
-"""Checks before the first step, and before an export gets its name: a model that computes something else is refused."""
+"""Checks before the first step, and before an export is renamed to its final path: a model that differs is refused."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class Checks:
             raise unusable(f"{folder} {found}; do not train it: use another model, or report its config.json")
 
     def exported(self, folder: Path) -> None:
-        """The files that were written are this model."""
+        """Refuse exported files that compute something other than this model."""
         self._refuse_export(folder, lambda: self._reference(folder))
 
     def exported_adapters(self, folder: Path, base: Path, scale: float) -> None:
-        """The published model and the adapters that were written are together this model."""
+        """Refuse exported adapters that with the published model compute something other than this model."""
 
         def reference() -> Reference:
             return Reference(AdaptedWeights.read_from(readable(base), folder, scale), base, self._dtype)

@@ -1,7 +1,7 @@
-"""The model that is trained beside the published one, which Transformers computes: a fixed text goes through both.
+"""Comparison of the trained model with Transformers' model of the published files, on a fixed text.
 
-Every layer is compared on what went into it here, so that a difference is found where it arises, and so that the ranks
-of a run share the reading: on every node, one rank of each pipeline stage takes its share of the stage's layers.
+Both compute every layer from the same input, the trained model's: a difference is found in the layer that causes it,
+and ranks can share the work. On every node one rank of each pipeline stage reads and compares its share of the layers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from moejob_trainer.model_check.tolerance import COPIED, Comparison, of_logits, 
 from moejob_trainer.training import Document, MicroBatch, TokenOutputs
 
 _TOKENS = 64
-# No multiple of any size of a model: neighbours are far apart in the vocabulary.
+# A prime: tokens i * 7919 mod V differ, and neighbours are far apart in the vocabulary.
 _STRIDE = 7919
 _NAMED = 3
 _EMBEDDING, _LOGITS = "the embedding", "the logits"
@@ -88,7 +88,7 @@ def differences(engine: MegatronEngine, layout: Layout, node: int, reference: Ca
     control = engine.placement.control
     everyones = [found for of_rank in messages.all_gather([*mine], _COMPARISONS, control) for found in of_rank]
     layers = map(_layer, range(len(engine.model.shape.layers)))
-    # A part that is not compared would be found right.
+    # Without this check a part that no rank compares would pass.
     if missed := {_EMBEDDING, *layers, _LOGITS} - {found.part for found in everyones}:
         raise RuntimeError(f"{', '.join(sorted(missed))}: not compared with Transformers")
     return CheckReport([found for found in everyones if found.differs])
@@ -167,7 +167,7 @@ def _rows(state: Tensor, *, groups: Groups, sequence_parallel: bool) -> Tensor:
 
 @contextmanager
 def _complete(stage: Stage) -> Iterator[None]:
-    """No expert refuses a token: Transformers' never do."""
+    """Remove the capacity of experts meanwhile: Transformers drops no token."""
     mixtures = [module for module in stage.modules() if isinstance(module, MoELayer)]
     settings = [moe.settings for moe in mixtures]
     for moe, own in zip(mixtures, settings, strict=True):

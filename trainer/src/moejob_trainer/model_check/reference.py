@@ -1,6 +1,6 @@
 """A published model as Transformers computes it, with the weights of one part in memory at a time.
 
-Knows nothing of our modules: what it reads are the published files, what it computes is Transformers' own code.
+Knows nothing of our modules: it reads the published files, and computes with Transformers' own code.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Reference:
     def __init__(self, weights: TensorSource, config_folder: Path, dtype: torch.dtype) -> None:
         disable_progress_bar()
         config = AutoConfig.from_pretrained(config_folder)
-        # Weights are seen dequantized here.
+        # The source of weights has dequantized them.
         config.quantization_config = None
         with torch.device("meta"):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
@@ -43,7 +43,7 @@ class Reference:
             )
         self.weights, self.model, self.dtype = weights, model.eval(), dtype
         self._base: Any = model.base_model
-        # What is computed from the config alone is in no file.
+        # Rotary tables come from the config, no file has them: make them on a real device.
         rotary: Any = type(self._base.rotary_emb)
         self._base.rotary_emb = rotary(config=config)
 
@@ -68,7 +68,7 @@ class Reference:
             return hidden
 
         with ExitStack() as stack:
-            # The model itself makes masks and angles and hands them to its layers.
+            # Run the whole model with replaced layers: it makes the masks and angles that layers take.
             for index, layer in enumerate(self._base.layers):
                 stack.enter_context(_replaced(layer, partial(compute, index, layer.forward)))
             stack.enter_context(_replaced(self._base.norm, lambda hidden: hidden))
@@ -90,7 +90,7 @@ class Reference:
 
     @contextmanager
     def _refused(self, part: str) -> Iterator[None]:
-        """Sizes that contradict each other are found here at the latest."""
+        """Turn torch's error about sizes that contradict each other into one about the files."""
         try:
             yield
         except RuntimeError as error:
