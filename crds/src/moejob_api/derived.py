@@ -79,7 +79,10 @@ def global_batch_size(spec: Spec) -> int:
 
 
 def updates_per_step(spec: Spec) -> int:
-    """Updates of the weights that a step makes: its answers are cut into as many parts, once in each epoch."""
+    """Updates of the weights in a step: its answers divided by the global batch, times the epochs.
+
+    32 prompts with 8 answers each in global batches of 64, in 2 epochs: 256 / 64 x 2 = 8 updates.
+    """
     if spec.grpo is None:
         return 1
     return max(1, spec.grpo.answers_per_step // global_batch_size(spec)) * spec.grpo.epochs_per_step
@@ -144,7 +147,7 @@ def recomputed_modules(recompute: Recompute) -> frozenset[RecomputeModule]:
 def share_dtype(spec: Spec) -> Dtype:
     """Return the type of a weight's share where replicas divide it: the gradients of a share are of its own type.
 
-    Where they are to be float32, the share is, and rounded each time that it is gathered.
+    Float32 gradients make a float32 share, which is rounded each time that it is gathered.
     """
     return spec.model.dtype if spec.training.precision.gradients is spec.model.dtype else Dtype.FLOAT32
 

@@ -1,7 +1,7 @@
-"""The rendezvous of a process group: all of its ranks say that they are there before any of them connects.
+"""The rendezvous of a process group: all of its ranks arrive at a store before any of them connects.
 
-What connects a group waits for the last rank for as long as its timeout, and NCCL does so where no other thread can end
-it. Here a rank waits at a store, where one word ends the wait of all: that everyone is there, or why someone is not.
+Connecting a group waits for the last rank until a timeout, and no other thread can end that wait in NCCL. A store can:
+one verdict there ends the wait of all ranks, either that all have arrived or the reason why one does not come.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class RendezvousStore(Protocol):
         """Add to a number, which is 0 before."""
 
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
-        """Set a value where it is as expected, "" where there is none; the value that is there then."""
+        """Set a value if it is as expected ("" for a key without a value), and return the value afterwards."""
 
     def wait(self, keys: list[str], timeout: timedelta, /) -> None:
         """Wait for keys; RuntimeError when they do not come."""
@@ -34,7 +34,7 @@ class RankMissing(RuntimeError):
 
 
 def arrive(store: RendezvousStore, size: int, patience: timedelta) -> None:
-    """Return when all ranks of a group have arrived; RankMissing as soon as it is known that one does not."""
+    """Return when all ranks of a group have arrived; raise RankMissing once a rank is reported missing."""
     if store.add(_ARRIVED, 1) == size:
         store.compare_set(_VERDICT, "", _COMPLETE.decode())
     store.wait([_VERDICT], patience)

@@ -1,8 +1,8 @@
 """Layouts on given numbers of GPUs, nearest to an asked one first, found by A* over the group sizes.
 
 Sizes are chosen one after another: the GPU count, tensor, pipeline with its split, expert, context; data is the rest.
-Distance is a sum over the sizes, so what is chosen costs what it costs, and what is open costs at the least what its
-product is off:
+Distance is a sum over the sizes. Chosen sizes have their exact cost; open ones cost at least the distance of their
+product from the product asked for:
 
     bound = chosen sizes + |log2(GPUs left / product of the sizes asked for and still open)|
 
@@ -201,7 +201,7 @@ class _Search:
         return share
 
     def _least_left(self, choice: _PartialLayout) -> float:
-        """Return the least that the sizes still open are off together."""
+        """Return the least distance that the open sizes together can have."""
         if len(choice.sizes) == _COMPLETE:
             return 0.0
         return _doublings(choice.left, self.open_products[len(choice.sizes)])

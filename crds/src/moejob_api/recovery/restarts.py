@@ -160,7 +160,7 @@ def cause_of_exit(code: int, outcome: Outcome | None = None) -> Cause | None:
 
 
 def restarted_in_place(index: int, fault: RankFault | None) -> Failure:
-    """The failure for which the launcher of a pod has restarted its ranks, as it tells it."""
+    """The failure after which the launcher of a pod restarted its ranks, as the launcher reports it."""
     cause = Cause.HUNG if fault is not None and fault.outcome is Outcome.HUNG else Cause.RANK_FAILED
     said = "its ranks were restarted in place"
     message = f"{fault.message}; {said}" if fault is not None and fault.message else said
@@ -178,7 +178,7 @@ def delay_seconds(restarts: int) -> float:
 def culprit(failures: tuple[Failure, ...]) -> Failure:
     """The failure that explains the others: a final one, one the cluster caused, one that took its pod, the first.
 
-    One that says that it is a consequence explains none of the others.
+    A failure that reports lost peers is a consequence, and explains no other one.
     """
     failures = tuple(failure for failure in failures if failure.cause is not Cause.LOST_PEERS) or failures
     permanent = next((failure for failure in failures if failure.cause is Cause.BAD_CONFIGURATION), None)

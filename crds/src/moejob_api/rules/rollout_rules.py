@@ -74,7 +74,7 @@ def _model_problems(grpo: Grpo, shape: ModelShape) -> Iterator[Problem]:
 
 
 def _cpu_problems(grpo: Grpo, shape: ModelShape) -> Iterator[Problem]:
-    """Yield the sizes that vLLM's kernels for CPUs do not take: its engines would end at their start."""
+    """Refuse sizes that vLLM's kernels for CPUs do not take: its engines would end at their start."""
     for refusal in _cpu_refusals(grpo, shape):
         yield Problem(Rule.ROLLOUT, "spec.resources.accelerator", f"{refusal}; use GPUs, or another model")
 
