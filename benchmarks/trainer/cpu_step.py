@@ -25,7 +25,7 @@ from moejob_trainer.data.packing import batch_plan, global_batch
 from moejob_trainer.megatron.cpu import use_cpu
 from moejob_trainer.megatron.stages import built
 from moejob_trainer.megatron.topology import start_groups
-from moejob_trainer.megatron.training_engine import EnginePlacement, MegatronEngine
+from moejob_trainer.megatron.training_engine import MegatronEngine, TrainingPlacement
 from moejob_trainer.megatron.weights import initialise
 from moejob_trainer.model.architecture import architecture
 from moejob_trainer.model.parameters import parameters
@@ -102,7 +102,7 @@ def _ours() -> Step:
     device = torch.device("cpu")
     stages = built(model, spec, sizes, groups, device)
     initialise(stages, parameters(model.shape), groups, seed=1)
-    engine = MegatronEngine(model, spec, stages, EnginePlacement(groups, device), lambda _: 1e-4)
+    engine = MegatronEngine(model, spec, stages, TrainingPlacement(groups, device), lambda _: 1e-4)
 
     def loss(outputs: TokenOutputs, batch: MicroBatch) -> LossTerms:
         return LossTerms(cross_entropy(outputs.log_probabilities, batch.weights))

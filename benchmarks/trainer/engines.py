@@ -28,7 +28,7 @@ from moejob_trainer.distributed.groups import Groups
 from moejob_trainer.megatron.cpu import use_cpu
 from moejob_trainer.megatron.stages import built
 from moejob_trainer.megatron.topology import start_groups, stop_groups
-from moejob_trainer.megatron.training_engine import EnginePlacement, MegatronEngine
+from moejob_trainer.megatron.training_engine import MegatronEngine, TrainingPlacement
 from moejob_trainer.megatron.weights import initialise
 from moejob_trainer.model.architecture import Architecture, architecture
 from moejob_trainer.model.parameters import parameters
@@ -116,7 +116,7 @@ def started(
         _fill(stages)
     synchronize(device)
     reached("weights set")
-    engine = MegatronEngine(model, spec, stages, EnginePlacement(groups, device), rate)
+    engine = MegatronEngine(model, spec, stages, TrainingPlacement(groups, device), rate)
     synchronize(device)
     reached("engine built")
     return Started(engine, model, spec, sizes, groups)

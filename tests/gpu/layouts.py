@@ -21,7 +21,7 @@ from moejob_api.layout.sizes import layout as layout_of  # noqa: E402
 from moejob_api.models import catalog  # noqa: E402
 from moejob_trainer.megatron.stages import built  # noqa: E402
 from moejob_trainer.megatron.topology import start_groups  # noqa: E402
-from moejob_trainer.megatron.training_engine import EnginePlacement, MegatronEngine  # noqa: E402
+from moejob_trainer.megatron.training_engine import MegatronEngine, TrainingPlacement  # noqa: E402
 from moejob_trainer.megatron.weights import initialise  # noqa: E402
 from moejob_trainer.model.architecture import architecture  # noqa: E402
 from moejob_trainer.model.parameters import parameters  # noqa: E402
@@ -43,7 +43,7 @@ def main(
     groups = start_groups(layout, spec.moe.dispatcher)
     stages = built(model, spec, layout, groups, device)
     initialise(stages, parameters(model.shape), groups, SEED)
-    engine = MegatronEngine(model, spec, stages, EnginePlacement(groups, device), lambda _: 2e-3)
+    engine = MegatronEngine(model, spec, stages, TrainingPlacement(groups, device), lambda _: 2e-3)
     results = [engine.update(global_batches(step, spec)[groups.data.rank], loss) for step in range(STEPS)]
     if groups.world.rank == 0:
         print(json.dumps({"losses": [r.loss for r in results], "norms": [r.gradient_norm for r in results]}))  # noqa: T201

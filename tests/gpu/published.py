@@ -28,7 +28,7 @@ from moejob_trainer.conversion.families import table  # noqa: E402
 from moejob_trainer.conversion.loading import opened  # noqa: E402
 from moejob_trainer.megatron.stages import built  # noqa: E402
 from moejob_trainer.megatron.topology import start_groups, stop_groups  # noqa: E402
-from moejob_trainer.megatron.training_engine import EnginePlacement, MegatronEngine  # noqa: E402
+from moejob_trainer.megatron.training_engine import MegatronEngine, TrainingPlacement  # noqa: E402
 from moejob_trainer.megatron.weights import load_pretrained  # noqa: E402
 from moejob_trainer.model.architecture import Architecture, architecture  # noqa: E402
 from moejob_trainer.model_check.checks import Checks  # noqa: E402
@@ -83,7 +83,7 @@ def said(folder: Path, model: Architecture, dtype: str) -> str:
     groups = start_groups(layout, spec.moe.dispatcher)
     stages = built(model, spec, layout, groups, device)
     load_pretrained(stages, opened(folder, table(model.shape)), groups)
-    engine = MegatronEngine(model, spec, stages, EnginePlacement(groups, device), lambda _: 1e-3)
+    engine = MegatronEngine(model, spec, stages, TrainingPlacement(groups, device), lambda _: 1e-3)
     try:
         Checks(engine, layout, node=0).imported(folder)
     except InvalidSpec as refused:

@@ -29,7 +29,7 @@ from moejob_trainer.layers import routing  # noqa: E402
 from moejob_trainer.megatron.cpu import use_cpu  # noqa: E402
 from moejob_trainer.megatron.stages import built  # noqa: E402
 from moejob_trainer.megatron.topology import start_groups  # noqa: E402
-from moejob_trainer.megatron.training_engine import EnginePlacement, MegatronEngine  # noqa: E402
+from moejob_trainer.megatron.training_engine import MegatronEngine, TrainingPlacement  # noqa: E402
 from moejob_trainer.megatron.weights import initialise  # noqa: E402
 from moejob_trainer.model.architecture import architecture  # noqa: E402
 from moejob_trainer.model.parameters import parameters  # noqa: E402
@@ -53,7 +53,7 @@ def main(device: str, dtype: str, memory: Mapping[str, object], precision: Mappi
     groups = start_groups(layout, spec.moe.dispatcher)
     stages = built(model, spec, layout, groups, torch.device(device))
     initialise(stages, parameters(model.shape), groups, SEED)
-    engine = MegatronEngine(model, spec, stages, EnginePlacement(groups, torch.device(device)), lambda _: 2e-3)
+    engine = MegatronEngine(model, spec, stages, TrainingPlacement(groups, torch.device(device)), lambda _: 2e-3)
     with distances_from_ties() as distances:
         results = [engine.update(global_batches(step, spec)[0], loss) for step in range(STEPS)]
     found = {"losses": [r.loss for r in results], "norms": [r.gradient_norm for r in results], "distances": distances}

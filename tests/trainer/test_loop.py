@@ -10,12 +10,12 @@ import pytest
 from torch import Tensor
 
 from moejob_trainer.loop import LoopOutcome, Run, train
-from moejob_trainer.training import Engine, Loss, LossTerms, MicroBatch, TokenOutputs, UpdateResult
+from moejob_trainer.training import Loss, LossTerms, MicroBatch, TokenOutputs, TrainingEngine, UpdateResult
 
 
 @dataclass
 class World:
-    """Engine, objective, checkpoints and stop at once; steps are known by their numbers."""
+    """Training engine, objective, checkpoints and stop at once; steps are known by their numbers."""
 
     begun: int = 0
     every: int = 1
@@ -48,7 +48,7 @@ class World:
     def is_over(self) -> bool:
         return self.over_at is not None and self.done >= self.over_at
 
-    def updates(self, step: int, engine: Engine) -> Iterator[Sequence[MicroBatch]]:  # noqa: ARG002
+    def updates(self, step: int, engine: TrainingEngine) -> Iterator[Sequence[MicroBatch]]:  # noqa: ARG002
         yield []
 
     def loss(self, outputs: TokenOutputs, batch: MicroBatch) -> LossTerms:  # noqa: ARG002

@@ -37,7 +37,7 @@ from moejob_trainer.megatron.cpu import use_cpu
 from moejob_trainer.megatron.optimizer import OptimizerShard
 from moejob_trainer.megatron.stages import built
 from moejob_trainer.megatron.topology import start_groups, stop_groups
-from moejob_trainer.megatron.training_engine import EnginePlacement, MegatronEngine
+from moejob_trainer.megatron.training_engine import MegatronEngine, TrainingPlacement
 from moejob_trainer.megatron.weights import (
     adapter_weights,
     coordinates,
@@ -352,7 +352,7 @@ def _stages(cell: Cell, model: Architecture, groups: Groups) -> list[Stage]:
 
 
 def _engine(cell: Cell, model: Architecture, stages: list[Stage], groups: Groups) -> MegatronEngine:
-    placement = EnginePlacement(groups, torch.device("cpu"), groups.world.handle)
+    placement = TrainingPlacement(groups, torch.device("cpu"), groups.world.handle)
     return MegatronEngine(model, cell.spec(), stages, placement, lambda _: LEARNING_RATE)
 
 

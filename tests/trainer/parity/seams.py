@@ -21,7 +21,7 @@ from moejob_trainer.data.packing import batch_plan, global_batch
 from moejob_trainer.loop import LoopOutcome, Run, train
 from moejob_trainer.megatron.cpu import use_cpu
 from moejob_trainer.megatron.topology import stop_groups
-from moejob_trainer.training import Document, Engine, LossTerms, Mean, MicroBatch, TokenOutputs, UpdateResult
+from moejob_trainer.training import Document, LossTerms, Mean, MicroBatch, TokenOutputs, TrainingEngine, UpdateResult
 from trainer.parity.cells import Cell, documents, started
 
 STEPS = 2
@@ -50,7 +50,7 @@ class MovedTokens:
     said: dict[int, Any] = field(default_factory=dict)
     weights: list[Mapping[str, Any]] = field(default_factory=list)
 
-    def updates(self, step: int, engine: Engine) -> Iterator[Sequence[MicroBatch]]:
+    def updates(self, step: int, engine: TrainingEngine) -> Iterator[Sequence[MicroBatch]]:
         """Half of the batch, then the other, both with what was said before the first."""
         owned = ((name, tensor) for name, tensor in engine.weights() if not tensor.is_meta)
         self.weights.append({name: tensor.detach().float().numpy().copy() for name, tensor in owned})

@@ -17,9 +17,9 @@ from moejob_trainer.conversion.loading import opened
 from moejob_trainer.loop import Run, train
 from moejob_trainer.megatron.cpu import use_cpu
 from moejob_trainer.megatron.topology import stop_groups
-from moejob_trainer.megatron.training_engine import EnginePlacement, MegatronEngine
+from moejob_trainer.megatron.training_engine import MegatronEngine, TrainingPlacement
 from moejob_trainer.megatron.weights import load_pretrained
-from moejob_trainer.training import Engine, LossTerms, MicroBatch, TokenOutputs
+from moejob_trainer.training import LossTerms, MicroBatch, TokenOutputs, TrainingEngine
 from moejob_trainer.training.learning_rate import learning_rate
 from trainer.parity.cells import (
     LEARNING_RATE,
@@ -51,7 +51,7 @@ class Parts:
     engine: MegatronEngine
     begun: int
 
-    def updates(self, step: int, engine: Engine) -> Iterator[Sequence[MicroBatch]]:  # noqa: ARG002
+    def updates(self, step: int, engine: TrainingEngine) -> Iterator[Sequence[MicroBatch]]:  # noqa: ARG002
         for number in UPDATES[step]:
             yield micro_batches(self.cell, self.engine, number)
 
@@ -88,7 +88,7 @@ def trained_by_schedule(folder: Path, begun: int) -> tuple[list[float], Deviatio
     def rate(step: int) -> float:
         return learning_rate(step, len(UPDATES), spec.training.optimizer, spec.training.scheduler)
 
-    placement = EnginePlacement(groups, torch.device("cpu"), groups.world.handle)
+    placement = TrainingPlacement(groups, torch.device("cpu"), groups.world.handle)
     engine = MegatronEngine(model, spec, stages, placement, rate)
     parts = Parts(cell, engine, begun)
     rates: list[float] = []

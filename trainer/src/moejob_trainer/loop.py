@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from moejob_trainer.objectives import Objective
-from moejob_trainer.training import Engine, UpdateResult
+from moejob_trainer.training import TrainingEngine, UpdateResult
 
 
 class LoopOutcome(StrEnum):
@@ -46,7 +46,7 @@ class Stop(Protocol):
 class Run:
     """Everything a run is made of."""
 
-    engine: Engine
+    engine: TrainingEngine
     objective: Objective
     checkpoints: Checkpoints
     stop: Stop

@@ -33,7 +33,7 @@ from moejob_trainer.setup.final_export import export_finished_model
 from moejob_trainer.setup.model import RunModel, load_model
 from moejob_trainer.setup.objective import build_objective, load_inputs
 from moejob_trainer.setup.rewards import RunRewards, started_rewards
-from moejob_trainer.setup.training_engine import awaits_checkpoint, build_engine
+from moejob_trainer.setup.training_engine import awaits_checkpoint, build_training_engine
 from moejob_trainer.tracking import TrackedRun, tracker
 from moejob_trainer.tracking.reporter import ProgressWriter, Reporter, rank_hardware
 from moejob_trainer.tracking.signal_log import SignalLog
@@ -98,7 +98,7 @@ def _train(context: RankContext, model: RunModel, rewards: RunRewards | None, si
         inputs = load_inputs(context, model, rewards)
         heartbeat.enter(RunPhase.BUILDING)
         total_steps, is_awaited = inputs.total_steps, awaits_checkpoint(context, model)
-        engine = build_engine(context, model, total_steps, awaits_checkpoint=is_awaited)
+        engine = build_training_engine(context, model, total_steps, awaits_checkpoint=is_awaited)
         learned = build_objective(context, engine, inputs, rewards, stack)
         objective, evaluations = learned.objective, learned.evaluations
         state = StateFiles(engine, saved_parameters(model.table.parameters, spec), stack.enter_context(background()))

@@ -35,7 +35,7 @@ from moejob_trainer.data.prompt_loader import PromptLoader
 from moejob_trainer.megatron.cpu import use_cpu
 from moejob_trainer.megatron.stages import built
 from moejob_trainer.megatron.topology import start_groups, stop_groups
-from moejob_trainer.megatron.training_engine import EnginePlacement, MegatronEngine
+from moejob_trainer.megatron.training_engine import MegatronEngine, TrainingPlacement
 from moejob_trainer.megatron.weights import load_pretrained
 from moejob_trainer.model.architecture import architecture, as_trained
 from moejob_trainer.model.pretrained import read_pretrained
@@ -171,12 +171,12 @@ def learned(start: Path, seed: int, sign: float, folder: Path) -> list[float]:
     asked = job(start, seed, sign)
     groups = start_groups(layout_of(asked.parallelism, 8), asked.moe.dispatcher)
     try:
-        return _learned(asked, folder, EnginePlacement(groups, torch.device("cpu")))
+        return _learned(asked, folder, TrainingPlacement(groups, torch.device("cpu")))
     finally:
         stop_groups()
 
 
-def _learned(asked: Spec, folder: Path, placement: EnginePlacement) -> list[float]:
+def _learned(asked: Spec, folder: Path, placement: TrainingPlacement) -> list[float]:
     engine = _engine(asked, placement)
     engines = TransformersEngine(folder)
     shutil.copy(Path(asked.model.source) / "config.json", folder)
@@ -208,7 +208,7 @@ def _learned(asked: Spec, folder: Path, placement: EnginePlacement) -> list[floa
     return right
 
 
-def _engine(asked: Spec, placement: EnginePlacement) -> MegatronEngine:
+def _engine(asked: Spec, placement: TrainingPlacement) -> MegatronEngine:
     found = read_pretrained(Path(asked.model.source), asked.model)
     model = as_trained(architecture(found.config), asked)
     stages = built(model, asked, layout_of(asked.parallelism, 8), placement.groups, placement.device)

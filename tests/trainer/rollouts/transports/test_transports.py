@@ -25,7 +25,7 @@ from moejob_trainer.rollouts.interface import Floats, SyncReport
 from moejob_trainer.rollouts.publisher import Publisher, Trial
 from moejob_trainer.rollouts.transports.broadcast import BroadcastTransport, EngineRendezvous, gloo
 from moejob_trainer.rollouts.transports.buckets import Ranks
-from moejob_trainer.setup.probe import EngineProbe, probe_bound
+from moejob_trainer.setup.probe import TrainerProbe, probe_bound
 from rollout.references import lay_out, model
 from trainer.parity.cells import Cell, loss_of, micro_batches, started
 from trainer.rows import rows
@@ -124,7 +124,7 @@ def published(cell: Cell, folder: Path, url: str) -> Published:
     use_cpu()
     control, spec = dist.new_group(backend="gloo"), cell.spec()
     engine = started(cell, folder)
-    probe = EngineProbe(engine, batch_plan(spec, layout(spec.parallelism, 8), pad_token=0))
+    probe = TrainerProbe(engine, batch_plan(spec, layout(spec.parallelism, 8), pad_token=0))
     text = np.arange(spec.data.max_length, dtype=np.int32) * 7919 % engine.model.shape.vocabulary
 
     def bound() -> float:

@@ -22,7 +22,7 @@ from moejob_trainer.evaluation.answers import EvalPrompts
 from moejob_trainer.evaluation.ranking import EvaluationScore, Ranking, RankingTerms, ranked
 from moejob_trainer.objectives import Objective
 from moejob_trainer.objectives.answering import NextTokens
-from moejob_trainer.training import Engine
+from moejob_trainer.training import TrainingEngine
 
 _RANKING = TypeAdapter(Ranking)
 
@@ -41,7 +41,7 @@ class _Loss:
         return {f"evalLoss{suffix}": loss, f"evalPerplexity{suffix}": perplexity}
 
 
-class EvaluatedEngine(Engine, NextTokens, Protocol):
+class EvaluatedTrainingEngine(TrainingEngine, NextTokens, Protocol):
     """An engine that can also answer."""
 
 
@@ -49,7 +49,7 @@ class EvaluatedEngine(Engine, NextTokens, Protocol):
 class Evaluator:
     """Evaluates the weights of an engine."""
 
-    engine: EvaluatedEngine
+    engine: EvaluatedTrainingEngine
     objective: Objective
     # Held-out sets by their names, all of them together one loss.
     sets: Sequence[tuple[str, Corpus]]

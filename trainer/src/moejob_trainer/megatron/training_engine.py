@@ -53,7 +53,7 @@ _NAMES = TypeAdapter(list[str])
 
 
 @dataclass(frozen=True, slots=True)
-class EnginePlacement:
+class TrainingPlacement:
     """The groups, device and control group of this rank."""
 
     groups: Groups
@@ -75,7 +75,7 @@ class MegatronEngine:
         model: Architecture,
         spec: Spec,
         stages: Sequence[Stage],
-        placement: EnginePlacement,
+        placement: TrainingPlacement,
         learning_rate: Callable[[int], float],
     ) -> None:
         self.model, self.spec, self._stages = model, spec, [*stages]

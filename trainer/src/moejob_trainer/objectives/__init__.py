@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from moejob_trainer.training import Engine, LossTerms, MicroBatch, TokenOutputs
+from moejob_trainer.training import LossTerms, MicroBatch, TokenOutputs, TrainingEngine
 
 
 class Objective(Protocol):
     """A training method. Every rank holds one and calls its methods in the same order."""
 
-    def updates(self, step: int, engine: Engine) -> Iterable[Sequence[MicroBatch]]:
+    def updates(self, step: int, engine: TrainingEngine) -> Iterable[Sequence[MicroBatch]]:
         """This data rank's micro batches of each update of a step."""
 
     def loss(self, outputs: TokenOutputs, batch: MicroBatch) -> LossTerms:

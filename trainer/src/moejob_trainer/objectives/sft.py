@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from moejob_trainer.objectives.losses import cross_entropy
-from moejob_trainer.training import Engine, LossTerms, Mean, MicroBatch, TokenOutputs
+from moejob_trainer.training import LossTerms, Mean, MicroBatch, TokenOutputs, TrainingEngine
 
 
 class BatchSource(Protocol):
@@ -28,7 +28,7 @@ class SupervisedFineTuning:
     def __init__(self, source: BatchSource) -> None:
         self._source = source
 
-    def updates(self, step: int, engine: Engine) -> Iterable[Sequence[MicroBatch]]:  # noqa: ARG002
+    def updates(self, step: int, engine: TrainingEngine) -> Iterable[Sequence[MicroBatch]]:  # noqa: ARG002
         """Yield the next global batch: neither the step nor the model's outputs change it."""
         yield self._source.next_batches()
 

@@ -17,7 +17,7 @@ from moejob_trainer.distributed.coordination import on_first_rank
 from moejob_trainer.distributed.groups import Groups
 from moejob_trainer.megatron.cpu import use_cpu
 from moejob_trainer.megatron.topology import start_groups
-from moejob_trainer.megatron.training_engine import EnginePlacement
+from moejob_trainer.megatron.training_engine import TrainingPlacement
 from moejob_trainer.runtime.devices import control_group, start_device
 from moejob_trainer.runtime.disk import explained
 from moejob_trainer.runtime.environment import RankEnvironment
@@ -31,7 +31,7 @@ class RankContext:
 
     environment: RankEnvironment
     layout: Layout
-    placement: EnginePlacement
+    placement: TrainingPlacement
 
     @property
     def spec(self) -> Spec:
@@ -78,5 +78,5 @@ def joined(environment: RankEnvironment) -> Iterator[RankContext]:
         use_cpu()
     sizes = layout(environment.spec.parallelism, environment.spec.resources.gpus_per_node)
     groups = start_groups(sizes, environment.spec.moe.dispatcher)
-    yield RankContext(environment, sizes, EnginePlacement(groups, device, control_group()))
+    yield RankContext(environment, sizes, TrainingPlacement(groups, device, control_group()))
     dist.destroy_process_group()

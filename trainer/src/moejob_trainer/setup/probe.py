@@ -47,7 +47,7 @@ def build_trial(context: RankContext, engine: MegatronEngine, prompts: RunPrompt
         raise ValueError(f"method {context.spec.method} has no engines")
     settings = context.spec.grpo.rollout.probe
     tokens = _probe_tokens(context, prompts)
-    probe = EngineProbe(engine, batch_plan(context.spec, context.layout, pad_token=0))
+    probe = TrainerProbe(engine, batch_plan(context.spec, context.layout, pad_token=0))
     dtype = getattr(torch, context.spec.model.dtype.value)
 
     def bound() -> float:
@@ -79,7 +79,7 @@ def _probe_tokens(context: RankContext, prompts: RunPrompts) -> Tokens:
     return np.array(context.on_first_rank(read, _TOKEN_IDS), np.int32)
 
 
-class EngineProbe:
+class TrainerProbe:
     """The trainer's log-probabilities of a text; every data rank computes them with its own copy of the model."""
 
     def __init__(self, engine: MegatronEngine, plan: BatchPlan) -> None:

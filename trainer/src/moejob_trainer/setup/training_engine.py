@@ -16,7 +16,9 @@ from moejob_trainer.setup.model import RunModel
 from moejob_trainer.training.learning_rate import learning_rate
 
 
-def build_engine(context: RankContext, model: RunModel, total_steps: int, *, awaits_checkpoint: bool) -> MegatronEngine:
+def build_training_engine(
+    context: RankContext, model: RunModel, total_steps: int, *, awaits_checkpoint: bool
+) -> MegatronEngine:
     """Build this rank's stages and load or initialise their weights, except weights that a checkpoint will bring."""
     spec, device = context.spec, context.placement.device
     stages = built(model.architecture, spec, context.layout, context.groups, device)

@@ -1,4 +1,4 @@
-"""The engine's interface: batches go in, log-probabilities and updates come out.
+"""The training engine's interface: batches go in, log-probabilities and updates come out.
 
 Knows nothing of Megatron, of layouts or of what a loss means.
 """
@@ -66,7 +66,7 @@ class UpdateResult:
 Loss = Callable[[TokenOutputs, MicroBatch], LossTerms]
 
 
-class Engine(Protocol):
+class TrainingEngine(Protocol):
     """A model spread over ranks. Every rank calls the same methods in the same order."""
 
     def begin_step(self, step: int) -> None:

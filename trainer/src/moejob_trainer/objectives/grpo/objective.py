@@ -58,7 +58,7 @@ from moejob_trainer.objectives.grpo.rollout_batch import Experience
 from moejob_trainer.objectives.grpo.step_record import StepLearning, StepRecorder
 from moejob_trainer.rollouts.interface import EnginesLost, SyncReport, WeightPublisher, WrongWeights
 from moejob_trainer.runtime.user_lines import to_stderr
-from moejob_trainer.training import Engine, LossTerms, MicroBatch, TokenOutputs, UpdateResult
+from moejob_trainer.training import LossTerms, MicroBatch, TokenOutputs, TrainingEngine, UpdateResult
 
 T = TypeVar("T")
 # Publications of the same weights, one after another, before a run gives up on engines that are lost each time.
@@ -143,7 +143,7 @@ class GroupRelativePolicyOptimization:
         self._metrics: Mapping[str, float] = {}
         self._learning: StepLearning | None = None
 
-    def updates(self, step: int, engine: Engine) -> Iterator[Sequence[MicroBatch]]:
+    def updates(self, step: int, engine: TrainingEngine) -> Iterator[Sequence[MicroBatch]]:
         """Yield this data rank's micro batches of each update."""
         self._phases, self._mismatch, self._tokens = Phases(), None, 0
         collected = self._collected(step, engine)
@@ -184,7 +184,7 @@ class GroupRelativePolicyOptimization:
             self._mismatch = largest if self._mismatch is None else torch.maximum(self._mismatch, largest)
         return grpo_loss(self._grpo, outputs, batch)
 
-    def evaluate(self, step: int, engine: Engine) -> Mapping[str, float]:
+    def evaluate(self, step: int, engine: TrainingEngine) -> Mapping[str, float]:
         """Return the metrics of the evaluation data, generated with the weights of that step."""
         rollouts = self.parts.rollouts
         with self.parts.waiting(step):
@@ -211,7 +211,7 @@ class GroupRelativePolicyOptimization:
         if self.parts.rollouts is not None:
             self.parts.rollouts.load_state_dict(state)
 
-    def _collected(self, step: int, engine: Engine) -> Experience:
+    def _collected(self, step: int, engine: TrainingEngine) -> Experience:
         rollouts = self.parts.rollouts
         # Heartbeats continue, however long engines and rewards take: a rank that waits does not hang.
         with self.parts.waiting(step):
@@ -224,7 +224,7 @@ class GroupRelativePolicyOptimization:
                 self.parts.publisher.release()
         return Experience(**arrays)
 
-    def _asked(self, step: int, engine: Engine, ask: Callable[[], T | None] | None) -> T | None:
+    def _asked(self, step: int, engine: TrainingEngine, ask: Callable[[], T | None] | None) -> T | None:
         """Return the reply of engines on rank 0, None elsewhere; publish the weights again when engines lose them."""
         while not self.parts.peers.agreed((found := None if ask is None else ask()) is not None):
             self._tell(f"no engine has the weights of step {step} any more; they are given to them again")
@@ -232,7 +232,7 @@ class GroupRelativePolicyOptimization:
             self._sync = self._published(step, engine)
         return found
 
-    def _published(self, step: int, engine: Engine) -> SyncReport:
+    def _published(self, step: int, engine: TrainingEngine) -> SyncReport:
         publisher, have_been_wrong = self.parts.publisher, False
         for _ in range(_PUBLICATIONS - 1):
             try:
@@ -250,7 +250,7 @@ class GroupRelativePolicyOptimization:
         if self.parts.peers.is_first:
             to_stderr(line)
 
-    def _outputs(self, collected: Experience, engine: Engine) -> tuple[Array | None, Array | None]:
+    def _outputs(self, collected: Experience, engine: TrainingEngine) -> tuple[Array | None, Array | None]:
         """Return the log-probabilities of all tokens by trainer and reference model, None where not needed."""
         kl, share = self._grpo.kl, None
         needs_old = self.settings.updates * self._grpo.epochs_per_step > 1 or (
