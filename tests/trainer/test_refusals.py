@@ -161,10 +161,11 @@ KNOWN_LATER: Mapping[str, str] = {
     "evaluation/answers.py": "records of prompts",
     "setup/grpo.py": "internal: the method",
     "setup/model.py": "the gate itself, asked again beside the model's files",
-    "setup/probe.py": "prompts, as long as the tokenizer makes them",
     "setup/prompts.py:load_prompts": "internal: the method",
     "setup/prompts.py:published_end_tokens": "the folder of the model",
     "setup/rewards.py": "what rewards return for a first answer",
+    "setup/rollouts.py:_build_trial": "internal: the method",
+    "setup/rollouts.py:_probe_tokens.read": "prompts, as long as the tokenizer makes them",
     "setup/rollouts.py:_rendezvous": "internal: the method",
     "setup/rollouts.py:_urls": "the environment of a pod",
 }

@@ -16,21 +16,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from pydantic import TypeAdapter
 from torch import Tensor, nn
 
-from moejob_api.job.grpo import ProbeMismatch
-from moejob_trainer.data.packing import BatchPlan, batch_of_rank, batch_plan
+from moejob_trainer.data.packing import BatchPlan, batch_of_rank
 from moejob_trainer.megatron.training_engine import MegatronEngine
 from moejob_trainer.rollouts.interface import Floats, Tokens
-from moejob_trainer.rollouts.publisher import Trial
-from moejob_trainer.setup.context import RankContext
-from moejob_trainer.setup.prompts import RunPrompts
 from moejob_trainer.training import Document
 
 # With this many tokens the mean is within a tenth of the mean over a longer text.
 PROBE_TOKENS = 256
-_PROMPTS = 32
+PROBE_PROMPTS = 32
 # The least bound: a short text or a shallow model may happen to round alike.
 _LEAST = {torch.float32: 1e-3, torch.bfloat16: 0.01}
 # Right engines were seen 0.5 to 2.2 times as far away, over whole runs of three trained models in bfloat16
@@ -38,22 +33,6 @@ _LEAST = {torch.float32: 1e-3, torch.bfloat16: 0.01}
 # norm or projection that was left out is 8 times as far.
 _ROUNDINGS = 4.0
 _DRAWS = 4
-_TOKEN_IDS = TypeAdapter(list[int])
-
-
-def build_trial(context: RankContext, engine: MegatronEngine, prompts: RunPrompts) -> Trial:
-    """Build the probe that ends each publication. All ranks call this together."""
-    if context.spec.grpo is None:
-        raise ValueError(f"method {context.spec.method} has no engines")
-    settings = context.spec.grpo.rollout.probe
-    tokens = _probe_tokens(context, prompts)
-    probe = TrainerProbe(engine, batch_plan(context.spec, context.layout, pad_token=0))
-    dtype = getattr(torch, context.spec.model.dtype.value)
-
-    def bound() -> float:
-        return probe_bound(dtype, probe.rounding(tokens, dtype)) if settings.bound is None else settings.bound
-
-    return Trial(tokens, probe, bound, only_warns=settings.on_mismatch is ProbeMismatch.WARN)
 
 
 def probe_bound(dtype: torch.dtype, rounding: float) -> float:
@@ -65,18 +44,6 @@ def probe_text(prompts: Sequence[Sequence[int]], length: int) -> list[int]:
     """Return the prompts one after another, cut or repeated to this length."""
     tokens = [token for prompt in prompts for token in prompt]
     return [int(token) for token in np.resize(tokens, length)]
-
-
-def _probe_tokens(context: RankContext, prompts: RunPrompts) -> Tokens:
-    # An engine that reads a text generates one more token.
-    length = max(2, min(PROBE_TOKENS, context.spec.data.max_length - 1))
-
-    def read() -> list[int]:
-        if prompts.sets is None:
-            raise ValueError("rank 0 has the prompts")
-        return probe_text([prompt.tokens for prompt in prompts.sets.training.first_prompts(_PROMPTS)], length)
-
-    return np.array(context.on_first_rank(read, _TOKEN_IDS), np.int32)
 
 
 class TrainerProbe:

@@ -6,33 +6,37 @@ import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from pydantic import TypeAdapter
 
 from moejob_api.contract.engines import separate_engines, transport
 from moejob_api.contract.pods import Environment, weights_key
 from moejob_api.job import Spec
-from moejob_api.job.grpo import Sync
+from moejob_api.job.grpo import ProbeMismatch, Sync
 from moejob_api.job.resources import Accelerator
 from moejob_api.models.shape import ModelShape
+from moejob_trainer.data.packing import batch_plan
 from moejob_trainer.errors import BadConfiguration
 from moejob_trainer.megatron.generation_offload import generation_offload
 from moejob_trainer.megatron.training_engine import MegatronEngine
 from moejob_trainer.rollouts.connection import Connection
 from moejob_trainer.rollouts.fleet import Fleet, FleetLimits
 from moejob_trainer.rollouts.generator import FleetGenerator
-from moejob_trainer.rollouts.interface import RoutedLayers
-from moejob_trainer.rollouts.publisher import Publisher, Room, Transport
+from moejob_trainer.rollouts.interface import RoutedLayers, Tokens
+from moejob_trainer.rollouts.publisher import Publisher, Room, Transport, Trial
 from moejob_trainer.rollouts.transports.broadcast import BroadcastTransport, EngineRendezvous, MakeGroup, gloo, nccl
 from moejob_trainer.rollouts.transports.buckets import Ranks
 from moejob_trainer.rollouts.transports.disk import DiskTransport
 from moejob_trainer.rollouts.transports.ipc import IpcTransport, export
 from moejob_trainer.setup.context import RankContext
 from moejob_trainer.setup.grpo import RolloutEngines
-from moejob_trainer.setup.probe import build_trial
+from moejob_trainer.setup.probe import PROBE_PROMPTS, PROBE_TOKENS, TrainerProbe, probe_bound, probe_text
 from moejob_trainer.setup.prompts import RunPrompts
 
 _FOLDER = "weights"
+_TOKEN_IDS = TypeAdapter(list[int])
 
 
 def connect_engines(
@@ -45,12 +49,39 @@ def connect_engines(
         fleet=fleet,
         world=context.control,
         transport=_transport(context, limits.start_seconds),
-        trial=build_trial(context, engine, prompts),
+        trial=_build_trial(context, engine, prompts),
         room=_room(context.spec, engine),
     )
     stack.callback(publisher.close)
     generator = None if fleet is None else FleetGenerator(fleet)
     return RolloutEngines(generator, publisher, routed_layers(context.spec, engine.model.shape))
+
+
+def _build_trial(context: RankContext, engine: MegatronEngine, prompts: RunPrompts) -> Trial:
+    """Build the probe that ends each publication. All ranks call this together."""
+    if context.spec.grpo is None:
+        raise ValueError(f"method {context.spec.method} has no engines")
+    settings = context.spec.grpo.rollout.probe
+    tokens = _probe_tokens(context, prompts)
+    probe = TrainerProbe(engine, batch_plan(context.spec, context.layout, pad_token=0))
+    dtype = getattr(torch, context.spec.model.dtype.value)
+
+    def bound() -> float:
+        return probe_bound(dtype, probe.rounding(tokens, dtype)) if settings.bound is None else settings.bound
+
+    return Trial(tokens, probe, bound, only_warns=settings.on_mismatch is ProbeMismatch.WARN)
+
+
+def _probe_tokens(context: RankContext, prompts: RunPrompts) -> Tokens:
+    # An engine that reads a text generates one more token.
+    length = max(2, min(PROBE_TOKENS, context.spec.data.max_length - 1))
+
+    def read() -> list[int]:
+        if prompts.sets is None:
+            raise ValueError("rank 0 has the prompts")
+        return probe_text([prompt.tokens for prompt in prompts.sets.training.first_prompts(PROBE_PROMPTS)], length)
+
+    return np.array(context.on_first_rank(read, _TOKEN_IDS), np.int32)
 
 
 def routed_layers(spec: Spec, shape: ModelShape) -> RoutedLayers | None:
