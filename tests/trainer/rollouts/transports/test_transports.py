@@ -18,6 +18,7 @@ from moejob_api.layout.sizes import layout
 from moejob_api.models.shape import Family
 from moejob_trainer.data.packing import batch_plan
 from moejob_trainer.megatron.cpu import use_cpu
+from moejob_trainer.megatron.probe import TrainerProbe, probe_bound
 from moejob_trainer.megatron.topology import stop_groups
 from moejob_trainer.rollouts.connection import Connection
 from moejob_trainer.rollouts.fleet import Fleet, FleetLimits
@@ -25,7 +26,6 @@ from moejob_trainer.rollouts.interface import Floats, SyncReport
 from moejob_trainer.rollouts.publisher import Publisher, Trial
 from moejob_trainer.rollouts.transports.broadcast import BroadcastTransport, EngineRendezvous, gloo
 from moejob_trainer.rollouts.transports.buckets import Ranks
-from moejob_trainer.setup.probe import TrainerProbe, probe_bound
 from rollout.references import lay_out, model
 from trainer.parity.cells import Cell, loss_of, micro_batches, started
 from trainer.rows import rows

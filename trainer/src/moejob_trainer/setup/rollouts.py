@@ -20,6 +20,7 @@ from moejob_api.models.shape import ModelShape
 from moejob_trainer.data.packing import batch_plan
 from moejob_trainer.errors import BadConfiguration
 from moejob_trainer.megatron.generation_offload import generation_offload
+from moejob_trainer.megatron.probe import PROBE_PROMPTS, PROBE_TOKENS, TrainerProbe, probe_bound, probe_text
 from moejob_trainer.megatron.training_engine import MegatronEngine
 from moejob_trainer.rollouts.connection import Connection
 from moejob_trainer.rollouts.fleet import Fleet, FleetLimits
@@ -32,7 +33,6 @@ from moejob_trainer.rollouts.transports.disk import DiskTransport
 from moejob_trainer.rollouts.transports.ipc import IpcTransport, export
 from moejob_trainer.setup.context import RankContext
 from moejob_trainer.setup.grpo import RolloutEngines
-from moejob_trainer.setup.probe import PROBE_PROMPTS, PROBE_TOKENS, TrainerProbe, probe_bound, probe_text
 from moejob_trainer.setup.prompts import RunPrompts
 
 _FOLDER = "weights"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moejob_trainer.setup.probe import probe_bound, probe_text
+from moejob_trainer.megatron.probe import probe_bound, probe_text
 
 
 @pytest.mark.parametrize(
