@@ -25,6 +25,8 @@ from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 _UNCOUNTED = "e_score_correction_bias"
 # Some models have no mapping of their own for linear layers that all models pack alike.
 _PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+# The name of the loader that vLLM puts around each parameter's own while an update is loaded.
+_WRAPPER = "online_process_loader"
 _QKV_SHARDS = ("q", "k", "v")
 # A part of a parameter: the expert, and which of its matrices, or of the members of a packed linear layer. None fills
 # all of a parameter.
@@ -106,8 +108,9 @@ class _Parameter:
 
     def loaded_elements(self) -> int:
         """Count as vLLM does for the whole layer: on the meta device, where a copy costs nothing."""
-        loader: Any = getattr(self.tensor, "weight_loader", None)
-        while hasattr(loader, "__wrapped__"):
+        loader: Any = self.tensor.weight_loader  # type: ignore[attr-defined]  # vLLM gives each parameter one
+        # vLLM's own wrapper alone: a loader of a model may wrap another one, whose work is a part of its own.
+        while loader.__name__ == _WRAPPER:
             loader = loader.__wrapped__
         return sum(get_numel_loaded(loader, arguments)[0] for arguments in self.loads())
 
