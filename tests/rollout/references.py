@@ -68,6 +68,42 @@ MODELS: dict[str, dict[str, Any]] = {
         "scoring_func": "sigmoid",
     },
     "qwen2": _SIZES,
+    "llama": _SIZES,
+    "qwen3": _SIZES | {"head_dim": 32, "tie_word_embeddings": True},
+    "qwen2_moe": _SIZES
+    | {
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 128,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 3,
+        # A dense layer between two of experts.
+        "decoder_sparse_step": 2,
+    },
+    "deepseek_v2": _SIZES
+    | {
+        "num_key_value_heads": 4,
+        "moe_intermediate_size": 64,
+        "q_lora_rank": None,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 32,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+        "topk_method": "greedy",
+        "routed_scaling_factor": 1.0,
+    },
+    "gpt_oss": _SIZES
+    | {
+        "head_dim": 32,
+        "intermediate_size": 128,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 128,
+    },
 }
 
 

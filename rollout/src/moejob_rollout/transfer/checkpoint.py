@@ -16,7 +16,7 @@ from vllm.model_executor.model_loader.mtp_validation import disable_mtp_complete
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from moejob_api.contract.publications import PublicationReport
-from moejob_rollout.transfer.completeness import LoadedNames, find_missing_tensors, tied_parameters
+from moejob_rollout.transfer.completeness import LoadedNames, find_aliases, find_missing_tensors
 from moejob_rollout.transfer.stacks import Stack, WholeStacks, layers_of_experts, load_stack
 
 # vLLM writes the lines of its own loggers alone.
@@ -45,8 +45,8 @@ class CheckpointTransfer(WeightTransferEngine[Init, Update]):
             self.finish_weight_update()
         self._is_loading = True
         self.stacks.clear()
-        # A tied parameter is one object until its layers are laid out for loading.
-        self._names, self._changed = LoadedNames(tied_parameters(self.model)), []
+        # A tied parameter is one object until the layers of both are laid out for loading.
+        self._names, self._changed = LoadedNames(find_aliases(self.model)), []
         initialize_layerwise_reload(self.model)
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:

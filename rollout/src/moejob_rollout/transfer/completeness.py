@@ -35,9 +35,9 @@ Shard = tuple[int, int | str | None]
 
 @dataclass
 class LoadedNames:
-    """The names of an update: `tied` has groups of parameters that are one tensor, the first of each group first."""
+    """The names of an update: `aliases` has the groups of names that one parameter has, in the order of the model."""
 
-    tied: Collection[Sequence[str]] = ()
+    aliases: Collection[Sequence[str]] = ()
     repeated: list[str] = field(default_factory=list)
     _sent: set[str] = field(default_factory=set)
     # None for a model whose loader does not say what it has loaded.
@@ -56,11 +56,15 @@ class LoadedNames:
 
     def is_loaded(self, parameter: str) -> bool:
         """Return whether the loader has named a parameter, or names none at all."""
-        return self._loaded is None or parameter in self._loaded
+        return self._loaded is None or not self._loaded.isdisjoint(self.names_of(parameter))
+
+    def names_of(self, parameter: str) -> Sequence[str]:
+        """Return all names of a parameter."""
+        return next((names for names in self.aliases if parameter in names), [parameter])
 
 
-def tied_parameters(model: nn.Module) -> list[list[str]]:
-    """Return groups of names of one parameter."""
+def find_aliases(model: nn.Module) -> list[list[str]]:
+    """Return the names of each parameter that has several: it is tied, or its layer has several places."""
     groups: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         groups.setdefault(id(parameter), []).append(name)
@@ -71,13 +75,21 @@ def tied_parameters(model: nn.Module) -> list[list[str]]:
 def find_missing_tensors(model: nn.Module, names: LoadedNames) -> list[str]:
     """Return the tensors that a model lacks between the start and the end of an update, as files name them."""
     missing: dict[str, list[str]] = {}
+    # A layer that has several places is there once.
+    looked_at: set[str] = set()
     packed = {**_PACKED, **getattr(model, "packed_modules_mapping", {})}
     for layer_name, layer in model.named_modules():
         for name, parameter in layer.named_parameters(recurse=False):
             tensors = _missing_tensors(_Parameter(layer_name, layer, name, parameter), names, packed)
+            looked_at.add(f"{layer_name}.{name}")
             if tensors:
                 missing[f"{layer_name}.{name}"] = tensors
-    return [tensor for name in _untied(missing, names.tied) for tensor in missing[name]]
+    return [
+        tensor
+        for name, tensors in missing.items()
+        if _lacks_all([other for other in names.names_of(name) if other in looked_at], name, missing)
+        for tensor in tensors
+    ]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,11 +120,14 @@ class _Parameter:
 
     def loaded_elements(self) -> int:
         """Count as vLLM does for the whole layer: on the meta device, where a copy costs nothing."""
+        loads = self.loads()
+        if not loads:
+            return 0
         loader: Any = self.tensor.weight_loader  # type: ignore[attr-defined]  # vLLM gives each parameter one
         # vLLM's own wrapper alone: a loader of a model may wrap another one, whose work is a part of its own.
         while loader.__name__ == _WRAPPER:
             loader = loader.__wrapped__
-        return sum(get_numel_loaded(loader, arguments)[0] for arguments in self.loads())
+        return sum(get_numel_loaded(loader, arguments)[0] for arguments in loads)
 
 
 def _missing_tensors(parameter: _Parameter, names: LoadedNames, packed: Mapping[str, Sequence[str]]) -> list[str]:
@@ -158,10 +173,6 @@ def _shards(layer: nn.Module, arguments: Mapping[str, Any]) -> Iterator[Shard]:
         yield 0, _QKV_SHARDS.index(each) if each in _QKV_SHARDS else each
 
 
-def _untied(missing: Collection[str], tied: Collection[Sequence[str]]) -> Iterator[str]:
-    """Yield parameters without those that another name of theirs has loaded, and each tensor once; pure."""
-    groups = {name: names for names in tied for name in names}
-    for name in missing:
-        group = groups.get(name, [name])
-        if name == group[0] and all(other in missing for other in group):
-            yield name
+def _lacks_all(tied: Sequence[str], name: str, missing: Collection[str]) -> bool:
+    """Return whether a tied parameter was loaded by none of its names, of which the first stands for all; pure."""
+    return name == tied[0] and all(other in missing for other in tied)
