@@ -1,4 +1,4 @@
-"""The learning rate of each step, by the formulas of docs/trainer.md worked out by hand."""
+"""The learning rate of each step, by the formulas of docs/trainer/losses.md worked out by hand."""
 
 from __future__ import annotations
 

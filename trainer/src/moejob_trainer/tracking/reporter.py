@@ -1,6 +1,6 @@
 """Reports of a run while it trains: the step log, the tracker backends, and the progress the launcher serves.
 
-docs/trainer.md lists every number of a line.
+docs/trainer/metrics.md lists every number of a line.
 """
 
 from __future__ import annotations
