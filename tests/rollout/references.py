@@ -94,6 +94,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "first_k_dense_replace": 1,
         "topk_method": "greedy",
+        "n_group": 1,
+        "topk_group": 1,
         "routed_scaling_factor": 1.0,
     },
     "gpt_oss": _SIZES
@@ -103,6 +105,15 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
         "sliding_window": 128,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10_000.0,
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 64,
+        },
     },
 }
 
