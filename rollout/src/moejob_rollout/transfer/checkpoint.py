@@ -36,6 +36,10 @@ class CheckpointTransfer(WeightTransferEngine[Init, Update]):
         super().__init__(*args, **kwargs)
         self.stacks = WholeStacks()
         self._names, self._changed = LoadedNames(), list[str]()
+        if self.model_config.hf_config.model_type == "gpt_oss":
+            from moejob_rollout.transfer.gpt_oss import load_by_loaders  # noqa: PLC0415  # slow to import
+
+            load_by_loaders()
 
     def start_weight_update(self) -> None:
         """Take new weights from now on."""
