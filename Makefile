@@ -1,5 +1,5 @@
-# The only entry point. Needs python3 >= 3.11, git and make; everything else is fetched, pinned and hashed, on first use.
-# Environments are built on demand into .venv/; what they are built from is kept in $MOEJOB_CACHE, outside the tree.
+# The only entry point; needs python3 >= 3.11, git and make. CONTRIBUTING.md explains the targets.
+# Environments are built on first use into .venv/, from $MOEJOB_CACHE outside the tree.
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -8,8 +8,7 @@ MAKEFLAGS += --no-print-directory
 
 export PYTHON ?= python3
 export IMAGES PREFIX TAG ENGINE BASE RUNTIME
-# Programs of tests start by the dozen. Without compiled files beside their sources, torch and Megatron take each of them
-# 12 s of a core instead of 5.
+# Without compiled files, each program of a test takes 12 s of a core for its imports instead of 5.
 unexport PYTHONDONTWRITEBYTECODE
 # Passed on to pytest: make test-operator ARGS="-k layout -x"
 ARGS ?=
@@ -20,15 +19,21 @@ trainer_gpu := .venv/trainer-gpu/bin
 rollout := .venv/rollout/bin
 bridge := .venv/bridge/bin
 
-help: ## Say what each target does
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | awk -F '\t' '{ printf "  %-14s %s\n", $$1, $$2 }'
+# `##` marks a daily target, `#:` a rare one.
+targets = sed -n 's/^\([a-z-]*\):.*$(1) \(.*\)/\1\t\2/p' $(firstword $(MAKEFILE_LIST)) | \
+	awk -F '\t' '{ printf "  %-14s %s\n", $$1, $$2 }'
 
-# What a tool says matters when it fails.
+help: ## Print the targets
+	@echo "Daily"
+	@$(call targets,\#\#)
+	@echo "Rare"
+	@$(call targets,\#:)
+
+# Print a tool's output only if it fails.
 quietly = said=$$($(1) 2>&1) || { echo "$$said"; exit 1; }
 
 
-# Environments. The name of a stamp carries a hash of all that the environment is built from: a file's date says nothing
-# after a checkout.
+# Environments. A stamp's name has the hash of the environment's sources: dates mean nothing after a checkout.
 
 built = .venv/$(1)/.built-$(shell cat requirements/$(1).txt requirements/tools.txt scripts/environment VERSION \
 	$(patsubst %,%/pyproject.toml,$(2)) | sha256sum | cut -c 1-16)
@@ -73,33 +78,33 @@ $(mlflow_built):
 $(real_built):
 	@scripts/environment real $@
 
-# What tests compare with, peft and trl for example, has environments of its own, which the tests build.
+# Tests build the environments of their references, peft and trl among them.
 setup: $(operator_built) $(trainer_built) $(rollout_built) ## Build the environments that planning, training and engines need
 	@:
 
-setup-gpu: $(operator_built) $(trainer_gpu_built) ## Build what plans and trains on the GPUs of this machine
+setup-gpu: $(operator_built) $(trainer_gpu_built) #: Build the environment that trains on this machine's GPUs
 	@:
 
-setup-megatron: $(operator_built) $(bridge_built) ## Build what converts to and from Megatron's checkpoints
+setup-megatron: $(operator_built) $(bridge_built) #: Build the environment that reads and writes Megatron's checkpoints
 	@:
 
 
 # Checks.
 
-fmt: $(operator_built) ## Format and fix what can be fixed
+fmt: $(operator_built) ## Format, and fix what ruff can fix
 	@$(operator)/ruff check --quiet --fix-only
 	@$(operator)/ruff format --quiet
 
-lint: $(operator_built) ## Check format, style, words and the import rules
+lint: $(operator_built) ## Check format, style, words, pages and import rules
 	@$(operator)/ruff format --quiet --check --diff
 	@$(operator)/ruff check --quiet
 	@$(call quietly,PYTHONPATH=crds/src:operator/src:trainer/src:rollout/src:cli/src:scripts $(operator)/lint-imports --no-logo --no-cache)
 	@$(operator)/python scripts/words.py
 
-# What is said of one environment is not mixed with what is said of another.
+# Keep the output of one environment apart from the output of another.
 two_at_a_time = $(MAKE) --jobs=2 --output-sync=target
 
-types: $(operator_built) $(trainer_built) $(rollout_built) ## Check types, strictly, against what each package runs with
+types: $(operator_built) $(trainer_built) $(rollout_built) ## Check types, strictly, in the environment of each package
 	@$(two_at_a_time) operator-types trainer-types rollout-types
 
 operator-types:
@@ -114,11 +119,11 @@ trainer-types:
 rollout-types:
 	@$(call quietly,$(rollout)/mypy --cache-dir .mypy_cache/rollout rollout/src tests/rollout benchmarks/hostile/engine_listeners.py)
 
-generate: $(operator_built) ## Write the CRD that the models describe, and the manifests that the operator makes
+generate: $(operator_built) ## Write the CRD from the models, and the golden manifests
 	@$(operator)/python -m moejob_api.crd
 	@PYTHONPATH=tests $(operator)/python -m golden_manifests
 
-verify: lint types ## All of that, and that nothing generated is stale
+verify: lint types ## Run lint and types, and refuse generated files that are stale
 	@$(operator)/python -m moejob_api.crd --check
 
 
@@ -128,79 +133,74 @@ verify: lint types ## All of that, and that nothing generated is stale
 tested = scripts/tested $@ $(1)/pytest $(2) $(ARGS)
 tested_targets := test-operator test-trainer test-nodes test-cluster test-bridge test-rollout
 
-# Two cores have no room for trainers beside the nodes, where their tests took twice as long. Nodes wait for one another
-# as long as they compute, so all others run beside them. What targets print that run at a time comes when each has ended.
-# Each target runs whatever becomes of those before it: the table at the end says what all of them did.
-test: $(operator_built) $(trainer_built) $(rollout_built) $(bridge_built) ## Run every test that needs no GPU
+# Every target runs, also after a failure. CONTRIBUTING.md, "How `make test` shares two cores", has the order's reasons.
+test: $(operator_built) $(trainer_built) $(rollout_built) $(bridge_built) ## Run every test that needs no GPU, and print a table
 	@rm -rf $(patsubst %,.pytest_cache/%/table,$(tested_targets))
 	@failed=0; \
 	$(MAKE) --keep-going test-operator test-trainer || failed=1; \
 	$(two_at_a_time) --keep-going test-nodes test-beside-nodes || failed=1; \
 	$(PYTHON) scripts/test_table.py $(tested_targets) && exit $$failed
 
-# The bridge computes in one process, and engines start in one each. Nodes take longer: while they compute,
-# these get the smaller share of the cores.
+# Nodes take longest, so the targets beside them get the smaller share of the cores.
 test-beside-nodes: $(operator_built) $(trainer_built) $(rollout_built) $(bridge_built)
 	@failed=0; \
 	nice -n 10 $(MAKE) --jobs=1 test-cluster || failed=1; \
 	nice -n 10 $(two_at_a_time) --keep-going test-bridge test-rollout || failed=1; \
 	exit $$failed
 
-# Three for two cores: tests of commands wait for processes.
-test-operator: $(operator_built) ## Test api, operator, cli, chart and how images are built
+# Three processes on two cores, for tests of commands wait for other processes.
+test-operator: $(operator_built) ## Test api, operator, cli, chart and the building of images
 	@$(call tested,$(operator),$(wildcard $(patsubst %,tests/%,api cli operator chart builds)) -n 3 --dist worksteal)
 
-# moejob run, which starts the trainer, lives in the operator's environment; peers that it is compared with in their own.
+# moejob run is in the operator's environment; references have environments of their own.
 test-trainer: $(trainer_built) $(operator_built) $(peft_built) $(trl_built) $(mlflow_built) $(real_built) ## Test the trainer
 	@$(call tested,$(trainer),tests/trainer -m "not thorough" -n 3 --dist loadfile --no-loadscope-reorder)
 
-# Thirteen minutes: other families and layouts of the tests that take longest, of which `make test` does some, a reward with
-# its sign turned, demo-grpo, and whether every package of the closures with vLLM and Megatron-Bridge loads.
-test-thorough: $(trainer_built) $(operator_built) $(rollout_built) $(bridge_built) ## Test the rows that `make test` leaves out
+# Thirteen minutes.
+test-thorough: $(trainer_built) $(operator_built) $(rollout_built) $(bridge_built) #: Test the families and layouts that make test leaves out
 	@$(trainer)/pytest tests/trainer -m thorough -n 3 --dist loadfile $(ARGS)
 	@$(rollout)/pytest tests/rollout -m thorough -n 2 --dist loadfile $(ARGS)
 	@$(bridge)/pytest tests/bridge -m thorough $(ARGS)
 
-# test-trainer does one seed.
-test-learning: $(trainer_built) ## Test that GRPO learns from rewards, on three seeds
+# test-trainer runs one seed.
+test-learning: $(trainer_built) #: Test on three seeds that GRPO learns from rewards
 	@MOEJOB_LEARNING=full $(trainer)/pytest tests/trainer/objectives/grpo/test_learning.py $(ARGS)
 
-# One process: importing Megatron-Bridge takes as long as all that is computed with it.
-test-bridge: $(bridge_built) $(operator_built) ## Test the bridge to Megatron's checkpoints, and training beside Megatron's own model
+# One process: the import of Megatron-Bridge takes as long as its tests.
+test-bridge: $(bridge_built) $(operator_built) ## Test conversion to and from Megatron's checkpoints
 	@$(call tested,$(bridge),tests/bridge -m "not thorough")
 
-# Weights and moments that are resumed are compared to the bit; what is shown is what losses make of the layouts' sums.
-matrix: $(trainer_built) ## Train and resume in every layout, and print how near each cell is
+# Resumed weights and moments are compared to the bit; the printed errors are those of losses.
+matrix: $(trainer_built) #: Train and resume in every layout; print each error
 	@PYTHONPATH=tests $(trainer)/pytest -p trainer.parity.matrix tests/trainer/parity/test_parity.py \
 		tests/trainer/parity/test_checkpoints.py -k "one_rank_trains or a_layout_trains or any_layout_saved" $(ARGS)
 
-# Other jobs each time; what fails is printed with the values that make it fail again.
-test-gate: $(trainer_built) ## Run hundreds of random jobs that plan accepts: each starts and makes a step
+# The jobs differ each time; a failure is printed with the values that repeat it.
+test-gate: $(trainer_built) #: Run 300 random jobs that plan accepts; each makes a step
 	@HYPOTHESIS_PROFILE=explore MOEJOB_ACCEPTED_JOBS=$${MOEJOB_ACCEPTED_JOBS:-300} \
 		$(trainer)/pytest tests/trainer/test_accepted_jobs.py -n 0 $(ARGS)
 
-# A minute or two the first time. Tests make them, too, when they first need one: tests/real_models.py.
-real-models: $(trainer_built) $(real_built) ## Make real models, dense and MoE, in the cache: SmolLM2-135M-Instruct
+# A minute or two the first time. Tests that need a model make it too: tests/real_models.py.
+real-models: $(trainer_built) $(real_built) #: Make real models, dense and MoE, in the cache
 	@PYTHONPATH=tests $(trainer)/python -m real_models
 
-# Inputs that the usual tests have not seen; each listener and parser gets as many, a hundred thousand in a minute or so.
-fuzz: $(operator_built) $(trainer_built) $(rollout_built) ## Send a million damaged inputs to each listener and each parser of foreign text
+# The inputs differ each time; 100,000 take about a minute.
+fuzz: $(operator_built) $(trainer_built) $(rollout_built) #: Send a million damaged inputs to each listener and parser
 	@MOEJOB_FUZZ_INPUTS=$${MOEJOB_FUZZ_INPUTS:-1000000} $(operator)/pytest tests/operator/test_strange_bytes.py $(ARGS)
 	@MOEJOB_FUZZ_INPUTS=$${MOEJOB_FUZZ_INPUTS:-1000000} $(trainer)/pytest tests/trainer/test_strange_bytes.py \
 		tests/trainer/launcher/test_progress_server.py tests/trainer/rollouts/test_routed_experts.py \
 		tests/trainer/interchange $(ARGS)
 	@MOEJOB_FUZZ_INPUTS=$${MOEJOB_FUZZ_INPUTS:-1000000} $(rollout)/pytest tests/rollout/test_listener.py $(ARGS)
 
-test-rollout: $(rollout_built) ## Test what runs beside vLLM
+test-rollout: $(rollout_built) ## Test the code beside vLLM
 	@$(call tested,$(rollout),tests/rollout -m "not thorough" -n 2 --dist loadfile)
 
-# Beside the trainer's environment, for this one has the kernels for GPUs; moejob run is the operator's. vLLM for GPUs is
-# in images alone: MOEJOB_ROLLOUT_PYTHON names a Python with requirements/rollout-gpu.txt and pytest where there is one.
-gpu-test: $(trainer_gpu_built) $(operator_built) ## Test kernels and training on the GPUs of this machine
+# MOEJOB_ROLLOUT_PYTHON: a Python with requirements/rollout-gpu.txt and pytest, for vLLM on GPUs.
+gpu-test: $(trainer_gpu_built) $(operator_built) #: Test kernels and training on this machine's GPUs
 	@MOEJOB_TRAINER_PYTHON=$(CURDIR)/$(trainer_gpu)/python $(trainer_gpu)/pytest tests/gpu -rs $(ARGS)
 	@[ -z "$${MOEJOB_ROLLOUT_PYTHON:-}" ] || $$MOEJOB_ROLLOUT_PYTHON -m pytest tests/rollout/test_nccl.py -rs $(ARGS)
 
-# Both build the cluster programs that they lack, and skip by name where they cannot; so they do not wait for control-plane.
+# Both build the cluster programs that they lack, or skip by name, so neither needs control-plane.
 test-cluster: $(operator_built) $(trainer_built) ## Test on a real control plane, and images
 	@$(call tested,$(operator),tests/cluster --ignore tests/cluster/nodes -n 2 --dist loadfile -rs --no-fold-skipped)
 
@@ -208,90 +208,88 @@ test-cluster: $(operator_built) $(trainer_built) ## Test on a real control plane
 test-nodes: $(operator_built) $(trainer_built) $(rollout_built) ## Test on two real nodes
 	@$(call tested,$(operator),tests/cluster/nodes -n 1 -rs --no-fold-skipped)
 
-# Needs what the nodes need, and half an hour; test-nodes does the three that happen most, and
-# test-trainer kills ranks. Last comes `make kind-demo`.
-test-faults: $(operator_built) $(trainer_built) $(rollout_built) ## Test every fault: of ranks, engines, pods, nodes, volumes, clocks, the cluster and the operator
+# Half an hour; needs root, like test-nodes.
+test-faults: $(operator_built) $(trainer_built) $(rollout_built) #: Test every fault of ranks, engines, pods, nodes and operator
 	@MOEJOB_FAULTS=full $(operator)/pytest tests/cluster/control_plane/test_faults.py \
 		tests/cluster/control_plane/test_any_job_on_a_real_api_server.py \
 		tests/cluster/control_plane/test_scenarios_on_a_real_api_server.py tests/cluster/nodes/test_faults.py \
 		tests/cluster/nodes/test_engines.py tests/cluster/nodes/test_policies.py tests/cluster/nodes/test_strangers.py tests/cluster/nodes/test_tenants.py tests/cluster/nodes/test_kind_demo.py -rs --no-fold-skipped $(ARGS)
 
-# Two minutes of the first run build kube-router.
-test-policies: $(operator_built) $(trainer_built) ## Test that kube-router, as clusters run it, keeps strangers off the pods of a job
+# The first run builds kube-router for two minutes.
+test-policies: $(operator_built) $(trainer_built) #: Test a job's NetworkPolicy under kube-router
 	@MOEJOB_POLICY_ENGINE=kube-router $(operator)/pytest tests/cluster/nodes/test_kube_router.py -rs --no-fold-skipped $(ARGS)
 
-# Ten gigabytes and five minutes for each image that is not there yet.
-test-images: $(operator_built) ## Test engines in their images, serving what a trainer exported
+# An image that is not built yet takes 10 GB and five minutes.
+test-images: $(operator_built) #: Test engines in their images
 	@MOEJOB_IMAGES=all $(operator)/pytest tests/cluster/images -rs --no-fold-skipped $(ARGS)
 
-control-plane: $(operator_built) ## Build the Kubernetes programs that this machine lacks
+control-plane: $(operator_built) #: Build the Kubernetes programs that this machine lacks
 	@PYTHONPATH=tests $(operator)/python -m cluster.binaries
 
 # With docker, podman, or buildah where no registry of images can be reached: docs/images.md.
-images: ## Build container images: IMAGES="operator trainer-cpu" PREFIX=registry.example.com/ml TAG=...
+images: #: Build container images: IMAGES="operator trainer-cpu" PREFIX=... TAG=...
 	@PYTHONPATH=scripts $(PYTHON) -m image_builds
 
-# Asks the registries that the Dockerfiles name. ARGS=--check asks none, and fails where a base has no digest yet.
-bases: ## Look up the digests of the images that ours stand on, into images/bases.txt; then build, test and commit it
+# ARGS=--check asks no registry, and fails if a base has no digest yet.
+bases: #: Look up the digests of base images, into images/bases.txt
 	@PYTHONPATH=scripts $(PYTHON) -m image_builds.bases $(ARGS)
 
-kind-demo: ## Train the tiny example on a cluster in Docker; needs docker, kind, kubectl and helm
+kind-demo: #: Train the tiny example on a cluster in Docker
 	@scripts/kind-demo
 
-bench: $(operator_built) ## Measure planning
+bench: $(operator_built) #: Measure planning
 	@$(operator)/python -m benchmarks.planning
 
-# 25 minutes. ARGS="--all" measures a thousand jobs of eight pods as well; ARGS=--quick and ARGS="--only trace" record nothing.
-bench-operator: $(operator_built) ## Measure the operator beside its peers, JobSet with JOBSET_SRC=CHECKOUT; needs Go
+# 25 minutes; needs Go, and JOBSET_SRC=CHECKOUT for JobSet. ARGS=--all, --quick or "--only trace".
+bench-operator: $(operator_built) #: Measure the operator beside its peers
 	@PYTHONPATH=tests $(operator)/python -m benchmarks.operator $(ARGS)
 
-# As root, like the nodes. ARGS="--times 10" does every fault ten times, ARGS="--only 'rank killed'" one kind, unrecorded.
-bench-recovery: $(operator_built) $(trainer_built) ## Measure how long a job over two nodes stands still after a fault
+# Needs root. ARGS="--times 10" repeats every fault, ARGS="--only 'rank killed'" measures one, unrecorded.
+bench-recovery: $(operator_built) $(trainer_built) #: Measure how long a job stands still after a fault
 	@PYTHONPATH=tests:scripts $(operator)/python -m benchmarks.recovery $(ARGS)
 
 # Some ten minutes. ARGS=--quick attacks for a second each and records nothing.
-bench-hostile: $(operator_built) $(trainer_built) $(rollout_built) ## Measure hostile reviews, and each listener under attack
+bench-hostile: $(operator_built) $(trainer_built) $(rollout_built) #: Measure hostile reviews, and each listener under attack
 	@PYTHONPATH=tests $(operator)/python -W ignore -m benchmarks.hostile $(ARGS)
 
-bench-trainer: $(trainer_built) ## Measure training on this CPU beside Transformers
+bench-trainer: $(trainer_built) #: Measure training on this CPU beside Transformers
 	@$(trainer)/python -W ignore -m benchmarks.trainer.cpu_step
 
 # An hour and more. ARGS="--only peers replicas" measures these alone, ARGS="--folder FOLDER" saves on another disk.
-bench-gpu: $(trainer_gpu_built) ## Measure training on the GPUs of this machine, beside Transformers and the cost model
+bench-gpu: $(trainer_gpu_built) #: Measure training on this machine's GPUs
 	@$(trainer_gpu)/python -W ignore -m benchmarks.trainer.on_gpus --log runs/bench-gpu.log $(ARGS)
 
-bench-grpo: $(trainer_built) $(operator_built) $(rollout_built) ## Measure GRPO on this CPU with vLLM, beside vLLM alone
+bench-grpo: $(trainer_built) $(operator_built) $(rollout_built) #: Measure GRPO on this CPU with vLLM
 	@PYTHONPATH=tests $(trainer)/python -W ignore -m benchmarks.rollout.cpu
 
-# Always from the start: a run folder that is used again goes on where it was.
+# Removes the run folder, for a run would resume from it.
 demo: $(operator_built) $(trainer_built) ## Train a small model here, then ask it something
 	@rm -rf runs/demo
 	@$(operator)/moejob run examples/tiny-sft.yaml --run-dir runs/demo
 	@echo
 	@$(trainer)/python examples/ask.py runs/demo/export "count from 2 to 5"
 
-# The first run's export is where the second starts.
-demo-grpo: $(operator_built) $(trainer_built) $(rollout_built) ## Teach a small model sums by their reward here, with a vLLM engine
+# The second run starts from the export of the first.
+demo-grpo: $(operator_built) $(trainer_built) $(rollout_built) #: Teach a small model sums by their reward, with a vLLM engine
 	@rm -rf runs/tiny-sft-sums runs/tiny-grpo
 	@$(operator)/moejob run examples/tiny-sft-sums.yaml
 	@$(operator)/moejob run examples/tiny-grpo.yaml
 	@$(operator)/python examples/answers.py runs/tiny-grpo
 
 # As root, with Go for the cluster's programs, buildah and mmdebstrap for the images.
-cluster-demo: $(operator_built) $(trainer_built) ## Train on two Kubernetes nodes of this machine, without Docker
+cluster-demo: $(operator_built) $(trainer_built) #: Train on two Kubernetes nodes of this machine, without Docker
 	@PYTHONPATH=tests:scripts $(operator)/python -m cluster.nodes.demo
 
 
-docs: $(docs_built) ## Build the documentation as a site, into site/; a link that leads nowhere is an error
+docs: $(docs_built) ## Build the documentation into site/; a dead link is an error
 	@$(call quietly,NO_MKDOCS_2_WARNING=1 .venv/docs/bin/mkdocs build --strict)
 
-# With `make demo` in one of them; committed, for pages are read where nothing can be run.
-pictures: $(operator_built) $(trainer_built) ## Draw the pictures of README and docs again
+# Runs `make demo` and `make demo-grpo` for two of them.
+pictures: $(operator_built) $(trainer_built) #: Draw the pictures of README and docs again
 	@PYTHONPATH=scripts:. $(operator)/python -m pictures
 
 
-# Closures. Order matters: what comes later is held to the versions chosen earlier, so that the tools install on top of
-# any of them. A pin stays until it is named: make lock UPGRADE="kopf ruff", or UPGRADE=all.
+# Closures. Each is held to the versions of the closures before it: CONTRIBUTING.md, "Changing a pin".
 
 UPGRADE ?=
 upgrades := $(if $(filter all,$(UPGRADE)),--upgrade,$(addprefix --upgrade-package ,$(UPGRADE)))
@@ -300,7 +298,7 @@ compile = UV_CUSTOM_COMPILE_COMMAND="make lock" scripts/uv --quiet pip compile \
 	--generate-hashes --no-emit-index-url --no-emit-find-links $(upgrades) $(patsubst %,--constraints requirements/%.txt,$(3)) \
 	--output-file requirements/$(1).txt $(patsubst %,requirements/%.in,$(2))
 
-lock: ## Pin and hash the closures of requirements/*.in
+lock: #: Pin and hash the closures of requirements/*.in
 	@$(call compile,uv,uv)
 	@$(call compile,operator,operator)
 	@$(call compile,trainer,trainer trackers,operator)
@@ -317,20 +315,24 @@ lock: ## Pin and hash the closures of requirements/*.in
 	@$(call compile,docs,operator docs,operator tools)
 	@$(call compile,audit,audit,tools)
 
-# What could not be looked up counts as vulnerable, or an index without that service would pass everything.
-audit: ## Look up every pin among known vulnerabilities; needs PyPI itself
+# Needs PyPI itself. A failed look-up counts as vulnerable: an index without the service must not pass.
+audit: #: Look up every pin among known vulnerabilities
 	@for closure in requirements/*.txt; do \
 		echo "$$closure"; scripts/uv --quiet tool run --with-requirements requirements/audit.txt pip-audit --strict --disable-pip \
 			--require-hashes --progress-spinner off --requirement "$$closure" || failed=1; \
 	done; exit $${failed:-0}
 
-# Of images that are in docker, or in podman with ENGINE=podman; by the lists of parts in them. Needs grype.
-audit-images: ## Look up what is in images, Debian's packages too: IMAGES="operator trainer" PREFIX=... TAG=...
+# Reads the lists of parts of images in docker, or in podman with ENGINE=podman. Needs grype.
+audit-images: #: Look up the contents of images among known vulnerabilities
 	@scripts/audit-images $(or $(IMAGES),operator trainer rollout)
 
-clean: ## Remove the environments and all build output; the cache stays
+clean: #: Remove the environments and build output; the cache stays
 	@rm -rf .venv .hypothesis .mypy_cache .pytest_cache .ruff_cache \
 		$(foreach dist,crds operator trainer rollout cli,$(dist)/dist $(dist)/build)
 	@find $(wildcard crds operator trainer rollout cli tests benchmarks scripts) -name __pycache__ -prune -exec rm -rf {} +
 
-.PHONY: help setup setup-gpu setup-megatron fmt lint types operator-types trainer-types rollout-types generate verify test test-operator test-trainer test-bridge test-learning matrix test-gate real-models test-rollout test-cluster test-nodes test-beside-nodes test-faults test-policies test-images gpu-test control-plane bench bench-operator bench-recovery bench-hostile bench-trainer bench-gpu bench-grpo demo demo-grpo cluster-demo docs pictures images bases kind-demo lock audit audit-images clean
+.PHONY: help setup setup-gpu setup-megatron fmt lint types operator-types trainer-types rollout-types generate \
+	verify test test-operator test-trainer test-bridge test-learning matrix test-gate real-models test-rollout \
+	test-cluster test-nodes test-beside-nodes test-faults test-policies test-images gpu-test control-plane bench \
+	bench-operator bench-recovery bench-hostile bench-trainer bench-gpu bench-grpo demo demo-grpo cluster-demo docs \
+	pictures images bases kind-demo lock audit audit-images clean
