@@ -100,6 +100,7 @@ lint: $(operator_built) ## Check format, style, words, pages and import rules
 	@$(operator)/ruff check --quiet
 	@$(call quietly,PYTHONPATH=crds/src:operator/src:trainer/src:rollout/src:cli/src:scripts $(operator)/lint-imports --no-logo --no-cache)
 	@$(operator)/python scripts/words.py
+	@$(operator)/python scripts/page_width.py
 
 # Keep the output of one environment apart from the output of another.
 two_at_a_time = $(MAKE) --jobs=2 --output-sync=target
